@@ -1,0 +1,35 @@
+# make demo    environment, data, a short training run on the CPU, a sample from the cache, checked against none
+# make test    environment, lint, the fast tests
+# make check   everything that can be tested
+PYTHON ?= python3
+BIN = .venv/bin
+DEMO = out/demo
+
+.PHONY: demo test check lint data
+.DELETE_ON_ERROR:
+
+.venv/installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@echo "installing requirements.txt and the dev tools into .venv; torch is large, this can take minutes"
+	$(BIN)/python -m pip install --quiet -r requirements.txt --group dev
+	@touch $@
+
+data: .venv/installed
+	$(BIN)/python data/prepare.py
+
+$(DEMO)/ckpt.pt: .venv/installed | data
+	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 1000 --eval_interval 250 --out_dir $(DEMO)
+
+demo: data $(DEMO)/ckpt.pt
+	$(BIN)/python sample.py --out_dir $(DEMO) --device cpu --kv_cache --verify
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not slow"
+
+check: lint
+	$(BIN)/python -m pytest -q

@@ -1,0 +1,504 @@
+"""A GPT whose attention heads remember: GPT-2's network, with a key/value cache in every Head.
+
+To read in order: GPTConfig, Head (what is remembered), KVCache (where it lies), CausalSelfAttention (who writes and
+reads it), MLP, Block, GPT, generation (prefill, then one token a step), and the sampler's noise, which makes a token a
+function of (logits, seed, sample, step) alone, so that every way of decoding picks the same tokens.
+
+Shapes: B rows in a batch, T positions in a call, t positions cached so far, C = n_embd, nh = n_head, nkv = n_kv_head,
+hs = C / nh, the head size.
+"""
+
+import math
+import pickle
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    """The network's shape. The defaults are GPT-2's, so a nanoGPT `model_args` dict builds the network it always did.
+
+    Raises ValueError, naming the field and the value, for anything that no network can have.
+    """
+
+    block_size: int = 1024  # the context: positions a forward, or the cache, can hold
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # in the Linears and LayerNorms
+    n_kv_head: int | None = None  # None: n_head; fewer: grouped-query attention; 1: multi-query
+    mlp_ratio: float = 4  # width of the MLP's hidden layer, in units of n_embd
+    activation: str = "gelu"  # "gelu" is exact, "gelu_tanh" GPT-2's approximation
+    pos_emb: str = "learned"  # a table, as GPT-2; or "rope", rotary (Su et al. 2021, arXiv:2104.09864)
+    norm_first: bool = True  # False: post-LN as in Vaswani et al. 2017, then without a final norm
+    tie_weights: bool = True  # lm_head shares wte's matrix
+
+    def __post_init__(self):
+        def require(condition, name, why):
+            if not condition:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {why}")
+
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            require(type(getattr(self, name)) is int and getattr(self, name) >= 1, name, "must be an integer >= 1")
+        for name in ("bias", "norm_first", "tie_weights"):
+            require(type(getattr(self, name)) is bool, name, "must be True or False")
+        require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head={self.n_head}")
+        require(
+            self.n_kv_head is None
+            or (type(self.n_kv_head) is int and self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0),
+            "n_kv_head",
+            f"must be None or a divisor of n_head={self.n_head}",
+        )
+        is_number = [type(x) in (int, float) for x in (self.dropout, self.mlp_ratio)]
+        require(is_number[0] and 0 <= self.dropout < 1, "dropout", "must be in [0, 1)")
+        require(is_number[1] and math.inf > self.mlp_ratio * self.n_embd >= 1, "mlp_ratio", "must be a positive number")
+        require(self.activation in ("gelu", "gelu_tanh"), "activation", "must be 'gelu' or 'gelu_tanh'")
+        require(self.pos_emb in ("learned", "rope"), "pos_emb", "must be 'learned' or 'rope'")
+        if self.pos_emb == "rope":
+            require(self.n_embd // self.n_head % 2 == 0, "n_embd", "rope turns pairs: n_embd / n_head must be even")
+
+
+class Head(nn.Module):
+    """One key/value head of a layer, and what it remembers of the tokens that went through it.
+
+    `key_cache` and `value_cache` are None while empty, else `(B, t, head_size)`: row s is what the token at position s
+    was projected to. A causal model never changes those rows again, so a new token computes its own and reads the rest.
+    Both are views on the layer's KVCache, made when read: all Heads of a layer are computed in one batched call, which
+    wants their keys side by side. There are `n_layer * n_kv_head` Heads in a model; they have no parameters.
+    """
+
+    def __init__(self, cache, index):
+        super().__init__()
+        self.cache = cache
+        self.index = index
+
+    @property
+    def key_cache(self):
+        return self.cache.key[:, self.index, : max(self.cache.lengths)] if self.cache.lengths else None
+
+    @property
+    def value_cache(self):
+        return self.cache.value[:, self.index, : max(self.cache.lengths)] if self.cache.lengths else None
+
+
+class KVCache:
+    """One layer's keys and values, `(B, n_kv_head, block_size, head_size)` each, allocated once and written in place.
+
+    `lengths` says, in Python integers, how many positions of each row are filled; an empty list is an empty cache. It
+    is replaced, never changed, so whoever holds the list can tell by `is` that nobody has used the cache since.
+    The tensors are no registered buffers: they belong to no state_dict, and DDP does not broadcast them.
+    """
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self):
+        self.key = self.value = None
+        self.lengths = []
+
+    @torch.no_grad()
+    def write(self, pos, k, v, block_size):
+        """Store k and v `(B, nkv, T, hs)` at the absolute positions pos, `(T,)` for all rows or `(B, T)` for each."""
+        B, nkv, T, hs = k.shape
+        if self.key is None or self.key.size(0) != B or self.key.dtype != k.dtype or self.key.device != k.device:
+            if self.lengths and self.key.size(0) == B:
+                raise ValueError(f"the cache holds {self.key.dtype}, this call made {k.dtype}: clear_kv_cache first")
+            # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
+            self.key = k.new_zeros(B, nkv, block_size, hs)
+            self.value = v.new_zeros(B, nkv, block_size, hs)
+        if pos.dim() == 1:
+            self.key.index_copy_(2, pos, k)
+            self.value.index_copy_(2, pos, v)
+        else:
+            slots = pos[:, None, :, None].expand_as(k)
+            self.key.scatter_(2, slots, k)
+            self.value.scatter_(2, slots, v)
+
+
+def clear_kv_cache(model):
+    """Empty every Head's key_cache and value_cache in `model` (any module that contains Heads), freeing the memory."""
+    for module in model.modules():
+        if isinstance(module, CausalSelfAttention):
+            module.cache.clear()
+
+
+class CausalSelfAttention(nn.Module):
+    """All Heads of a layer in one batched call. n_kv_head < n_head: each key/value head serves several query heads."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.n_kv_head = config.n_kv_head or config.n_head
+        self.head_size = config.n_embd // config.n_head
+        self.block_size = config.block_size
+        self.dropout = config.dropout
+        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.cache = KVCache()
+        self.heads = nn.ModuleList(Head(self.cache, i) for i in range(self.n_kv_head))
+
+    def forward(self, x, rope=None, pos=None, mask=None, end=None):
+        """x `(B, T, C)` -> `(B, T, C)`. In eval mode with `pos`: through the cache, of which the first `end` slots are
+        visible as far as `mask`, True where a query may look, allows. Otherwise: plain causal attention over x."""
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
+        if rope is not None:
+            qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
+            q, k = rotate(qk, *rope).split((self.n_head, self.n_kv_head), dim=1)
+        else:
+            q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+
+        gqa = self.n_kv_head != self.n_head
+        if pos is not None and not self.training:
+            self.cache.write(pos, k, v, self.block_size)
+            k, v = self.cache.key[:, :, :end], self.cache.value[:, :, :end]  # (B, nkv, end, hs)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
+        y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+    # Whatever changes the weights, or takes them elsewhere, makes the keys computed with them worthless.
+
+    def train(self, mode=True):
+        if mode:
+            self.cache.clear()
+        return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        self.cache.clear()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args):
+        self.cache.clear()
+        super()._load_from_state_dict(*args)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden = int(config.mlp_ratio * config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.dropout = config.dropout
+
+    def forward(self, x):
+        x = F.gelu(self.c_fc(x), approximate=self.approximate)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, *cache_args):
+        if self.norm_first:
+            x = x + self.attn(self.ln_1(x), *cache_args)
+            return x + self.mlp(self.ln_2(x))
+        x = self.ln_1(x + self.attn(x, *cache_args))
+        return self.ln_2(x + self.mlp(x))
+
+
+class GPT(nn.Module):
+    """The language model. Module and parameter names are nanoGPT's, so its checkpoints load (`load_checkpoint`)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
+        if config.pos_emb == "learned":
+            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        if config.norm_first:
+            self.transformer["ln_f"] = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_weights:
+            self.transformer["wte"].weight = self.lm_head.weight
+        if config.pos_emb == "rope":
+            hs = config.n_embd // config.n_head
+            frequency = 10000.0 ** (-torch.arange(0, hs, 2) / hs)
+            angle = torch.outer(torch.arange(config.block_size), frequency).repeat(1, 2)  # (block_size, hs)
+            self.register_buffer("rope_cos", angle.cos(), persistent=False)
+            self.register_buffer("rope_sin", angle.sin(), persistent=False)
+
+        # GPT-2's initialization: what is added to the residual stream is scaled by the number of additions
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(
+                    module.weight, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj") else 0.02
+                )
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, idx, targets=None, pos=None):
+        """Logits for every position, and the mean cross-entropy if there are targets.
+
+        idx      (B, T) int64 token ids
+        targets  (B, T) int64 next tokens, -1 where none is wanted
+        pos      absolute positions, int64, (T,) for all rows or (B, T) for each, rising by one. None: 0..T-1 and no
+                 cache. Given, in eval mode: the Heads' caches are written at pos and attended over as far as each pos,
+                 and whatever they held beyond pos is forgotten. In train mode the cache is not used.
+        Returns (logits (B, T, vocab_size), loss or None). Raises ValueError for a T or pos that reaches past
+        block_size, and for a pos that starts past what the cache holds: there would be zeros in between.
+        """
+        logits = self.lm_head(self.features(idx, pos, None if pos is None else self.check_pos(idx, pos)))
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return logits, loss
+
+    def check_pos(self, idx, pos):
+        """The cache lengths, one for each row, that a call at `pos` leaves behind; ValueError if it cannot be made."""
+        B, T = idx.shape
+        if pos.dtype != torch.int64 or pos.shape not in ((T,), (B, T)):
+            raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)} or {(B, T)}")
+        rows = pos.expand(B, T).tolist()
+        held = self.transformer["h"][0].attn.cache.lengths
+        for i, row in enumerate(rows):
+            if not row or row != list(range(row[0], row[0] + T)):
+                raise ValueError(f"pos must rise by one along a row, got {row}")
+            if row[0] < 0 or row[-1] >= self.config.block_size:
+                raise ValueError(f"pos {row[0]}..{row[-1]} is outside 0..{self.config.block_size - 1} (block_size)")
+            if row[0] > (held[i] if len(held) == B else 0) and not self.training:
+                raise ValueError(
+                    f"pos starts at {row[0]}, but the cache holds {held[i] if len(held) == B else 0} positions "
+                    f"of row {i}: prefill first, with pos from 0"
+                )
+        return [row[-1] + 1 for row in rows]
+
+    def features(self, idx, pos=None, lengths=None):
+        """The network without its lm_head: `(B, T, C)`. As forward, but pos is trusted, and `lengths`, the cache
+        lengths after this call as Python integers, comes with it, so that nothing here waits for the device."""
+        T = idx.size(1)
+        cached = pos is not None and not self.training
+        if pos is None:
+            if not 1 <= T <= self.config.block_size:
+                raise ValueError(f"{T} positions; this model takes 1 to {self.config.block_size} (block_size)")
+            where = torch.arange(T, device=idx.device)
+        else:
+            where = pos
+
+        x = self.transformer["wte"](idx)
+        rope = None
+        if self.config.pos_emb == "learned":
+            x = x + self.transformer["wpe"](where)
+        else:
+            rope = self.rope_cos[where], self.rope_sin[where]  # (T, hs) or (B, T, hs)
+            if where.dim() == 2:
+                rope = rope[0][:, None], rope[1][:, None]
+        x = F.dropout(x, self.config.dropout, self.training)
+
+        mask = end = None
+        if cached:
+            end = max(lengths)
+            if T > 1 or min(lengths) < end:  # a lone query at the end of its row may look at every slot
+                mask = torch.arange(end, device=idx.device) <= pos[..., None]  # (T, end) or (B, T, end)
+                mask = mask if pos.dim() == 1 else mask[:, None]
+        try:
+            for block in self.transformer["h"]:
+                x = block(x, rope, pos, mask, end)
+        except BaseException:
+            clear_kv_cache(self)  # some layers were written, some not
+            raise
+        if cached:
+            for block in self.transformer["h"]:
+                block.attn.cache.lengths = lengths
+        return self.transformer["ln_f"](x) if self.config.norm_first else x
+
+    @torch.no_grad()
+    def generate(
+        self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, kv_cache=True, seed=None, samples=None
+    ):
+        """idx `(B, T)` and its continuation, `(B, T + n)`, n = min(max_new_tokens, block_size - T). See `stream`."""
+        with eval_mode(self):
+            new = list(
+                self.stream(
+                    idx,
+                    max_new_tokens,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    kv_cache=kv_cache,
+                    seed=seed,
+                    samples=samples,
+                )
+            )
+        return torch.cat((idx, torch.stack(new, dim=1)), dim=1) if new else idx
+
+    @torch.no_grad()
+    def stream(
+        self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, kv_cache=True, seed=None, samples=None
+    ):
+        """Generate, yielding each step's tokens `(B,)` as they come, until max_new_tokens or a full context.
+
+        idx          (B, T) int64 prompts, 1 <= T <= block_size
+        temperature  0 is greedy: the likeliest token, ties to the lowest id
+        top_k        sample among the k likeliest; top_p: among the fewest likeliest that have this much probability
+        kv_cache     False recomputes the whole sequence for every token: the same tokens, slower
+        seed         0 <= seed < 2**64; None draws one from torch's global generator. Row k of a batch draws the noise
+                     of sample k; `samples`, B integers, names other samples
+        Raises ValueError for impossible arguments.
+        """
+        B, T = idx.shape
+        if not 1 <= T <= self.config.block_size:
+            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {self.config.block_size} (block_size)")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature}: must be a number >= 0")
+        if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
+            raise ValueError(f"top_k={top_k}: must be an integer >= 1")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, ()))
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed={seed}: must be at least 0 and below 2**64")
+
+        V = self.config.vocab_size
+        steps = max(0, min(max_new_tokens, self.config.block_size - T))
+        noise_steps = max(1, min(64, 2**22 // (B * V)))  # as many at a time as a few megabytes hold
+        samples = torch.arange(B) if samples is None else torch.as_tensor(samples)
+        samples = samples.to(idx.device)
+        positions = torch.arange(T + steps, device=idx.device)
+        tokens = torch.cat((idx, idx.new_zeros(B, steps)), dim=1)
+        cache = self.transformer["h"][0].attn.cache
+        lengths = None  # what this generator left in the cache
+        try:
+            for step in range(steps):
+                if step % noise_steps == 0:
+                    block = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
+                    noise = gumbel_noise(seed, samples, block, V)
+                end = T + step
+                with eval_mode(self):
+                    if not kv_cache:
+                        x = self.features(tokens[:, :end])
+                    else:
+                        # decode one token; prefill first, or again if somebody cleared or used the cache since
+                        start = end - 1 if lengths is not None and cache.lengths is lengths else 0
+                        lengths = [end] * B
+                        x = self.features(tokens[:, start:end], positions[start:end], lengths)
+                    logits = self.lm_head(x[:, -1])
+                tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], temperature, top_k, top_p)
+                yield tokens[:, end]
+        finally:
+            if cache.lengths is lengths:
+                clear_kv_cache(self)
+
+
+@contextmanager
+def eval_mode(model):
+    """Inside, the model is in eval mode; afterwards it is as it was."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
+
+
+def sample_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
+    """Pick a token for each row: `(B,)` int64 from logits `(B, V)` and Gumbel noise `(B, V)`.
+
+    argmax(logits / temperature + noise) is a draw from softmax(logits / temperature), the Gumbel-max trick, and the
+    same pick as torch.multinomial's argmax(probabilities / Exp(1) noise), noise being -log of that. Multiplied through
+    by the temperature it needs no division, and at 0 it is greedy. Filters keep exactly top_k, ties to the lowest id,
+    then the likeliest of these up to and with the one that crosses top_p.
+    """
+    logits = logits.float()
+    if temperature == 0 or (top_k is None and top_p is None):
+        return torch.add(logits, noise, alpha=temperature).argmax(-1)
+    ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ranked, ids = ranked[:, :top_k], ids[:, :top_k]
+    score = torch.add(ranked, noise.gather(-1, ids), alpha=temperature)
+    if top_p is not None:
+        probs = torch.softmax((ranked - ranked[:, :1]) / temperature, dim=-1)
+        before = probs.cumsum(-1) - probs
+        before[:, 0] = 0  # the likeliest always stays
+        score = score.masked_fill(before >= top_p, -math.inf)
+    return ids.gather(-1, score.argmax(-1, keepdim=True))[:, 0]
+
+
+def gumbel_noise(seed, samples, steps, vocab_size):
+    """Standard Gumbel noise, -log of Exp(1) noise, as a pure function of (seed, sample, step, token id).
+
+    samples (B,) and steps (S,) int64 -> (B, S, vocab_size) float32, always finite. Counters, not a generator with a
+    state: whoever asks for the noise of a token gets the same, in whatever order, batch or program it is asked for.
+    The hash is the 32-bit finalizer "lowbias32" by Chris Wellons, applied to one counter after the other.
+    """
+    low32 = 0xFFFFFFFF
+
+    def mix(h):
+        h = (h ^ (h >> 16)) * 0x7FEB352D & low32
+        h = (h ^ (h >> 15)) * 0x846CA68B & low32
+        return h ^ (h >> 16)
+
+    ids = torch.arange(vocab_size, device=steps.device)
+    h = 0
+    for counter in (seed & low32, seed >> 32, samples[:, None, None], steps[:, None], ids):
+        h = mix(h ^ mix(counter + 0x9E3779B9 & low32))  # mix(0) is 0, hence the constant
+    # 32 bits keep their resolution near 0, where the winners of a race of exponentials are; 1.0 must not be reached
+    uniform = ((h.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def load_checkpoint(path):
+    """Read a checkpoint of this kit or of nanoGPT, without running code that it may contain.
+
+    Returns its dict, the keys of ["model"] cleaned of torch.compile's prefix and of old nanoGPT's mask buffers.
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}: train one first (python train.py), or name another")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: not loaded") from None
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or damaged ({str(error).splitlines()[0]})") from None
+    missing = {"model", "model_args"} - set(ckpt if isinstance(ckpt, dict) else ())
+    if missing:
+        raise ValueError(f"{path} is no GPT checkpoint: no {' and no '.join(sorted(missing))} in it")
+    ckpt["model"] = {
+        key.removeprefix("_orig_mod."): value
+        for key, value in ckpt["model"].items()
+        if not key.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+    return ckpt
+
+
+def build_model(ckpt):
+    """The GPT of a checkpoint dict (see load_checkpoint). Raises ValueError where weights and model_args disagree."""
+    known = {field.name for field in fields(GPTConfig)}
+    unknown = set(ckpt["model_args"]) - known
+    if unknown:
+        raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which this version does not know")
+    model = GPT(GPTConfig(**ckpt["model_args"]))
+    try:
+        model.load_state_dict(ckpt["model"])
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise ValueError(f"the weights do not fit model_args: {' '.join(lines[1:3])}") from None
+    return model
