@@ -58,7 +58,9 @@ class GPTConfig:
         )
         is_number = [type(x) in (int, float) for x in (self.dropout, self.mlp_ratio)]
         require(is_number[0] and 0 <= self.dropout < 1, "dropout", "must be in [0, 1)")
-        require(is_number[1] and math.inf > self.mlp_ratio * self.n_embd >= 1, "mlp_ratio", "must be a positive number")
+        require(
+            is_number[1] and 1 <= self.mlp_ratio * self.n_embd < 2**31, "mlp_ratio", "must be positive and not huge"
+        )
         require(self.activation in ("gelu", "gelu_tanh"), "activation", "must be 'gelu' or 'gelu_tanh'")
         require(self.pos_emb in ("learned", "rope"), "pos_emb", "must be 'learned' or 'rope'")
         if self.pos_emb == "rope":
@@ -476,11 +478,13 @@ def load_checkpoint(path):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: not loaded") from None
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or damaged ({str(error).splitlines()[0]})") from None
-    missing = {"model", "model_args"} - set(ckpt if isinstance(ckpt, dict) else ())
-    if missing:
-        raise ValueError(f"{path} is no GPT checkpoint: no {' and no '.join(sorted(missing))} in it")
+    except Exception as error:  # there is no end to the ways in which a file can be broken
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} cannot be read, or is truncated or damaged ({why[0]})") from None
+    if not isinstance(ckpt, dict) or not all(isinstance(ckpt.get(key), dict) for key in ("model", "model_args")):
+        raise ValueError(f"{path} is no GPT checkpoint: it lacks the dicts 'model' and 'model_args'")
+    if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in ckpt["model"].items()):
+        raise ValueError(f"{path} is no GPT checkpoint: its 'model' holds something else than named tensors")
     ckpt["model"] = {
         key.removeprefix("_orig_mod."): value
         for key, value in ckpt["model"].items()

@@ -27,13 +27,12 @@ def load_model(path, meta=None):
     The model is on the CPU and in eval mode. Raises FileNotFoundError or ValueError with one line that says why.
     """
     ckpt = load_checkpoint(path)
-    chars = read_nanogpt_meta(meta) if meta is not None else ckpt.get("chars")
+    chars = ckpt.get("chars") if meta is None else read_nanogpt_meta(meta)
     if chars is None:
         raise ValueError(f"{path} has no characters in it: for a nanoGPT checkpoint give its --meta meta.pkl")
     model = build_model(ckpt)
-    # nanoGPT pads vocab_size at times, so there may be fewer characters than logits, never more
-    if len(chars) != model.config.vocab_size:
-        raise ValueError(f"{len(chars)} characters do not fit the vocab_size {model.config.vocab_size} of {path}")
+    if not isinstance(chars, str) or not len(set(chars)) == len(chars) == model.config.vocab_size:
+        raise ValueError(f"the characters do not fit the vocab_size {model.config.vocab_size} of {path}")
     return model.eval(), chars
 
 
@@ -104,7 +103,7 @@ def parse_args(argv=None):
     add("--temperature", type=number(float, "[0, inf)"), default=1.0, help="0 takes the likeliest (default: 1.0)")
     add("--top_k", type=number(int, "[1, inf)"), metavar="K", help="sample among the K likeliest")
     add("--top_p", type=number(float, "(0, 1]"), metavar="P", help="sample among the likeliest that have probability P")
-    add("--seed", type=number(int, f"[0, {2**64 - 1}]"), default=1337, help="same seed, same text (default: 1337)")
+    add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help="same seed, same text (default: 1337)")
     add("--num_samples", type=number(int, "[1, inf)"), default=1, metavar="N", help="samples, as rows of one batch")
     add("--out_dir", default="out", help="the folder of train.py's ckpt.pt (default: out)")
     add("--ckpt", metavar="FILE", help="another checkpoint: last.pt, or one of nanoGPT")
@@ -250,7 +249,7 @@ def main():
     sys.stdout.flush()
     rows, arrivals, cache = [], [], None
     began = time.perf_counter()
-    for tokens in model.stream(idx, steps, kv_cache=args.kv_cache, **sampling):
+    for tokens in model.stream(idx, steps, kv_cache=args.kv_cache, **sampling) if steps else ():
         rows.append(tokens.tolist())
         arrivals.append(time.perf_counter() - began)
         sys.stdout.write(chars[rows[-1][0]])

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -39,7 +40,7 @@ PRESETS = {
         n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000, learning_rate=3e-3, dropout=0.0
     ),
     "cpu": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=6, max_iters=2000, learning_rate=3e-3, dropout=0.0
+        n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, max_iters=2000, learning_rate=3e-3, dropout=0.0
     ),
     "gpu": dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, learning_rate=1e-3, dropout=0.2
@@ -53,8 +54,8 @@ def boolean(text):
     return text.lower() in ("true", "1")
 
 
-positive = number(int, "[1, inf)")
-# name: (default, type or choices, help); a default of None in a preset's field means that the preset says
+positive = number(int, f"[1, {2**31})")
+# name: (default, type or choices, help); where a preset names a flag, the preset's value is the default
 FLAGS = {
     "preset": (None, ("auto", *PRESETS), "the size and schedule to start from; auto: gpu on a GPU, else cpu"),
     "init_from": ("scratch", ("scratch", "resume"), "start anew, or go on from last.pt in --out_dir"),
@@ -89,7 +90,7 @@ FLAGS = {
     "beta2": (0.99, number(float, "[0, 1)"), "AdamW's"),
     "grad_clip": (1.0, number(float, "[0, inf)"), "largest norm of the gradient; 0: no clipping"),
     # system
-    "seed": (1337, number(int, f"[0, {2**63 - 1}]"), "of the weights, the batches and dropout"),
+    "seed": (1337, number(int, f"[0, {2**63})"), "of the weights, the batches and dropout"),
     "device": ("auto", str, "cpu, cuda, cuda:1, mps; auto: cuda where there is one"),
     "dtype": ("auto", ("auto", "float32", "bfloat16", "float16"), "auto: bfloat16 on a GPU that has it, else float16"),
     "compile": (False, boolean, "torch.compile the training step"),
@@ -125,16 +126,17 @@ def load_data(data_dir, block_size):
     data_dir = Path(data_dir)
     try:
         meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
-        chars, recorded = meta["chars"], meta["sha256"]
+        chars, recorded = meta["chars"], dict(meta["sha256"])
         data, hashes = {}, {}
         for split in ("train", "val"):
             hashes[split] = hashlib.sha256((data_dir / f"{split}.bin").read_bytes()).hexdigest()
-            if hashes[split] != recorded[split]:
-                raise ValueError(f"{data_dir / split}.bin is not what data/prepare.py wrote: run it again")
     except FileNotFoundError as error:
         raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise ValueError(f"{data_dir / 'meta.json'} is damaged: run python data/prepare.py again") from None
+    for split in ("train", "val"):
+        if hashes[split] != recorded.get(split):
+            raise ValueError(f"{data_dir / split}.bin is not what data/prepare.py wrote: run it again")
     for split, least in (("train", block_size + 1), ("val", 2)):
         size = (data_dir / f"{split}.bin").stat().st_size // 2
         if size < least:
@@ -143,6 +145,10 @@ def load_data(data_dir, block_size):
                 f"it needs {least}; choose a smaller --block_size or a longer text"
             )
         data[split] = np.memmap(data_dir / f"{split}.bin", dtype="<u2", mode="r")
+        if not isinstance(chars, str) or data[split].max() >= len(chars):
+            raise ValueError(
+                f"{data_dir / 'meta.json'} lacks characters of the {split} text: run data/prepare.py again"
+            )
     return chars, data, hashes
 
 
@@ -201,14 +207,12 @@ def get_lr(step, config):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(path, ckpt):
-    """Write `ckpt` so that `path` is at every moment the old file or the new one, whole, whatever happens."""
-    buffer = io.BytesIO()
-    torch.save(ckpt, buffer)
+def write_atomically(path, content):
+    """Write bytes so that `path` is at every moment the old file or the new one, whole, whatever happens."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as f:
-            f.write(buffer.getbuffer())
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -221,6 +225,14 @@ def save_checkpoint(path, ckpt):
         os.close(folder)
 
 
+def save_checkpoint(path, ckpt):
+    """Write `ckpt`, a dict of tensors and plain values, atomically. It is made in memory first: torch.save on a full
+    disk raises whatever it likes, and OSErrors are what callers can tell a user about."""
+    buffer = io.BytesIO()
+    torch.save(ckpt, buffer)
+    write_atomically(path, buffer.getbuffer())
+
+
 def load_run(out_dir, flags):
     """(config, checkpoint) of the run in out_dir, with the given flags overriding its settings.
 
@@ -230,6 +242,9 @@ def load_run(out_dir, flags):
     missing = {"optimizer", "iter_num", "best_val_loss", "config", "chars", "scaler", "rng_state"} - set(ckpt)
     if missing:
         raise ValueError(f"{out_dir / 'last.pt'} cannot be resumed: no {', '.join(sorted(missing))} in it")
+    lacking = [name for name in (*FLAGS, "data_sha256") if name not in ckpt["config"]]
+    if lacking:
+        raise ValueError(f"{out_dir / 'last.pt'} is of another version of this kit: it has no {lacking[0]}; start anew")
     config = ckpt["config"] | flags
     for name in ("preset", *MODEL_FLAGS):
         if config[name] != ckpt["config"][name] and name != "dropout":
@@ -244,16 +259,15 @@ LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "token
 
 
 def trim_log(path, step):
-    """Cut log.csv back to rows up to `step`, what a resumed run has behind it. Returns the seconds that took."""
+    """Cut log.csv back to whole rows up to `step`, what a resumed run has behind it. Returns the last one's seconds."""
     rows = []
     if path.exists():
         with open(path, encoding="utf-8", newline="") as f:
-            rows = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
-    with open(path, "w", encoding="utf-8", newline="") as f:
-        log = csv.DictWriter(f, LOG_FIELDS)
-        log.writeheader()
-        log.writerows(rows)
-    return float(rows[-1]["seconds"]) if rows else 0.0
+            fields = [line.split(",") for line in f if line.endswith("\n")]
+        rows = [row for row in fields if row[0].isdigit() and int(row[0]) <= step and len(row) == len(LOG_FIELDS)]
+    text = "".join(",".join(row) for row in [[*LOG_FIELDS[:-1], LOG_FIELDS[-1] + "\r\n"], *rows])
+    write_atomically(path, text.encode())
+    return float(rows[-1][LOG_FIELDS.index("seconds")]) if rows else 0.0
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -302,6 +316,7 @@ def main():
             raise ValueError(f"{config['data_dir']} holds other characters than the run in {out_dir} was trained on")
         if ckpt and ckpt["config"]["data_sha256"] != hashes:
             raise ValueError(f"the text in {config['data_dir']} has changed since the run in {out_dir} began")
+        model = build_model(ckpt) if ckpt else None
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"train.py: {error}")
     try:
@@ -311,18 +326,24 @@ def main():
     config["data_sha256"] = hashes
 
     torch.manual_seed(config["seed"])
-    raw_model = (build_model(ckpt) if ckpt else GPT(model_config)).to(device)
+    raw_model = (model or GPT(model_config)).to(device)
     optimizer = configure_optimizer(raw_model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
     step, best_val_loss = 0, math.inf
     if ckpt:
-        optimizer.load_state_dict(ckpt["optimizer"])
-        scaler.load_state_dict(ckpt["scaler"])
-        step, best_val_loss = ckpt["iter_num"], ckpt["best_val_loss"]
-        torch.set_rng_state(ckpt["rng_state"]["torch"])
-        if device.type == "cuda" and ckpt["rng_state"]["cuda"]:
-            torch.cuda.set_rng_state_all(ckpt["rng_state"]["cuda"])
+        try:
+            chosen = [{key: group[key] for key in ("betas", "weight_decay")} for group in optimizer.param_groups]
+            optimizer.load_state_dict(ckpt["optimizer"])
+            for group, settings in zip(optimizer.param_groups, chosen):
+                group |= settings  # flags override what the checkpoint had
+            scaler.load_state_dict(ckpt["scaler"])
+            step, best_val_loss = ckpt["iter_num"], ckpt["best_val_loss"]
+            torch.set_rng_state(ckpt["rng_state"]["torch"])
+            if device.type == "cuda" and ckpt["rng_state"]["cuda"]:
+                torch.cuda.set_rng_state_all(ckpt["rng_state"]["cuda"])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            sys.exit(f"train.py: {out_dir / 'last.pt'} does not hold the state of this run ({error!r}): start anew")
     first_step, max_iters = step, config["max_iters"]
     if step >= max_iters:
         print(f"the run in {out_dir} is at step {step} of {max_iters} already: --max_iters {2 * step} would go on")
@@ -342,28 +363,37 @@ def main():
     )
 
     def save(name):
+        with torch.no_grad(), eval_mode(raw_model), autocast:
+            _, loss = raw_model(x, y)  # the last update may have broken the weights, and no loss has shown it yet
+        check_finite(loss.item())
         state = dict(model=raw_model.state_dict(), model_args=asdict(model_config), optimizer=optimizer.state_dict())
-        state |= dict(
-            iter_num=step, best_val_loss=best_val_loss, config=config, chars=chars, scaler=scaler.state_dict()
-        )
+        state |= dict(iter_num=step, best_val_loss=best_val_loss, config=config, chars=chars)
         cuda_state = torch.cuda.get_rng_state_all() if device.type == "cuda" else []
-        state["rng_state"] = {"torch": torch.get_rng_state(), "cuda": cuda_state}
+        state |= dict(scaler=scaler.state_dict(), rng_state={"torch": torch.get_rng_state(), "cuda": cuda_state})
         save_checkpoint(out_dir / name, state)
+
+    def check_finite(loss):
+        if not math.isfinite(loss):
+            bar.close()
+            sys.exit(
+                f"train.py: stopped at step {step}: the loss is {loss}; try a smaller --learning_rate (it was "
+                f"{config['learning_rate']}). The checkpoints in {out_dir} are from before that"
+            )
 
     signals = []  # the first one lets the step finish and saves; a second one ends the process at once
 
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+    def on_signal(signum, frame):
+        signals.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
 
-    for number_ in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number_, on_signal)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, on_signal)
 
     on_terminal = sys.stderr.isatty()
     bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, dynamic_ncols=True)
     began = mark = time.perf_counter()  # mark: since when the training steps of the next row have run
     loss_sum, loss_steps, val_loss = torch.zeros((), device=device), 0, None
-    while step < max_iters and not signals:
+    while step < max_iters:
         lr = get_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -386,23 +416,17 @@ def main():
         bar.update()
 
         evaluating = step % config["eval_interval"] == 0 or step == max_iters
-        saving = evaluating or step % config["save_interval"] == 0 or bool(signals)
+        stopping = bool(signals)
+        saving = evaluating or stopping or step % config["save_interval"] == 0
         if not saving and step % config["log_interval"]:
             continue
 
-        # a sum stays NaN or infinite once it is; and a last update may have broken weights whose loss nobody has seen
         row = dict(step=step, chars=step * chars_a_step, train_loss=loss_sum.item() / loss_steps, lr=lr)
         row["tokens_per_s"] = round(loss_steps * chars_a_step / (time.perf_counter() - mark))
-        finite = math.isfinite(row["train_loss"])
-        if not finite or (saving and not all(p.isfinite().all() for p in raw_model.parameters())):
-            bar.close()
-            what = "the weights are no longer finite" if finite else f"the loss is {row['train_loss']}"
-            sys.exit(
-                f"train.py: stopped at step {step}: {what}; try a smaller --learning_rate (it was "
-                f"{config['learning_rate']}). The checkpoints in {out_dir} are from before that"
-            )
+        check_finite(row["train_loss"])  # a sum stays NaN or infinite once it is
         if evaluating:
             val_loss = row["val_loss"] = evaluate(raw_model, data["val"], config["block_size"], device, autocast)
+            check_finite(val_loss)
             if val_loss < best_val_loss:
                 best_val_loss = val_loss
                 save("ckpt.pt")
@@ -419,10 +443,12 @@ def main():
             print(f"step {step}/{max_iters}: {shown}, {left:.0f} s left", flush=True)
         loss_sum.zero_()
         loss_steps, mark = 0, time.perf_counter()
+        if stopping:
+            break
     bar.close()
 
     if step < max_iters:
-        command = f"python train.py --init_from resume --out_dir {out_dir}"
+        command = f"python train.py --init_from resume --out_dir {shlex.quote(str(out_dir))}"
         print(f"stopped at step {step} of {max_iters} and saved; to go on: {command}")
         sys.exit(128 + signals[0])
     print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {time.perf_counter() - began:.0f} s. A sample:\n")
@@ -431,10 +457,12 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's code page
     try:
         main()
     except OSError as error:
-        name = error.filename or "the checkpoint"
-        sys.exit(f"train.py: cannot write {name}: {error.strerror}; the older checkpoints are whole")
+        sys.exit(
+            f"train.py: cannot write {error.filename or 'its output'}: {error.strerror}; older checkpoints are whole"
+        )
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -50,12 +50,14 @@ def download(url, is_corpus):
                         bar.update(len(chunk))
             if "Content-Encoding" not in response.headers and size and len(body) != size:
                 raise ValueError(f"{len(body)} of {size} bytes arrived")
-            if body.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+            head = bytes(body[:99]).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+            is_html = "html" in response.headers.get("Content-Type", "")
+            if is_html or head.startswith((b"<!doctype html", b"<html")):
                 raise ValueError("an HTML page came back, not a text")
             if is_corpus and (len(body) != CORPUS_BYTES or sha256(body) != CORPUS_SHA256):
                 raise ValueError(f"the {len(body)} bytes that came back are not tiny Shakespeare (size, sha256)")
             return bytes(body)
-        except (exceptions.RequestException, ValueError) as error:
+        except (OSError, ValueError) as error:
             refused = getattr(error, "response", None) is not None and error.response.status_code < 500
             no_address = isinstance(error, (exceptions.InvalidURL, exceptions.MissingSchema, exceptions.InvalidSchema))
             if attempt == TRIES or refused or no_address:
@@ -77,11 +79,12 @@ def read_meta(data_dir):
     """data/meta.json if it, and both files beside it, are whole; else None."""
     try:
         meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
-        whole = all(
-            sha256((data_dir / f"{split}.bin").read_bytes()) == meta["sha256"][split] for split in ("train", "val")
-        )
+        splits = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
+        highest = max(np.frombuffer(content, dtype="<u2").max() for content in splits.values())
+        whole = all(sha256(content) == meta["sha256"][split] for split, content in splits.items())
+        whole = whole and meta["chars"] == "".join(sorted(set(meta["chars"]))) and highest == len(meta["chars"]) - 1
         return meta if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -105,6 +108,9 @@ def write_atomically(files):
                 f.write(content)
                 f.flush()
                 os.fsync(f.fileno())
+        for path in files:
+            if path.is_dir():  # found out now, before the first file has been replaced
+                raise IsADirectoryError(0, f"{path} is a folder")
         for path in files:
             os.replace(temporary[path], path)
     finally:
@@ -130,16 +136,16 @@ def main():
 
     meta = None if args.force else read_meta(args.data_dir)
     recorded = meta and (meta.get("source"), meta["sha256"].get("text"))
-    source = args.url or CORPUS_URL
+    source = CORPUS_URL if args.url is None else args.url
     if args.input is not None:
-        source = str(Path(args.input).resolve())
+        source = os.path.abspath(args.input)
         try:
             raw = Path(args.input).read_bytes()
         except OSError as error:
             fail(f"cannot read --input {args.input}: {error.strerror}")
         done = recorded == (source, sha256(raw))
     else:
-        done = recorded and (recorded[0] == source or (not args.url and recorded[1] == CORPUS_SHA256))
+        done = recorded and (recorded[0] == source or (args.url is None and recorded[1] == CORPUS_SHA256))
     if done:
         print(f"{args.data_dir} already holds {recorded[0]}, whole: nothing to do (--force does it again)")
         return
@@ -147,8 +153,8 @@ def main():
     if args.input is None:
         try:
             raw = download(source, is_corpus=source == CORPUS_URL)
-        except (exceptions.RequestException, ValueError) as error:
-            if args.url:
+        except (OSError, ValueError) as error:  # requests' own errors are OSErrors
+            if args.url is not None:
                 fail(f"cannot download {args.url}: {reason(error)}; nothing was changed")
             why = f"COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})"
             print(f"WARNING: {why}: USING THE SMALL STAND-IN data/sample.txt INSTEAD", file=sys.stderr)
@@ -169,7 +175,10 @@ def main():
     meta = {
         "chars": chars,
         "source": source,
-        "sha256": {"text": sha256(raw), **{split: sha256(content) for split, content in splits.items()}},
+        "sha256": {
+            "text": sha256(raw),
+            **{split: sha256(content) for split, content in splits.items()},
+        },
     }
     files = {args.data_dir / f"{split}.bin": content for split, content in splits.items()}
     files[args.data_dir / "meta.json"] = json.dumps(meta, indent=1).encode("utf-8")
@@ -183,4 +192,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no valid text
     main()

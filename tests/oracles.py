@@ -1,0 +1,121 @@
+"""What the model must compute, written out plainly: no batch, no cache, no library call that hides the mathematics.
+
+Nothing here imports the kit. All of it is in float64.
+"""
+
+import math
+
+import torch
+
+
+def layer_norm(x, weight=None, bias=None):
+    centred = x - x.mean(-1, keepdim=True)
+    x = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def gelu(x, tanh):
+    if tanh:
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def softmax(x):
+    e = (x - x.max(-1, keepdim=True).values).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def turned(x):
+    """Rotary embedding of x (T, head_size), one position and one pair of coordinates at a time."""
+    T, size = x.shape
+    out = torch.empty_like(x)
+    for position in range(T):
+        for i in range(size // 2):
+            angle = position * 10000.0 ** (-2 * i / size)
+            a, b = x[position, i], x[position, i + size // 2]
+            out[position, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[position, i + size // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def textbook_logits(state, args, ids):
+    """(T, vocab_size) logits of one sequence, by a loop over layers and heads under a triangular mask.
+
+    `state` is a state_dict with nanoGPT's key names, `args` the model_args that go with it.
+    """
+    state = {key: value.double() for key, value in state.items()}
+    n_head, C, T = args["n_head"], args["n_embd"], len(ids)
+    n_kv_head = args.get("n_kv_head") or n_head
+    size = C // n_head
+    rope, tanh = args.get("pos_emb", "learned") == "rope", args.get("activation", "gelu") == "gelu_tanh"
+    norm_first = args.get("norm_first", True)
+    allowed = torch.tril(torch.ones(T, T)) == 1
+
+    def linear(x, name):
+        y = x @ state[f"{name}.weight"].T
+        return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
+
+    def norm(x, name):
+        return layer_norm(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+    def attention(x, name):
+        q, k, v = linear(x, f"{name}.c_attn").split([C, n_kv_head * size, n_kv_head * size], dim=1)
+        outputs = []
+        for head in range(n_head):
+            group = head // (n_head // n_kv_head)  # the key/value head that serves this query head
+            q_h = q[:, head * size : (head + 1) * size]
+            k_h, v_h = (z[:, group * size : (group + 1) * size] for z in (k, v))
+            if rope:
+                q_h, k_h = turned(q_h), turned(k_h)
+            scores = q_h @ k_h.T / math.sqrt(size)
+            scores[~allowed] = -math.inf
+            outputs.append(softmax(scores) @ v_h)
+        return linear(torch.cat(outputs, dim=1), f"{name}.c_proj")
+
+    def mlp(x, name):
+        return linear(gelu(linear(x, f"{name}.c_fc"), tanh), f"{name}.c_proj")
+
+    x = state["transformer.wte.weight"][list(ids)]
+    if not rope:
+        x = x + state["transformer.wpe.weight"][:T]
+    for i in range(args["n_layer"]):
+        block = f"transformer.h.{i}"
+        if norm_first:
+            x = x + attention(norm(x, f"{block}.ln_1"), f"{block}.attn")
+            x = x + mlp(norm(x, f"{block}.ln_2"), f"{block}.mlp")
+        else:
+            x = norm(x + attention(x, f"{block}.attn"), f"{block}.ln_1")
+            x = norm(x + mlp(x, f"{block}.mlp"), f"{block}.ln_2")
+    if norm_first:
+        x = norm(x, "transformer.ln_f")
+    return x @ state["lm_head.weight"].T
+
+
+def packed_greedy_decode(embedding, positions, blocks, unembedding, n_head, prompt, steps):
+    """Greedy decoding of a post-LN decoder with packed weights, recomputing everything for every token.
+
+    blocks (num_blocks, 6, d_model, d_model) holds w_q, w_k, w_v, w_o, w_mlp1, w_mlp2, each applied as x @ w.
+    LayerNorm without gain, eps 1e-5; tanh GELU; no final norm; unembedding (d_model, vocab_size).
+    Returns (the new tokens, the smallest distance between a step's best two logits).
+    """
+    tokens, closest = list(prompt), math.inf
+    for _ in range(steps):
+        T, d = len(tokens), embedding.size(1)
+        size = d // n_head
+        x = (embedding[tokens] + positions[:T]).double()
+        for w_q, w_k, w_v, w_o, w_mlp1, w_mlp2 in blocks.double():
+            q, k, v = x @ w_q, x @ w_k, x @ w_v
+            attended = torch.zeros_like(x)
+            for h in range(n_head):
+                part = slice(h * size, (h + 1) * size)
+                for t in range(T):
+                    weights = softmax(q[t, part] @ k[: t + 1, part].T / math.sqrt(size))
+                    attended[t, part] = weights @ v[: t + 1, part]
+            x = layer_norm(x + attended @ w_o)
+            x = layer_norm(x + gelu(x @ w_mlp1, tanh=True) @ w_mlp2)
+        logits = x[-1] @ unembedding.double()
+        best = logits.topk(2).values
+        closest = min(closest, (best[0] - best[1]).item())
+        tokens.append(logits.argmax().item())
+    return tokens[len(prompt) :], closest
