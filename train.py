@@ -326,7 +326,10 @@ def main():
     config["data_sha256"] = hashes
 
     torch.manual_seed(config["seed"])
-    raw_model = (model or GPT(model_config)).to(device)
+    try:
+        raw_model = (model or GPT(model_config)).to(device)
+    except (RuntimeError, MemoryError) as error:
+        sys.exit(f"train.py: a network of this size does not fit: {str(error).strip().splitlines()[0]}")
     optimizer = configure_optimizer(raw_model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
@@ -337,11 +340,12 @@ def main():
             optimizer.load_state_dict(ckpt["optimizer"])
             for group, settings in zip(optimizer.param_groups, chosen):
                 group |= settings  # flags override what the checkpoint had
-            scaler.load_state_dict(ckpt["scaler"])
+            if scaler.is_enabled() and ckpt["scaler"]:
+                scaler.load_state_dict(ckpt["scaler"])
             step, best_val_loss = ckpt["iter_num"], ckpt["best_val_loss"]
             torch.set_rng_state(ckpt["rng_state"]["torch"])
-            if device.type == "cuda" and ckpt["rng_state"]["cuda"]:
-                torch.cuda.set_rng_state_all(ckpt["rng_state"]["cuda"])
+            if device.type == "cuda" and ckpt["rng_state"]["cuda"] is not None:
+                torch.cuda.set_rng_state(ckpt["rng_state"]["cuda"], device)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             sys.exit(f"train.py: {out_dir / 'last.pt'} does not hold the state of this run ({error!r}): start anew")
     first_step, max_iters = step, config["max_iters"]
@@ -359,7 +363,8 @@ def main():
         f"{config['n_layer']} layers, {config['n_head']} heads, {config['n_embd']} wide, "
         f"context {config['block_size']}, "
         f"{sum(p.numel() for p in raw_model.parameters()) / 1e6:.2f}M parameters; "
-        f"steps {first_step}..{max_iters} of {chars_a_step:,} characters"
+        f"steps {first_step}..{max_iters} of {chars_a_step:,} characters",
+        flush=True,
     )
 
     def save(name):
@@ -368,7 +373,7 @@ def main():
         check_finite(loss.item())
         state = dict(model=raw_model.state_dict(), model_args=asdict(model_config), optimizer=optimizer.state_dict())
         state |= dict(iter_num=step, best_val_loss=best_val_loss, config=config, chars=chars)
-        cuda_state = torch.cuda.get_rng_state_all() if device.type == "cuda" else []
+        cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state |= dict(scaler=scaler.state_dict(), rng_state={"torch": torch.get_rng_state(), "cuda": cuda_state})
         save_checkpoint(out_dir / name, state)
 

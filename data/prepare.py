@@ -6,6 +6,7 @@ python data/prepare.py --url https://…  a UTF-8 text from elsewhere
 """
 
 import argparse
+import codecs
 import hashlib
 import json
 import os
@@ -50,7 +51,7 @@ def download(url, is_corpus):
                         bar.update(len(chunk))
             if "Content-Encoding" not in response.headers and size and len(body) != size:
                 raise ValueError(f"{len(body)} of {size} bytes arrived")
-            head = bytes(body[:99]).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+            head = bytes(body[:99]).removeprefix(codecs.BOM_UTF8).lstrip().lower()
             is_html = "html" in response.headers.get("Content-Type", "")
             if is_html or head.startswith((b"<!doctype html", b"<html")):
                 raise ValueError("an HTML page came back, not a text")
@@ -76,15 +77,16 @@ def reason(error):
 
 
 def read_meta(data_dir):
-    """data/meta.json if it, and both files beside it, are whole; else None."""
+    """data/meta.json if it and both files beside it are whole: they spell the text that was prepared. Else None."""
     try:
         meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
         splits = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
-        highest = max(np.frombuffer(content, dtype="<u2").max() for content in splits.values())
+        chars = np.array(list(meta["chars"]))
+        text = "".join(chars[np.frombuffer(splits["train"] + splits["val"], dtype="<u2")]).encode()
         whole = all(sha256(content) == meta["sha256"][split] for split, content in splits.items())
-        whole = whole and meta["chars"] == "".join(sorted(set(meta["chars"]))) and highest == len(meta["chars"]) - 1
+        whole = whole and meta["sha256"]["text"] in (sha256(text), sha256(codecs.BOM_UTF8 + text))
         return meta if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
 
 
@@ -134,7 +136,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="do it again even if the files are there")
     args = parser.parse_args()
 
-    meta = None if args.force else read_meta(args.data_dir)
+    meta = read_meta(args.data_dir)
     recorded = meta and (meta.get("source"), meta["sha256"].get("text"))
     source = CORPUS_URL if args.url is None else args.url
     if args.input is not None:
@@ -146,7 +148,7 @@ def main():
         done = recorded == (source, sha256(raw))
     else:
         done = recorded and (recorded[0] == source or (args.url is None and recorded[1] == CORPUS_SHA256))
-    if done:
+    if done and not args.force:
         print(f"{args.data_dir} already holds {recorded[0]}, whole: nothing to do (--force does it again)")
         return
 
@@ -157,7 +159,12 @@ def main():
             if args.url is not None:
                 fail(f"cannot download {args.url}: {reason(error)}; nothing was changed")
             why = f"COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})"
-            print(f"WARNING: {why}: USING THE SMALL STAND-IN data/sample.txt INSTEAD", file=sys.stderr)
+            print(
+                f"WARNING: {why}{'' if done else ': USING THE SMALL STAND-IN data/sample.txt INSTEAD'}", file=sys.stderr
+            )
+            if done:
+                print(f"{args.data_dir} keeps the {recorded[0]} that it holds")
+                return
             source = "sample.txt (offline stand-in)"
             raw = (HERE / "sample.txt").read_bytes()
             if recorded == (source, sha256(raw)):
@@ -193,4 +200,7 @@ def main():
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no valid text
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
