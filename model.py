@@ -105,16 +105,21 @@ class KVCache:
         self.key = self.value = None
         self.lengths = []
 
-    @torch.no_grad()
-    def write(self, pos, k, v, block_size):
-        """Store k and v `(B, nkv, T, hs)` at the absolute positions pos, `(T,)` for all rows or `(B, T)` for each."""
+    def write(self, pos, k, v, end, block_size):
+        """Store k and v `(B, nkv, T, hs)` at the absolute positions pos, `(T,)` for all rows or `(B, T)` for each.
+
+        Returns the first `end` slots of both, `(B, nkv, end, hs)`. The buffers are those of the last call if they fit
+        this one's batch, dtype and device, else new; what a sequence has behind it is never lost that way unnoticed.
+        """
         B, nkv, T, hs = k.shape
         if self.key is None or self.key.size(0) != B or self.key.dtype != k.dtype or self.key.device != k.device:
-            if self.lengths and self.key.size(0) == B:
-                raise ValueError(f"the cache holds {self.key.dtype}, this call made {k.dtype}: clear_kv_cache first")
-            # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
-            self.key = k.new_zeros(B, nkv, block_size, hs)
-            self.value = v.new_zeros(B, nkv, block_size, hs)
+            if end > T:
+                raise ValueError(f"the cache holds {self.key.dtype}, this call made {k.dtype}: prefill again")
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
+                # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
+                self.key = torch.zeros(B, nkv, block_size, hs, dtype=k.dtype, device=k.device)
+                self.value = torch.zeros_like(self.key)
+        k, v = k.detach(), v.detach()
         if pos.dim() == 1:
             self.key.index_copy_(2, pos, k)
             self.value.index_copy_(2, pos, v)
@@ -122,6 +127,7 @@ class KVCache:
             slots = pos[:, None, :, None].expand_as(k)
             self.key.scatter_(2, slots, k)
             self.value.scatter_(2, slots, v)
+        return self.key[:, :, :end], self.value[:, :, :end]
 
 
 def clear_kv_cache(model):
@@ -159,8 +165,7 @@ class CausalSelfAttention(nn.Module):
 
         gqa = self.n_kv_head != self.n_head
         if pos is not None and not self.training:
-            self.cache.write(pos, k, v, self.block_size)
-            k, v = self.cache.key[:, :, :end], self.cache.value[:, :, :end]  # (B, nkv, end, hs)
+            k, v = self.cache.write(pos, k, v, end, self.block_size)  # (B, nkv, end, hs): this call's and all before
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         else:
             dropout = self.dropout if self.training else 0.0

@@ -312,6 +312,29 @@ def test_a_cached_call_keeps_no_graph_and_a_failed_one_no_keys():
     assert all(m.key_cache is None for m in model.modules() if isinstance(m, kit.Head))
 
 
+def test_a_cache_follows_the_dtype_of_a_new_prefill_and_refuses_it_within_a_sequence():
+    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    head = model.transformer.h[0].attn.heads[0]
+    model(idx, pos=torch.arange(6))
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"holds torch\.float32"):
+            model(idx[:, :1], pos=torch.tensor([6]))
+        model(idx, pos=torch.arange(6))
+        assert head.key_cache.dtype == torch.bfloat16
+    model(idx, pos=torch.arange(6))
+    assert head.key_cache.dtype == torch.float32
+
+
+def test_inference_mode_and_no_grad_share_a_cache():
+    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    expected = model(idx)[0][:, -1:]
+    with torch.inference_mode():
+        model(idx[:, :4], pos=torch.arange(4))
+    with torch.no_grad():
+        model(idx[:, 4:5], pos=torch.tensor([4]))
+    torch.testing.assert_close(model(idx[:, 5:], pos=torch.tensor([5]))[0], expected)
+
+
 @pytest.mark.parametrize(
     "pos, message",
     [
