@@ -40,7 +40,15 @@ PRESETS = {
         n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000, learning_rate=3e-3, dropout=0.0
     ),
     "cpu": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, max_iters=2000, learning_rate=3e-3, dropout=0.0
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=256,
+        batch_size=6,
+        max_iters=2000,
+        learning_rate=3e-3,
+        dropout=0.0,
+        pos_emb="rope",
     ),
     "gpu": dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, learning_rate=1e-3, dropout=0.2
