@@ -48,7 +48,7 @@ def data_dir(tmp_path_factory):
     return folder
 
 
-TINY = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 4 --device cpu".split()
+TINY = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 4 --pos_emb learned --device cpu".split()
 
 
 @pytest.fixture(scope="session")

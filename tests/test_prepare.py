@@ -158,7 +158,7 @@ def test_encode_round_trips(text):
 def test_input_of_a_real_text(path, tmp_path):
     """Wrong layout, metadata or hashes for the texts the kit is for; a stray file; noise on stderr."""
     result = prepared("--input", path, "--data_dir", tmp_path / "new" / "folder")
-    assert_holds(tmp_path / "new" / "folder", path.read_bytes(), str(path.resolve()))
+    assert_holds(tmp_path / "new" / "folder", path.read_bytes(), os.path.abspath(path))
     assert result.stderr == "" and result.stdout
 
 
@@ -225,14 +225,14 @@ def test_a_changed_text_is_noticed(tmp_path):
         path.write_bytes(raw)
         os.utime(path, (0, 0))
         prepared("--input", path, "--data_dir", out)
-        assert_holds(out, raw, str(path.resolve()))
+        assert_holds(out, raw, os.path.abspath(path))
 
 
 def test_another_input_with_the_old_one_there(old, tmp_path):
     """Whole files of another source taken for those asked for."""
     (tmp_path / "in.txt").write_bytes(BODY)
     prepared("--input", tmp_path / "in.txt", "--data_dir", old)
-    assert_holds(old, BODY, str((tmp_path / "in.txt").resolve()))
+    assert_holds(old, BODY, os.path.abspath(tmp_path / "in.txt"))
 
 
 def edit_meta(**changes):
