@@ -171,7 +171,8 @@ class CausalSelfAttention(nn.Module):
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        y = self.c_proj(y)
+        return F.dropout(y, self.dropout) if self.training else y  # a call less a token
 
     # Whatever changes the weights, or takes them elsewhere, makes the keys computed with them worthless.
 
@@ -206,7 +207,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         x = F.gelu(self.c_fc(x), approximate=self.approximate)
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
+        x = self.c_proj(x)
+        return F.dropout(x, self.dropout) if self.training else x
 
 
 class Block(nn.Module):
@@ -313,7 +315,8 @@ class GPT(nn.Module):
             rope = self.rope_cos[where], self.rope_sin[where]  # (T, hs) or (B, T, hs)
             if where.dim() == 2:
                 rope = rope[0][:, None], rope[1][:, None]
-        x = F.dropout(x, self.config.dropout, self.training)
+        if self.training:
+            x = F.dropout(x, self.config.dropout)
 
         mask = end = None
         if cached:
@@ -332,7 +335,6 @@ class GPT(nn.Module):
                 block.attn.cache.lengths = lengths
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
-    @torch.no_grad()
     def generate(
         self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, kv_cache=True, seed=None, samples=None
     ):
@@ -352,7 +354,6 @@ class GPT(nn.Module):
             )
         return torch.cat((idx, torch.stack(new, dim=1)), dim=1) if new else idx
 
-    @torch.no_grad()
     def stream(
         self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, kv_cache=True, seed=None, samples=None
     ):
@@ -395,7 +396,7 @@ class GPT(nn.Module):
                     block = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
                     noise = gumbel_noise(seed, samples, block, V)
                 end = T + step
-                with eval_mode(self):
+                with torch.inference_mode(), eval_mode(self):
                     if not kv_cache:
                         x = self.features(tokens[:, :end])
                     else:
@@ -404,7 +405,7 @@ class GPT(nn.Module):
                         lengths = [end] * B
                         x = self.features(tokens[:, start:end], positions[start:end], lengths)
                     logits = self.lm_head(x[:, -1])
-                tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], temperature, top_k, top_p)
+                    tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], temperature, top_k, top_p)
                 yield tokens[:, end]
         finally:
             if cache.lengths is lengths:
