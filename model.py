@@ -336,9 +336,19 @@ class GPT(nn.Module):
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
     def generate(
-        self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, kv_cache=True, seed=None, samples=None
+        self,
+        idx,
+        max_new_tokens,
+        *,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        kv_cache=True,
+        seed=None,
+        samples=None,
+        overflow="stop",
     ):
-        """idx `(B, T)` and its continuation, `(B, T + n)`, n = min(max_new_tokens, block_size - T). See `stream`."""
+        """idx `(B, T)` and its continuation, `(B, T + n)`: n = max_new_tokens, or as many as fit. See `stream`."""
         with eval_mode(self):
             new = list(
                 self.stream(
@@ -350,26 +360,43 @@ class GPT(nn.Module):
                     kv_cache=kv_cache,
                     seed=seed,
                     samples=samples,
+                    overflow=overflow,
                 )
             )
         return torch.cat((idx, torch.stack(new, dim=1)), dim=1) if new else idx
 
     def stream(
-        self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, kv_cache=True, seed=None, samples=None
+        self,
+        idx,
+        max_new_tokens,
+        *,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        kv_cache=True,
+        seed=None,
+        samples=None,
+        overflow="stop",
     ):
         """Generate, yielding each step's tokens `(B,)` as they come, until max_new_tokens or a full context.
 
-        idx          (B, T) int64 prompts, 1 <= T <= block_size
+        idx          (B, T) int64 prompts, 1 <= T, and T <= block_size unless overflow is "slide"
         temperature  0 is greedy: the likeliest token, ties to the lowest id
         top_k        sample among the k likeliest; top_p: among the fewest likeliest that have this much probability
         kv_cache     False recomputes the whole sequence for every token: the same tokens, slower
         seed         0 <= seed < 2**64; None draws one from torch's global generator. Row k of a batch draws the noise
                      of sample k; `samples`, B integers, names other samples
+        overflow     "stop" ends with a full context. "slide" goes on: once a token has been sampled from a full
+                     context, the newest half, max(1, block_size // 2) tokens, is kept and prefilled at positions from
+                     0; a prompt longer than the context starts from as many. So a token costs the same at any length
         Raises ValueError for impossible arguments.
         """
         B, T = idx.shape
-        if not 1 <= T <= self.config.block_size:
-            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {self.config.block_size} (block_size)")
+        block_size = self.config.block_size
+        if overflow not in ("stop", "slide"):
+            raise ValueError(f"overflow={overflow!r}: must be 'stop' or 'slide'")
+        if T < 1 or (overflow == "stop" and T > block_size):
+            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {block_size} (block_size)")
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature={temperature}: must be a number >= 0")
         if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
@@ -382,13 +409,14 @@ class GPT(nn.Module):
             raise ValueError(f"seed={seed}: must be at least 0 and below 2**64")
 
         V = self.config.vocab_size
-        steps = max(0, min(max_new_tokens, self.config.block_size - T))
+        steps = max(0, max_new_tokens if overflow == "slide" else min(max_new_tokens, block_size - T))
         noise_steps = max(1, min(64, 2**22 // (B * V)))  # as many at a time as a few megabytes hold
         samples = torch.arange(B) if samples is None else torch.as_tensor(samples)
         samples = samples.to(idx.device)
-        positions = torch.arange(T + steps, device=idx.device)
+        positions = torch.arange(block_size, device=idx.device)
         tokens = torch.cat((idx, idx.new_zeros(B, steps)), dim=1)
         cache = self.transformer["h"][0].attn.cache
+        begin = 0  # where in the text the context begins: the token there is at position 0
         lengths = None  # what this generator left in the cache
         try:
             for step in range(steps):
@@ -396,20 +424,27 @@ class GPT(nn.Module):
                     block = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
                     noise = gumbel_noise(seed, samples, block, V)
                 end = T + step
+                if slide(begin, end, block_size) != begin:
+                    begin, lengths = slide(begin, end, block_size), None
                 with torch.inference_mode(), eval_mode(self):
                     if not kv_cache:
-                        x = self.features(tokens[:, :end])
+                        x = self.features(tokens[:, begin:end])
                     else:
                         # decode one token; prefill first, or again if somebody cleared or used the cache since
-                        start = end - 1 if lengths is not None and cache.lengths is lengths else 0
-                        lengths = [end] * B
-                        x = self.features(tokens[:, start:end], positions[start:end], lengths)
+                        start = end - 1 if lengths is not None and cache.lengths is lengths else begin
+                        lengths = [end - begin] * B
+                        x = self.features(tokens[:, start:end], positions[start - begin : end - begin], lengths)
                     logits = self.lm_head(x[:, -1])
                     tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], temperature, top_k, top_p)
                 yield tokens[:, end]
         finally:
             if cache.lengths is lengths:
                 clear_kv_cache(self)
+
+
+def slide(begin, end, block_size):
+    """Where the context of the tokens begin..end begins: at `begin` while it fits, else half a context back."""
+    return begin if end - begin <= block_size else end - max(1, block_size // 2)
 
 
 @contextmanager

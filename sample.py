@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from model import Head, build_model, eval_mode, gumbel_noise, load_checkpoint, sample_token
+from model import Head, build_model, eval_mode, gumbel_noise, load_checkpoint, sample_token, slide
 
 NEAR_TIE = 1e-4  # logits this close may change places by rounding: a full and a cached forward differ by about 5e-6
 
@@ -99,11 +99,22 @@ def parse_args(argv=None):
         default=True,
         help="decode from the cache, or recompute the whole text for every character (default: --kv_cache)",
     )
-    add("--max_new_tokens", type=number(int, "[0, inf)"), metavar="N", help="default: as many as fit the context")
+    add(
+        "--max_new_tokens",
+        type=number(int, "[0, inf)"),
+        metavar="N",
+        help="default: as many as fit the context, 1000 with slide",
+    )
     add("--temperature", type=number(float, "[0, inf)"), default=1.0, help="0 takes the likeliest (default: 1.0)")
     add("--top_k", type=number(int, "[1, inf)"), metavar="K", help="sample among the K likeliest")
     add("--top_p", type=number(float, "(0, 1]"), metavar="P", help="sample among the likeliest that have probability P")
     add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help="same seed, same text (default: 1337)")
+    add(
+        "--overflow",
+        choices=("stop", "slide"),
+        default="stop",
+        help="at a full context: stop, or keep the newest half of it and go on (default: stop)",
+    )
     add("--num_samples", type=number(int, "[1, inf)"), default=1, metavar="N", help="samples, as rows of one batch")
     add("--out_dir", default="out", help="the folder of train.py's ckpt.pt (default: out)")
     add("--ckpt", metavar="FILE", help="another checkpoint: last.pt, or one of nanoGPT")
@@ -154,6 +165,14 @@ def cache_bytes(model):
     return sum(view.nbytes for view in views), sum(buffers.values())
 
 
+def context_begin(model, prompt_tokens, tokens):
+    """Where the context begins in a text that has grown from `prompt_tokens` to `tokens` tokens."""
+    begin = 0
+    for end in range(prompt_tokens, tokens + 1):
+        begin = slide(begin, end, model.config.block_size)
+    return begin
+
+
 def report(model, arrivals, prompt_tokens, batch, cache):
     """Print what a generation cost. arrivals: seconds from the start to each step's tokens; cache: see cache_bytes."""
     gaps = torch.tensor(arrivals).diff() * 1e3
@@ -166,6 +185,7 @@ def report(model, arrivals, prompt_tokens, batch, cache):
         note("KV cache: off")
         return
     config, tokens = model.config, prompt_tokens + len(arrivals) - 1  # the last token is never fed back
+    tokens -= context_begin(model, prompt_tokens, tokens)
     factors = (config.n_layer, config.n_kv_head or config.n_head, config.n_embd // config.n_head, tokens, batch)
     itemsize = model.lm_head.weight.element_size()
     formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
@@ -175,7 +195,7 @@ def report(model, arrivals, prompt_tokens, batch, cache):
 
 @torch.no_grad()
 def near_tie(model, prefix, sample, step, picks, seed, temperature, top_k, top_p):
-    """Whether rounding alone can have led two paths to different `picks` after the token ids `prefix`.
+    """Whether rounding alone can have led two paths to different `picks` after the context `prefix`, token ids.
 
     So it is if each pick wins after logits move by no more than NEAR_TIE, or the edge of top_p does.
     """
@@ -197,10 +217,11 @@ def near_tie(model, prefix, sample, step, picks, seed, temperature, top_k, top_p
     return set(picks) <= winners
 
 
-def verify(model, idx, max_new_tokens, sampling):
+def verify(model, idx, max_new_tokens, sampling, overflow="stop"):
     """Generate with and without the cache; report the match, a near-tie or a difference. True unless they differ."""
     cached, uncached = (
-        model.generate(idx, max_new_tokens, kv_cache=kv_cache, **sampling).tolist() for kv_cache in (True, False)
+        model.generate(idx, max_new_tokens, kv_cache=kv_cache, overflow=overflow, **sampling).tolist()
+        for kv_cache in (True, False)
     )
     T, equal = idx.size(1), 0
     for sample, (a, b) in enumerate(zip(cached, uncached)):
@@ -209,7 +230,8 @@ def verify(model, idx, max_new_tokens, sampling):
         if step is not None:
             picks = (a[T + step], b[T + step])
             where = f"sample {sample}, new token {step}: id {picks[0]} with the cache, id {picks[1]} without"
-            if not near_tie(model, a[: T + step], sample, step, picks, **sampling):
+            context = a[context_begin(model, T, T + step) : T + step]
+            if not near_tie(model, context, sample, step, picks, **sampling):
                 note(f"verify: DIFFERENT at {where}")
                 return False
             note(f"verify: near-tie at {where}; rounding may choose between two so close, and all before is equal")
@@ -230,15 +252,20 @@ def main():
     model.to(device, dtype)
 
     ids = read_prompt(args.prompt, chars)
-    room = model.config.block_size - len(ids)
-    if room < 1 and args.max_new_tokens != 0:
+    block_size = model.config.block_size
+    room = block_size - len(ids)
+    steps = args.max_new_tokens
+    if args.overflow == "slide":
+        steps = 1000 if steps is None else steps
+    elif room < 1 and steps != 0:
         fail(
-            f"the prompt has {len(ids)} characters and the context {model.config.block_size}: "
-            f"at most {model.config.block_size - 1} leave room for a new one"
+            f"the prompt has {len(ids)} characters and the context {block_size}: at most {block_size - 1} leave room "
+            f"for a new one (--overflow slide takes the newest {max(1, block_size // 2)} of a longer prompt)"
         )
-    steps = room if args.max_new_tokens is None else args.max_new_tokens
-    if steps > room > 0:
-        note(f"--max_new_tokens {steps} reaches past the context of {model.config.block_size}: capped at {room}")
+    elif steps is None:
+        steps = room
+    elif steps > room > 0:
+        note(f"--max_new_tokens {steps} reaches past the context of {block_size}: capped at {room}")
         steps = room
     idx = torch.tensor([ids], device=device).repeat(args.num_samples, 1)
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
@@ -249,7 +276,7 @@ def main():
     sys.stdout.flush()
     rows, arrivals, cache = [], [], None
     began = time.perf_counter()
-    for tokens in model.stream(idx, steps, kv_cache=args.kv_cache, **sampling) if steps else ():
+    for tokens in model.stream(idx, steps, kv_cache=args.kv_cache, overflow=args.overflow, **sampling) if steps else ():
         rows.append(tokens.tolist())
         arrivals.append(time.perf_counter() - began)
         sys.stdout.write(chars[rows[-1][0]])
@@ -264,7 +291,7 @@ def main():
     if rows:
         print(file=sys.stderr)
         report(model, arrivals, len(ids), args.num_samples, cache)
-    if args.verify and not verify(model, idx, steps, sampling):
+    if args.verify and not verify(model, idx, steps, sampling, args.overflow):
         sys.exit(1)
 
 

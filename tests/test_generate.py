@@ -12,7 +12,7 @@ from test_model import KINDS, lively
 
 import model as kit
 from model import GPTConfig, clear_kv_cache, gumbel_noise, sample_token
-from sample import near_tie
+from sample import context_begin, near_tie
 
 torch.set_num_threads(1)
 
@@ -43,18 +43,25 @@ def tokens_differ(model, ours, theirs, T, samples, seed, filters):
     for row, (a, b) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True)):
         assert len(a) == len(b)
         step = next((i for i in range(len(a) - T) if a[T + i] != b[T + i]), None)
-        if step is not None and not near_tie(
-            model, a[: T + step], samples[row], step, (a[T + step], b[T + step]), seed, **filters
-        ):
+        if step is None:
+            continue
+        context = a[context_begin(model, T, T + step) : T + step]
+        if not near_tie(model, context, samples[row], step, (a[T + step], b[T + step]), seed, **filters):
             return row, step
     return None
 
 
 def textbook_generate(model, row, steps, sample, seed, temperature=1.0, top_k=None, top_p=None):
-    """One row's tokens from the textbook's logits and an own reading of the sampling rule: argmax(probs / Exp(1))."""
-    tokens = list(row)
+    """One row's tokens from the textbook's logits and an own reading of the sampling rule: argmax(probs / Exp(1)).
+
+    It knows of no cache; beyond the context it goes on from the newest half, whenever the context has run over.
+    """
+    tokens, context = list(row), list(row)
     for step in range(steps):
-        logits = textbook_logits(model.state_dict(), vars(model.config), tokens)[-1]
+        context += tokens[len(row) + step - 1 :] if step else []
+        if len(context) > CONTEXT:
+            context = context[-(CONTEXT // 2) :]
+        logits = textbook_logits(model.state_dict(), vars(model.config), context)[-1]
         ranking = sorted(range(V), key=lambda i: (-logits[i].item(), i))
         if temperature == 0:
             tokens.append(ranking[0])
@@ -83,6 +90,27 @@ def test_cached_uncached_and_textbook_pick_the_same_tokens(model, length, batch,
     assert cached.shape == (batch, CONTEXT)
     assert tokens_differ(model, cached, uncached, length, range(batch), seed, filters) is None
     assert tokens_differ(model, cached, torch.tensor(textbook), length, range(batch), seed, filters) is None
+
+
+@given(a_model, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
+def test_past_the_context_the_newest_half_goes_on_with_and_without_the_cache(model, length, steps, filters, seed):
+    idx, sampling = prompts(2, length, seed % 1000), dict(seed=seed, overflow="slide", **filters)
+    cached = model.generate(idx, steps, **sampling)
+    uncached = model.generate(idx, steps, kv_cache=False, **sampling)
+    textbook = [textbook_generate(model, row, steps, i, seed, **filters) for i, row in enumerate(idx.tolist())]
+    assert cached.shape == (2, length + steps)
+    for other in (uncached, torch.tensor(textbook)):
+        assert tokens_differ(model, cached, other, length, range(2), seed, filters) is None
+
+
+def test_a_text_of_any_length_costs_one_prefill_every_half_context():
+    model, widths = MODELS[0], []
+    handle = model.transformer.h[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    model.generate(prompts(1, 5), 1000, overflow="slide")
+    handle.remove()
+    again = CONTEXT // 2  # the first time 5..16 are in the context, then 8 are kept each time it has run over
+    assert widths[:13] == [5] + [1] * 11 + [again] and sum(width > 1 for width in widths) == 1 + -(-(1000 - 12) // 9)
+    assert set(widths) == {1, 5, again}
 
 
 @given(a_model, st.lists(st.integers(1, 6), min_size=1, max_size=CONTEXT), st.sampled_from([1, 3]), st.booleans())
@@ -267,6 +295,8 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
     assert model.generate(prompts(1, 5), 1000).shape == (1, CONTEXT)
     full = prompts(1, CONTEXT)
     assert torch.equal(model.generate(full, 5), full)
+    with pytest.raises(ValueError, match="overflow"):
+        model.generate(full, 5, overflow="wrap")
     for length in (0, CONTEXT + 1):
         with pytest.raises(ValueError, match=f"prompt of {length}"):
             model.generate(prompts(1, length), 5)
