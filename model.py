@@ -46,7 +46,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {why}")
 
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            require(type(getattr(self, name)) is int and getattr(self, name) >= 1, name, "must be an integer >= 1")
+            is_size = type(getattr(self, name)) is int and 1 <= getattr(self, name) < 2**24
+            require(is_size, name, "must be an integer >= 1, and no network has one >= 2**24")
         for name in ("bias", "norm_first", "tie_weights"):
             require(type(getattr(self, name)) is bool, name, "must be True or False")
         require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head={self.n_head}")
@@ -71,7 +72,8 @@ class Head(nn.Module):
     """One key/value head of a layer, and what it remembers of the tokens that went through it.
 
     `key_cache` and `value_cache` are None while empty, else `(B, t, head_size)`: row s is what the token at position s
-    was projected to. A causal model never changes those rows again, so a new token computes its own and reads the rest.
+    was projected to (a rotary key: and turned by s), t the longest length in the batch; a shorter row ends earlier, and
+    what follows there is never read. A causal model never changes a row again: a new token adds its own, and reads all.
     Both are views on the layer's KVCache, made when read: all Heads of a layer are computed in one batched call, which
     wants their keys side by side. There are `n_layer * n_kv_head` Heads in a model; they have no parameters.
     """
@@ -119,7 +121,6 @@ class KVCache:
                 # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
                 self.key = torch.zeros(B, nkv, block_size, hs, dtype=k.dtype, device=k.device)
                 self.value = torch.zeros_like(self.key)
-        k, v = k.detach(), v.detach()
         if pos.dim() == 1:
             self.key.index_copy_(2, pos, k)
             self.value.index_copy_(2, pos, v)
@@ -133,7 +134,7 @@ class KVCache:
 def clear_kv_cache(model):
     """Empty every Head's key_cache and value_cache in `model` (any module that contains Heads), freeing the memory."""
     for module in model.modules():
-        if isinstance(module, CausalSelfAttention):
+        if isinstance(module, Head):
             module.cache.clear()
 
 
@@ -153,8 +154,8 @@ class CausalSelfAttention(nn.Module):
         self.heads = nn.ModuleList(Head(self.cache, i) for i in range(self.n_kv_head))
 
     def forward(self, x, rope=None, pos=None, mask=None, end=None):
-        """x `(B, T, C)` -> `(B, T, C)`. In eval mode with `pos`: through the cache, of which the first `end` slots are
-        visible as far as `mask`, True where a query may look, allows. Otherwise: plain causal attention over x."""
+        """x `(B, T, C)` -> `(B, T, C)`. With `pos`: through the cache, whose first `end` slots are visible as far as
+        `mask`, True where a query may look, allows. Without: plain causal attention over x."""
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         if rope is not None:
@@ -164,7 +165,7 @@ class CausalSelfAttention(nn.Module):
             q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
 
         gqa = self.n_kv_head != self.n_head
-        if pos is not None and not self.training:
+        if pos is not None:
             k, v = self.cache.write(pos, k, v, end, self.block_size)  # (B, nkv, end, hs): this call's and all before
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         else:
@@ -193,7 +194,7 @@ class CausalSelfAttention(nn.Module):
 def rotate(x, cos, sin):
     """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it."""
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    return (x * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)  # turned in float32, whatever the dtype of x
 
 
 class MLP(nn.Module):
@@ -243,12 +244,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
-        if config.pos_emb == "rope":
-            hs = config.n_embd // config.n_head
-            frequency = 10000.0 ** (-torch.arange(0, hs, 2) / hs)
-            angle = torch.outer(torch.arange(config.block_size), frequency).repeat(1, 2)  # (block_size, hs)
-            self.register_buffer("rope_cos", angle.cos(), persistent=False)
-            self.register_buffer("rope_sin", angle.sin(), persistent=False)
+        self._make_rope()
 
         # GPT-2's initialization: what is added to the residual stream is scaled by the number of additions
         for name, module in self.named_modules():
@@ -259,6 +255,20 @@ class GPT(nn.Module):
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
 
+    def _make_rope(self):
+        """The rotary tables, cos and sin `(block_size, hs)`: no weights, so float32 whatever the dtype of the model."""
+        self.rope = None
+        if self.config.pos_emb == "rope":
+            hs, device = self.config.n_embd // self.config.n_head, self.lm_head.weight.device
+            frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
+            angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
+            self.rope = angle.cos(), angle.sin()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._make_rope()  # where the weights are now
+        return self
+
     def forward(self, idx, targets=None, pos=None):
         """Logits for every position, and the mean cross-entropy if there are targets.
 
@@ -266,11 +276,14 @@ class GPT(nn.Module):
         targets  (B, T) int64 next tokens, -1 where none is wanted
         pos      absolute positions, int64, (T,) for all rows or (B, T) for each, rising by one. None: 0..T-1 and no
                  cache. Given, in eval mode: the Heads' caches are written at pos and attended over as far as each pos,
-                 and whatever they held beyond pos is forgotten. In train mode the cache is not used.
+                 and whatever they held beyond pos is forgotten; no gradients. In train mode the cache is not used.
         Returns (logits (B, T, vocab_size), loss or None). Raises ValueError for a T or pos that reaches past
         block_size, and for a pos that starts past what the cache holds: there would be zeros in between.
         """
-        logits = self.lm_head(self.features(idx, pos, None if pos is None else self.check_pos(idx, pos)))
+        lengths = None if pos is None else self.check_pos(idx, pos)
+        cached = pos is not None and not self.training
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):  # keys of earlier calls have no graph
+            logits = self.lm_head(self.features(idx, pos, lengths))
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
@@ -282,22 +295,33 @@ class GPT(nn.Module):
         if pos.dtype != torch.int64 or pos.shape not in ((T,), (B, T)):
             raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)} or {(B, T)}")
         rows = pos.expand(B, T).tolist()
-        held = self.transformer["h"][0].attn.cache.lengths
+        if not rows:
+            raise ValueError("an empty batch")
+        held = self.cached_lengths() or [0] * B
+        held = held if len(held) == B else [0] * B
         for i, row in enumerate(rows):
             if not row or row != list(range(row[0], row[0] + T)):
                 raise ValueError(f"pos must rise by one along a row, got {row}")
             if row[0] < 0 or row[-1] >= self.config.block_size:
                 raise ValueError(f"pos {row[0]}..{row[-1]} is outside 0..{self.config.block_size - 1} (block_size)")
-            if row[0] > (held[i] if len(held) == B else 0) and not self.training:
+            if row[0] > held[i] and not self.training:
                 raise ValueError(
-                    f"pos starts at {row[0]}, but the cache holds {held[i] if len(held) == B else 0} positions "
-                    f"of row {i}: prefill first, with pos from 0"
+                    f"pos starts at {row[0]}, but the cache holds {held[i]} positions of row {i}: "
+                    "prefill first, with pos from 0"
                 )
         return [row[-1] + 1 for row in rows]
 
+    def cached_lengths(self):
+        """The list of lengths that all layers' caches share, or None if they are empty or not at the same state."""
+        lengths = self.transformer["h"][0].attn.cache.lengths
+        same = all(block.attn.cache.lengths is lengths for block in self.transformer["h"])
+        return lengths if same and lengths else None
+
     def features(self, idx, pos=None, lengths=None):
         """The network without its lm_head: `(B, T, C)`. As forward, but pos is trusted, and `lengths`, the cache
-        lengths after this call as Python integers, comes with it, so that nothing here waits for the device."""
+        lengths after this call as Python integers, comes with it, so that nothing here waits for the device.
+        Without pos, and in train mode, no layer sees its cache: with `not self.training` alone an evaluation would
+        fill it."""
         T = idx.size(1)
         cached = pos is not None and not self.training
         if pos is None:
@@ -312,14 +336,14 @@ class GPT(nn.Module):
         if self.config.pos_emb == "learned":
             x = x + self.transformer["wpe"](where)
         else:
-            rope = self.rope_cos[where], self.rope_sin[where]  # (T, hs) or (B, T, hs)
-            if where.dim() == 2:
-                rope = rope[0][:, None], rope[1][:, None]
+            rope = [table[where] if where.dim() == 1 else table[where][:, None] for table in self.rope]
         if self.training:
             x = F.dropout(x, self.config.dropout)
 
         mask = end = None
-        if cached:
+        if not cached:
+            pos = None
+        else:
             end = max(lengths)
             if T > 1 or min(lengths) < end:  # a lone query at the end of its row may look at every slot
                 mask = torch.arange(end, device=idx.device) <= pos[..., None]  # (T, end) or (B, T, end)
@@ -395,34 +419,37 @@ class GPT(nn.Module):
         block_size = self.config.block_size
         if overflow not in ("stop", "slide"):
             raise ValueError(f"overflow={overflow!r}: must be 'stop' or 'slide'")
-        if T < 1 or (overflow == "stop" and T > block_size):
-            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {block_size} (block_size)")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature}: must be a number >= 0")
+        if B < 1 or T < 1 or (overflow == "stop" and T > block_size):
+            raise ValueError(f"a batch of {B} prompts of {T} tokens; this model takes 1 to {block_size} (block_size)")
+        if not 0 <= temperature < 1e30:
+            raise ValueError(f"temperature={temperature}: must be a number >= 0, and far below float32's largest")
         if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
             raise ValueError(f"top_k={top_k}: must be an integer >= 1")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed={seed}: must be at least 0 and below 2**64")
-
-        V = self.config.vocab_size
+        if not (isinstance(seed, int) and 0 <= seed < 2**64):
+            raise ValueError(f"seed={seed}: must be an integer, at least 0 and below 2**64")
+        samples = torch.as_tensor(range(B) if samples is None else samples, dtype=torch.int64, device=idx.device)
+        if samples.shape != (B,):
+            raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}")
         steps = max(0, max_new_tokens if overflow == "slide" else min(max_new_tokens, block_size - T))
-        noise_steps = max(1, min(64, 2**22 // (B * V)))  # as many at a time as a few megabytes hold
-        samples = torch.arange(B) if samples is None else torch.as_tensor(samples)
-        samples = samples.to(idx.device)
+        return self._decode(idx, steps, (temperature, top_k, top_p), kv_cache, seed, samples)
+
+    def _decode(self, idx, steps, filters, kv_cache, seed, samples):
+        """The loop of `stream`: prefill, then one token a step, each fed back at the next."""
+        (B, T), V, block_size = idx.shape, self.config.vocab_size, self.config.block_size
         positions = torch.arange(block_size, device=idx.device)
         tokens = torch.cat((idx, idx.new_zeros(B, steps)), dim=1)
-        cache = self.transformer["h"][0].attn.cache
+        noise_steps = max(1, min(64, 2**22 // (B * V)))  # as many at a time as a few megabytes hold
         begin = 0  # where in the text the context begins: the token there is at position 0
         lengths = None  # what this generator left in the cache
         try:
             for step in range(steps):
                 if step % noise_steps == 0:
-                    block = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
-                    noise = gumbel_noise(seed, samples, block, V)
+                    some = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
+                    noise = gumbel_noise(seed, samples, some, V)
                 end = T + step
                 if slide(begin, end, block_size) != begin:
                     begin, lengths = slide(begin, end, block_size), None
@@ -431,14 +458,14 @@ class GPT(nn.Module):
                         x = self.features(tokens[:, begin:end])
                     else:
                         # decode one token; prefill first, or again if somebody cleared or used the cache since
-                        start = end - 1 if lengths is not None and cache.lengths is lengths else begin
+                        start = end - 1 if lengths is not None and self.cached_lengths() is lengths else begin
                         lengths = [end - begin] * B
                         x = self.features(tokens[:, start:end], positions[start - begin : end - begin], lengths)
                     logits = self.lm_head(x[:, -1])
-                    tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], temperature, top_k, top_p)
-                yield tokens[:, end]
+                    tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], *filters)
+                yield tokens[:, end].clone()
         finally:
-            if cache.lengths is lengths:
+            if lengths is not None and self.cached_lengths() is lengths:
                 clear_kv_cache(self)
 
 
@@ -449,15 +476,17 @@ def slide(begin, end, block_size):
 
 @contextmanager
 def eval_mode(model):
-    """Inside, the model is in eval mode; afterwards it is as it was."""
-    training = model.training
-    if training:
+    """Inside, the model is in eval mode; afterwards each of its modules is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()] if model.training else []
+    if modes:
         model.eval()
     try:
         yield
     finally:
-        if training:
-            model.train()
+        if modes:
+            model.train()  # empties the caches: training may change the weights
+        for module, training in modes:
+            module.training = training
 
 
 def sample_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
@@ -537,13 +566,14 @@ def load_checkpoint(path):
 def build_model(ckpt):
     """The GPT of a checkpoint dict (see load_checkpoint). Raises ValueError where weights and model_args disagree."""
     known = {field.name for field in fields(GPTConfig)}
-    unknown = set(ckpt["model_args"]) - known
+    unknown = sorted(str(name) for name in ckpt["model_args"] if name not in known)
     if unknown:
-        raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which this version does not know")
-    model = GPT(GPTConfig(**ckpt["model_args"]))
+        raise ValueError(f"model_args has {', '.join(unknown)}, which this version does not know")
+    config = GPTConfig(**ckpt["model_args"])
     try:
+        model = GPT(config)
         model.load_state_dict(ckpt["model"])
-    except RuntimeError as error:
+    except RuntimeError as error:  # of load_state_dict, or of an allocator that model_args ask too much of
         lines = [line.strip() for line in str(error).splitlines()]
-        raise ValueError(f"the weights do not fit model_args: {' '.join(lines[1:3])}") from None
+        raise ValueError(f"the weights do not fit model_args: {' '.join(lines[1:3] or lines)}") from None
     return model

@@ -1,7 +1,7 @@
 """Train a character-level GPT on the text that data/prepare.py prepared.
 
     python train.py --eval_interval 500              a size that suits the device
-    python train.py --preset nanogpt-cpu             nanoGPT's own CPU setting
+    python train.py --preset nanogpt-cpu             nanoGPT's CPU setting
     python train.py --init_from resume               go on where the last run in --out_dir stopped
 
 Writes out/ckpt.pt (best validation loss, what sample.py reads), out/last.pt (the latest, what a resume reads) and
@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -28,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig, build_model, eval_mode, load_checkpoint
-from sample import OneLineParser, number, pick_device
+from sample import OneLineParser, number, path, pick_device
 
 # -- the settings ------------------------------------------------------------------------------------------------------
 
@@ -67,8 +68,8 @@ positive = number(int, f"[1, {2**31})")
 FLAGS = {
     "preset": (None, ("auto", *PRESETS), "the size and schedule to start from; auto: gpu on a GPU, else cpu"),
     "init_from": ("scratch", ("scratch", "resume"), "start anew, or go on from last.pt in --out_dir"),
-    "data_dir": ("data", str, "where data/prepare.py wrote"),
-    "out_dir": ("out", str, "where checkpoints and log.csv go"),
+    "data_dir": (None, path, "where data/prepare.py wrote (default: data, beside this script)"),
+    "out_dir": ("out", path, "where checkpoints and log.csv go"),
     "eval_interval": (250, positive, "steps between evaluations on the whole val split; changes nothing about the run"),
     "save_interval": (250, positive, "steps between writes of last.pt, besides those at evaluations"),
     "log_interval": (20, positive, "steps between lines of progress and rows of log.csv"),
@@ -131,7 +132,6 @@ def load_data(data_dir, block_size):
 
     Raises ValueError if the files are missing, damaged, or too short for a context of block_size.
     """
-    data_dir = Path(data_dir)
     try:
         meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
         chars, recorded = meta["chars"], dict(meta["sha256"])
@@ -140,6 +140,8 @@ def load_data(data_dir, block_size):
             hashes[split] = hashlib.sha256((data_dir / f"{split}.bin").read_bytes()).hexdigest()
     except FileNotFoundError as error:
         raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the data: {error.filename}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise ValueError(f"{data_dir / 'meta.json'} is damaged: run python data/prepare.py again") from None
     for split in ("train", "val"):
@@ -253,6 +255,14 @@ def load_run(out_dir, flags):
     lacking = [name for name in (*FLAGS, "data_sha256") if name not in ckpt["config"]]
     if lacking:
         raise ValueError(f"{out_dir / 'last.pt'} is of another version of this kit: it has no {lacking[0]}; start anew")
+    for name, (_, kind, _) in FLAGS.items():
+        value = ckpt["config"][name]
+        try:
+            valid = value is None or (value in kind if isinstance(kind, tuple) else kind(str(value)) == value)
+        except (ValueError, argparse.ArgumentTypeError):
+            valid = False
+        if not valid or ckpt["model_args"].get(name, value) != value:
+            raise ValueError(f"{out_dir / 'last.pt'} is damaged: its {name} is {value!r}")
     config = ckpt["config"] | flags
     for name in ("preset", *MODEL_FLAGS):
         if config[name] != ckpt["config"][name] and name != "dropout":
@@ -263,19 +273,32 @@ def load_run(out_dir, flags):
     return config, ckpt
 
 
+def set_aside(out_dir):
+    """Move an earlier run in out_dir to out_dir/previous, where it can be sampled from and resumed."""
+    files = [out_dir / name for name in ("last.pt", "ckpt.pt", "log.csv") if (out_dir / name).is_file()]
+    if files:
+        (out_dir / "previous").mkdir(exist_ok=True)
+        for file in files:
+            os.replace(file, out_dir / "previous" / file.name)
+        print(f"{out_dir} held a run: it is in {out_dir / 'previous'} now (--init_from resume would have gone on)")
+
+
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s")
 
 
 def trim_log(path, step):
-    """Cut log.csv back to whole rows up to `step`, what a resumed run has behind it. Returns the last one's seconds."""
-    rows = []
+    """Cut log.csv back to whole rows up to `step`, what a resumed run has behind it.
+
+    Returns the characters and seconds of the last of them: where the counts go on.
+    """
+    header, rows = ",".join(LOG_FIELDS) + "\r\n", []
     if path.exists():
-        with open(path, encoding="utf-8", newline="") as f:
-            fields = [line.split(",") for line in f if line.endswith("\n")]
-        rows = [row for row in fields if row[0].isdigit() and int(row[0]) <= step and len(row) == len(LOG_FIELDS)]
-    text = "".join(",".join(row) for row in [[*LOG_FIELDS[:-1], LOG_FIELDS[-1] + "\r\n"], *rows])
-    write_atomically(path, text.encode())
-    return float(rows[-1][LOG_FIELDS.index("seconds")]) if rows else 0.0
+        with open(path, encoding="utf-8", errors="replace", newline="") as f:
+            whole = re.compile(r"\d+,\d+,[\d.]+(,[^,]*){4}\r\n")
+            rows = [line for line in f if whole.fullmatch(line) and int(line.split(",")[0]) <= step]
+    write_atomically(path, "".join([header, *rows]).encode())
+    _, chars, seconds, *_ = rows[-1].split(",") if rows else ("0", "0", "0")
+    return int(chars), float(seconds)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -319,11 +342,12 @@ def main():
             config["preset"] = config["preset"] or ("gpu" if device.type == "cuda" else "cpu")
             config |= PRESETS[config["preset"]] | flags
         dtype = pick_dtype(config["dtype"], device)
-        chars, data, hashes = load_data(config["data_dir"], config["block_size"])
+        data_dir = Path(config["data_dir"] or Path(__file__).resolve().parent / "data")
+        chars, data, hashes = load_data(data_dir, config["block_size"])
         if ckpt and ckpt["chars"] != chars:
-            raise ValueError(f"{config['data_dir']} holds other characters than the run in {out_dir} was trained on")
+            raise ValueError(f"{data_dir} holds other characters than the run in {out_dir} was trained on")
         if ckpt and ckpt["config"]["data_sha256"] != hashes:
-            raise ValueError(f"the text in {config['data_dir']} has changed since the run in {out_dir} began")
+            raise ValueError(f"the text in {data_dir} has changed since the run in {out_dir} began")
         model = build_model(ckpt) if ckpt else None
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"train.py: {error}")
@@ -350,11 +374,13 @@ def main():
                 group |= settings  # flags override what the checkpoint had
             if scaler.is_enabled() and ckpt["scaler"]:
                 scaler.load_state_dict(ckpt["scaler"])
-            step, best_val_loss = ckpt["iter_num"], ckpt["best_val_loss"]
+            step, best_val_loss = ckpt["iter_num"], float(ckpt["best_val_loss"])
+            if not (isinstance(step, int) and step >= 0):
+                raise ValueError(f"iter_num={step!r}")
             torch.set_rng_state(ckpt["rng_state"]["torch"])
             if device.type == "cuda" and ckpt["rng_state"]["cuda"] is not None:
                 torch.cuda.set_rng_state(ckpt["rng_state"]["cuda"], device)
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             sys.exit(f"train.py: {out_dir / 'last.pt'} does not hold the state of this run ({error!r}): start anew")
     first_step, max_iters = step, config["max_iters"]
     if step >= max_iters:
@@ -364,7 +390,9 @@ def main():
     model = compiled(raw_model) if config["compile"] else raw_model
 
     out_dir.mkdir(parents=True, exist_ok=True)
-    seconds_before = trim_log(out_dir / "log.csv", step)
+    if not first_step:
+        set_aside(out_dir)
+    chars_before, seconds_before = trim_log(out_dir / "log.csv", step)
     chars_a_step = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
     print(
         f"{'resuming' if first_step else 'training'} preset {config['preset']} on {device} in {str(dtype)[6:]}: "
@@ -389,8 +417,8 @@ def main():
         if not math.isfinite(loss):
             bar.close()
             sys.exit(
-                f"train.py: stopped at step {step}: the loss is {loss}; try a smaller --learning_rate (it was "
-                f"{config['learning_rate']}). The checkpoints in {out_dir} are from before that"
+                f"train.py: stopped at step {step}: the loss is {loss}; as a rule a smaller --learning_rate "
+                f"helps (it was {config['learning_rate']}). The checkpoints in {out_dir} are from before that"
             )
 
     signals = []  # the first one lets the step finish and saves; a second one ends the process at once
@@ -399,8 +427,10 @@ def main():
         signals.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, on_signal)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a lost terminal, which Windows does not signal
+        signum = getattr(signal, name, None)
+        if signum is not None and signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it on purpose
+            signal.signal(signum, on_signal)
 
     on_terminal = sys.stderr.isatty()
     bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, dynamic_ncols=True)
@@ -434,7 +464,12 @@ def main():
         if not saving and step % config["log_interval"]:
             continue
 
-        row = dict(step=step, chars=step * chars_a_step, train_loss=loss_sum.item() / loss_steps, lr=lr)
+        row = dict(
+            step=step,
+            chars=chars_before + (step - first_step) * chars_a_step,
+            train_loss=loss_sum.item() / loss_steps,
+            lr=lr,
+        )
         row["tokens_per_s"] = round(loss_steps * chars_a_step / (time.perf_counter() - mark))
         check_finite(row["train_loss"])  # a sum stays NaN or infinite once it is
         if evaluating:
@@ -470,7 +505,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's code page
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's code page
     try:
         main()
     except OSError as error:

@@ -132,7 +132,9 @@ def main():
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--input", metavar="FILE", help="a UTF-8 text of your own instead")
     origin.add_argument("--url", help="download the text from here instead")
-    parser.add_argument("--data_dir", type=Path, default=HERE, help="where to write (default: beside this script)")
+    parser.add_argument(
+        "--data_dir", type=Path, default=HERE, metavar="DIR", help="where to write (default: beside this script)"
+    )
     parser.add_argument("--force", action="store_true", help="do it again even if the files are there")
     args = parser.parse_args()
 
@@ -199,8 +201,14 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no valid text
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no valid text
     try:
         main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = None
+        fail(f"cannot write its messages: {error.strerror}; the files are in place")
     except KeyboardInterrupt:
         sys.exit(130)

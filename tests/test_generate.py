@@ -191,12 +191,18 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, length, batc
         lambda: next(others[1], None),
         lambda: others[1].close(),
         lambda: model.load_state_dict(model.state_dict()),
+        lambda: clear_kv_cache(model.transformer.h[1]),
+        lambda: clear_kv_cache(model.transformer.h[0].attn.heads),
+        lambda: model.transformer.h[1].load_state_dict(model.transformer.h[1].state_dict()),
+        lambda: (model.transformer.h[1].train(), model.eval()),
+        lambda: new[-1].zero_(),
     ]
-    new = []
+    new, got = [], []
     for tokens in model.stream(idx, CONTEXT, seed=seed, **filters):
         new.append(tokens)
+        got.append(tokens.clone())
         data.draw(st.sampled_from(disturbances))()
-    got = torch.cat((idx, torch.stack(new, dim=1)), dim=1)
+    got = torch.cat((idx, torch.stack(got, dim=1)), dim=1)
     assert tokens_differ(model, got, expected, length, range(batch), seed, filters) is None
     for other in others:
         other.close()
@@ -274,6 +280,25 @@ def test_mode_and_empty_cache_are_restored_also_after_an_exception():
         assert all(head.key_cache is None for head in heads_of(model))
 
 
+def test_modules_in_a_mode_of_their_own_keep_it_and_the_caches_work_the_same():
+    """A frozen block must not be left in train mode, nor a block that trains skip the cache."""
+    model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
+    for root, block in ((True, False), (False, True)):
+        model.train(root)
+        model.transformer.h[0].train(block)
+        modes = [m.training for m in model.modules()]
+        cached, uncached = (model.generate(prompts(2, 5), 9, seed=3, kv_cache=c) for c in (True, False))
+        assert torch.equal(cached, uncached)
+        assert [m.training for m in model.modules()] == modes
+
+
+def test_under_autocast_the_cache_has_one_dtype():
+    for kind in (dict(), dict(pos_emb="rope")):
+        model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model.generate(prompts(2, 5), CONTEXT, seed=1).shape == (2, CONTEXT)
+
+
 def test_an_abandoned_stream_leaves_no_cache_and_no_mode_behind():
     model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32)).train()
     stream = model.stream(prompts(1, 3), 9)
@@ -298,7 +323,7 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
     with pytest.raises(ValueError, match="overflow"):
         model.generate(full, 5, overflow="wrap")
     for length in (0, CONTEXT + 1):
-        with pytest.raises(ValueError, match=f"prompt of {length}"):
+        with pytest.raises(ValueError, match=f"prompts of {length} tokens"):
             model.generate(prompts(1, length), 5)
 
 
@@ -315,12 +340,16 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
         dict(top_p=float("nan")),
         dict(seed=-1),
         dict(seed=2**64),
+        dict(seed=1.5),
+        dict(samples=[1, 2]),
+        dict(temperature=1e38),
+        dict(overflow="wrap"),
     ],
     ids=str,
 )
 def test_impossible_arguments_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        MODELS[0].generate(prompts(1, 3), 2, **bad)
+        MODELS[0].stream(prompts(1, 3), 2, **bad)  # at the call, not at the first token
 
 
 def test_without_a_seed_torchs_generator_decides():

@@ -325,6 +325,24 @@ def test_a_cache_follows_the_dtype_of_a_new_prefill_and_refuses_it_within_a_sequ
     assert head.key_cache.dtype == torch.float32
 
 
+def test_a_cached_call_has_no_gradient_rather_than_a_wrong_one():
+    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    assert not model(idx, idx, pos=torch.arange(6))[1].requires_grad
+    assert model(idx, idx)[1].requires_grad
+
+
+def test_rotary_tables_stay_exact_through_other_dtypes_and_the_meta_device():
+    config = GPTConfig(**SHAPE, pos_emb="rope")
+    model, idx = lively(config), torch.randint(23, (1, 16))
+    state = copy.deepcopy(model.state_dict())
+    expected = model(idx)[0]
+    with torch.device("meta"):
+        empty = GPT(config)
+    for other in (model.bfloat16().float(), empty.to_empty(device="cpu").eval()):
+        other.load_state_dict(state)
+        assert torch.equal(other(idx)[0], expected)
+
+
 def test_inference_mode_and_no_grad_share_a_cache():
     model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     expected = model(idx)[0][:, -1:]

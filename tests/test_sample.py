@@ -119,6 +119,17 @@ def test_characters_stream_as_they_come(trained):
     assert len(reads) > 5  # not one lump at the end
 
 
+@pytest.mark.parametrize("script", [["sample.py", "--prompt", "O"], ["data/prepare.py", "--force"]])
+def test_a_full_disk_behind_stdout_is_one_line(script, trained, tmp_path):
+    flags = {"sample.py": ["--out_dir", str(trained)], "data/prepare.py": ["--data_dir", str(tmp_path)]}[script[0]]
+    source = ["--input", "data/sample.txt"] if "data" in script[0] else []
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, *script, *flags, *source]
+        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", timeout=60)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert "No space left" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
 def test_a_reader_that_goes_away_causes_no_traceback(trained):
     command = [sys.executable, "sample.py", "--out_dir", str(trained), "--device", "cpu", "--num_samples", "300"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -273,6 +284,9 @@ def test_a_meta_that_does_not_fit_is_refused(nanogpt, meta):
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--seed", str(2**64)], ["--seed", 2**64]),
         (["--dtype", "int8"], ["--dtype", "int8"]),
+        (["--temperature", "1e308"], ["--temperature", "1e308"]),
+        (["--num_samples", "9" * 23], ["--num_samples"]),
+        (["--ckpt", ""], ["--ckpt", "empty"]),
         (["--promt", "x"], ["--promt"]),
         (["--prom", "x"], ["--prom"]),
     ],

@@ -772,6 +772,35 @@ def test_a_signal_that_comes_while_a_line_is_printed_is_a_saved_stop_too(data_di
     assert f"step {load(tmp_path / 'last.pt')['iter_num']} " in stdout.splitlines()[-1]
 
 
+def test_a_new_run_sets_an_earlier_one_aside(out, data_dir):
+    """Forgetting --init_from resume must not cost the run; and what stays must be able to go on."""
+    before = contents(out)
+    result = run("train.py", "--data_dir", data_dir, "--out_dir", out, *TINY, "--max_iters", "5")
+    assert result.returncode == 0 and "previous" in result.stdout, result.stderr
+    kept = contents(out / "previous")
+    assert {name: kept[name] for name in ("ckpt.pt", "last.pt", "log.csv")} == {
+        name: before[name] for name in ("ckpt.pt", "last.pt", "log.csv")
+    }
+    resumed = run("train.py", "--init_from", "resume", "--out_dir", out / "previous", "--max_iters", "61")
+    assert resumed.returncode == 0, resumed.stderr
+
+
+@pytest.mark.parametrize("field, value", [("dtype", "foo"), ("batch_size", 0), ("learning_rate", "x"), ("n_head", 1)])
+def test_a_resume_of_impossible_settings_is_refused(field, value, out):
+    ckpt = torch.load(out / "last.pt", weights_only=True)
+    ckpt["config"][field] = value
+    torch.save(ckpt, out / "last.pt")
+    assert_refused(out, words=[field, value])
+
+
+def test_a_damaged_log_stops_no_resume(out):
+    for line in (b"\xff\xfe\n", b"6,1,abc,1,1,1,1\r\n"):
+        with open(out / "log.csv", "ab") as f:
+            f.write(line)
+    train.trim_log(out / "log.csv", 10**6)
+    assert all(line[:1].isdigit() for line in (out / "log.csv").read_text(encoding="utf-8").splitlines()[1:])
+
+
 def test_rows_past_the_checkpoint_are_cut_on_resume(out):
     """A run that was killed had logged steps that its last.pt does not have; they come again."""
     before = log(out)
