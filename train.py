@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -427,13 +428,15 @@ def main():
         signals.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a lost terminal, which Windows does not signal
-        signum = getattr(signal, name, None)
-        if signum is not None and signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it on purpose
-            signal.signal(signum, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    # a lost terminal: Windows has no such signal, and nohup ignores it on purpose
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, on_signal)
 
     on_terminal = sys.stderr.isatty()
-    bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, dynamic_ncols=True)
+    columns, rows = shutil.get_terminal_size((100, 24))  # a terminal of size 0, as notebooks have, shows no bar
+    bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, ncols=columns, nrows=rows)
     began = mark = time.perf_counter()  # mark: since when the training steps of the next row have run
     loss_sum, loss_steps, val_loss = torch.zeros((), device=device), 0, None
     while step < max_iters:

@@ -555,10 +555,11 @@ def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
     assert len(text.removesuffix("\n")) == 16 and set(text) <= set(ckpt["chars"])  # a full context
 
 
-def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(data_dir, tmp_path):
+@pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["terminal", "notebook"])
+def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(size, data_dir, tmp_path):
     pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
     leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 120))  # a new one is 0 columns wide
+    termios.tcsetwinsize(follower, size)
     flags = [*SMALL, "--max_iters", 4, "--log_interval", 1, "--data_dir", data_dir, "--out_dir", tmp_path]
     process = start(*flags, stderr=follower)
     os.close(follower)
