@@ -168,7 +168,10 @@ def main():
                 print(f"{args.data_dir} keeps the {recorded[0]} that it holds")
                 return
             source = "sample.txt (offline stand-in)"
-            raw = (HERE / "sample.txt").read_bytes()
+            try:
+                raw = (HERE / "sample.txt").read_bytes()
+            except OSError as error:
+                fail(f"cannot read the stand-in {HERE / 'sample.txt'}: {error.strerror}; nothing was changed")
             if recorded == (source, sha256(raw)):
                 print(f"{args.data_dir} already holds the stand-in, whole: nothing else to do")
                 return
