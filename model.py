@@ -9,10 +9,9 @@ hs = C / nh, the head size.
 """
 
 import math
-import pickle
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -117,18 +116,20 @@ class KVCache:
         if self.key is None or self.key.size(0) != B or self.key.dtype != k.dtype or self.key.device != k.device:
             if end > T:
                 raise ValueError(f"the cache holds {self.key.dtype}, this call made {k.dtype}: prefill again")
-            with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
-                # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
-                self.key = torch.zeros(B, nkv, block_size, hs, dtype=k.dtype, device=k.device)
-                self.value = torch.zeros_like(self.key)
+            self.reserve((B, nkv, block_size, hs), k.dtype, k.device)
         if pos.dim() == 1:
             self.key.index_copy_(2, pos, k)
             self.value.index_copy_(2, pos, v)
         else:
-            slots = pos[:, None, :, None].expand_as(k)
-            self.key.scatter_(2, slots, k)
-            self.value.scatter_(2, slots, v)
+            rows = torch.arange(B, device=pos.device)[:, None]
+            self.key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
+            self.value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
         return self.key[:, :, :end], self.value[:, :, :end]
+
+    def reserve(self, shape, dtype, device):
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
+            # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
+            self.key, self.value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
 
 
 def clear_kv_cache(model):
@@ -174,6 +175,12 @@ class CausalSelfAttention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
         y = self.c_proj(y)
         return F.dropout(y, self.dropout) if self.training else y  # a call less a token
+
+    def reserve_cache(self, B):
+        """An empty cache, allocated already, for a batch of B rows."""
+        weight = self.c_attn.weight
+        self.cache.clear()
+        self.cache.reserve((B, self.n_kv_head, self.block_size, self.head_size), weight.dtype, weight.device)
 
     # Whatever changes the weights, or takes them elsewhere, makes the keys computed with them worthless.
 
@@ -229,8 +236,62 @@ class Block(nn.Module):
         return self.ln_2(x + self.mlp(x))
 
 
+@dataclass
+class Sampling:
+    """How tokens are picked, and what happens at a full context. Raises ValueError for what cannot be.
+
+    temperature  0 is greedy: the likeliest token, ties to the lowest id
+    top_k        sample among the k likeliest; top_p: among the fewest likeliest that have this much probability
+    seed         0 <= seed < 2**64; None draws one from torch's global generator
+    samples      row i draws the noise of sample samples[i]; None: of sample i
+    overflow     "stop" ends with a full context. "slide" goes on: once a token has been sampled from a full context,
+                 the newest half, max(1, block_size // 2) tokens, is kept and prefilled at positions from 0; a prompt
+                 longer than the context starts from as many. So a token costs the same at any length
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    samples: Sequence[int] | None = None
+    overflow: str = "stop"
+
+    def __post_init__(self):
+        def require(condition, name, why):
+            if not condition:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {why}")
+
+        require(0 <= self.temperature < 1e30, "temperature", "must be a number >= 0, and far below float32's largest")
+        top_k_fits = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1)
+        require(top_k_fits, "top_k", "must be an integer >= 1")
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        if self.seed is None:
+            self.seed = int(torch.randint(2**63 - 1, ()))
+        seed_fits = isinstance(self.seed, int) and 0 <= self.seed < 2**64
+        require(seed_fits, "seed", "must be an integer, at least 0 and below 2**64")
+        require(self.overflow in ("stop", "slide"), "overflow", "must be 'stop' or 'slide'")
+
+    @property
+    def filters(self):
+        return self.temperature, self.top_k, self.top_p
+
+    def rows(self, B, device):
+        """samples as a tensor (B,)."""
+        samples = range(B) if self.samples is None else self.samples
+        samples = torch.as_tensor(samples, dtype=torch.int64, device=device)
+        if B < 1 or samples.shape != (B,):
+            raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}, and at least one")
+        return samples
+
+    def steps(self, T, max_new_tokens, block_size):
+        """How many tokens a prompt of T tokens gets."""
+        if T < 1 or (self.overflow == "stop" and T > block_size):
+            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {block_size} (block_size)")
+        return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
+
+
 class GPT(nn.Module):
-    """The language model. Module and parameter names are nanoGPT's, so its checkpoints load (`load_checkpoint`)."""
+    """The language model. Module and parameter names are nanoGPT's, so its checkpoints load (checkpoint.py)."""
 
     def __init__(self, config):
         super().__init__()
@@ -317,9 +378,14 @@ class GPT(nn.Module):
         same = all(block.attn.cache.lengths is lengths for block in self.transformer["h"])
         return lengths if same and lengths else None
 
+    def set_cached_lengths(self, lengths):
+        for block in self.transformer["h"]:
+            block.attn.cache.lengths = lengths
+
     def features(self, idx, pos=None, lengths=None):
         """The network without its lm_head: `(B, T, C)`. As forward, but pos is trusted, and `lengths`, the cache
-        lengths after this call as Python integers, comes with it, so that nothing here waits for the device.
+        lengths after this call as Python integers, comes with it, so that nothing here waits for the device. Where
+        they are not known in Python, None: every slot is looked at, under a mask, in caches that are there already.
         Without pos, and in train mode, no layer sees its cache: with `not self.training` alone an evaluation would
         fill it."""
         T = idx.size(1)
@@ -344,8 +410,8 @@ class GPT(nn.Module):
         if not cached:
             pos = None
         else:
-            end = max(lengths)
-            if T > 1 or min(lengths) < end:  # a lone query at the end of its row may look at every slot
+            end = self.config.block_size if lengths is None else max(lengths)
+            if lengths is None or T > 1 or min(lengths) < end:  # else a lone query may look at every slot
                 mask = torch.arange(end, device=idx.device) <= pos[..., None]  # (T, end) or (B, T, end)
                 mask = mask if pos.dim() == 1 else mask[:, None]
         try:
@@ -354,90 +420,29 @@ class GPT(nn.Module):
         except BaseException:
             clear_kv_cache(self)  # some layers were written, some not
             raise
-        if cached:
-            for block in self.transformer["h"]:
-                block.attn.cache.lengths = lengths
+        if cached and lengths is not None:
+            self.set_cached_lengths(lengths)
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
-    def generate(
-        self,
-        idx,
-        max_new_tokens,
-        *,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        kv_cache=True,
-        seed=None,
-        samples=None,
-        overflow="stop",
-    ):
+    def generate(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
         """idx `(B, T)` and its continuation, `(B, T + n)`: n = max_new_tokens, or as many as fit. See `stream`."""
         with eval_mode(self):
-            new = list(
-                self.stream(
-                    idx,
-                    max_new_tokens,
-                    temperature=temperature,
-                    top_k=top_k,
-                    top_p=top_p,
-                    kv_cache=kv_cache,
-                    seed=seed,
-                    samples=samples,
-                    overflow=overflow,
-                )
-            )
+            new = list(self.stream(idx, max_new_tokens, kv_cache=kv_cache, **sampling))
         return torch.cat((idx, torch.stack(new, dim=1)), dim=1) if new else idx
 
-    def stream(
-        self,
-        idx,
-        max_new_tokens,
-        *,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        kv_cache=True,
-        seed=None,
-        samples=None,
-        overflow="stop",
-    ):
+    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
         """Generate, yielding each step's tokens `(B,)` as they come, until max_new_tokens or a full context.
 
-        idx          (B, T) int64 prompts, 1 <= T, and T <= block_size unless overflow is "slide"
-        temperature  0 is greedy: the likeliest token, ties to the lowest id
-        top_k        sample among the k likeliest; top_p: among the fewest likeliest that have this much probability
-        kv_cache     False recomputes the whole sequence for every token: the same tokens, slower
-        seed         0 <= seed < 2**64; None draws one from torch's global generator. Row k of a batch draws the noise
-                     of sample k; `samples`, B integers, names other samples
-        overflow     "stop" ends with a full context. "slide" goes on: once a token has been sampled from a full
-                     context, the newest half, max(1, block_size // 2) tokens, is kept and prefilled at positions from
-                     0; a prompt longer than the context starts from as many. So a token costs the same at any length
+        idx       (B, T) int64 prompts, 1 <= T, and T <= block_size unless overflow is "slide"
+        kv_cache  False recomputes the whole sequence for every token: the same tokens, slower
+        sampling  temperature, top_k, top_p, seed, samples, overflow: see Sampling
         Raises ValueError for impossible arguments.
         """
-        B, T = idx.shape
-        block_size = self.config.block_size
-        if overflow not in ("stop", "slide"):
-            raise ValueError(f"overflow={overflow!r}: must be 'stop' or 'slide'")
-        if B < 1 or T < 1 or (overflow == "stop" and T > block_size):
-            raise ValueError(f"a batch of {B} prompts of {T} tokens; this model takes 1 to {block_size} (block_size)")
-        if not 0 <= temperature < 1e30:
-            raise ValueError(f"temperature={temperature}: must be a number >= 0, and far below float32's largest")
-        if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
-            raise ValueError(f"top_k={top_k}: must be an integer >= 1")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
-        if seed is None:
-            seed = int(torch.randint(2**63 - 1, ()))
-        if not (isinstance(seed, int) and 0 <= seed < 2**64):
-            raise ValueError(f"seed={seed}: must be an integer, at least 0 and below 2**64")
-        samples = torch.as_tensor(range(B) if samples is None else samples, dtype=torch.int64, device=idx.device)
-        if samples.shape != (B,):
-            raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}")
-        steps = max(0, max_new_tokens if overflow == "slide" else min(max_new_tokens, block_size - T))
-        return self._decode(idx, steps, (temperature, top_k, top_p), kv_cache, seed, samples)
+        (B, T), sampling = idx.shape, Sampling(**sampling)
+        steps = sampling.steps(T, max_new_tokens, self.config.block_size)
+        return self._decode(idx, steps, kv_cache, sampling, sampling.rows(B, idx.device))
 
-    def _decode(self, idx, steps, filters, kv_cache, seed, samples):
+    def _decode(self, idx, steps, kv_cache, sampling, samples):
         """The loop of `stream`: prefill, then one token a step, each fed back at the next."""
         (B, T), V, block_size = idx.shape, self.config.vocab_size, self.config.block_size
         positions = torch.arange(block_size, device=idx.device)
@@ -449,7 +454,7 @@ class GPT(nn.Module):
             for step in range(steps):
                 if step % noise_steps == 0:
                     some = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
-                    noise = gumbel_noise(seed, samples, some, V)
+                    noise = gumbel_noise(sampling.seed, samples, some, V)
                 end = T + step
                 if slide(begin, end, block_size) != begin:
                     begin, lengths = slide(begin, end, block_size), None
@@ -462,7 +467,7 @@ class GPT(nn.Module):
                         lengths = [end - begin] * B
                         x = self.features(tokens[:, start:end], positions[start - begin : end - begin], lengths)
                     logits = self.lm_head(x[:, -1])
-                    tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], *filters)
+                    tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], *sampling.filters)
                 yield tokens[:, end].clone()
         finally:
             if lengths is not None and self.cached_lengths() is lengths:
@@ -490,33 +495,36 @@ def eval_mode(model):
 
 
 def sample_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
-    """Pick a token for each row: `(B,)` int64 from logits `(B, V)` and Gumbel noise `(B, V)`.
+    """Pick tokens: `(...,)` int64 from logits and Gumbel noise, `(..., V)` both.
 
     argmax(logits / temperature + noise) is a draw from softmax(logits / temperature), the Gumbel-max trick, and the
     same pick as torch.multinomial's argmax(probabilities / Exp(1) noise), noise being -log of that. Multiplied through
     by the temperature it needs no division, and at 0 it is greedy. Filters keep exactly top_k, ties to the lowest id,
-    then the likeliest of these up to and with the one that crosses top_p.
+    then the likeliest of these up to and with the one that crosses top_p. They and the temperature may be tensors.
     """
     logits = logits.float()
-    if temperature == 0 or (top_k is None and top_p is None):
-        return torch.add(logits, noise, alpha=temperature).argmax(-1)
+    score = logits + temperature * noise
+    if top_k is None and top_p is None:
+        return score.argmax(-1)
     ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    score = score.gather(-1, ids)
     if top_k is not None:
-        ranked, ids = ranked[:, :top_k], ids[:, :top_k]
-    score = torch.add(ranked, noise.gather(-1, ids), alpha=temperature)
+        beyond = torch.arange(ids.size(-1), device=ids.device) >= top_k
+        ranked, score = ranked.masked_fill(beyond, -math.inf), score.masked_fill(beyond, -math.inf)
     if top_p is not None:
-        probs = torch.softmax((ranked - ranked[:, :1]) / temperature, dim=-1)
-        before = probs.cumsum(-1) - probs
-        before[:, 0] = 0  # the likeliest always stays
-        score = score.masked_fill(before >= top_p, -math.inf)
-    return ids.gather(-1, score.argmax(-1, keepdim=True))[:, 0]
+        cold = torch.as_tensor(temperature, device=ids.device).clamp(min=1e-30)  # at 0 the likeliest has it all
+        probs = torch.softmax((ranked - ranked[..., :1]) / cold, dim=-1)
+        rank0 = torch.arange(ids.size(-1), device=ids.device) == 0  # stays whatever top_p
+        score = score.masked_fill((probs.cumsum(-1) - probs >= top_p) & ~rank0, -math.inf)
+    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def gumbel_noise(seed, samples, steps, vocab_size):
     """Standard Gumbel noise, -log of Exp(1) noise, as a pure function of (seed, sample, step, token id).
 
-    samples (B,) and steps (S,) int64 -> (B, S, vocab_size) float32, always finite. Counters, not a generator with a
-    state: whoever asks for the noise of a token gets the same, in whatever order, batch or program it is asked for.
+    samples (B,), steps (S,) for all or (B, S) for each, int64 -> (B, S, vocab_size) float32, always finite; seed an
+    integer, or a pair of tensors, its low and its high 32 bits. Counters, not a generator with a state: whoever asks
+    for the noise of a token gets the same, in whatever order, batch or program it is asked for.
     The hash is the 32-bit finalizer "lowbias32" by Chris Wellons, applied to one counter after the other.
     """
     low32 = 0xFFFFFFFF
@@ -526,54 +534,11 @@ def gumbel_noise(seed, samples, steps, vocab_size):
         h = (h ^ (h >> 15)) * 0x846CA68B & low32
         return h ^ (h >> 16)
 
+    low, high = (seed & low32, seed >> 32) if isinstance(seed, int) else seed
     ids = torch.arange(vocab_size, device=steps.device)
     h = 0
-    for counter in (seed & low32, seed >> 32, samples[:, None, None], steps[:, None], ids):
+    for counter in (low, high, samples[:, None, None], steps[..., None], ids):
         h = mix(h ^ mix(counter + 0x9E3779B9 & low32))  # mix(0) is 0, hence the constant
     # 32 bits keep their resolution near 0, where the winners of a race of exponentials are; 1.0 must not be reached
     uniform = ((h.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
-
-
-def load_checkpoint(path):
-    """Read a checkpoint of this kit or of nanoGPT, without running code that it may contain.
-
-    Returns its dict, the keys of ["model"] cleaned of torch.compile's prefix and of old nanoGPT's mask buffers.
-    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}: train one first (python train.py), or name another")
-    try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: not loaded") from None
-    except Exception as error:  # there is no end to the ways in which a file can be broken
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} cannot be read, or is truncated or damaged ({why[0]})") from None
-    if not isinstance(ckpt, dict) or not all(isinstance(ckpt.get(key), dict) for key in ("model", "model_args")):
-        raise ValueError(f"{path} is no GPT checkpoint: it lacks the dicts 'model' and 'model_args'")
-    if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in ckpt["model"].items()):
-        raise ValueError(f"{path} is no GPT checkpoint: its 'model' holds something else than named tensors")
-    ckpt["model"] = {
-        key.removeprefix("_orig_mod."): value
-        for key, value in ckpt["model"].items()
-        if not key.endswith((".attn.bias", ".attn.masked_bias"))
-    }
-    return ckpt
-
-
-def build_model(ckpt):
-    """The GPT of a checkpoint dict (see load_checkpoint). Raises ValueError where weights and model_args disagree."""
-    known = {field.name for field in fields(GPTConfig)}
-    unknown = sorted(str(name) for name in ckpt["model_args"] if name not in known)
-    if unknown:
-        raise ValueError(f"model_args has {', '.join(unknown)}, which this version does not know")
-    config = GPTConfig(**ckpt["model_args"])
-    try:
-        model = GPT(config)
-        model.load_state_dict(ckpt["model"])
-    except RuntimeError as error:  # of load_state_dict, or of an allocator that model_args ask too much of
-        lines = [line.strip() for line in str(error).splitlines()]
-        raise ValueError(f"the weights do not fit model_args: {' '.join(lines[1:3] or lines)}") from None
-    return model

@@ -3,6 +3,7 @@
     python sample.py --prompt "O Romeo, " --kv_cache
     python sample.py --prompt "O Romeo, " --no-kv_cache      the same text, without the cache
     python sample.py --prompt FILE:start.txt --verify        both, compared character by character
+    python sample.py --prompt "O Romeo, " --draft ngram --compile          the same text, as fast as it goes here
 
 The text goes to stdout; what it cost goes to stderr.
 """
@@ -16,8 +17,11 @@ from pathlib import Path
 
 import torch
 
-from model import Head, build_model, eval_mode, gumbel_noise, load_checkpoint, sample_token, slide
+from checkpoint import build_model, load_checkpoint
+from decode import CompileError, Decoder, ngrams_fit
+from model import Head, eval_mode, gumbel_noise, sample_token, slide
 
+FILTERS = {"seed": None, "temperature": 1.0, "top_k": None, "top_p": None}
 NEAR_TIE = 1e-4  # logits this close may change places by rounding: a full and a cached forward differ by up to 3e-5
 
 
@@ -34,6 +38,14 @@ def load_model(path, meta=None):
     if not isinstance(chars, str) or not len(set(chars)) == len(chars) == model.config.vocab_size:
         raise ValueError(f"the characters do not fit the vocab_size {model.config.vocab_size} of {path}")
     return model.eval(), chars
+
+
+def load_ngrams(path, vocab_size):
+    """The n-gram counts that train.py keeps in a checkpoint, for `decode.Decoder`; None where there are none."""
+    ngrams = load_checkpoint(path).get("ngrams")
+    if ngrams is not None and not ngrams_fit(ngrams, vocab_size):
+        raise ValueError(f"the n-grams in {path} are damaged: leave out --draft, or train again")
+    return ngrams
 
 
 def read_nanogpt_meta(path):
@@ -99,7 +111,11 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--prompt", default="\n", help="the text to continue, or FILE:path to read it from a file (default: a newline)")
+    add(
+        "--prompt",
+        action="append",
+        help="the text to continue, or FILE:path to read it from a file; repeated: a batch (default: a newline)",
+    )
     add(
         "--kv_cache",
         action=argparse.BooleanOptionalAction,
@@ -122,16 +138,18 @@ def parse_args(argv=None):
         default="stop",
         help="at a full context: stop, or keep the newest half of it and go on (default: stop)",
     )
-    add(
-        "--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="samples, as rows of one batch"
-    )
+    add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="of each prompt, in one batch")
+    add("--draft", choices=("ngram",), help="guess the next characters from n-grams, and verify them in one forward")
+    add("--compile", action="store_true", help="compile the decode step first: for long texts and many samples")
     add("--out_dir", type=path, default="out", help="the folder of train.py's ckpt.pt (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, or one of nanoGPT")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl that goes with a nanoGPT checkpoint")
     add("--device", default="auto", help="cpu, cuda, mps; auto: cuda where there is one (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
     add("--verify", action="store_true", help="generate with and without the cache, and compare token by token")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.prompt = args.prompt or ["\n"]
+    return args
 
 
 def fail(message):
@@ -182,21 +200,26 @@ def context_begin(model, prompt_tokens, tokens):
     return begin
 
 
-def report(model, arrivals, prompt_tokens, batch, cache):
-    """Print what a generation cost. arrivals: seconds from the start to each step's tokens; cache: see cache_bytes."""
-    gaps = torch.tensor(arrivals).diff() * 1e3
-    line = f"{len(arrivals) * batch} tokens: TTFT {arrivals[0] * 1e3:.2f} ms"
+def report(model, arrivals, rows, prompts, cache):
+    """Print what a generation cost. arrivals: for each step, the seconds from the start until it was done, and the
+    places of the continuation that came of it; rows and prompts: all texts, and what they began with; cache: see
+    cache_bytes."""
+    seconds = torch.tensor([when for when, _ in arrivals], dtype=torch.float64)
+    places, gaps = sum(n for _, n in arrivals), seconds.diff() * 1e3
+    produced = sum(map(len, rows)) - sum(map(len, prompts))
+    line = f"{produced} tokens: TTFT {seconds[0] * 1e3:.2f} ms"
     if len(gaps):
-        p50, p99 = torch.quantile(gaps, torch.tensor([0.5, 0.99])).tolist()
-        line += f", TPOT {gaps.mean():.3f} ms, ITL p50 {p50:.3f} ms, p99 {p99:.3f} ms"
-    note(f"{line}, E2E {arrivals[-1] * 1e3:.1f} ms, {len(arrivals) * batch / arrivals[-1]:,.0f} tokens/s")
+        p50, p99 = torch.quantile(gaps, torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
+        line += f", TPOT {gaps.sum() / (places - arrivals[0][1]):.3f} ms, ITL p50 {p50:.3f} ms, p99 {p99:.3f} ms"
+        line += f" a chunk of {places / len(arrivals):.2f}" if places > len(arrivals) else ""
+    note(f"{line}, E2E {seconds[-1] * 1e3:.1f} ms, {produced / seconds[-1]:,.0f} tokens/s")
     if cache is None:
         note("KV cache: off")
         return
-    config, tokens = model.config, prompt_tokens + len(arrivals) - 1  # the last token is never fed back
-    tokens -= context_begin(model, prompt_tokens, tokens)
-    factors = (config.n_layer, config.n_kv_head or config.n_head, config.n_embd // config.n_head, tokens, batch)
-    itemsize = model.lm_head.weight.element_size()
+    config, tokens = model.config, max(map(len, rows)) - 1  # the last token is never fed back
+    tokens -= context_begin(model, max(map(len, prompts)), tokens)
+    heads = (config.n_layer, config.n_kv_head or config.n_head, config.n_embd // config.n_head)
+    factors, itemsize = (*heads, tokens, len(rows)), model.lm_head.weight.element_size()
     formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
     note(f"KV cache: {cache[0]:,} bytes used of {cache[1]:,} reserved")
     note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
@@ -226,33 +249,47 @@ def near_tie(model, prefix, sample, step, picks, seed, temperature, top_k, top_p
     return set(picks) <= winners
 
 
-def verify(model, idx, max_new_tokens, sampling, overflow="stop"):
-    """Generate with and without the cache; report the match, a near-tie or a difference. True unless they differ."""
-    cached, uncached = (
-        model.generate(idx, max_new_tokens, kv_cache=kv_cache, overflow=overflow, **sampling).tolist()
-        for kv_cache in (True, False)
-    )
-    T, equal = idx.size(1), 0
-    for sample, (a, b) in enumerate(zip(cached, uncached)):
-        step = next((i for i in range(len(a) - T) if a[T + i] != b[T + i]), None)
-        equal += step is None
-        if step is not None:
-            picks = (a[T + step], b[T + step])
-            where = f"sample {sample}, new token {step}: id {picks[0]} with the cache, id {picks[1]} without"
+def verify(model, prompts, ours, samples, max_new_tokens, kv_cache, sampling):
+    """Compare `ours`, texts as lists of ids, with what the plain loop makes of the prompts, with or without the cache.
+
+    Reports the match, a near-tie or a difference; True unless it is one. prompts: B int64 tensors of one dimension;
+    kv_cache: of the plain loop, the opposite of what made `ours`; sampling: as in `GPT.stream`, with the seed given.
+    """
+    filters = {name: sampling.get(name, default) for name, default in FILTERS.items()}
+    how, equal = "with" if kv_cache else "without", 0
+    for T in sorted({len(prompt) for prompt in prompts}):
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
+        drawn = sampling | {"samples": [samples[row] for row in rows]}
+        idx = torch.stack([prompts[row] for row in rows])
+        theirs = model.generate(idx, max_new_tokens, kv_cache=kv_cache, **drawn).tolist()
+        for row, b in zip(rows, theirs):
+            a = ours[row]
+            step = next((i for i in range(max(len(a), len(b)) - T) if a[T + i :][:1] != b[T + i :][:1]), None)
+            equal += step is None
+            if step is None:
+                continue
+            picks = (*a[T + step :][:1], *b[T + step :][:1])
+            where = f"row {row}, new token {step}: {' and '.join(f'id {i}' for i in picks)} {how} the cache"
             context = a[context_begin(model, T, T + step) : T + step]
-            if not near_tie(model, context, sample, step, picks, **sampling):
+            if len(picks) < 2 or not near_tie(model, context, samples[row], step, picks, **filters):
                 note(f"verify: DIFFERENT at {where}")
                 return False
             note(f"verify: near-tie at {where}; rounding may choose between two so close, and all before is equal")
-    note(f"verify: {len(cached[0]) - T} new tokens, with and without the cache: {equal} of {len(cached)} samples match")
+    tokens = sum(len(a) - len(prompt) for a, prompt in zip(ours, prompts))
+    note(f"verify: {tokens} new tokens, compared with those {how} the cache: {equal} of {len(ours)} samples match")
     return True
 
 
 def main():
     args = parse_args()
+    if not args.kv_cache:
+        for flag in [f"--{name}" for name in ("draft", "compile") if getattr(args, name)] + args.prompt[1:2]:
+            fail(f"{flag if flag.startswith('--') else 'a batch of prompts'} needs the cache: leave out --no-kv_cache")
     try:
         device = pick_device(args.device)
-        model, chars = load_model(args.ckpt or Path(args.out_dir) / "ckpt.pt", args.meta)
+        checkpoint = args.ckpt or Path(args.out_dir) / "ckpt.pt"
+        model, chars = load_model(checkpoint, args.meta)
+        ngrams = load_ngrams(checkpoint, len(chars)) if args.draft else None
     except (FileNotFoundError, ValueError) as error:
         fail(error)
     dtype = getattr(torch, args.dtype)
@@ -260,47 +297,78 @@ def main():
         fail(f"--verify compares token by token, which {args.dtype} does not promise: use --dtype float32")
     model.to(device, dtype)
 
-    ids = read_prompt(args.prompt, chars)
-    block_size = model.config.block_size
-    room = block_size - len(ids)
+    prompts = [read_prompt(prompt, chars) for prompt in args.prompt]
+    longest, block_size = max(map(len, prompts)), model.config.block_size
+    room = block_size - longest
     steps = args.max_new_tokens
     if args.overflow == "slide":
         steps = 1000 if steps is None else steps
+        if len(set(map(len, prompts))) > 1:
+            fail(
+                f"--overflow slide: the prompts have {sorted(set(map(len, prompts)))} characters; give them one length"
+            )
     elif room < 1 and steps != 0:
         fail(
-            f"the prompt has {len(ids)} characters and the context {block_size}: at most {block_size - 1} leave room "
+            f"the prompt has {longest} characters and the context {block_size}: at most {block_size - 1} leave room "
             f"for a new one (--overflow slide takes the newest {max(1, block_size // 2)} of a longer prompt)"
         )
-    elif steps is None:
-        steps = room
-    elif steps > room > 0:
-        note(f"--max_new_tokens {steps} reaches past the context of {block_size}: capped at {room}")
-        steps = room
-    idx = torch.tensor([ids], device=device).repeat(args.num_samples, 1)
-    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    else:
+        most = block_size - min(map(len, prompts))
+        if steps is not None and steps > most:
+            note(f"--max_new_tokens {steps} reaches past the context of {block_size}: capped at {most}")
+        steps = most if steps is None else min(steps, most)
+    # row by row, each prompt with samples 0 .. num_samples - 1
+    samples = list(range(args.num_samples)) * len(prompts)
+    prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
+    sampling = {name: getattr(args, name) for name in (*FILTERS, "overflow")}
 
-    # the first sample is shown as it comes, the other rows of the batch when they are whole
-    prompt = "".join(chars[i] for i in ids)
-    sys.stdout.write(prompt)
+    rows, arrivals, cache, decoder = [prompt.tolist() for prompt in prompts], [], None, None
+    if steps < 1:
+        stream = ()
+    elif args.draft or args.compile or len(args.prompt) > 1:
+        decoder = Decoder(model, args.draft, ngrams, args.compile)
+        try:
+            stream = decoder.stream(prompts, steps, samples=samples, **sampling)
+        except CompileError as error:
+            note(f"{error}: decoding without --compile")
+            decoder = Decoder(model, args.draft, ngrams)
+            stream = decoder.stream(prompts, steps, samples=samples, **sampling)
+    else:
+        stream = model.stream(torch.stack(prompts), steps, kv_cache=args.kv_cache, samples=samples, **sampling)
+
+    # the first text is shown as it comes, the other rows of the batch when they are whole
+    sys.stdout.write("".join(chars[i] for i in rows[0]))
     sys.stdout.flush()
-    rows, arrivals, cache = [], [], None
     began = time.perf_counter()
-    for tokens in model.stream(idx, steps, kv_cache=args.kv_cache, overflow=args.overflow, **sampling) if steps else ():
-        rows.append(tokens.tolist())
-        arrivals.append(time.perf_counter() - began)
-        sys.stdout.write(chars[rows[-1][0]])
-        sys.stdout.flush()
-        if args.kv_cache and len(rows) == steps:
+    for place, tokens in enumerate(stream):
+        new = tokens.tolist()
+        if decoder is None or decoder.forwards > len(arrivals):
+            arrivals.append((time.perf_counter() - began, 1))
+        else:  # of the same step as the place before
+            arrivals[-1] = (arrivals[-1][0], arrivals[-1][1] + 1)
+        for row, token in zip(rows, new):
+            if token >= 0:
+                row.append(token)
+        if new[0] >= 0:
+            sys.stdout.write(chars[new[0]])
+            sys.stdout.flush()
+        if args.kv_cache and place + 1 == steps:
             cache = cache_bytes(model)
-    for sample in range(1, args.num_samples):
-        sys.stdout.write(f"\n---------------\n{prompt}{''.join(chars[row[sample]] for row in rows)}")
+    for row in rows[1:]:
+        sys.stdout.write("\n---------------\n" + "".join(chars[i] for i in row))
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
-    if rows:
+    if arrivals:
         print(file=sys.stderr)
-        report(model, arrivals, len(ids), args.num_samples, cache)
-    if args.verify and not verify(model, idx, steps, sampling, args.overflow):
+        report(model, arrivals, rows, prompts, cache)
+    if decoder and decoder.offered:
+        rate = decoder.accepted / decoder.offered
+        source = (
+            "n-grams of the training text" if decoder.table else "earlier in the text: the checkpoint has no n-grams"
+        )
+        note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
+    if args.verify and steps > 0 and not verify(model, prompts, rows, samples, steps, not args.kv_cache, sampling):
         sys.exit(1)
 
 

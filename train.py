@@ -11,7 +11,6 @@ out/log.csv. On a CPU the same command gives the same weights to the bit, interr
 import argparse
 import csv
 import hashlib
-import io
 import json
 import math
 import os
@@ -29,7 +28,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import GPT, GPTConfig, build_model, eval_mode, load_checkpoint
+from checkpoint import build_model, load_checkpoint, save_checkpoint, write_atomically
+from decode import count_ngrams
+from model import GPT, GPTConfig, eval_mode
 from sample import OneLineParser, number, path, pick_device
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -215,33 +216,7 @@ def get_lr(step, config):
     return floor + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - floor)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def write_atomically(path, content):
-    """Write bytes so that `path` is at every moment the old file or the new one, whole, whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the rename, too, must survive a power cut; Windows cannot sync a folder
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def save_checkpoint(path, ckpt):
-    """Write `ckpt`, a dict of tensors and plain values, atomically. It is made in memory first: torch.save on a full
-    disk raises whatever it likes, and OSErrors are what callers can tell a user about."""
-    buffer = io.BytesIO()
-    torch.save(ckpt, buffer)
-    write_atomically(path, buffer.getbuffer())
+# -- the run in out_dir ------------------------------------------------------------------------------------------------
 
 
 def load_run(out_dir, flags):
@@ -388,6 +363,8 @@ def main():
         print(f"the run in {out_dir} is at step {step} of {max_iters} already: --max_iters {2 * step} would go on")
         return
     ckpt = None  # free the memory
+    # 8 bytes an n-gram at most for every 64 bytes of weights: what sample.py --draft ngram guesses from
+    ngrams = count_ngrams(data["train"], len(chars), sum(p.numel() for p in raw_model.parameters()) // 16)
     model = compiled(raw_model) if config["compile"] else raw_model
 
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -409,7 +386,7 @@ def main():
             _, loss = raw_model(x, y)  # the last update may have broken the weights, and no loss has shown it yet
         check_finite(loss.item())
         state = dict(model=raw_model.state_dict(), model_args=asdict(model_config), optimizer=optimizer.state_dict())
-        state |= dict(iter_num=step, best_val_loss=best_val_loss, config=config, chars=chars)
+        state |= dict(iter_num=step, best_val_loss=best_val_loss, config=config, chars=chars, ngrams=ngrams)
         cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state |= dict(scaler=scaler.state_dict(), rng_state={"torch": torch.get_rng_state(), "cuda": cuda_state})
         save_checkpoint(out_dir / name, state)

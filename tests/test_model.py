@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from oracles import packed_greedy_decode, textbook_logits
 
 import model as kit
-from model import GPT, GPTConfig, build_model, clear_kv_cache, load_checkpoint
+from checkpoint import build_model, load_checkpoint
+from model import GPT, GPTConfig, clear_kv_cache
 
 torch.set_num_threads(1)
 

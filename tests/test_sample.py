@@ -170,14 +170,19 @@ class Broken:
 def test_verify_finds_a_broken_cache_and_exits_1(trained, capsys):
     model, chars = load_model(trained / "ckpt.pt")
     idx = torch.tensor([[chars.index(c) for c in PROMPT]]).repeat(8, 1)
-    sampling = dict(temperature=1.0, top_k=None, top_p=None, seed=3)
-    assert verify(model, idx, 19, sampling)
+
+    def verified(model, kv_cache):
+        ours = model.generate(idx, 19, seed=3, kv_cache=kv_cache).tolist()
+        return verify(model, list(idx), ours, range(8), 19, not kv_cache, {"seed": 3})
+
+    assert verified(model, True) and verified(model, False)
     model = lively(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
-    assert verify(model, idx, 19, sampling)
+    assert verified(model, True) and verified(model, False)
     Broken(model)
-    capsys.readouterr()
-    assert not verify(model, idx, 19, sampling)
-    assert "DIFFERENT" in capsys.readouterr().err
+    for kv_cache in (True, False):
+        capsys.readouterr()
+        assert not verified(model, kv_cache)
+        assert "DIFFERENT" in capsys.readouterr().err
 
 
 def test_a_near_tie_is_told_from_a_difference():

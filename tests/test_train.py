@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import train
+from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
 SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu".split()
@@ -654,11 +655,11 @@ def test_last_is_written_at_every_save_interval(data_dir, tmp_path):
 def test_a_checkpoint_is_written_beside_synced_and_renamed(tmp_path):
     """Synced before the rename, or a power cut can leave an empty file under the good name."""
     path, calls = tmp_path / "last.pt", []
-    train.save_checkpoint(path, {"x": torch.zeros(3)})
+    save_checkpoint(path, {"x": torch.zeros(3)})
     sys.setprofile(lambda frame, event, arg: event == "c_call" and calls.append(getattr(arg, "__name__", "")))
     with open(path, "rb") as old:
         try:
-            train.save_checkpoint(path, {"x": torch.ones(3)})
+            save_checkpoint(path, {"x": torch.ones(3)})
         finally:
             sys.setprofile(None)
         assert torch.equal(load(old)["x"], torch.zeros(3))  # whoever has the old file open still reads it whole
