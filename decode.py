@@ -10,6 +10,7 @@ with it. Model and table, led by the same noise, agree far more often than the t
 """
 
 import hashlib
+import math
 import os
 import sys
 import time
@@ -62,57 +63,52 @@ def ngrams_fit(ngrams, vocab_size):
         return False
 
 
-class NGramTable:
-    """What follows each known context of up to ORDER tokens: log-probabilities, by interpolated absolute discounting.
+def ngram_table(ngrams, vocab_size, device):
+    """(rows, logits): what follows a context, as far as the counts know, by interpolated absolute discounting.
 
-    contexts  (K,) int64, ascending: a context's tokens + 1 as digits in base vocab_size + 1, the newest the last digit
-    logits    (K, vocab_size) float32; row 0 belongs to the empty context
+    logits  (R, vocab_size) float32 log-probabilities, a row for each context that occurs, short ones included
+    rows    ((vocab_size + 1) ** n,) int32: the row of the longest known end of any context of n tokens. Its index has
+            the tokens + 1 as digits in base vocab_size + 1, the newest the last digit; 0 stands for no token. n is
+            ORDER, or what 2**22 entries allow
     """
-
-    def __init__(self, ngrams, vocab_size, device="cpu"):
-        codes, counts = ngrams["codes"].long(), ngrams["counts"].double()
-        digits = torch.stack([codes // vocab_size**i % vocab_size for i in range(ORDER, -1, -1)], dim=1)
-        following = digits[:, -1]
-        lower = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64)  # below the empty context: anything
-        known = torch.zeros(1, dtype=torch.int64)
-        tables = []
-        for length in range(ORDER + 1):
-            context = torch.zeros_like(codes)
-            for i in range(ORDER - length, ORDER):
-                context = context * (vocab_size + 1) + digits[:, i] + 1
-            contexts, row = context.unique(return_inverse=True)
-            most = max(1, 2**23 // vocab_size - sum(len(c) for c, _ in tables))  # no more than 32 MB in all
-            if len(contexts) > most:
-                break
-            seen = torch.zeros(len(contexts), vocab_size, dtype=torch.float64)
-            seen.index_put_((row, following), counts, accumulate=True)
-            discount = 0.75 * (seen > 0)
-            total = seen.sum(1, keepdim=True).clamp(min=1)
-            shorter = contexts % (vocab_size + 1) ** max(0, length - 1)
-            backoff = lower[torch.searchsorted(known, shorter)]
-            lower, known = (seen - discount) / total + discount.sum(1, keepdim=True) / total * backoff, contexts
-            tables.append((contexts, lower))
-        self.contexts = torch.cat([contexts for contexts, _ in tables])
-        order = self.contexts.argsort()
-        self.contexts = self.contexts[order].to(device)
-        self.logits = torch.cat([probs for _, probs in tables])[order].clamp(min=1e-12).log().float().to(device)
+    base = vocab_size + 1
+    codes, counts = ngrams["codes"].long(), ngrams["counts"].double()
+    tokens = [codes // vocab_size**i % vocab_size for i in range(ORDER, -1, -1)]
+    order = max([n for n in range(1, ORDER + 1) if base**n <= 2**22], default=0)
+    every = torch.arange(base**order)
+    rows = torch.zeros_like(every)
+    lower, tables = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64), []
+    for length in range(order + 1):
+        context = sum(((tokens[ORDER - 1 - i] + 1) * base**i for i in range(length)), torch.zeros_like(codes))
+        contexts, row = context.unique(return_inverse=True)
+        known = rows[contexts % base ** max(0, length - 1)]
+        seen = torch.zeros(len(contexts), vocab_size, dtype=torch.float64)
+        if (len(contexts) + len(lower)) * vocab_size > 2**23:  # 32 MB are enough
+            break
+        seen.index_put_((row, tokens[-1]), counts, accumulate=True)
+        discount, total = 0.75 * (seen > 0), seen.sum(1, keepdim=True).clamp(min=1)
+        probs = (seen - discount + discount.sum(1, keepdim=True) * lower[known]) / total
+        end = every % base**length
+        place = torch.searchsorted(contexts, end).clamp(max=max(0, len(contexts) - 1))
+        first = sum(map(len, tables))
+        rows = torch.where(contexts[place] == end, first + place, rows)
+        tables.append(probs)
+        lower = torch.cat(tables)
+    return rows.int().to(device), lower.clamp(min=1e-12).log().float().to(device)
 
 
-def guess_by_table(batch, slots, chunk, known, noise, contexts, logits):
+def guess_by_table(batch, slots, chunk, known, noise, rows, logits):
     """Fill chunk[:, 1:-1], but for known tokens, with what the n-gram table samples, one after the other."""
-    V = logits.size(-1)
-    before = slots[:, :1] - torch.arange(ORDER - 1, 0, -1, device=slots.device)  # the slots before the chunk
+    base = logits.size(-1) + 1
+    order = round(math.log(len(rows), base))
+    before = slots[:, :1] - torch.arange(max(0, order - 1), 0, -1, device=slots.device)  # the slots before the chunk
     text = batch.window.gather(1, before.clamp(min=0)) + 1
-    digits = torch.cat((torch.where(before >= 0, text, 0), chunk[:, :-1] + 1), dim=1)
-    place = [[(V + 1) ** (ORDER - 1 - i) * (i >= ORDER - n) for n in range(1, ORDER + 1)] for i in range(ORDER)]
-    place = torch.tensor(place, device=slots.device)
-    for i in range(chunk.size(1) - 2):
-        codes = (digits[:, i : i + ORDER, None] * place).sum(1)  # of the newest 1, 2, .. ORDER tokens
-        row = torch.searchsorted(contexts, codes).clamp(max=len(contexts) - 1)
-        row = torch.where(contexts[row] == codes, row, 0).amax(1)
-        guess = sample_token(logits[row], noise[:, i], batch.temperature, batch.top_k, batch.top_p)
-        chunk[:, i + 1] = torch.where(known[:, i], chunk[:, i + 1], guess)
-        digits[:, i + ORDER] = chunk[:, i + 1] + 1
+    digits = list(torch.cat((torch.where(before >= 0, text, 0), chunk[:, :1] + 1), dim=1).unbind(1))
+    for i in range(1, chunk.size(1) - 1):
+        code = sum(digit * base**place for place, digit in enumerate(digits[-order:][::-1]))
+        guess = sample_token(logits[rows[code]], noise[:, i - 1], batch.temperature, batch.top_k, batch.top_p)
+        chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], guess)
+        digits.append(chunk[:, i] + 1)
 
 
 def guess_by_lookup(batch, slots, chunk, known):
@@ -153,7 +149,7 @@ class Batch:
 def advance(model, batch, guesses, table, noise=None, lengths=None):
     """Feed each row's newest token and `guesses` guesses, and add the tokens that come of it: 1 to guesses + 1 a row.
 
-    table    (contexts, logits) of an NGramTable; None: guess by looking up the text so far
+    table    of ngram_table; None: guess by looking up the text so far
     noise    (B, guesses + 1, V), of the slots after those fed; None: made here
     lengths  the cache lengths that the forward leaves behind; None: see GPT.features
     At the edge of the context the fed slots are moved back, on to tokens that are known and stay: no guess is verified
@@ -175,7 +171,9 @@ def advance(model, batch, guesses, table, noise=None, lengths=None):
     logits = model.lm_head(model.features(chunk[:, :-1], pos, lengths))  # (B, guesses + 1, V)
     picks = sample_token(logits, noise, batch.temperature, batch.top_k, batch.top_p)
     right = known | (picks == chunk[:, 1:])
-    reach = right[:, :-1].cumprod(1).sum(1)  # how far the fed tokens are those that would have been fed one by one
+    place = torch.arange(guesses + 1, device=start.device)
+    # how far the fed tokens are those that would have been fed one by one
+    reach = torch.where(right & (place < guesses), guesses, place).amin(1)
     batch.window.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
     batch.end.copy_(torch.minimum(start[:, 0] + reach + 2, batch.limit))
 
@@ -200,10 +198,10 @@ class Decoder:
         self.guesses = min(GUESSES, model.config.block_size - 1) if draft else 0
         self.table = None
         if self.guesses and ngrams is not None:
-            table = NGramTable(ngrams, model.config.vocab_size, model.lm_head.weight.device)
-            self.table = (table.contexts, table.logits)
+            self.table = ngram_table(ngrams, model.config.vocab_size, model.lm_head.weight.device)
         self.compile = compile
-        self.programs = {}
+        self.programs, self.version = {}, None  # compiled steps, and the state of the weights that they were made of
+        self.modules = list(model.modules())
         self.forwards = self.offered = self.accepted = 0
 
     def generate(self, prompts, max_new_tokens, **sampling):
@@ -252,6 +250,7 @@ class Decoder:
 
     def _decode(self, batch, step, steps, slides):
         model, S = self.model, self.model.config.block_size
+        caches = [block.attn.cache for block in model.transformer["h"]]
         ends, origins = batch.end.tolist(), batch.origin.tolist()
         full = S + 1 if slides else S  # with slide, one token is sampled from a full context before it moves on
         done = 0  # places in the continuation that have been yielded
@@ -262,21 +261,19 @@ class Decoder:
                 batch.limit.copy_(torch.tensor(limits))
                 while ends != limits:
                     with torch.inference_mode(), eval_mode(model):
-                        if held is None or model.cached_lengths() is not held:
+                        if held is None or any(cache.lengths is not held for cache in caches):
                             self._prefill(batch, ends)
                         step(ends, origins)
                         before, ends = ends, batch.end.tolist()
                         held = [end - 1 for end in ends]
-                        model.set_cached_lengths(held)
-                    self._count(before, ends, limits)
-                    # every row that goes on has these places; one that has ended gives -1
-                    ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
-                    if ready > done:
-                        place = torch.arange(done, ready, device=batch.end.device)
-                        block = batch.window.gather(1, (batch.origin[:, None] + place).clamp(max=S))
-                        ended = place >= torch.tensor(steps, device=place.device)[:, None]
-                        yield from block.masked_fill(ended, -1).unbind(1)
-                        done = ready
+                        for cache in caches:
+                            cache.lengths = held
+                        self._count(before, ends, limits)
+                        # every row that goes on has these places
+                        ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
+                        block = self._continuation(batch, origins, steps, done, ready)
+                    yield from block
+                    done = ready
                 if done < max(steps):  # the windows are full, all at once: keep the newest half
                     away = slide(0, full, S)
                     batch.window[:, : full - away] = batch.window[:, away:].clone()
@@ -285,18 +282,26 @@ class Decoder:
                     ends, held = [full - away] * len(ends), None
                     batch.end.copy_(torch.tensor(ends))
         finally:
-            if held is not None and model.cached_lengths() is held:
-                clear_kv_cache(model)
+            if held is not None and all(cache.lengths is held for cache in caches):
+                for cache in caches:
+                    cache.clear()
 
     def _prefill(self, batch, ends):
         """Cache all but the newest token of each row, which the next step feeds."""
-        T = max(ends) - 1
+        lengths = [end - 1 for end in ends]
         for block in self.model.transformer["h"]:
-            block.attn.reserve_cache(len(ends))
-        if T:
-            self.model.features(
-                batch.window[:, :T], torch.arange(T, device=batch.end.device), [end - 1 for end in ends]
-            )
+            block.attn.reserve_cache(len(lengths))
+        if any(lengths):
+            pos = torch.arange(max(lengths), device=batch.end.device)
+            self.model.features(batch.window[:, : len(pos)], pos, lengths)
+
+    def _continuation(self, batch, origins, steps, begin, end):
+        """Places begin .. end of the continuations, as tensors (B,); -1 where a row has ended before."""
+        if len(set(origins)) == 1:
+            return batch.window[:, origins[0] + begin : origins[0] + end].clone().unbind(1)
+        place = torch.arange(begin, end, device=batch.end.device)
+        block = batch.window.gather(1, (batch.origin[:, None] + place).clamp(max=batch.window.size(1) - 1))
+        return block.masked_fill(place >= torch.tensor(steps, device=place.device)[:, None], -1).unbind(1)
 
     def _step(self, batch):
         """A function (ends, origins) that advances the batch; both, in Python integers, are what the batch has."""
@@ -325,9 +330,10 @@ class Decoder:
 
     def _program(self, batch):
         """The compiled step for batches like this one, from an earlier generation if the weights are the same."""
-        weights = tuple((p.data_ptr(), p._version) for p in self.model.parameters())
-        if self.programs.get("weights") != weights:
-            self.programs = {"weights": weights}
+        weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
+        version = [(id(p), p.data_ptr(), p._version) for p in weights]
+        if self.version != version:
+            self.version, self.programs = version, {}
         kind = (len(batch.end), batch.top_k is not None)
         if kind not in self.programs:
             self.programs[kind] = compile_step(self.model, batch, self.guesses, self.table)
@@ -418,6 +424,7 @@ def build(model, guesses, args):
         "freezing": True,  # weights are constants, laid out for the loops that read them
         "max_autotune": True,
         "max_autotune_gemm_backends": "CPP",  # matrix products as C++ loops, without a call of a library for each
+        "aot_inductor.allow_stack_allocation": True,  # a third less time at 64 wide
         "cpp.threads": 1 if sum(p.nbytes for p in model.parameters()) < 2**24 else torch.get_num_threads(),
     }
     shapes = [x if x is None else (x.shape, x.dtype) for x in torch.utils._pytree.tree_leaves(args)]
