@@ -132,11 +132,12 @@ def guess_by_lookup(batch, slots, chunk, known):
 class Batch:
     """Rows that are being continued, each at its own place: all that a step reads and writes, besides the caches.
 
-    A row's window is its context: slot s holds the token at position s. A step changes `window` and `end`, in place.
+    A row's window is its context: slot s holds the token at position s. A step changes window, end and cached, in place.
     """
 
     window: torch.Tensor  # (B, block_size + 1) int64: tokens as far as `end`, which a full context can exceed
     end: torch.Tensor  # (B,) int64, >= 1: tokens in the window
+    cached: torch.Tensor  # (B,) int64, < end: slots whose keys and values are in the caches
     limit: torch.Tensor  # (B,) int64: where the row's `end` stops
     origin: torch.Tensor  # (B,) int64: the slot of the row's first generated token; negative once it has slid away
     sample: torch.Tensor  # (B,) int64: whose noise the row draws
@@ -156,7 +157,7 @@ def advance(model, batch, guesses, table, noise=None, lengths=None):
     past the edge. A row that has reached its limit stays as it is.
     """
     block_size, V = model.config.block_size, model.config.vocab_size
-    start = (batch.end - 1).clamp(max=block_size - 1 - guesses)[:, None]
+    start = batch.cached.clamp(max=block_size - 1 - guesses)[:, None]
     slots = start + torch.arange(guesses + 2, device=start.device)  # (B, guesses + 2): all but the last are fed
     chunk = batch.window.gather(1, slots)
     known = slots[:, 1:] < batch.end[:, None]
@@ -175,7 +176,8 @@ def advance(model, batch, guesses, table, noise=None, lengths=None):
     # how far the fed tokens are those that would have been fed one by one
     reach = torch.where(right & (place < guesses), guesses, place).amin(1)
     batch.window.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
-    batch.end.copy_(torch.minimum(start[:, 0] + reach + 2, batch.limit))
+    batch.end.copy_(torch.minimum(start[:, 0] + reach + 2, batch.limit).maximum(batch.end))
+    batch.cached.copy_(torch.minimum(start[:, 0] + guesses + 1, batch.end - 1))
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -236,6 +238,7 @@ class Decoder:
         batch = Batch(
             window=torch.zeros(len(text), S + 1, dtype=torch.int64, device=device),
             end=ends,
+            cached=torch.zeros_like(ends),
             limit=ends.clone(),
             origin=ends.clone(),
             sample=samples,
@@ -262,13 +265,13 @@ class Decoder:
                 while ends != limits:
                     with torch.inference_mode(), eval_mode(model):
                         if held is None or any(cache.lengths is not held for cache in caches):
-                            self._prefill(batch, ends)
-                        step(ends, origins)
+                            held = self._prefill(batch, ends, step, origins)
+                        step(held, origins)
                         before, ends = ends, batch.end.tolist()
+                        self._count(held, before, ends, limits)
                         held = [end - 1 for end in ends]
                         for cache in caches:
                             cache.lengths = held
-                        self._count(before, ends, limits)
                         # every row that goes on has these places
                         ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
                         block = self._continuation(batch, origins, steps, done, ready)
@@ -286,14 +289,25 @@ class Decoder:
                 for cache in caches:
                     cache.clear()
 
-    def _prefill(self, batch, ends):
-        """Cache all but the newest token of each row, which the next step feeds."""
-        lengths = [end - 1 for end in ends]
+    def _prefill(self, batch, ends, step, origins):
+        """Cache all but the newest token of each row, which the next step feeds, and return the cache lengths.
+
+        A compiled step takes a short prompt faster than the forward does: so far it is fed whole chunks of it.
+        """
         for block in self.model.transformer["h"]:
-            block.attn.reserve_cache(len(lengths))
+            block.attn.reserve_cache(len(ends))
+        lengths = [end - 1 for end in ends]
+        chunk = self.guesses + 1
+        batch.cached.zero_()
+        if self.compile and len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
+            for _ in range(lengths[0] // chunk):
+                step(None, origins)
+            return [lengths[0] // chunk * chunk] * len(ends)
         if any(lengths):
             pos = torch.arange(max(lengths), device=batch.end.device)
             self.model.features(batch.window[:, : len(pos)], pos, lengths)
+        batch.cached.copy_(batch.end - 1)
+        return lengths
 
     def _continuation(self, batch, origins, steps, begin, end):
         """Places begin .. end of the continuations, as tensors (B,); -1 where a row has ended before."""
@@ -304,18 +318,18 @@ class Decoder:
         return block.masked_fill(place >= torch.tensor(steps, device=place.device)[:, None], -1).unbind(1)
 
     def _step(self, batch):
-        """A function (ends, origins) that advances the batch; both, in Python integers, are what the batch has."""
+        """A function (cached, origins) that advances the batch; both, as Python integers, are what the batch has."""
         model, guesses, table = self.model, self.guesses, self.table
         if self.compile:
             program = self._program(batch)
-            return lambda ends, origins: program(batch, table)
+            return lambda cached, origins: program(batch, table)
         S, (B, _), V = model.config.block_size, batch.window.shape, model.config.vocab_size
         ahead = max(guesses + 1, min(64, 2**22 // (B * V)))  # noise is made for so many places at a time
         noise, base = None, [0] * B
 
-        def step(ends, origins):
+        def step(cached, origins):
             nonlocal noise, base
-            starts = [min(end - 1, S - 1 - guesses) for end in ends]
+            starts = [min(length, S - 1 - guesses) for length in cached]
             first = [start + 1 - origin for start, origin in zip(starts, origins)]
             offset = [f - b for f, b in zip(first, base)]
             if noise is None or not 0 <= min(offset) <= max(offset) < ahead - guesses:
@@ -339,12 +353,12 @@ class Decoder:
             self.programs[kind] = compile_step(self.model, batch, self.guesses, self.table)
         return self.programs[kind]
 
-    def _count(self, before, ends, limits):
+    def _count(self, cached, before, ends, limits):
         self.forwards += 1
-        for begin, end, limit in zip(before, ends, limits):
+        for length, begin, end, limit in zip(cached, before, ends, limits):
             if begin < limit:
-                guessed = min(self.guesses, self.model.config.block_size - begin)
-                self.offered += max(0, min(guessed, limit - begin - 1))
+                fed = min(length, self.model.config.block_size - 1 - self.guesses) + self.guesses + 1
+                self.offered += max(0, min(fed, limit - 1) - begin)
                 self.accepted += end - begin - 1
 
 
@@ -420,12 +434,13 @@ def announced():
 
 def build(model, guesses, args):
     """The step compiled ahead of time for the CPU, or loaded if an earlier run has compiled the same."""
+    work = sum(p.nbytes for p in model.parameters()) * args[0][0].size(0) * (guesses + 1)
     options = {
         "freezing": True,  # weights are constants, laid out for the loops that read them
         "max_autotune": True,
         "max_autotune_gemm_backends": "CPP",  # matrix products as C++ loops, without a call of a library for each
         "aot_inductor.allow_stack_allocation": True,  # a third less time at 64 wide
-        "cpp.threads": 1 if sum(p.nbytes for p in model.parameters()) < 2**24 else torch.get_num_threads(),
+        "cpp.threads": torch.get_num_threads() if work >= 2**25 else 1,  # less is done before others have woken up
     }
     shapes = [x if x is None else (x.shape, x.dtype) for x in torch.utils._pytree.tree_leaves(args)]
     parts = (torch.__version__, torch.backends.cpu.get_cpu_capability(), options, guesses, shapes, model.config)
@@ -477,7 +492,7 @@ def capture(model, guesses, args):
         for block, key, value in zip(model.transformer["h"], own_caches[::2], own_caches[1::2]):
             block.attn.cache.key, block.attn.cache.value = key, value  # from here on they are the model's
         graph.replay()
-        batch.window.copy_(own_batch.window)
-        batch.end.copy_(own_batch.end)
+        for name in ("window", "end", "cached"):
+            getattr(batch, name).copy_(getattr(own_batch, name))
 
     return run

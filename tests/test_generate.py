@@ -323,7 +323,7 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
     with pytest.raises(ValueError, match="overflow"):
         model.generate(full, 5, overflow="wrap")
     for length in (0, CONTEXT + 1):
-        with pytest.raises(ValueError, match=f"prompts of {length} tokens"):
+        with pytest.raises(ValueError, match=f"a prompt of {length} tokens"):
             model.generate(prompts(1, length), 5)
 
 

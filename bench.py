@@ -1,0 +1,569 @@
+"""Measure decoding: with and without a cache, compiled, by drafts, and beside what else a user could take.
+
+    python bench.py                                        three shapes, weights from a fixed seed
+    python bench.py --ckpt out/ckpt.pt --plot bench.png    a trained model, real prompts, drafts too
+    python bench.py --shapes 6/8/256/256 --batch 16
+
+Every variant generates to the end of the context, from the same weights in turn, --repeats times after a warm-up;
+figures are medians. The kit's own variants must give the tokens of the uncached path, or the run fails. Peers are
+measured where they are installed. A shape is layers/heads/width/context.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from decode import CompileError, Decoder
+from model import GPT, GPTConfig, gumbel_noise, sample_token
+from sample import OneLineParser, load_model, load_ngrams, near_tie, number, path, pick_device
+
+VARIANTS = {
+    "textbook_uncached": "a loop over Heads, no cache, as write-ups have it",
+    "textbook": "the same, with a cache grown by torch.cat",
+    "uncached": "GPT.generate(kv_cache=False)",
+    "uncached+compile": "the same, compiled for a padded context",
+    "eager": "GPT.generate, the default",
+    "compile": "sample.py --compile",
+    "draft": "sample.py --draft ngram",
+    "compile+draft": "both",
+    "hf": "transformers' GPT-2, generate with its cache",
+    "hf_nocache": "the same without",
+    "hf_static": "the same with its static cache",
+}
+KEYS = (
+    "shape variant batch tokens_per_s ttft_ms tpot_ms itl_p50_ms itl_p99_ms speedup_over_uncached cache_bytes"
+).split()
+PROMPT = 8  # characters of a real prompt; random weights start from one token
+SLOW = 30.0  # seconds: an uncached run that would take longer is measured at 12 positions and integrated
+
+
+# -- the write-ups' own design -----------------------------------------------------------------------------------------
+
+
+class TextbookHead(nn.Module):
+    """One head with its own three matrices, and a cache that grows by concatenation."""
+
+    def __init__(self, query, key, value):
+        super().__init__()
+        self.query, self.key, self.value = query, key, value
+        self.k_cache = self.v_cache = None
+
+    def forward(self, x, use_cache):
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if use_cache:
+            if self.k_cache is not None:
+                k, v = torch.cat((self.k_cache, k), dim=1), torch.cat((self.v_cache, v), dim=1)
+            self.k_cache, self.v_cache = k, v
+        weights = q @ k.transpose(-2, -1) * k.size(-1) ** -0.5  # (B, T, t)
+        T, t = weights.shape[-2:]
+        visible = torch.ones(T, t, dtype=torch.bool, device=x.device).tril(t - T)
+        return F.softmax(weights.masked_fill(~visible, float("-inf")), dim=-1) @ v
+
+
+class Textbook(nn.Module):
+    """The model's own weights behind a loop over Heads."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.layers = nn.ModuleList()
+        for block in model.transformer["h"]:
+            attn = block.attn
+            parts = zip(*(part.split(attn.head_size) for part in attn.c_attn.weight.split(model.config.n_embd)))
+            biases = [None] * attn.n_head
+            if attn.c_attn.bias is not None:
+                biases = zip(*(part.split(attn.head_size) for part in attn.c_attn.bias.split(model.config.n_embd)))
+            self.layers.append(
+                nn.ModuleList(
+                    TextbookHead(*(self.linear(w, None if bias is None else bias[i]) for i, w in enumerate(weights)))
+                    for weights, bias in zip(parts, biases)
+                )
+            )
+
+    @staticmethod
+    def linear(weight, bias):
+        linear = nn.Linear(weight.size(1), weight.size(0), bias=bias is not None, device=weight.device)
+        linear.weight = nn.Parameter(weight.detach().clone())
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().clone())
+        return linear
+
+    def forward(self, idx, start, use_cache):
+        parts = self.model.transformer
+        x = parts["wte"](idx) + parts["wpe"](torch.arange(start, start + idx.size(1), device=idx.device))
+        for block, heads in zip(parts["h"], self.layers):
+            normed = block.ln_1(x)
+            x = x + block.attn.c_proj(torch.cat([head(normed, use_cache) for head in heads], dim=-1))
+            x = x + block.mlp(block.ln_2(x))
+        return self.model.lm_head(parts["ln_f"](x))
+
+    @torch.no_grad()
+    def generate(self, idx, steps, use_cache, arrive):
+        for heads in self.layers:
+            for head in heads:
+                head.k_cache = head.v_cache = None
+        for step in range(steps):
+            fresh = idx[:, -1:] if use_cache and step else idx
+            logits = self(fresh, idx.size(1) - fresh.size(1), use_cache)[:, -1]
+            token = torch.multinomial(F.softmax(logits, dim=-1), 1)
+            idx = torch.cat((idx, token), dim=1)
+            arrive(token[:, 0].tolist())
+
+
+# -- the variants ------------------------------------------------------------------------------------------------------
+
+
+def is_gpt2(config):
+    return (config.pos_emb, config.norm_first, config.n_kv_head, config.mlp_ratio) == ("learned", True, None, 4)
+
+
+def to_gpt2(model, transformers):
+    """transformers' GPT-2 with the same weights, checked to give the same logits."""
+    config = model.config
+    hf = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.block_size,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation],
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            tie_word_embeddings=config.tie_weights,
+        )
+    ).to(model.lm_head.weight.device)
+    state = {}
+    for name, weight in hf.state_dict().items():
+        ours = model.state_dict().get(name)
+        conv = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))  # Conv1D lies the other way round
+        state[name] = torch.zeros_like(weight) if ours is None else ours.t() if conv else ours
+    hf.load_state_dict(state)
+    idx = torch.arange(min(8, config.block_size), device=model.lm_head.weight.device)[None] % config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(hf.eval()(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3)
+    return hf
+
+
+class Arrivals:
+    """When each step's tokens arrived, and how many places of the continuation they were."""
+
+    def __init__(self, device):
+        self.device = device
+        self.rows, self.times, self.places = [], [], []
+        self.began = self.now()
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def __call__(self, tokens, same_step=False):
+        self.rows.append(tokens)
+        if same_step:
+            self.places[-1] += 1
+        else:
+            self.times.append(self.now() - self.began)
+            self.places.append(1)
+
+
+def make_variants(model, ngrams, names, compiled_uncached):
+    """{name: function(idx, steps, seed, arrivals)} of the variants that can be had for this model."""
+    config, decoders, runs = model.config, {}, {}
+
+    def kit(kv_cache):
+        def run(idx, steps, seed, arrivals):
+            for tokens in model.stream(idx, steps, seed=seed, kv_cache=kv_cache):
+                arrivals(tokens.tolist())
+
+        return run
+
+    def decoder(name):
+        decoders[name] = Decoder(model, "ngram" if "draft" in name else None, ngrams, compile="compile" in name)
+
+        def run(idx, steps, seed, arrivals):
+            for tokens in decoders[name].stream(idx, steps, seed=seed):
+                arrivals(tokens.tolist(), same_step=decoders[name].forwards == len(arrivals.times))
+
+        return run
+
+    def uncached_compiled(idx, steps, seed, arrivals):
+        (B, T), V = idx.shape, config.vocab_size
+        window = F.pad(idx, (0, config.block_size - T))
+        noise = gumbel_noise(seed, torch.arange(B, device=idx.device), torch.arange(steps, device=idx.device), V)
+        with torch.no_grad():
+            for step in range(steps):
+                logits = compiled_uncached(window, torch.tensor(T + step - 1, device=idx.device))
+                token = sample_token(logits, noise[:, step])
+                if T + step < config.block_size:
+                    window[:, T + step] = token
+                arrivals(token.tolist())
+
+    if "uncached" in names:
+        runs["uncached"] = kit(False)
+    if "uncached+compile" in names:
+        runs["uncached+compile"] = uncached_compiled
+    if "eager" in names:
+        runs["eager"] = kit(True)
+    for name in ("compile", "draft", "compile+draft"):
+        if name in names and ("draft" not in name or ngrams is not None):
+            runs[name] = decoder(name)
+    if is_gpt2(config):
+        for name in ("textbook_uncached", "textbook"):
+            if name in names:
+                textbook = Textbook(model)
+                runs[name] = lambda idx, steps, seed, arrivals, textbook=textbook, name=name: textbook.generate(
+                    idx, min(steps, 200), name == "textbook", arrivals
+                )
+        runs |= hf_variants(model, [name for name in names if name.startswith("hf")])
+    return {name: runs[name] for name in names if name in runs}
+
+
+def hf_variants(model, names):
+    if not names:
+        return {}
+    try:
+        import transformers
+    except ImportError:
+        print("no hf rows: transformers is not installed (pip install transformers)", file=sys.stderr)
+        return {}
+    transformers.logging.set_verbosity_error()
+    hf = to_gpt2(model, transformers)
+
+    def variant(name):
+        options = {"hf": {}, "hf_nocache": {"use_cache": False}, "hf_static": {"cache_implementation": "static"}}[name]
+
+        def run(idx, steps, seed, arrivals):
+            def arrive(ids, scores, **_):  # called after every token
+                arrivals(ids[:, -1].tolist())
+                return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+            torch.manual_seed(seed)
+            hf.generate(
+                idx,
+                attention_mask=torch.ones_like(idx),
+                max_new_tokens=steps,
+                do_sample=True,
+                top_k=0,
+                stopping_criteria=transformers.StoppingCriteriaList([arrive]),
+                **options,
+            )
+
+        return run
+
+    return {name: variant(name) for name in names}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def integrated(run, idx, steps, block_size):
+    """A slow variant's arrivals from 12 positions: each is one step after a prompt of so many tokens."""
+    begin, end = idx.size(1), idx.size(1) + steps - 1
+    positions = sorted({round(begin + i * (end - begin) / 11) for i in range(12)})
+    cost = []
+    for position in positions:
+        arrivals = Arrivals(idx.device)
+        run(idx[:, :1].repeat(1, position), 1, 0, arrivals)
+        cost.append(arrivals.times[0])
+    arrivals, now = Arrivals(idx.device), 0.0
+    for place in range(begin, end + 1):
+        after = next(i for i, position in enumerate(positions) if position >= place)
+        low, high = positions[max(0, after - 1)], positions[after]
+        share = (place - low) / (high - low) if high > low else 0.0
+        now += cost[max(0, after - 1)] * (1 - share) + cost[after] * share
+        arrivals.times.append(now)
+        arrivals.places.append(1)
+    return arrivals
+
+
+def measure(runs, prompts, steps, repeats, block_size):
+    """{name: list of Arrivals}, the variants in turn, and the names that were integrated. Prompts: one a repeat."""
+    results, slow = {name: [] for name in runs}, set()
+    for name in list(runs):
+        warm_up = Arrivals(prompts[0].device)
+        if "uncached" in name or name == "hf_nocache":
+            runs[name](prompts[0][:, :1].repeat(1, block_size - 1), 1, 0, warm_up)
+            runs[name](prompts[0][:, :1].repeat(1, block_size - 1), 1, 0, last := Arrivals(prompts[0].device))
+            if last.times[0] * steps / 2 * repeats > SLOW * repeats:
+                slow.add(name)
+                results[name] = [integrated(runs[name], prompts[0], steps, block_size)]
+                continue
+        try:
+            runs[name](prompts[0], steps, 0, warm_up)
+        except CompileError as error:
+            print(f"no {name} row: {error}", file=sys.stderr)
+            del runs[name], results[name]
+    for seed in range(repeats):
+        for name in runs:
+            if name not in slow:
+                arrivals = Arrivals(prompts[0].device)
+                runs[name](prompts[seed], steps, seed, arrivals)
+                results[name].append(arrivals)
+    return results, slow
+
+
+def statistics_of(arrivals, batch):
+    """What one run says: tokens_per_s, ttft_ms, tpot_ms, itl_p50_ms, itl_p99_ms. ITL is between steps."""
+    times, places = arrivals.times, sum(arrivals.places)
+    gaps = torch.tensor(times, dtype=torch.float64).diff() * 1e3
+    itl = torch.quantile(gaps, torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist() if len(gaps) else (0.0, 0.0)
+    return dict(
+        tokens_per_s=places * batch / times[-1],
+        ttft_ms=times[0] * 1e3,
+        tpot_ms=(times[-1] - times[0]) * 1e3 / max(1, places - arrivals.places[0]),
+        itl_p50_ms=itl[0],
+        itl_p99_ms=itl[1],
+    )
+
+
+def by_position(runs, T):
+    """{position: median ms of a step that ended there} over the runs of a variant."""
+    gaps = {}
+    for arrivals in runs:
+        place = T + arrivals.places[0]
+        for before, after, n in zip(arrivals.times, arrivals.times[1:], arrivals.places[1:]):
+            place += n
+            gaps.setdefault(place, []).append((after - before) * 1e3)
+    return {place: statistics.median(times) for place, times in sorted(gaps.items())}
+
+
+def check_tokens(model, results, prompts):
+    """Compare the kit's variants token by token; returns lines about near-ties. Exits if two differ by more."""
+    ours = [name for name in results if not name.startswith(("hf", "textbook")) and results[name][0].rows]
+    notes = []
+    for name in ours[1:]:
+        for seed, (a, b) in enumerate(zip(results[ours[0]], results[name])):
+            for row, (left, right) in enumerate(zip(zip(*a.rows), zip(*b.rows))):
+                step = next((i for i, (x, y) in enumerate(zip(left, right)) if x != y), None)
+                if step is None:
+                    continue
+                context, picks = [*prompts[seed][row].tolist(), *left[:step]], (left[step], right[step])
+                where = f"{name} and {ours[0]}, seed {seed}, row {row}, new token {step}"
+                if not near_tie(model, context, row, step, picks, seed, 1.0, None, None):
+                    sys.exit(f"bench.py: DIFFERENT tokens: {where}")
+                notes.append(f"near-tie: {where}")
+    return [f"the same tokens: {', '.join(ours)}", *notes] if len(ours) > 1 else []
+
+
+def copy_bandwidth(device):
+    """Bytes a second that a copy of 256 MB reads and writes."""
+    source = torch.zeros(2**26, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(6):
+        arrivals = Arrivals(source.device)
+        target.copy_(source)
+        seconds.append(arrivals.now() - arrivals.began)
+    return 2 * source.nbytes / statistics.median(seconds[1:])
+
+
+def bench(model, ngrams, shape, prompts, names, repeats):
+    """(rows, {variant: {position: ms}}, lines of remarks) for one model."""
+    config, (B, T) = model.config, prompts[0].shape
+    steps = config.block_size - T
+    torch._dynamo.reset()
+    at_end = torch.compile(
+        lambda window, at: model.lm_head(model.features(window).index_select(1, at.view(1))[:, 0]), dynamic=False
+    )
+    runs = make_variants(model, ngrams, names, at_end)
+    results, slow = measure(runs, prompts, steps, repeats, config.block_size)
+    remarks = check_tokens(model, results, prompts)
+    for note in sorted(slow):
+        remarks.append(f"* {note}: measured at 12 positions and integrated")
+
+    figures = {}
+    for name, runs_of in results.items():
+        each = [statistics_of(arrivals, B) for arrivals in runs_of]
+        figures[name] = {key: statistics.median(run[key] for run in each) for key in each[0]}
+    a_token = 2 * config.n_layer * (config.n_kv_head or config.n_head) * (config.n_embd // config.n_head) * B
+    a_token *= model.lm_head.weight.element_size()
+    rows = []
+    for name, figure in figures.items():
+        kept = 0 if "uncached" in name or name == "hf_nocache" else T + steps - 1
+        kept = config.block_size if name in ("eager", "compile", "draft", "compile+draft", "hf_static") else kept
+        uncached = figures.get("uncached", {}).get("tokens_per_s")
+        speedup = figure["tokens_per_s"] / uncached if uncached else None
+        row = dict(shape=shape, variant=name, batch=B, **figure, speedup_over_uncached=speedup)
+        rows.append(row | dict(cache_bytes=kept * a_token, integrated=name in slow))
+
+    exact = [row for row in rows if row["variant"] in ("eager", "compile", "draft", "compile+draft")]
+    if exact:
+        best = max(exact, key=lambda row: row["tokens_per_s"])
+        ratios = [
+            f"{best['tokens_per_s'] / figures[peer]['tokens_per_s']:.1f} times {peer}"
+            for peer in ("hf", "uncached", "textbook")
+            if peer in figures
+        ]
+        remarks.append(f"fastest with these tokens: {best['variant']}, {', '.join(ratios)}")
+        curve = by_position(results[best["variant"]], T)
+        early = [ms for place, ms in curve.items() if 12 <= place <= 20]
+        late = [ms for place, ms in curve.items() if place > config.block_size - 8]
+        if early and late and config.block_size > 28:
+            early, late = statistics.median(early), statistics.median(late)
+            remarks.append(
+                f"a step near position 16: {early:.3f} ms, near the last: {late:.3f} ms, {late / early:.2f}x"
+            )
+        weights = sum(p.nbytes for p in model.parameters())
+        steps_a_second = len(results[best["variant"]][0].times) / results[best["variant"]][0].times[-1]
+        limit = copy_bandwidth(prompts[0].device)
+        remarks.append(
+            f"a step reads {weights / 1e6:.1f} MB of weights and up to {a_token * config.block_size / 1e6:.1f} MB of "
+            f"cache: {weights * steps_a_second / 1e9:.1f} GB/s of weights, {weights * steps_a_second / limit:.0%} of "
+            f"the {limit / 1e9:.1f} GB/s that a copy moves here (what fits in a CPU's cache can be faster)"
+        )
+    return rows, {name: by_position(runs_of, T) for name, runs_of in results.items()}, remarks
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def shape_of(text):
+    """An argparse type: layers/heads/width/context."""
+    layers, heads, width, context = (int(part) for part in text.split("/"))
+    return GPTConfig(
+        block_size=context, vocab_size=65, n_layer=layers, n_head=heads, n_embd=width, activation="gelu_tanh"
+    )
+
+
+shape_of.__name__ = "layers/heads/width/context"
+
+
+def parse_args(argv=None):
+    kinds = "\n".join(f"  {name:18} {text}" for name, text in VARIANTS.items())
+    parser = OneLineParser(
+        description=f"{__doc__}\nvariants:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--shapes", nargs="+", type=shape_of, metavar="L/H/C/S", help="default: 4/4/64/32 4/4/128/256 6/6/384/256")
+    add(
+        "--ckpt", nargs="+", type=path, metavar="FILE", help="trained models instead, for which drafts are measured too"
+    )
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="default: all")
+    add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
+    add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant, in turn (default: 5)")
+    add("--device", default="auto", help="cpu, cuda; auto: cuda where there is one (default: auto)")
+    add("--csv", type=path, default="out/bench.csv", metavar="FILE", help="default: out/bench.csv")
+    add("--json", type=path, metavar="FILE", help="the rows as a list")
+    add("--plot", type=path, metavar="FILE", help="a figure (matplotlib): a token's latency against its position")
+    args = parser.parse_args(argv)
+    if args.shapes and args.ckpt:
+        parser.error("--shapes has random weights, --ckpt trained ones: give one of them")
+    return args
+
+
+def real_prompts(chars, batch, repeats, length):
+    """(batch, length) ids for each repeat: how lines of data/sample.txt begin."""
+    text = Path(__file__).with_name("data").joinpath("sample.txt").read_text(encoding="utf-8")
+    begins = sorted(
+        {line[:length] for line in text.splitlines() if len(line) >= length and set(line[:length]) <= set(chars)}
+    )
+    if not begins:
+        begins = [chars[:length].ljust(length, chars[0])]
+    ids = [[chars.index(c) for c in begin] for begin in begins]
+    return [torch.tensor([ids[(r * batch + i) % len(ids)] for i in range(batch)]) for r in range(repeats)]
+
+
+def models(args, device):
+    """(shape, model, ngrams, prompts) for each model to measure."""
+    for name in args.ckpt or ():
+        model, chars = load_model(name)
+        config = model.config
+        shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
+        prompts = real_prompts(chars, args.batch, args.repeats, min(PROMPT, config.block_size // 2))
+        yield shape, model.to(device), load_ngrams(name, len(chars)), [idx.to(device) for idx in prompts]
+    for config in () if args.ckpt else args.shapes or map(shape_of, ("4/4/64/32", "4/4/128/256", "6/6/384/256")):
+        torch.manual_seed(1337)
+        prompts = [torch.full((args.batch, 1), seed % 65, device=device) for seed in range(args.repeats)]
+        shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
+        yield shape, GPT(config).to(device).eval(), None, prompts
+
+
+def table(rows):
+    header = ("shape", "variant", "tokens/s", "TTFT ms", "TPOT ms", "ITL p50", "ITL p99", "x uncached", "cache KB")
+    lines = [header]
+    for row in rows:
+        speedup = row["speedup_over_uncached"]
+        lines.append(
+            (row["shape"], row["variant"] + "*" * row["integrated"], f"{row['tokens_per_s']:,.0f}")
+            + tuple(f"{row[key]:.3f}" for key in ("ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms"))
+            + ("" if speedup is None else f"{speedup:.2f}", f"{row['cache_bytes'] / 1024:,.0f}")
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        print("  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))))
+
+
+def plot(file, curves, rows):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(curves), 2, figsize=(12, 4 * len(curves)), squeeze=False, layout="constrained")
+    for (left, right), (shape, variants) in zip(axes, curves.items()):
+        colors = {name: f"C{i % 10}" for i, name in enumerate(VARIANTS)}
+        for name, curve in variants.items():
+            left.plot(list(curve), list(curve.values()), label=name, color=colors[name], lw=1.3)
+        left.set(title=f"{shape}: a step at its position", xlabel="position", ylabel="ms", yscale="log")
+        left.legend(fontsize=8)
+        left.grid(alpha=0.3)
+        mine = sorted((row for row in rows if row["shape"] == shape), key=lambda row: row["tokens_per_s"])
+        bars = right.barh(
+            [row["variant"] for row in mine],
+            [row["tokens_per_s"] for row in mine],
+            color=[colors[row["variant"]] for row in mine],
+        )
+        right.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
+        right.set(title=f"{shape}, batch {mine[0]['batch']}: tokens/s", xscale="log")
+    figure.savefig(file, dpi=110, facecolor="white")
+
+
+def main():
+    args = parse_args()
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            sys.exit("bench.py: --plot needs matplotlib: pip install matplotlib")
+    try:
+        device = pick_device(args.device)
+        rows, curves = [], {}
+        for shape, model, ngrams, prompts in models(args, device):
+            print(f"bench.py: measuring {shape} ..", file=sys.stderr, flush=True)
+            new, curves[shape], remarks = bench(model, ngrams, shape, prompts, args.variants, args.repeats)
+            rows += new
+            table(new)
+            print("\n".join(remarks) + "\n", flush=True)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"bench.py: {error}")
+    threads = f"{torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__} on {device} ({threads}), float32, medians of {args.repeats} runs in turn")
+    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
+    with open(args.csv, "w", encoding="utf-8", newline="") as f:
+        writer = csv.DictWriter(f, [*KEYS, "integrated"])
+        writer.writeheader()
+        writer.writerows(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(args.plot, curves, rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"bench.py: cannot write {error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        sys.exit(130)
