@@ -36,7 +36,8 @@ def count_ngrams(ids, vocab_size, most):
     """Counts of the `most` frequent runs of ORDER + 1 tokens in `ids`, as a checkpoint keeps them: {"codes", "counts"}.
 
     A run's code is its tokens as the digits of a number in base vocab_size, the last token being the last digit; one
-    that occurs once says little and is left out. Looks at no more than 2**24 tokens. None where codes exceed 63 bits.
+    that occurs once says little and is left out. Looks at no more than 2**24 tokens. None if there are none, or
+    if codes exceed 63 bits.
     """
     if vocab_size ** (ORDER + 1) >= 2**63:
         return None
@@ -48,6 +49,8 @@ def count_ngrams(ids, vocab_size, most):
     codes, counts = np.unique(code, return_counts=True)
     keep = np.sort(np.argsort(-counts, kind="stable")[:most])
     keep = keep[counts[keep] > 1]
+    if not len(keep):
+        return None
     dtype = np.int32 if vocab_size ** (ORDER + 1) < 2**31 else np.int64
     return {"codes": torch.from_numpy(codes[keep].astype(dtype)), "counts": torch.from_numpy(counts[keep]).int()}
 
@@ -56,7 +59,7 @@ def ngrams_fit(ngrams, vocab_size):
     """Whether `ngrams`, read from a file, can be what count_ngrams made for this vocabulary."""
     try:
         codes, counts = ngrams["codes"], ngrams["counts"]
-        whole = codes.dim() == counts.dim() == 1 and len(codes) == len(counts)
+        whole = codes.dim() == counts.dim() == 1 and len(codes) == len(counts) > 0
         whole = whole and not codes.is_floating_point() and not counts.is_floating_point()
         return whole and bool(((codes >= 0) & (codes < vocab_size ** (ORDER + 1)) & (counts > 0)).all())
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError):
@@ -132,7 +135,7 @@ def guess_by_lookup(batch, slots, chunk, known):
 class Batch:
     """Rows that are being continued, each at its own place: all that a step reads and writes, besides the caches.
 
-    A row's window is its context: slot s holds the token at position s. A step changes window, end and cached, in place.
+    A row's window is its context: slot s holds the token at position s. A step writes window, end and cached.
     """
 
     window: torch.Tensor  # (B, block_size + 1) int64: tokens as far as `end`, which a full context can exceed
@@ -272,10 +275,9 @@ class Decoder:
                         held = [end - 1 for end in ends]
                         for cache in caches:
                             cache.lengths = held
-                        # every row that goes on has these places
-                        ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
-                        block = self._continuation(batch, origins, steps, done, ready)
-                    yield from block
+                    # every row that goes on has these places
+                    ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
+                    yield from self._continuation(batch, origins, steps, done, ready)
                     done = ready
                 if done < max(steps):  # the windows are full, all at once: keep the newest half
                     away = slide(0, full, S)
@@ -450,7 +452,10 @@ def build(model, guesses, args):
     for file in ("model.py", "decode.py"):
         key.update(Path(__file__).with_name(file).read_bytes())
     path = Path(cache_dir()) / f"decode-{key.hexdigest()[:32]}.pt2"
-    if not path.exists():
+    inputs = [x.clone() for x in torch.utils._pytree.tree_leaves(args) if x is not None]
+    try:
+        program = load_program(path, inputs)
+    except RuntimeError:  # there is none, or it is damaged
         with announced():
             exported = torch.export.export(Step(model, guesses).eval(), args)
             exported = exported.run_decompositions({torch.ops.aten.scaled_dot_product_attention.default: attend})
@@ -458,16 +463,20 @@ def build(model, guesses, args):
             partial = path.with_suffix(f".{os.getpid()}.pt2")
             torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
             os.replace(partial, path)
-    program = torch._inductor.aoti_load_package(str(path)).loader
-    program.run(
-        [x.clone() for x in torch.utils._pytree.tree_leaves(args) if x is not None]
-    )  # loads what is loaded late
+        program = load_program(path, inputs)
 
     def run(batch, table):
         inputs = (*vars(batch).values(), *(table or ()), *cache_tensors(model))
         program.run([x for x in inputs if x is not None])
 
     return run
+
+
+def load_program(path, inputs):
+    """The program in the file, after one run, so that what is loaded late is loaded now. RuntimeError if it is none."""
+    program = torch._inductor.aoti_load_package(str(path)).loader
+    program.run(inputs)
+    return program
 
 
 def capture(model, guesses, args):

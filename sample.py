@@ -304,9 +304,8 @@ def main():
     if args.overflow == "slide":
         steps = 1000 if steps is None else steps
         if len(set(map(len, prompts))) > 1:
-            fail(
-                f"--overflow slide: the prompts have {sorted(set(map(len, prompts)))} characters; give them one length"
-            )
+            lengths = " and ".join(str(n) for n in sorted(set(map(len, prompts))))
+            fail(f"--overflow slide takes prompts of one length in a batch, and these have {lengths} characters")
     elif room < 1 and steps != 0:
         fail(
             f"the prompt has {longest} characters and the context {block_size}: at most {block_size - 1} leave room "
