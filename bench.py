@@ -511,21 +511,21 @@ def plot(file, curves, rows):
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(len(curves), 2, figsize=(12, 4 * len(curves)), squeeze=False, layout="constrained")
+    colors = dict(zip(VARIANTS, plt.get_cmap("tab20").colors))
     for (left, right), (shape, variants) in zip(axes, curves.items()):
-        colors = {name: f"C{i % 10}" for i, name in enumerate(VARIANTS)}
-        for name, curve in variants.items():
-            left.plot(list(curve), list(curve.values()), label=name, color=colors[name], lw=1.3)
-        left.set(title=f"{shape}: a step at its position", xlabel="position", ylabel="ms", yscale="log")
-        left.legend(fontsize=8)
-        left.grid(alpha=0.3)
         mine = sorted((row for row in rows if row["shape"] == shape), key=lambda row: row["tokens_per_s"])
-        bars = right.barh(
-            [row["variant"] for row in mine],
-            [row["tokens_per_s"] for row in mine],
-            color=[colors[row["variant"]] for row in mine],
-        )
+        for name, curve in variants.items():
+            style = "--" if "uncached" in name or name == "hf_nocache" else "-"
+            left.plot(list(curve), list(curve.values()), style, label=name, color=colors[name], lw=1.5)
+        left.set(title=f"{shape}: milliseconds of a step", xlabel="position that it ends at", yscale="log")
+        left.grid(alpha=0.3)
+        names, speeds = [row["variant"] for row in mine], [row["tokens_per_s"] for row in mine]
+        bars = right.barh(names, speeds, color=[colors[name] for name in names])
         right.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
-        right.set(title=f"{shape}, batch {mine[0]['batch']}: tokens/s", xscale="log")
+        right.set(
+            title=f"{shape}, batch {mine[0]['batch']}: tokens/s", xscale="log", xlim=(min(speeds) / 2, max(speeds) * 2)
+        )
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
     figure.savefig(file, dpi=110, facecolor="white")
 
 

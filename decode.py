@@ -77,7 +77,7 @@ def ngram_table(ngrams, vocab_size, device):
     base = vocab_size + 1
     codes, counts = ngrams["codes"].long(), ngrams["counts"].double()
     tokens = [codes // vocab_size**i % vocab_size for i in range(ORDER, -1, -1)]
-    order = max([n for n in range(1, ORDER + 1) if base**n <= 2**22], default=0)
+    order = max(n for n in range(1, ORDER + 1) if base**n <= 2**22)
     every = torch.arange(base**order)
     rows = torch.zeros_like(every)
     lower, tables = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64), []
@@ -153,6 +153,7 @@ class Batch:
 def advance(model, batch, guesses, table, noise=None, lengths=None):
     """Feed each row's newest token and `guesses` guesses, and add the tokens that come of it: 1 to guesses + 1 a row.
 
+    The tokens of a row that are not cached yet are fed first, in place of guesses; after as many as that it adds none.
     table    of ngram_table; None: guess by looking up the text so far
     noise    (B, guesses + 1, V), of the slots after those fed; None: made here
     lengths  the cache lengths that the forward leaves behind; None: see GPT.features
