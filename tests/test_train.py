@@ -615,9 +615,18 @@ def test_checkpoints_hold_tensors_and_plain_values_under_the_promised_keys(train
     for name in ("ckpt.pt", "last.pt"):
         ckpt = load(trained / name)
         assert set(ckpt) == set(
-            "model model_args optimizer iter_num best_val_loss config chars scaler rng_state".split()
+            "model model_args optimizer iter_num best_val_loss config chars ngrams scaler rng_state".split()
         )
         walk(ckpt)
+        weights = sum(p.nbytes for p in GPT(GPTConfig(**ckpt["model_args"])).parameters())
+        assert 0 < sum(part.nbytes for part in ckpt["ngrams"].values()) <= weights / 8
+        text = np.fromfile(data_dir / "train.bin", dtype="<u2")
+        most = int(ckpt["ngrams"]["counts"].argmax())
+        digits = [
+            int(ckpt["ngrams"]["codes"][most]) // len(ckpt["chars"]) ** i % len(ckpt["chars"]) for i in (3, 2, 1, 0)
+        ]
+        times = sum(text[i : i + 4].tolist() == digits for i in range(len(text) - 3))
+        assert times == ckpt["ngrams"]["counts"][most]
         assert ckpt["chars"] == json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
         assert ckpt["iter_num"] == 60
 
