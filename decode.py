@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch._inductor.codecache import cache_dir
 
-from model import Sampling, clear_kv_cache, eval_mode, gumbel_noise, sample_token, slide
+from model import Sampling, eval_mode, gumbel_noise, sample_token, slide
 
 ORDER = 3  # tokens of context that the n-gram table looks at
 GUESSES = 3  # tokens guessed a step: four rows, the newest token and these, are what a matrix kernel takes at once
@@ -85,9 +84,9 @@ def ngram_table(ngrams, vocab_size, device):
         context = sum(((tokens[ORDER - 1 - i] + 1) * base**i for i in range(length)), torch.zeros_like(codes))
         contexts, row = context.unique(return_inverse=True)
         known = rows[contexts % base ** max(0, length - 1)]
-        seen = torch.zeros(len(contexts), vocab_size, dtype=torch.float64)
         if (len(contexts) + len(lower)) * vocab_size > 2**23:  # 32 MB are enough
             break
+        seen = torch.zeros(len(contexts), vocab_size, dtype=torch.float64)
         seen.index_put_((row, tokens[-1]), counts, accumulate=True)
         discount, total = 0.75 * (seen > 0), seen.sum(1, keepdim=True).clamp(min=1)
         probs = (seen - discount + discount.sum(1, keepdim=True) * lower[known]) / total
@@ -253,9 +252,10 @@ class Decoder:
         for i, row in enumerate(text):
             batch.window[i, : len(row)] = row
         self.forwards = self.offered = self.accepted = 0
-        return self._decode(batch, self._step(batch), steps, sampling.overflow == "slide")
+        self._step(batch)  # compiles if that is asked for, before the first token is waited for
+        return self._decode(batch, steps, sampling.overflow == "slide")
 
-    def _decode(self, batch, step, steps, slides):
+    def _decode(self, batch, steps, slides):
         model, S = self.model, self.model.config.block_size
         caches = [block.attn.cache for block in model.transformer["h"]]
         ends, origins = batch.end.tolist(), batch.origin.tolist()
@@ -269,6 +269,7 @@ class Decoder:
                 while ends != limits:
                     with torch.inference_mode(), eval_mode(model):
                         if held is None or any(cache.lengths is not held for cache in caches):
+                            step = self._step(batch)  # anew: somebody may have changed the weights
                             held = self._prefill(batch, ends, step, origins)
                         step(held, origins)
                         before, ends = ends, batch.end.tolist()
@@ -348,7 +349,9 @@ class Decoder:
     def _program(self, batch):
         """The compiled step for batches like this one, from an earlier generation if the weights are the same."""
         weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
+        # a fused optimizer leaves no trace in _version; model.train(), which comes before it, does in the epoch
         version = [(id(p), p.data_ptr(), p._version) for p in weights]
+        version += [block.attn.cache.epoch for block in self.model.transformer["h"]]
         if self.version != version:
             self.version, self.programs = version, {}
         kind = (len(batch.end), batch.top_k is not None)
@@ -408,14 +411,15 @@ def compile_step(model, batch, guesses, table):
         block.attn.reserve_cache(len(batch.end))
     args = (list(vars(batch).values()), table, cache_tensors(model))
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), eval_mode(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, about itself
             return (capture if batch.end.is_cuda else build)(model, guesses, args)
     except Exception as error:  # compilers fail in many ways, a missing one in the most
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CompileError(f"the decode step cannot be compiled here ({why[:200]})") from error
     finally:
-        clear_kv_cache(model)  # tracing has left its own tensors there
+        for block in model.transformer["h"]:
+            block.attn.cache.clear()  # tracing has left its own tensors there
 
 
 class CompileError(RuntimeError):
@@ -437,6 +441,8 @@ def announced():
 
 def build(model, guesses, args):
     """The step compiled ahead of time for the CPU, or loaded if an earlier run has compiled the same."""
+    from torch._inductor.codecache import cache_dir  # makes the folder, and takes a second
+
     work = sum(p.nbytes for p in model.parameters()) * args[0][0].size(0) * (guesses + 1)
     options = {
         "freezing": True,  # weights are constants, laid out for the loops that read them
@@ -458,7 +464,7 @@ def build(model, guesses, args):
         program = load_program(path, inputs)
     except RuntimeError:  # there is none, or it is damaged
         with announced():
-            exported = torch.export.export(Step(model, guesses).eval(), args)
+            exported = torch.export.export(Step(model, guesses), args)
             exported = exported.run_decompositions({torch.ops.aten.scaled_dot_product_attention.default: attend})
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.pt2")
@@ -475,6 +481,8 @@ def build(model, guesses, args):
 
 def load_program(path, inputs):
     """The program in the file, after one run, so that what is loaded late is loaded now. RuntimeError if it is none."""
+    if not path.exists():
+        raise RuntimeError(f"no program at {path}")
     program = torch._inductor.aoti_load_package(str(path)).loader
     program.run(inputs)
     return program
@@ -483,7 +491,7 @@ def load_program(path, inputs):
 def capture(model, guesses, args):
     """The step compiled for CUDA and captured as a graph, which reads and writes tensors of its own."""
     own = torch.utils._pytree.tree_map(lambda x: x if x is None else x.clone(), args)
-    step = torch.compile(Step(model, guesses).eval(), fullgraph=True, dynamic=False)
+    step = torch.compile(Step(model, guesses), fullgraph=True, dynamic=False)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with announced(), torch.cuda.stream(side):

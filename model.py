@@ -100,11 +100,18 @@ class KVCache:
     """
 
     def __init__(self):
+        self.epoch = (
+            0  # of the weights: what was made from them, keys or a compiled step, is of the epoch it was made in
+        )
         self.clear()
 
     def clear(self):
         self.key = self.value = None
         self.lengths = []
+
+    def outdate(self):
+        self.clear()
+        self.epoch += 1
 
     def write(self, pos, k, v, end, block_size):
         """Store k and v `(B, nkv, T, hs)` at the absolute positions pos, `(T,)` for all rows or `(B, T)` for each.
@@ -136,7 +143,7 @@ def clear_kv_cache(model):
     """Empty every Head's key_cache and value_cache in `model` (any module that contains Heads), freeing the memory."""
     for module in model.modules():
         if isinstance(module, Head):
-            module.cache.clear()
+            module.cache.outdate()
 
 
 class CausalSelfAttention(nn.Module):
@@ -186,15 +193,15 @@ class CausalSelfAttention(nn.Module):
 
     def train(self, mode=True):
         if mode:
-            self.cache.clear()
+            self.cache.outdate()
         return super().train(mode)
 
     def _apply(self, fn, recurse=True):
-        self.cache.clear()
+        self.cache.outdate()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args):
-        self.cache.clear()
+        self.cache.outdate()
         super()._load_from_state_dict(*args)
 
 
@@ -471,7 +478,8 @@ class GPT(nn.Module):
                 yield tokens[:, end].clone()
         finally:
             if lengths is not None and self.cached_lengths() is lengths:
-                clear_kv_cache(self)
+                for block in self.transformer["h"]:
+                    block.attn.cache.clear()
 
 
 def slide(begin, end, block_size):

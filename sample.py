@@ -124,12 +124,12 @@ def parse_args(argv=None):
     )
     add(
         "--max_new_tokens",
-        type=number(int, "[0, inf)"),
+        type=number(int, f"[0, {2**31})"),
         metavar="N",
         help="default: as many as fit the context, 1000 with slide",
     )
     add("--temperature", type=number(float, "[0, 1e30)"), default=1.0, help="0 takes the likeliest (default: 1.0)")
-    add("--top_k", type=number(int, "[1, inf)"), metavar="K", help="sample among the K likeliest")
+    add("--top_k", type=number(int, f"[1, {2**31})"), metavar="K", help="sample among the K likeliest")
     add("--top_p", type=number(float, "(0, 1]"), metavar="P", help="sample among the likeliest that have probability P")
     add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help="same seed, same text (default: 1337)")
     add(
@@ -385,6 +385,6 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        fail("out of memory: fewer --num_samples, or a smaller model, would fit")
+        fail("out of memory: fewer --num_samples or --max_new_tokens, or a smaller model, would fit")
     except KeyboardInterrupt:
         sys.exit(130)

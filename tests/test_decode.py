@@ -308,6 +308,34 @@ def test_the_compiled_step_gives_the_same_tokens_from_one_program(fresh_cache, c
 
 
 @pytest.mark.slow
+def test_the_compiled_step_follows_the_weights(fresh_cache):
+    """They are inside the program, and a fused optimizer changes them without a trace in their version counters."""
+    model = lively(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
+    decoder, idx = Decoder(model, compile=True), torch.arange(7)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
+
+    def same():
+        (ours,) = decoder.generate(idx[:, :1], 7, seed=1, temperature=0)
+        assert torch.equal(ours[None], model.generate(idx[:, :1], 7, seed=1, temperature=0, kv_cache=False))
+
+    same()
+    model.train()
+    for _ in range(20):
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    list(decoder.stream(idx[:, :1], 3))
+    assert model.training and all(module.training for module in model.modules())
+    model.eval()
+    same()
+    stream, got = decoder.stream(idx[:, :1], 7, seed=1), [0]
+    got.append(int(next(stream)))
+    model.double().float()  # the caches of a live generation go, the dtype changes under it
+    got += [int(token) for token in stream]
+    assert got == model.generate(idx[:, :1], 7, seed=1, kv_cache=False)[0].tolist()
+
+
+@pytest.mark.slow
 def test_the_compiled_step_filters(fresh_cache, capfd):
     model, decoder = MODELS[0], Decoder(MODELS[0], "ngram", NGRAMS, compile=True)
     for filters in [*FILTERS[2:], dict(temperature=0, top_k=3), dict(top_k=1), dict(top_k=1000)]:
@@ -382,7 +410,9 @@ def test_bench_writes_a_table_rows_and_checks_tokens(tmp_path):
 def test_bench_mistakes_are_one_line(trained):
     for flags, words in (
         (["--shapes", "4/4/64"], ["4/4/64", "layers/heads/width/context"]),
-        (["--shapes", "4/3/64/32"], ["layers/heads/width/context"]),
+        (["--shapes", "4/3/64/32"], ["4/3/64/32", "multiple of n_head"]),
+        (["--shapes", "4/4/64/1"], ["4/4/64/1", "no room"]),
+        (["--shapes", "1/1/8/8", "--variants", "draft"], ["draft", "--ckpt"]),
         (["--shapes", "1/1/8/8", "--ckpt", trained / "ckpt.pt"], ["--ckpt"]),
         (["--ckpt", "/nowhere.pt"], ["/nowhere.pt"]),
         (["--variants", "fastest"], ["fastest"]),
