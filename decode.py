@@ -402,7 +402,7 @@ def compile_step(model, batch, guesses, table):
     """`advance` as machine code: a function (batch, table) for batches of this size.
 
     The model's own layers are traced. On a CPU, matrix products, attention, sampler, noise and guesses become C++ for
-    exactly these shapes, the weights packed into the program: no Python is left between two steps, and no dispatch. It
+    exactly these shapes, the weights packed into the program: nothing inside a step is dispatched by Python. It
     is kept in the folder of torch's compiler ($TORCHINDUCTOR_CACHE_DIR), for the next run with these weights. On CUDA
     the step is compiled by torch.compile and replayed as a CUDA graph.
     Raises CompileError, whose text is one line, where that cannot be done.

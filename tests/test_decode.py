@@ -427,8 +427,6 @@ def test_bench_mistakes_are_one_line(trained):
 def test_bench_measures_every_variant_of_a_trained_model(trained, tmp_path):
     import json
 
-    pytest.importorskip("transformers")
-    pytest.importorskip("matplotlib")
     files = ["--csv", tmp_path / "b.csv", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"]
     result = run("bench.py", "--ckpt", trained / "ckpt.pt", "--repeats", "2", *files, timeout=400)
     assert result.returncode == 0, result.stderr
