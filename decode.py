@@ -191,7 +191,8 @@ class Decoder:
 
     draft    None: one token a step. "ngram": guess by `ngrams`, the counts that a checkpoint keeps (`count_ngrams`), or
              by looking up the text so far where there are none
-    compile  decode by a step compiled for the model's weights as they are (again after they changed): see compile_step
+    compile  decode by a step compiled for the model's weights as they are (again after they changed): see compile_step.
+             The modules are those that the model has now: one that is replaced later needs another Decoder
     After a generation `forwards`, `offered` and `accepted` say how many steps it took, how many guesses were verified
     in them, and how many of these were right.
     """
@@ -205,17 +206,17 @@ class Decoder:
         if self.guesses and ngrams is not None:
             self.table = ngram_table(ngrams, model.config.vocab_size, model.lm_head.weight.device)
         self.compile = compile
-        self.programs, self.version = {}, None  # compiled steps, and the state of the weights that they were made of
         self.modules = list(model.modules())
+        self.caches = [block.attn.cache for block in model.transformer["h"]]
+        self.programs, self.made_of = {}, (None, None)  # compiled steps, and the weights that are in them
         self.forwards = self.offered = self.accepted = 0
 
     def generate(self, prompts, max_new_tokens, **sampling):
         """A list of B int64 tensors, each a prompt and its continuation. Arguments are those of `stream`."""
         with eval_mode(self.model):
-            new = torch.stack(
-                list(self.stream(prompts, max_new_tokens, **sampling)) or [prompts[0].new_zeros(0)], dim=-1
-            )
-        return [torch.cat((prompt, row[row >= 0])) for prompt, row in zip(prompts, new.view(len(prompts), -1))]
+            new = list(self.stream(prompts, max_new_tokens, **sampling)) or [prompts[0].new_zeros(0)]
+        rows = torch.stack(new, dim=-1).view(len(prompts), -1)
+        return [torch.cat((prompt, row[row >= 0])) for prompt, row in zip(prompts, rows)]
 
     def stream(self, prompts, max_new_tokens, **sampling):
         """Yield the tokens `(B,)` of one place in the continuation after the other, as `GPT.stream` does.
@@ -231,52 +232,49 @@ class Decoder:
                 f"prompts of {sorted(set(lengths))} tokens cannot slide together: their contexts fill apart"
             )
         steps = [sampling.steps(T, max_new_tokens, S) for T in lengths]
-        device = self.model.lm_head.weight.device
-        samples = sampling.rows(len(prompts), device)
         text = [prompt[slide(0, T, S) :] for prompt, T in zip(prompts, lengths)]
-        ends = torch.tensor([len(row) for row in text], device=device)
-        filters = {"top_k": sampling.top_k, "top_p": sampling.top_p}
-        if self.compile and filters != {"top_k": None, "top_p": None}:  # one program for both: these keep everything
-            filters = {"top_k": sampling.top_k or 2**31, "top_p": sampling.top_p or 2.0}
-        batch = Batch(
-            window=torch.zeros(len(text), S + 1, dtype=torch.int64, device=device),
-            end=ends,
-            cached=torch.zeros_like(ends),
-            limit=ends.clone(),
-            origin=ends.clone(),
-            sample=samples,
-            seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], device=device),
-            temperature=torch.tensor(float(sampling.temperature), device=device),
-            **{name: value if value is None else torch.tensor(value, device=device) for name, value in filters.items()},
-        )
-        for i, row in enumerate(text):
-            batch.window[i, : len(row)] = row
+        batch = self._batch(text, sampling)
         self.forwards = self.offered = self.accepted = 0
-        self._step(batch)  # compiles if that is asked for, before the first token is waited for
-        return self._decode(batch, steps, sampling.overflow == "slide")
+        if self.compile and any(steps):
+            self._program(batch)  # before the first token is waited for
+        return self._decode(batch, [len(row) for row in text], steps, sampling.overflow == "slide")
 
-    def _decode(self, batch, steps, slides):
+    def _batch(self, text, sampling):
+        device, ends = self.model.lm_head.weight.device, [len(row) for row in text]
+        window = torch.zeros(len(text), self.model.config.block_size + 1, dtype=torch.int64, device=device)
+        for i, row in enumerate(text):
+            window[i, : len(row)] = row
+        end, cached, limit, origin = torch.tensor([ends, [0] * len(ends), ends, ends], device=device)
+        filters = sampling.top_k, sampling.top_p
+        if self.compile and filters != (None, None):  # one program for both: these keep everything
+            filters = sampling.top_k or 2**31, sampling.top_p or 2.0
+        top_k, top_p = (None if x is None else torch.tensor(x, device=device) for x in filters)
+        seed = torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], device=device)
+        temperature = torch.tensor(float(sampling.temperature), device=device)
+        sample = sampling.rows(len(text), device)
+        return Batch(window, end, cached, limit, origin, sample, seed, temperature, top_k, top_p)
+
+    def _decode(self, batch, ends, steps, slides):
+        """The loop of `stream`. `ends`, and `origins` below, are batch.end and batch.origin, as Python's integers."""
         model, S = self.model, self.model.config.block_size
-        caches = [block.attn.cache for block in model.transformer["h"]]
-        ends, origins = batch.end.tolist(), batch.origin.tolist()
         full = S + 1 if slides else S  # with slide, one token is sampled from a full context before it moves on
+        origins = ends
         done = 0  # places in the continuation that have been yielded
-        held = None  # the cache lengths that this generator left behind
+        cached = None  # the cache lengths that this generator left behind
         try:
             while done < max(steps):
                 limits = [min(origin + n, full) for origin, n in zip(origins, steps)]
                 batch.limit.copy_(torch.tensor(limits))
                 while ends != limits:
                     with torch.inference_mode(), eval_mode(model):
-                        if held is None or any(cache.lengths is not held for cache in caches):
-                            step = self._step(batch)  # anew: somebody may have changed the weights
-                            held = self._prefill(batch, ends, step, origins)
-                        step(held, origins)
+                        if cached is None or any(cache.lengths is not cached for cache in self.caches):
+                            step, cached = self._prefill(batch, ends)
+                        step(cached, origins)
                         before, ends = ends, batch.end.tolist()
-                        self._count(held, before, ends, limits)
-                        held = [end - 1 for end in ends]
-                        for cache in caches:
-                            cache.lengths = held
+                        self._count(cached, before, ends, limits)
+                        cached = [end - 1 for end in ends]
+                        for cache in self.caches:
+                            cache.lengths = cached
                     # every row that goes on has these places
                     ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
                     yield from self._continuation(batch, origins, steps, done, ready)
@@ -286,32 +284,57 @@ class Decoder:
                     batch.window[:, : full - away] = batch.window[:, away:].clone()
                     batch.origin -= away
                     origins = [origin - away for origin in origins]
-                    ends, held = [full - away] * len(ends), None
+                    ends, cached = [full - away] * len(ends), None
                     batch.end.copy_(torch.tensor(ends))
         finally:
-            if held is not None and all(cache.lengths is held for cache in caches):
-                for cache in caches:
+            if cached is not None and all(cache.lengths is cached for cache in self.caches):
+                for cache in self.caches:
                     cache.clear()
 
-    def _prefill(self, batch, ends, step, origins):
-        """Cache all but the newest token of each row, which the next step feeds, and return the cache lengths.
+    def _prefill(self, batch, ends):
+        """Cache all but the newest token of each row, which the next step will feed.
 
-        A compiled step takes a short prompt faster than the forward does: so far it is fed whole chunks of it.
+        Returns that step, a function of the cache lengths and of where the continuations begin, and the cache lengths.
         """
+        program = self._program(batch, began=True) if self.compile else None
         for block in self.model.transformer["h"]:
             block.attn.reserve_cache(len(ends))
-        lengths = [end - 1 for end in ends]
-        chunk = self.guesses + 1
+        step = program(batch, self.table) if program else self._eager_step(batch)
+        lengths, chunk = [end - 1 for end in ends], self.guesses + 1
         batch.cached.zero_()
-        if self.compile and len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
-            for _ in range(lengths[0] // chunk):
-                step(None, origins)
-            return [lengths[0] // chunk * chunk] * len(ends)
+        if program and len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
+            for _ in range(lengths[0] // chunk):  # faster than the forward, for a prompt of a few chunks
+                step()
+            return step, [lengths[0] // chunk * chunk] * len(ends)
         if any(lengths):
             pos = torch.arange(max(lengths), device=batch.end.device)
             self.model.features(batch.window[:, : len(pos)], pos, lengths)
         batch.cached.copy_(batch.end - 1)
-        return lengths
+        return step, lengths
+
+    def _eager_step(self, batch):
+        """A step without a compiler. It makes the noise of many places at a time, and nothing in it waits for a GPU."""
+        S, (B, _), V = self.model.config.block_size, batch.window.shape, self.model.config.vocab_size
+        chunk = self.guesses + 1
+        ahead = max(chunk, min(64, 2**22 // (B * V)))
+        noise, base = None, []
+
+        def step(cached, origins):
+            nonlocal noise, base
+            starts = [min(length, S - chunk) for length in cached]
+            first = [start + 1 - origin for start, origin in zip(starts, origins)]
+            if noise is None or not all(0 <= f - b <= ahead - chunk for f, b in zip(first, base)):
+                base = first
+                places = torch.tensor(base)[:, None] + torch.arange(ahead)
+                noise = gumbel_noise(batch.seed.unbind(), batch.sample, places.to(batch.end.device), V)
+            offset = [f - b for f, b in zip(first, base)]
+            if len(set(offset)) == 1:
+                some = noise[:, offset[0] : offset[0] + chunk]
+            else:
+                some = noise[torch.arange(B)[:, None], torch.tensor(offset)[:, None] + torch.arange(chunk)]
+            advance(self.model, batch, self.guesses, self.table, some, [start + chunk for start in starts])
+
+        return step
 
     def _continuation(self, batch, origins, steps, begin, end):
         """Places begin .. end of the continuations, as tensors (B,); -1 where a row has ended before."""
@@ -321,39 +344,19 @@ class Decoder:
         block = batch.window.gather(1, (batch.origin[:, None] + place).clamp(max=batch.window.size(1) - 1))
         return block.masked_fill(place >= torch.tensor(steps, device=place.device)[:, None], -1).unbind(1)
 
-    def _step(self, batch):
-        """A function (cached, origins) that advances the batch; both, as Python integers, are what the batch has."""
-        model, guesses, table = self.model, self.guesses, self.table
-        if self.compile:
-            program = self._program(batch)
-            return lambda cached, origins: program(batch, table)
-        S, (B, _), V = model.config.block_size, batch.window.shape, model.config.vocab_size
-        ahead = max(guesses + 1, min(64, 2**22 // (B * V)))  # noise is made for so many places at a time
-        noise, base = None, [0] * B
+    def _program(self, batch, began=False):
+        """The compiled step for batches like this one, from an earlier generation if the weights are the same.
 
-        def step(cached, origins):
-            nonlocal noise, base
-            starts = [min(length, S - 1 - guesses) for length in cached]
-            first = [start + 1 - origin for start, origin in zip(starts, origins)]
-            offset = [f - b for f, b in zip(first, base)]
-            if noise is None or not 0 <= min(offset) <= max(offset) < ahead - guesses:
-                base, offset = first, [0] * B
-                steps = torch.tensor(base)[:, None] + torch.arange(ahead)
-                noise = gumbel_noise(batch.seed.unbind(), batch.sample, steps.to(batch.end.device), V)
-            places = torch.tensor(offset)[:, None] + torch.arange(guesses + 1)
-            some = noise[torch.arange(B)[:, None], places] if B > 1 else noise[:, offset[0] : offset[0] + guesses + 1]
-            advance(model, batch, guesses, table, some, [start + guesses + 1 for start in starts])
-
-        return step
-
-    def _program(self, batch):
-        """The compiled step for batches like this one, from an earlier generation if the weights are the same."""
-        weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
+        began: by a generation that compared the weights when it began, so that their epoch is enough. A change in place
+        in between is what the caches cannot notice either.
+        """
         # a fused optimizer leaves no trace in _version; model.train(), which comes before it, does in the epoch
-        version = [(id(p), p.data_ptr(), p._version) for p in weights]
-        version += [block.attn.cache.epoch for block in self.model.transformer["h"]]
-        if self.version != version:
-            self.version, self.programs = version, {}
+        epochs, versions = [cache.epoch for cache in self.caches], self.made_of[1]
+        if not began or epochs != self.made_of[0]:
+            weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
+            versions = [(id(p), p.data_ptr(), p._version) for p in weights]
+        if self.made_of != (epochs, versions):
+            self.made_of, self.programs = (epochs, versions), {}
         kind = (len(batch.end), batch.top_k is not None)
         if kind not in self.programs:
             self.programs[kind] = compile_step(self.model, batch, self.guesses, self.table)
@@ -399,7 +402,7 @@ def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, 
 
 
 def compile_step(model, batch, guesses, table):
-    """`advance` as machine code: a function (batch, table) for batches of this size.
+    """`advance` as machine code: a function (batch, table), for batches of this size, that returns the batch's step.
 
     The model's own layers are traced. On a CPU, matrix products, attention, sampler, noise and guesses become C++ for
     exactly these shapes, the weights packed into the program: nothing inside a step is dispatched by Python. It
@@ -472,11 +475,12 @@ def build(model, guesses, args):
             os.replace(partial, path)
         program = load_program(path, inputs)
 
-    def run(batch, table):
+    def bind(batch, table):
         inputs = (*vars(batch).values(), *(table or ()), *cache_tensors(model))
-        program.run([x for x in inputs if x is not None])
+        inputs = [x for x in inputs if x is not None]
+        return lambda *_: program.run(inputs)
 
-    return run
+    return bind
 
 
 def load_program(path, inputs):
@@ -503,14 +507,17 @@ def capture(model, guesses, args):
         step(*own)
     own_batch, own_caches = Batch(*own[0]), own[2]
 
-    def run(batch, table):
-        for mine, theirs in zip((*own[0], *own_caches), (*vars(batch).values(), *cache_tensors(model))):
-            if mine is not None and mine is not theirs:
-                mine.copy_(theirs)
-        for block, key, value in zip(model.transformer["h"], own_caches[::2], own_caches[1::2]):
-            block.attn.cache.key, block.attn.cache.value = key, value  # from here on they are the model's
-        graph.replay()
-        for name in ("window", "end", "cached"):
-            getattr(batch, name).copy_(getattr(own_batch, name))
+    def bind(batch, table):
+        def run(*_):
+            for mine, theirs in zip((*own[0], *own_caches), (*vars(batch).values(), *cache_tensors(model))):
+                if mine is not None and mine is not theirs:
+                    mine.copy_(theirs)
+            for block, key, value in zip(model.transformer["h"], own_caches[::2], own_caches[1::2]):
+                block.attn.cache.key, block.attn.cache.value = key, value  # from here on they are the model's
+            graph.replay()
+            for name in ("window", "end", "cached"):
+                getattr(batch, name).copy_(getattr(own_batch, name))
 
-    return run
+        return run
+
+    return bind

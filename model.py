@@ -100,9 +100,7 @@ class KVCache:
     """
 
     def __init__(self):
-        self.epoch = (
-            0  # of the weights: what was made from them, keys or a compiled step, is of the epoch it was made in
-        )
+        self.epoch = 0  # of the weights: what was made from them, keys or a compiled step, belongs to one
         self.clear()
 
     def clear(self):
@@ -136,7 +134,7 @@ class KVCache:
     def reserve(self, shape, dtype, device):
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
             # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
-            self.key, self.value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            self.key, self.value = torch.zeros((2, *shape), dtype=dtype, device=device).unbind()
 
 
 def clear_kv_cache(model):
@@ -156,8 +154,8 @@ class CausalSelfAttention(nn.Module):
         self.head_size = config.n_embd // config.n_head
         self.block_size = config.block_size
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.cache = KVCache()
         self.heads = nn.ModuleList(Head(self.cache, i) for i in range(self.n_kv_head))
 
@@ -205,6 +203,24 @@ class CausalSelfAttention(nn.Module):
         super()._load_from_state_dict(*args)
 
 
+class Linear(nn.Linear):
+    """nn.Linear, except that generating on a CPU multiplies a lone row by a large matrix with every core.
+
+    torch's matrix-vector product stays on one; a batch of products, of that row and a slice of the matrix each, does
+    not. At 6/6/384/256 on two cores: 490 tokens a second instead of 293.
+    """
+
+    def forward(self, x):
+        large = self.in_features * self.out_features >= 2**17  # smaller ones are done before another core has woken up
+        if large and x.numel() == self.in_features and torch.is_inference_mode_enabled() and not x.is_cuda:
+            slices = torch.get_num_threads()
+            if x.dtype == torch.float32 and self.out_features % slices == 0:
+                weight = self.weight.unflatten(0, (slices, -1)).transpose(1, 2)
+                y = torch.bmm(x.view(1, 1, -1).expand(slices, -1, -1), weight).view(*x.shape[:-1], -1)
+                return y if self.bias is None else y + self.bias
+        return F.linear(x, self.weight, self.bias)
+
+
 def rotate(x, cos, sin):
     """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it."""
     a, b = x.chunk(2, dim=-1)
@@ -215,8 +231,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         hidden = int(config.mlp_ratio * config.n_embd)
-        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         self.dropout = config.dropout
 
@@ -309,7 +325,7 @@ class GPT(nn.Module):
         self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         if config.norm_first:
             self.transformer["ln_f"] = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
         self._make_rope()
