@@ -340,22 +340,30 @@ def by_position(runs, T):
     return {place: statistics.median(times) for place, times in sorted(gaps.items())}
 
 
-def check_tokens(model, results, prompts):
-    """Compare the kit's variants token by token; returns lines about near-ties. Exits if two differ by more."""
+@torch.no_grad()
+def check_tokens(model, results, prompts, steps):
+    """Compare every text of the kit's variants with what one forward over it, without a cache, picks at each place.
+
+    Returns lines that say so, and about near-ties; exits if a token differs by more than rounding.
+    """
     ours = [name for name in results if not name.startswith(("hf", "textbook")) and results[name][0].rows]
     notes = []
-    for name in ours[1:]:
-        for seed, (a, b) in enumerate(zip(results[ours[0]], results[name])):
-            for row, (left, right) in enumerate(zip(zip(*a.rows), zip(*b.rows))):
-                step = next((i for i, (x, y) in enumerate(zip(left, right)) if x != y), None)
-                if step is None:
-                    continue
-                context, picks = [*prompts[seed][row].tolist(), *left[:step]], (left[step], right[step])
-                where = f"{name} and {ours[0]}, seed {seed}, row {row}, new token {step}"
-                if not near_tie(model, context, row, step, picks, seed, 1.0, None, None):
-                    sys.exit(f"bench.py: DIFFERENT tokens: {where}")
+    for name in ours:
+        for seed, (arrivals, idx) in enumerate(zip(results[name], prompts)):
+            new = torch.tensor(arrivals.rows, device=idx.device).t()  # (B, steps)
+            if new.shape != (len(idx), steps):
+                sys.exit(f"bench.py: {name}, seed {seed}: a text of {tuple(new.shape)} for {(len(idx), steps)}")
+            logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, idx.size(1) - 1 :]
+            counters = (torch.arange(n, device=idx.device) for n in new.shape)
+            picks = sample_token(logits, gumbel_noise(seed, *counters, logits.size(-1)))
+            for row, step in (picks != new).nonzero().tolist():
+                context = [*idx[row].tolist(), *new[row, :step].tolist()]
+                both = new[row, step].item(), picks[row, step].item()
+                where = f"{name}, seed {seed}, row {row}, new token {step}"
+                if not near_tie(model, context, row, step, both, seed, 1.0, None, None):
+                    sys.exit(f"bench.py: DIFFERENT from a forward without a cache: {where}")
                 notes.append(f"near-tie: {where}")
-    return [f"the same tokens: {', '.join(ours)}", *notes] if len(ours) > 1 else []
+    return [f"the same tokens as a forward without a cache: {', '.join(ours)}", *notes] if ours else []
 
 
 def copy_bandwidth(device):
@@ -383,7 +391,7 @@ def bench(model, ngrams, shape, prompts, names, repeats):
             f"{shape}: none of {', '.join(names)} can be measured (a draft needs n-grams in the checkpoint)"
         )
     results, slow = measure(runs, prompts, steps, repeats, config.block_size)
-    remarks = check_tokens(model, results, prompts)
+    remarks = check_tokens(model, results, prompts, steps)
     if "textbook" in runs or "textbook_uncached" in runs:
         remarks.append("textbook rows stop after 200 tokens, the recipe of the write-ups")
     if any(name.startswith("hf") for name in runs):
@@ -493,12 +501,18 @@ def real_prompts(chars, batch, repeats, length):
 
 def models(args, device):
     """(shape, model, ngrams, prompts) for each model to measure."""
+    seen = {}
     for name in args.ckpt or ():
         model, chars = load_model(name)
         config = model.config
         shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
+        seen[shape] = seen.get(shape, 0) + 1
+        shape += f" ({seen[shape]})" if seen[shape] > 1 else ""
+        ngrams = load_ngrams(name, len(chars))
+        if ngrams is None and any("draft" in variant for variant in args.variants):
+            print(f"no draft rows: {name} holds no n-grams", file=sys.stderr)
         prompts = real_prompts(chars, args.batch, args.repeats, min(PROMPT, config.block_size // 2))
-        yield shape, model.to(device), load_ngrams(name, len(chars)), [idx.to(device) for idx in prompts]
+        yield shape, model.to(device), ngrams, [idx.to(device) for idx in prompts]
     for config in () if args.ckpt else args.shapes or map(shape_of, ("4/4/64/32", "4/4/128/256", "6/6/384/256")):
         torch.manual_seed(1337)
         prompts = [torch.full((args.batch, 1), seed % 65, device=device) for seed in range(args.repeats)]
@@ -550,9 +564,15 @@ def main():
     args = parse_args()
     if args.plot:
         try:
-            import matplotlib  # noqa: F401
+            from matplotlib.figure import Figure
         except ImportError:
             sys.exit("bench.py: --plot needs matplotlib: pip install matplotlib")
+        known = Figure().canvas.get_supported_filetypes()
+        if Path(args.plot).suffix.lstrip(".") not in known:
+            sys.exit(f"bench.py: --plot {args.plot} must end in one of .{', .'.join(known)}")
+    for file in filter(None, (args.csv, args.json, args.plot)):  # now, not after minutes of measuring
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        open(file, "ab").close()
     try:
         device = pick_device(args.device)
         rows, curves = [], {}
@@ -566,7 +586,6 @@ def main():
         sys.exit(f"bench.py: {error}")
     threads = f"{torch.get_num_threads()} threads"
     print(f"torch {torch.__version__} on {device} ({threads}), float32, medians of {args.repeats} runs in turn")
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     with open(args.csv, "w", encoding="utf-8", newline="") as f:
         writer = csv.DictWriter(f, [*KEYS, "integrated"])
         writer.writeheader()

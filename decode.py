@@ -25,6 +25,7 @@ import torch
 from model import Sampling, eval_mode, gumbel_noise, sample_token, slide
 
 ORDER = 3  # tokens of context that the n-gram table looks at
+KEPT = 30  # compiled steps, the last used, in the folder of torch's compiler
 GUESSES = 3  # tokens guessed a step: four rows, the newest token and these, are what a matrix kernel takes at once
 
 
@@ -471,8 +472,13 @@ def build(model, guesses, args):
             exported = exported.run_decompositions({torch.ops.aten.scaled_dot_product_attention.default: attend})
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.pt2")
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
-            os.replace(partial, path)
+            try:
+                torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+            for old in sorted(path.parent.glob("decode-*.pt2"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+                old.unlink(missing_ok=True)
         program = load_program(path, inputs)
 
     def bind(batch, table):
@@ -489,6 +495,7 @@ def load_program(path, inputs):
         raise RuntimeError(f"no program at {path}")
     program = torch._inductor.aoti_load_package(str(path)).loader
     program.run(inputs)
+    path.touch()
     return program
 
 

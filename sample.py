@@ -11,6 +11,7 @@ The text goes to stdout; what it cost goes to stderr.
 import argparse
 import math
 import pickle
+import signal
 import sys
 import time
 from pathlib import Path
@@ -282,6 +283,8 @@ def verify(model, prompts, ours, samples, max_new_tokens, kv_cache, sampling):
 
 def main():
     args = parse_args()
+    began = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit like any other: compiled steps clean up then
     if not args.kv_cache:
         for flag in [f"--{name}" for name in ("draft", "compile") if getattr(args, name)] + args.prompt[1:2]:
             fail(f"{flag if flag.startswith('--') else 'a batch of prompts'} needs the cache: leave out --no-kv_cache")
@@ -338,7 +341,7 @@ def main():
     # the first text is shown as it comes, the other rows of the batch when they are whole
     sys.stdout.write("".join(chars[i] for i in rows[0]))
     sys.stdout.flush()
-    began = time.perf_counter()
+    ready, began = time.perf_counter() - began, time.perf_counter()
     for place, tokens in enumerate(stream):
         new = tokens.tolist()
         if decoder is None or decoder.forwards > len(arrivals):
@@ -361,6 +364,7 @@ def main():
     if arrivals:
         print(file=sys.stderr)
         report(model, arrivals, rows, prompts, cache)
+        note(f"before that: {ready:.1f} s to load the model{' and the compiled step' if args.compile else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered
         source = (

@@ -363,7 +363,7 @@ def main():
         print(f"the run in {out_dir} is at step {step} of {max_iters} already: --max_iters {2 * step} would go on")
         return
     ckpt = None  # free the memory
-    # 8 bytes an n-gram at most for every 64 bytes of weights: what sample.py --draft ngram guesses from
+    # what sample.py --draft ngram guesses from: 8 bytes each (12 if there are many characters), for 64 of weights
     ngrams = count_ngrams(data["train"], len(chars), sum(p.numel() for p in raw_model.parameters()) // 16)
     model = compiled(raw_model) if config["compile"] else raw_model
 

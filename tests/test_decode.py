@@ -403,8 +403,26 @@ def test_bench_writes_a_table_rows_and_checks_tokens(tmp_path):
     by_name = {row["variant"]: row for row in rows}
     assert by_name["uncached"]["speedup_over_uncached"] == 1 and by_name["uncached"]["cache_bytes"] == 0
     assert by_name["eager"]["cache_bytes"] == 2 * 1 * 2 * 8 * 12 * 2 * 4
-    assert "the same tokens: uncached, eager" in result.stdout
+    assert "the same tokens as a forward without a cache: uncached, eager" in result.stdout
     assert len((tmp_path / "b.csv").read_text(encoding="utf-8").splitlines()) == 5
+
+
+def test_bench_notices_one_wrong_token():
+    from bench import Arrivals, check_tokens
+
+    model, idx, steps = MODELS[0], prompts(2, 3), CONTEXT - 3
+    new = model.generate(idx, steps, seed=0)[:, 3:].t().tolist()
+
+    def arrivals(rows):
+        run = Arrivals(idx.device)
+        for tokens in rows:
+            run(tokens)
+        return {"eager": [run]}
+
+    assert "the same tokens" in check_tokens(model, arrivals(new), [idx], steps)[0]
+    for wrong in (new[:-1], [*new[:4], [new[4][0], (new[4][1] + 1) % V], *new[5:]]):
+        with pytest.raises(SystemExit, match="eager, seed 0"):
+            check_tokens(model, arrivals(wrong), [idx], steps)
 
 
 def test_bench_mistakes_are_one_line(trained):
@@ -416,6 +434,8 @@ def test_bench_mistakes_are_one_line(trained):
         (["--shapes", "1/1/8/8", "--ckpt", trained / "ckpt.pt"], ["--ckpt"]),
         (["--ckpt", "/nowhere.pt"], ["/nowhere.pt"]),
         (["--variants", "fastest"], ["fastest"]),
+        (["--plot", "speed.docx"], ["speed.docx", ".png"]),
+        (["--csv", "/proc/none/speed.csv"], ["/proc/none"]),
     ):
         result = run("bench.py", *flags)
         assert result.returncode != 0 and "Traceback" not in result.stderr and result.stdout == ""
@@ -434,5 +454,8 @@ def test_bench_measures_every_variant_of_a_trained_model(trained, tmp_path):
     from bench import VARIANTS
 
     assert [row["variant"] for row in rows] == list(VARIANTS), result.stderr
-    assert "the same tokens: uncached, uncached+compile, eager, compile, draft, compile+draft" in result.stdout
+    assert (
+        "the same tokens as a forward without a cache: uncached, uncached+compile, eager, compile, draft, compile+draft"
+        in result.stdout
+    )
     assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
