@@ -257,7 +257,7 @@ class Decoder:
 
     def _decode(self, batch, ends, steps, slides):
         """The loop of `stream`. `ends`, and `origins` below, are batch.end and batch.origin, as Python's integers."""
-        model, S = self.model, self.model.config.block_size
+        S = self.model.config.block_size
         full = S + 1 if slides else S  # with slide, one token is sampled from a full context before it moves on
         origins = ends
         done = 0  # places in the continuation that have been yielded
@@ -267,15 +267,14 @@ class Decoder:
                 limits = [min(origin + n, full) for origin, n in zip(origins, steps)]
                 batch.limit.copy_(torch.tensor(limits))
                 while ends != limits:
-                    with torch.inference_mode(), eval_mode(model):
-                        if cached is None or any(cache.lengths is not cached for cache in self.caches):
-                            step, cached = self._prefill(batch, ends)
-                        step(cached, origins)
-                        before, ends = ends, batch.end.tolist()
-                        self._count(cached, before, ends, limits)
-                        cached = [end - 1 for end in ends]
-                        for cache in self.caches:
-                            cache.lengths = cached
+                    if cached is None or any(cache.lengths is not cached for cache in self.caches):
+                        step, cached = self._prefill(batch, ends)
+                    step(cached, origins)
+                    before, ends = ends, batch.end.tolist()
+                    self._count(cached, before, ends, limits)
+                    cached = [end - 1 for end in ends]
+                    for cache in self.caches:
+                        cache.lengths = cached
                     # every row that goes on has these places
                     ready = min((e - o for e, o, n in zip(ends, origins, steps) if e - o < n), default=max(steps))
                     yield from self._continuation(batch, origins, steps, done, ready)
@@ -292,24 +291,23 @@ class Decoder:
                 for cache in self.caches:
                     cache.clear()
 
+    @torch.inference_mode()
     def _prefill(self, batch, ends):
         """Cache all but the newest token of each row, which the next step will feed.
 
         Returns that step, a function of the cache lengths and of where the continuations begin, and the cache lengths.
         """
-        program = self._program(batch, began=True) if self.compile else None
-        for block in self.model.transformer["h"]:
-            block.attn.reserve_cache(len(ends))
-        step = program(batch, self.table) if program else self._eager_step(batch)
+        step = self._program(batch, began=True)(batch, self.table) if self.compile else self._eager_step(batch)
         lengths, chunk = [end - 1 for end in ends], self.guesses + 1
         batch.cached.zero_()
-        if program and len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
+        if self.compile and len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
             for _ in range(lengths[0] // chunk):  # faster than the forward, for a prompt of a few chunks
                 step()
             return step, [lengths[0] // chunk * chunk] * len(ends)
         if any(lengths):
             pos = torch.arange(max(lengths), device=batch.end.device)
-            self.model.features(batch.window[:, : len(pos)], pos, lengths)
+            with eval_mode(self.model):
+                self.model.features(batch.window[:, : len(pos)], pos, lengths)
         batch.cached.copy_(batch.end - 1)
         return step, lengths
 
@@ -319,7 +317,10 @@ class Decoder:
         chunk = self.guesses + 1
         ahead = max(chunk, min(64, 2**22 // (B * V)))
         noise, base = None, []
+        for block in self.model.transformer["h"]:
+            block.attn.reserve_cache(B)
 
+        @torch.inference_mode()
         def step(cached, origins):
             nonlocal noise, base
             starts = [min(length, S - chunk) for length in cached]
@@ -333,7 +334,8 @@ class Decoder:
                 some = noise[:, offset[0] : offset[0] + chunk]
             else:
                 some = noise[torch.arange(B)[:, None], torch.tensor(offset)[:, None] + torch.arange(chunk)]
-            advance(self.model, batch, self.guesses, self.table, some, [start + chunk for start in starts])
+            with eval_mode(self.model):
+                advance(self.model, batch, self.guesses, self.table, some, [start + chunk for start in starts])
 
         return step
 
@@ -409,30 +411,35 @@ def compile_step(model, batch, guesses, table):
     exactly these shapes, the weights packed into the program: nothing inside a step is dispatched by Python. It
     is kept in the folder of torch's compiler ($TORCHINDUCTOR_CACHE_DIR), for the next run with these weights. On CUDA
     the step is compiled by torch.compile and replayed as a CUDA graph.
+    A program has its own caches, empty ones, which become the model's when it is given a batch.
     Raises CompileError, whose text is one line, where that cannot be done.
     """
-    for block in model.transformer["h"]:
-        block.attn.reserve_cache(len(batch.end))
-    args = (list(vars(batch).values()), table, cache_tensors(model))
+    attentions = [block.attn for block in model.transformer["h"]]
+    for attn in attentions:
+        attn.reserve_cache(len(batch.end))
+    buffers = [(attn.cache.key, attn.cache.value) for attn in attentions]
+    args = [list(vars(batch).values()), table, [tensor for pair in buffers for tensor in pair]]
     try:
         with torch.no_grad(), eval_mode(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, about itself
-            return (capture if batch.end.is_cuda else build)(model, guesses, args)
+            program = (capture if batch.end.is_cuda else build)(model, guesses, args)
     except Exception as error:  # compilers fail in many ways, a missing one in the most
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CompileError(f"the decode step cannot be compiled here ({why[:200]})") from error
     finally:
-        for block in model.transformer["h"]:
-            block.attn.cache.clear()  # tracing has left its own tensors there
+        for attn in attentions:
+            attn.cache.clear()  # tracing has left its own tensors there
+
+    def bind(batch, table):
+        for attn, (key, value) in zip(attentions, buffers):
+            attn.cache.key, attn.cache.value, attn.cache.lengths = key, value, []
+        return program(batch, table)
+
+    return bind
 
 
 class CompileError(RuntimeError):
     """A compiler is missing, or has failed."""
-
-
-def cache_tensors(model):
-    caches = [block.attn.cache for block in model.transformer["h"]]
-    return [tensor for cache in caches for tensor in (cache.key, cache.value)]
 
 
 @contextmanager
@@ -463,12 +470,12 @@ def build(model, guesses, args):
     for file in ("model.py", "decode.py"):
         key.update(Path(__file__).with_name(file).read_bytes())
     path = Path(cache_dir()) / f"decode-{key.hexdigest()[:32]}.pt2"
-    inputs = [x.clone() for x in torch.utils._pytree.tree_leaves(args) if x is not None]
+    trial = [x.clone() for x in torch.utils._pytree.tree_leaves(args) if x is not None]
     try:
-        program = load_program(path, inputs)
+        program = load_program(path, trial)
     except RuntimeError:  # there is none, or it is damaged
         with announced():
-            exported = torch.export.export(Step(model, guesses), args)
+            exported = torch.export.export(Step(model, guesses), tuple(args))
             exported = exported.run_decompositions({torch.ops.aten.scaled_dot_product_attention.default: attend})
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.pt2")
@@ -479,14 +486,13 @@ def build(model, guesses, args):
                 partial.unlink(missing_ok=True)
             for old in sorted(path.parent.glob("decode-*.pt2"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
                 old.unlink(missing_ok=True)
-        program = load_program(path, inputs)
+        program = load_program(path, trial)
 
-    def bind(batch, table):
-        inputs = (*vars(batch).values(), *(table or ()), *cache_tensors(model))
-        inputs = [x for x in inputs if x is not None]
+    def start(batch, table):
+        inputs = [x for x in (*vars(batch).values(), *(table or ()), *args[2]) if x is not None]
         return lambda *_: program.run(inputs)
 
-    return bind
+    return start
 
 
 def load_program(path, inputs):
@@ -500,31 +506,29 @@ def load_program(path, inputs):
 
 
 def capture(model, guesses, args):
-    """The step compiled for CUDA and captured as a graph, which reads and writes tensors of its own."""
-    own = torch.utils._pytree.tree_map(lambda x: x if x is None else x.clone(), args)
+    """The step compiled for CUDA and captured as a graph, which reads and writes a batch of its own."""
+    own = torch.utils._pytree.tree_map(lambda x: x if x is None else x.clone(), args[0])
     step = torch.compile(Step(model, guesses), fullgraph=True, dynamic=False)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with announced(), torch.cuda.stream(side):
         for _ in range(3):  # compiles, and warms up what a capture must not meet for the first time
-            step(*own)
+            step(own, *args[1:])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(*own)
-    own_batch, own_caches = Batch(*own[0]), own[2]
+        step(own, *args[1:])
 
-    def bind(batch, table):
+    def start(batch, table):
+        pairs = [pair for pair in zip(own, vars(batch).values()) if pair[0] is not None]
+
         def run(*_):
-            for mine, theirs in zip((*own[0], *own_caches), (*vars(batch).values(), *cache_tensors(model))):
-                if mine is not None and mine is not theirs:
-                    mine.copy_(theirs)
-            for block, key, value in zip(model.transformer["h"], own_caches[::2], own_caches[1::2]):
-                block.attn.cache.key, block.attn.cache.value = key, value  # from here on they are the model's
+            for mine, theirs in pairs:
+                mine.copy_(theirs)
             graph.replay()
-            for name in ("window", "end", "cached"):
-                getattr(batch, name).copy_(getattr(own_batch, name))
+            for mine, theirs in pairs[:3]:  # window, end, cached
+                theirs.copy_(mine)
 
         return run
 
-    return bind
+    return start
