@@ -204,20 +204,20 @@ class CausalSelfAttention(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear, except that generating on a CPU multiplies a lone row by a large matrix with every core.
+    """nn.Linear, except that generating on a CPU multiplies a few rows by a large matrix from the other side.
 
-    torch's matrix-vector product stays on one; a batch of products, of that row and a slice of the matrix each, does
-    not. At 6/6/384/256 on two cores: 490 tokens a second instead of 293.
+    x W^T on one core, or W x^T, of two columns at least, on all of them, is a matter of which library call torch takes.
+    At 6/6/384/256 on two cores: 446 tokens a second instead of 281, with drafts 660 instead of 479.
     """
 
     def forward(self, x):
         large = self.in_features * self.out_features >= 2**17  # smaller ones are done before another core has woken up
-        if large and x.numel() == self.in_features and torch.is_inference_mode_enabled() and not x.is_cuda:
-            slices = torch.get_num_threads()
-            if x.dtype == torch.float32 and self.out_features % slices == 0:
-                weight = self.weight.unflatten(0, (slices, -1)).transpose(1, 2)
-                y = torch.bmm(x.view(1, 1, -1).expand(slices, -1, -1), weight).view(*x.shape[:-1], -1)
-                return y if self.bias is None else y + self.bias
+        few = large and x.numel() <= 8 * self.in_features
+        if few and torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
+            rows = x.reshape(-1, self.in_features)
+            y = self.weight @ (rows if len(rows) > 1 else rows.repeat(2, 1)).t()
+            y = y[:, : len(rows)].t().reshape(*x.shape[:-1], -1)
+            return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
 
 
