@@ -122,7 +122,8 @@ class Textbook(nn.Module):
 
 
 def is_gpt2(config):
-    return (config.pos_emb, config.norm_first, config.n_kv_head, config.mlp_ratio) == ("learned", True, None, 4)
+    own = config.n_kv_head or config.qk_norm or config.mlp_ratio != 4
+    return config.pos_emb == "learned" and config.norm_first and not own
 
 
 def to_gpt2(model, transformers):

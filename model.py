@@ -38,6 +38,7 @@ class GPTConfig:
     pos_emb: str = "learned"  # a table, as GPT-2; or "rope", rotary (Su et al. 2021, arXiv:2104.09864)
     norm_first: bool = True  # False: post-LN as in Vaswani et al. 2017, then without a final norm
     tie_weights: bool = True  # lm_head shares wte's matrix
+    qk_norm: bool = False  # a LayerNorm on every query and key: attention weights by direction, not by length
 
     def __post_init__(self):
         def require(condition, name, why):
@@ -47,7 +48,7 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             is_size = type(getattr(self, name)) is int and 1 <= getattr(self, name) < 2**24
             require(is_size, name, "must be an integer >= 1, and no network has one >= 2**24")
-        for name in ("bias", "norm_first", "tie_weights"):
+        for name in ("bias", "norm_first", "tie_weights", "qk_norm"):
             require(type(getattr(self, name)) is bool, name, "must be True or False")
         require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head={self.n_head}")
         require(
@@ -156,6 +157,10 @@ class CausalSelfAttention(nn.Module):
         self.dropout = config.dropout
         self.c_attn = Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        if config.qk_norm:
+            self.q_norm = nn.LayerNorm(self.head_size, bias=config.bias)
+            self.k_norm = nn.LayerNorm(self.head_size, bias=config.bias)
+        self.qk_norm = config.qk_norm
         self.cache = KVCache()
         self.heads = nn.ModuleList(Head(self.cache, i) for i in range(self.n_kv_head))
 
@@ -164,11 +169,11 @@ class CausalSelfAttention(nn.Module):
         `mask`, True where a query may look, allows. Without: plain causal attention over x."""
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
+        q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
-            q, k = rotate(qk, *rope).split((self.n_head, self.n_kv_head), dim=1)
-        else:
-            q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+            q, k = rotate(torch.cat((q, k), dim=1), *rope).split((self.n_head, self.n_kv_head), dim=1)
 
         gqa = self.n_kv_head != self.n_head
         if pos is not None:
@@ -338,6 +343,12 @@ class GPT(nn.Module):
                 )
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
+
+    def zero_outputs(self):
+        """Zero what each layer adds to the residual stream, and the logits: training begins at the uniform guess."""
+        for name, module in self.named_modules():
+            if name.endswith("c_proj") or (name == "lm_head" and not self.config.tie_weights):
+                nn.init.zeros_(module.weight)
 
     def _make_rope(self):
         """The rotary tables, cos and sin `(block_size, hs)`: no weights, so float32 whatever the dtype of the model."""

@@ -3,6 +3,7 @@
     python train.py --eval_interval 500              a size that suits the device
     python train.py --preset nanogpt-cpu             nanoGPT's CPU setting
     python train.py --init_from resume               go on where the last run in --out_dir stopped
+    torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
 Writes out/ckpt.pt (best validation loss, what sample.py reads), out/last.pt (the latest, what a resume reads) and
 out/log.csv. On a CPU the same command gives the same weights to the bit, interrupted and resumed or not.
@@ -11,6 +12,7 @@ out/log.csv. On a CPU the same command gives the same weights to the bit, interr
 import argparse
 import csv
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -26,35 +28,43 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from checkpoint import build_model, load_checkpoint, save_checkpoint, write_atomically
 from decode import count_ngrams
 from model import GPT, GPTConfig, eval_mode
+from optim import configure_optimizers, get_lr
 from sample import OneLineParser, number, path, pick_device
 
 # -- the settings ------------------------------------------------------------------------------------------------------
 
+# a size, its context and how many characters it is trained on
 PRESETS = {
-    "lecture": dict(
-        n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000, learning_rate=1e-3, dropout=0.0
-    ),
-    "nanogpt-cpu": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000, learning_rate=3e-3, dropout=0.0
-    ),
-    "cpu": dict(
-        n_layer=4,
-        n_head=4,
-        n_embd=128,
-        block_size=256,
-        batch_size=6,
-        max_iters=2000,
-        learning_rate=3e-3,
-        dropout=0.0,
+    "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
+    "nanogpt-cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000),
+    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=3, max_iters=2000),
+    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
+}
+# a network and how it learns
+RECIPES = {
+    "nanogpt": dict(learning_rate=1e-3),
+    "modern": dict(
         pos_emb="rope",
-    ),
-    "gpu": dict(
-        n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, learning_rate=1e-3, dropout=0.2
+        qk_norm=True,
+        activation="gelu_tanh",
+        tie_weights=False,
+        zero_init=True,
+        optimizer="muon",
+        learning_rate=1e-2,
+        beta2=0.95,
+        weight_decay=0.0,
+        grad_clip=0.0,
+        warmup_iters=0,
+        lr_decay="linear",
+        lr_level=0.5,
+        min_lr=0.0,
     ),
 }
 
@@ -68,7 +78,8 @@ def boolean(text):
 positive = number(int, f"[1, {2**31})")
 # name: (default, type or choices, help); where a preset names a flag, the preset's value is the default
 FLAGS = {
-    "preset": (None, ("auto", *PRESETS), "the size and schedule to start from; auto: gpu on a GPU, else cpu"),
+    "preset": (None, ("auto", *PRESETS), "the size and length to start from; auto: gpu on a GPU, else cpu"),
+    "recipe": ("modern", tuple(RECIPES), "how the network is made and trained: this kit's way, or nanoGPT's"),
     "init_from": ("scratch", ("scratch", "resume"), "start anew, or go on from last.pt in --out_dir"),
     "data_dir": (None, path, "where data/prepare.py wrote (default: data, beside this script)"),
     "out_dir": ("out", path, "where checkpoints and log.csv go"),
@@ -88,23 +99,31 @@ FLAGS = {
     "pos_emb": ("learned", ("learned", "rope"), "a table of positions, or rotary embeddings"),
     "norm_first": (True, boolean, "False: post-LN"),
     "tie_weights": (True, boolean, "lm_head shares the embedding's matrix"),
+    "qk_norm": (False, boolean, "LayerNorm on queries and keys"),
+    "zero_init": (False, boolean, "begin with zeros in what is added to the residual stream, and in an untied lm_head"),
     # optimization
+    "optimizer": ("adamw", ("adamw", "muon"), "muon: for the matrices of the blocks, and adamw for the rest"),
     "batch_size": (12, positive, "sequences a micro-step"),
     "gradient_accumulation_steps": (1, positive, "micro-steps a step"),
     "max_iters": (2000, positive, "steps in all"),
-    "learning_rate": (3e-3, number(float, "[0, inf)"), "peak learning rate"),
+    "learning_rate": (1e-3, number(float, "[0, inf)"), "peak learning rate, AdamW's"),
+    "muon_learning_rate": (0.01, number(float, "[0, inf)"), "Muon's"),
     "warmup_iters": (100, number(int, "[0, inf)"), "steps of linear warm-up"),
-    "lr_decay_iters": (None, positive, "the step at which the cosine reaches min_lr (default: max_iters)"),
+    "lr_level": (0.0, number(float, "[0, 1)"), "share of the steps after that at the peak"),
+    "lr_decay": ("cosine", ("cosine", "linear"), "how the learning rate goes down to min_lr then"),
+    "lr_decay_iters": (None, positive, "the step at which it arrives there (default: max_iters)"),
     "min_lr": (None, number(float, "[0, inf)"), "learning rate at the end (default: learning_rate / 10)"),
     "weight_decay": (0.1, number(float, "[0, inf)"), "on matrices and embeddings"),
     "beta1": (0.9, number(float, "[0, 1)"), "AdamW's"),
     "beta2": (0.99, number(float, "[0, 1)"), "AdamW's"),
     "grad_clip": (1.0, number(float, "[0, inf)"), "largest norm of the gradient; 0: no clipping"),
+    "patience": (None, positive, "stop after so many evaluations without a better val loss"),
     # system
     "seed": (1337, number(int, f"[0, {2**63})"), "of the weights, the batches and dropout"),
     "device": ("auto", str, "cpu, cuda, cuda:1, mps; auto: cuda where there is one"),
     "dtype": ("auto", ("auto", "float32", "bfloat16", "float16"), "auto: bfloat16 on a GPU that has it, else float16"),
     "compile": (False, boolean, "torch.compile the training step"),
+    "plot": (False, boolean, "draw loss.png in --out_dir at the end (matplotlib)"),
 }
 MODEL_FLAGS = [field.name for field in fields(GPTConfig) if field.name in FLAGS]
 
@@ -115,8 +134,9 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for name, (default, kind, text) in FLAGS.items():
-        by_preset = ", ".join(f"{p[name]} {preset}" for preset, p in PRESETS.items() if name in p)
-        text += f" (default: {by_preset or default})" if by_preset or default is not None else ""
+        special = ", ".join(f"{d[name]} {key}" for key, d in (PRESETS | RECIPES).items() if name in d)
+        default = ", ".join(filter(None, ("" if default is None else str(default), special)))
+        text += f" (default: {default})" if default else ""
         options = (
             dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=name.split("_")[-1].upper())
         )
@@ -164,10 +184,11 @@ def load_data(data_dir, block_size):
     return chars, data, hashes
 
 
-def get_batch(ids, seed, step, micro_step, batch_size, block_size, device):
-    """x and y `(batch_size, block_size)`, a pure function of (seed, step, micro_step): nothing to save or restore."""
+def get_batch(ids, seed, step, micro_step, batch_size, block_size, device, rank=0, world=1):
+    """x and y `(batch_size / world, block_size)`: this rank's rows of a batch that is a pure function of (seed, step,
+    micro_step), so that there is nothing to save or restore, and any number of processes sees the same batch."""
     rng = np.random.default_rng((seed, step, micro_step))
-    starts = rng.integers(len(ids) - block_size, size=batch_size)
+    starts = rng.integers(len(ids) - block_size, size=batch_size)[rank::world]
     windows = torch.from_numpy(ids[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
     if device.type == "cuda":
         windows = windows.pin_memory().to(device, non_blocking=True)
@@ -191,32 +212,27 @@ def evaluate(model, ids, block_size, device, autocast):
     return total / (len(ids) - 1)
 
 
-# -- optimization ------------------------------------------------------------------------------------------------------
-
-
-def configure_optimizer(model, config, device):
-    """AdamW, with weight decay on what is a matrix and none on biases and norms."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config["weight_decay"]},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (config["beta1"], config["beta2"])
-    return torch.optim.AdamW(groups, lr=config["learning_rate"], betas=betas, fused=device.type in ("cpu", "cuda"))
-
-
-def get_lr(step, config):
-    """Linear warm-up, then a cosine from learning_rate to min_lr, reached at lr_decay_iters."""
-    peak, warmup = config["learning_rate"], config["warmup_iters"]
-    floor = peak / 10 if config["min_lr"] is None else config["min_lr"]
-    decay = config["lr_decay_iters"] or config["max_iters"]
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / max(1, decay - warmup))
-    return floor + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - floor)
-
-
 # -- the run in out_dir ------------------------------------------------------------------------------------------------
+
+
+def lock(out_dir):
+    """Hold out_dir for this process alone, by a lock of the operating system, which dies with the process.
+
+    Returns the open file that must be kept. Raises ValueError if another process holds it.
+    """
+    file = open(out_dir / ".lock", "ab")  # noqa: SIM115
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"another run is at work in {out_dir}: stop it, or choose another --out_dir") from None
+    return file
 
 
 def load_run(out_dir, flags):
@@ -225,7 +241,7 @@ def load_run(out_dir, flags):
     Raises ValueError for a checkpoint that holds no run, and for flags that a running run cannot change.
     """
     ckpt = load_checkpoint(out_dir / "last.pt")
-    missing = {"optimizer", "iter_num", "best_val_loss", "config", "chars", "scaler", "rng_state"} - set(ckpt)
+    missing = {"optimizer", "iter_num", "best_val_loss", "stale", "config", "chars", "scaler"} - set(ckpt)
     if missing:
         raise ValueError(f"{out_dir / 'last.pt'} cannot be resumed: no {', '.join(sorted(missing))} in it")
     lacking = [name for name in (*FLAGS, "data_sha256") if name not in ckpt["config"]]
@@ -240,7 +256,7 @@ def load_run(out_dir, flags):
         if not valid or ckpt["model_args"].get(name, value) != value:
             raise ValueError(f"{out_dir / 'last.pt'} is damaged: its {name} is {value!r}")
     config = ckpt["config"] | flags
-    for name in ("preset", *MODEL_FLAGS):
+    for name in ("preset", "recipe", "optimizer", *MODEL_FLAGS):
         if config[name] != ckpt["config"][name] and name != "dropout":
             raise ValueError(
                 f"the run in {out_dir} has {name} {ckpt['config'][name]}; a resume cannot make it {config[name]}"
@@ -277,6 +293,52 @@ def trim_log(path, step):
     return int(chars), float(seconds)
 
 
+def plot(out_dir):
+    """Draw out_dir/loss.png from log.csv: losses over characters and over time, beside the previous run's if it is
+    there."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
+    for axes, x in zip(figure.subplots(1, 2, sharey=True), ("chars", "seconds")):
+        for folder, color in ((out_dir / "previous", "tab:gray"), (out_dir, "tab:blue")):
+            if not (folder / "log.csv").exists():
+                continue
+            with open(folder / "log.csv", encoding="utf-8", newline="") as f:
+                rows = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(f)]
+            config = load_checkpoint(folder / "last.pt")["config"]
+            name = f"{config['preset']}, {config['recipe']}"
+            scored = [row for row in rows if not math.isnan(row["val_loss"])]
+            axes.plot(
+                [r[x] for r in rows], [r["train_loss"] for r in rows], color=color, alpha=0.35, label=f"{name}: train"
+            )
+            axes.plot(
+                [r[x] for r in scored], [r["val_loss"] for r in scored], "o-", ms=3, color=color, label=f"{name}: val"
+            )
+            best = min(scored, key=lambda row: row["val_loss"], default=None)
+            if best:
+                axes.plot(best[x], best["val_loss"], "*", ms=13, color=color)
+                axes.annotate(
+                    f"{best['val_loss']:.3f}", (best[x], best["val_loss"]), (-2, -13), textcoords="offset points"
+                )
+        axes.set(xlabel={"chars": "characters of training text", "seconds": "seconds, evaluations included"}[x])
+        axes.grid(alpha=0.3)
+    figure.axes[0].set(ylabel="loss, nats a character")
+    figure.axes[1].legend()
+    figure.savefig(out_dir / "loss.png", dpi=110)
+
+
+# -- more than one process ---------------------------------------------------------------------------------------------
+
+
+def over_ranks(value, op=dist.ReduceOp.SUM):
+    """A number, reduced over all processes that torchrun has started; by itself where there is one."""
+    if not dist.is_initialized():
+        return value
+    value = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(value, op)
+    return value.item()
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -306,17 +368,35 @@ def main():
     parser, flags = parse_args()
     if flags.get("preset") == "auto":
         del flags["preset"]
+    # set by torchrun; every process runs this whole function, and rank 0 alone prints, evaluates and writes
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    def fail(message):
+        sys.exit(f"train.py: {message}" if rank == 0 else 1)
+
+    def pick(name):
+        many = world > 1 and name in ("auto", "cuda") and torch.cuda.is_available()
+        return pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if many else name)
+
     out_dir = Path(flags.get("out_dir", FLAGS["out_dir"][0]))
-    ckpt = None
+    ckpt = held = None
     try:
         if flags.get("init_from") == "resume":
+            held = lock(out_dir) if rank == 0 and out_dir.is_dir() else None
             config, ckpt = load_run(out_dir, flags)
-            device = pick_device(config["device"])
+            device = pick(config["device"])
         else:
             config = {name: default for name, (default, _, _) in FLAGS.items()} | flags
-            device = pick_device(config["device"])
+            device = pick(config["device"])
             config["preset"] = config["preset"] or ("gpu" if device.type == "cuda" else "cpu")
-            config |= PRESETS[config["preset"]] | flags
+            recipe = flags.get("recipe", FLAGS["recipe"][0])
+            config |= RECIPES[recipe] | PRESETS[config["preset"]] | flags
+        if config["batch_size"] % world:
+            raise ValueError(f"--batch_size {config['batch_size']} cannot be shared by {world} processes: no multiple")
+        if config["plot"] and not importlib.util.find_spec("matplotlib"):
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
         dtype = pick_dtype(config["dtype"], device)
         data_dir = Path(config["data_dir"] or Path(__file__).resolve().parent / "data")
         chars, data, hashes = load_data(data_dir, config["block_size"])
@@ -326,38 +406,43 @@ def main():
             raise ValueError(f"the text in {data_dir} has changed since the run in {out_dir} began")
         model = build_model(ckpt) if ckpt else None
     except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"train.py: {error}")
+        fail(error)
     try:
         model_config = GPTConfig(vocab_size=len(chars), **{name: config[name] for name in MODEL_FLAGS})
     except ValueError as error:
         parser.error(f"--{error}")
     config["data_sha256"] = hashes
+    if world > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
     torch.manual_seed(config["seed"])
     try:
-        raw_model = (model or GPT(model_config)).to(device)
+        raw_model = model or GPT(model_config)
+        if not ckpt and config["zero_init"]:
+            raw_model.zero_outputs()
+        raw_model.to(device)
     except (RuntimeError, MemoryError) as error:
-        sys.exit(f"train.py: a network of this size does not fit: {str(error).strip().splitlines()[0]}")
-    optimizer = configure_optimizer(raw_model, config, device)
+        fail(f"a network of this size does not fit: {str(error).strip().splitlines()[0]}")
+    optimizers = configure_optimizers(raw_model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-    step, best_val_loss = 0, math.inf
+    step, best_val_loss, stale = 0, math.inf, 0  # stale: evaluations since the best one
     if ckpt:
         try:
-            chosen = [{key: group[key] for key in ("betas", "weight_decay")} for group in optimizer.param_groups]
-            optimizer.load_state_dict(ckpt["optimizer"])
-            for group, settings in zip(optimizer.param_groups, chosen):
-                group |= settings  # flags override what the checkpoint had
+            for optimizer, state in zip(optimizers, ckpt["optimizer"], strict=True):
+                chosen = [
+                    {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+                ]
+                optimizer.load_state_dict(state)
+                for group, settings in zip(optimizer.param_groups, chosen):
+                    group |= settings  # flags override what the checkpoint had
             if scaler.is_enabled() and ckpt["scaler"]:
                 scaler.load_state_dict(ckpt["scaler"])
-            step, best_val_loss = ckpt["iter_num"], float(ckpt["best_val_loss"])
-            if not (isinstance(step, int) and step >= 0):
-                raise ValueError(f"iter_num={step!r}")
-            torch.set_rng_state(ckpt["rng_state"]["torch"])
-            if device.type == "cuda" and ckpt["rng_state"]["cuda"] is not None:
-                torch.cuda.set_rng_state(ckpt["rng_state"]["cuda"], device)
+            step, best_val_loss, stale = ckpt["iter_num"], float(ckpt["best_val_loss"]), ckpt["stale"]
+            if not (isinstance(step, int) and step >= 0 and isinstance(stale, int)):
+                raise ValueError(f"iter_num={step!r}, stale={stale!r}")
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            sys.exit(f"train.py: {out_dir / 'last.pt'} does not hold the state of this run ({error!r}): start anew")
+            fail(f"{out_dir / 'last.pt'} does not hold the state of this run ({error!r}): start anew")
     first_step, max_iters = step, config["max_iters"]
     if step >= max_iters:
         print(f"the run in {out_dir} is at step {step} of {max_iters} already: --max_iters {2 * step} would go on")
@@ -366,36 +451,48 @@ def main():
     # what sample.py --draft ngram guesses from: 8 bytes each (12 if there are many characters), for 64 of weights
     ngrams = count_ngrams(data["train"], len(chars), sum(p.numel() for p in raw_model.parameters()) // 16)
     model = compiled(raw_model) if config["compile"] else raw_model
+    if world > 1:
+        model = DistributedDataParallel(model)
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    if not first_step:
-        set_aside(out_dir)
-    chars_before, seconds_before = trim_log(out_dir / "log.csv", step)
-    chars_a_step = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
+    chars_before = seconds_before = 0
+    if rank == 0:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            held = held or lock(out_dir)
+        except ValueError as error:
+            fail(error)
+        if not first_step:
+            set_aside(out_dir)
+        chars_before, seconds_before = trim_log(out_dir / "log.csv", step)
+    micro_steps, batch_size, block_size = (
+        config[name] for name in ("gradient_accumulation_steps", "batch_size", "block_size")
+    )
+    chars_a_step = micro_steps * batch_size * block_size
     print(
-        f"{'resuming' if first_step else 'training'} preset {config['preset']} on {device} in {str(dtype)[6:]}: "
-        f"{config['n_layer']} layers, {config['n_head']} heads, {config['n_embd']} wide, "
-        f"context {config['block_size']}, "
+        f"{'resuming' if first_step else 'training'} preset {config['preset']}, recipe {config['recipe']}, on {device}"
+        f"{f' and {world - 1} more' if world > 1 else ''} in {str(dtype)[6:]}: "
+        f"{config['n_layer']} layers, {config['n_head']} heads, {config['n_embd']} wide, context {block_size}, "
         f"{sum(p.numel() for p in raw_model.parameters()) / 1e6:.2f}M parameters; "
         f"steps {first_step}..{max_iters} of {chars_a_step:,} characters",
         flush=True,
     )
 
     def save(name):
+        if rank:
+            return
         with torch.no_grad(), eval_mode(raw_model), autocast:
             _, loss = raw_model(x, y)  # the last update may have broken the weights, and no loss has shown it yet
         check_finite(loss.item())
-        state = dict(model=raw_model.state_dict(), model_args=asdict(model_config), optimizer=optimizer.state_dict())
-        state |= dict(iter_num=step, best_val_loss=best_val_loss, config=config, chars=chars, ngrams=ngrams)
-        cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        state |= dict(scaler=scaler.state_dict(), rng_state={"torch": torch.get_rng_state(), "cuda": cuda_state})
+        state = dict(model=raw_model.state_dict(), model_args=asdict(model_config), config=config, chars=chars)
+        state |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
+        state |= dict(iter_num=step, best_val_loss=best_val_loss, stale=stale, ngrams=ngrams)
         save_checkpoint(out_dir / name, state)
 
     def check_finite(loss):
         if not math.isfinite(loss):
             bar.close()
-            sys.exit(
-                f"train.py: stopped at step {step}: the loss is {loss}; as a rule a smaller --learning_rate "
+            fail(
+                f"stopped at step {step}: the loss is {loss}; as a rule a smaller --learning_rate "
                 f"helps (it was {config['learning_rate']}). The checkpoints in {out_dir} are from before that"
             )
 
@@ -403,7 +500,8 @@ def main():
 
     def on_signal(signum, frame):
         signals.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        if world == 1:  # torchrun passes on what a terminal has sent to all already
+            signal.signal(signum, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
@@ -411,58 +509,65 @@ def main():
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, on_signal)
 
-    on_terminal = sys.stderr.isatty()
+    on_terminal = sys.stderr.isatty() and rank == 0
     columns, rows = shutil.get_terminal_size((100, 24))  # a terminal of size 0, as notebooks have, shows no bar
     bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, ncols=columns, nrows=rows)
     began = mark = time.perf_counter()  # mark: since when the training steps of the next row have run
-    loss_sum, loss_steps, val_loss = torch.zeros((), device=device), 0, None
-    while step < max_iters:
+    loss_sum, loss_steps, val_loss, stopping = torch.zeros((), device=device), 0, None, 0
+    while step < max_iters and not stopping:
         lr = get_lr(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        for micro_step in range(config["gradient_accumulation_steps"]):
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak"] * (lr / config["learning_rate"] if lr else 0.0)
+        for micro_step in range(micro_steps):
             x, y = get_batch(
-                data["train"], config["seed"], step, micro_step, config["batch_size"], config["block_size"], device
+                data["train"], config["seed"], step, micro_step, batch_size, block_size, device, rank, world
             )
+            if config["dropout"]:  # its masks are a function of the place in the run, too
+                torch.manual_seed(
+                    int(np.random.SeedSequence((config["seed"], step, micro_step, rank)).generate_state(1)[0])
+                )
+            if world > 1:  # gradients are averaged over the ranks in the last backward only
+                model.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast:
                 _, loss = model(x, y)
-            loss = loss / config["gradient_accumulation_steps"]
+            loss = loss / micro_steps
             scaler.scale(loss).backward()
             loss_sum += loss.detach()
         if config["grad_clip"]:
-            scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config["grad_clip"])
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        raw_model.zero_grad(set_to_none=True)
         step, loss_steps = step + 1, loss_steps + 1
         bar.update()
 
         evaluating = step % config["eval_interval"] == 0 or step == max_iters
-        stopping = bool(signals)
+        stopping = int(over_ranks(signals[0] if signals else 0, dist.ReduceOp.MAX))
         saving = evaluating or stopping or step % config["save_interval"] == 0
         if not saving and step % config["log_interval"]:
             continue
 
-        row = dict(
-            step=step,
-            chars=chars_before + (step - first_step) * chars_a_step,
-            train_loss=loss_sum.item() / loss_steps,
-            lr=lr,
-        )
+        row = dict(step=step, chars=chars_before + (step - first_step) * chars_a_step, lr=lr)
+        row["train_loss"] = over_ranks(loss_sum.item()) / world / loss_steps
         row["tokens_per_s"] = round(loss_steps * chars_a_step / (time.perf_counter() - mark))
         check_finite(row["train_loss"])  # a sum stays NaN or infinite once it is
         if evaluating:
-            val_loss = row["val_loss"] = evaluate(raw_model, data["val"], config["block_size"], device, autocast)
+            val_loss = 0.0 if rank else evaluate(raw_model, data["val"], block_size, device, autocast)
+            val_loss = row["val_loss"] = over_ranks(val_loss)
             check_finite(val_loss)
+            stale += 1
             if val_loss < best_val_loss:
-                best_val_loss = val_loss
+                best_val_loss, stale = val_loss, 0
                 save("ckpt.pt")
         if saving:
             save("last.pt")
         row["seconds"] = round(seconds_before + time.perf_counter() - began, 3)
-        with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as f:
-            csv.DictWriter(f, LOG_FIELDS).writerow(row)
+        if rank == 0:
+            with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as f:
+                csv.DictWriter(f, LOG_FIELDS).writerow(row)
         shown = f"loss {row['train_loss']:.4f}, val {'-' if val_loss is None else f'{val_loss:.4f}'}"
         shown += f", {row['tokens_per_s']:,} tokens/s"
         bar.set_postfix_str(shown)
@@ -471,14 +576,24 @@ def main():
             print(f"step {step}/{max_iters}: {shown}, {left:.0f} s left", flush=True)
         loss_sum.zero_()
         loss_steps, mark = 0, time.perf_counter()
-        if stopping:
+        if config["patience"] and stale >= config["patience"]:
             break
     bar.close()
+    if world > 1:
+        dist.destroy_process_group()
+    if rank:
+        return
+    if config["plot"]:
+        plot(out_dir)
 
-    if step < max_iters:
+    if stopping:
         command = f"python train.py --init_from resume --out_dir {shlex.quote(str(out_dir))}"
         print(f"stopped at step {step} of {max_iters} and saved; to go on: {command}")
-        sys.exit(128 + signals[0])
+        sys.exit(128 + stopping)
+    if step < max_iters:
+        print(
+            f"stopped at step {step} of {max_iters}: {stale} evaluations have brought no better val loss (--patience)"
+        )
     print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {time.perf_counter() - began:.0f} s. A sample:\n")
     start = torch.full((1, 1), max(chars.find("\n"), 0), device=device)
     print("".join(chars[i] for i in raw_model.generate(start, 300, seed=config["seed"])[0].tolist()))

@@ -48,7 +48,8 @@ def data_dir(tmp_path_factory):
     return folder
 
 
-TINY = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 4 --pos_emb learned --device cpu".split()
+TINY = "--recipe nanogpt --learning_rate 3e-3 --n_layer 2 --n_head 2 --n_embd 32 --block_size 32".split()
+TINY += "--batch_size 4 --device cpu".split()
 
 
 @pytest.fixture(scope="session")

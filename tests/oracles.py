@@ -66,6 +66,8 @@ def textbook_logits(state, args, ids):
             group = head // (n_head // n_kv_head)  # the key/value head that serves this query head
             q_h = q[:, head * size : (head + 1) * size]
             k_h, v_h = (z[:, group * size : (group + 1) * size] for z in (k, v))
+            if args.get("qk_norm"):
+                q_h, k_h = norm(q_h, f"{name}.q_norm"), norm(k_h, f"{name}.k_norm")
             if rope:
                 q_h, k_h = turned(q_h), turned(k_h)
             scores = q_h @ k_h.T / math.sqrt(size)

@@ -23,6 +23,7 @@ KINDS = [
     dict(zip(("pos_emb", "norm_first", "n_kv_head"), values))
     for values in itertools.product(("learned", "rope"), (True, False), (None, 2, 1))
 ]
+KINDS += [dict(pos_emb="rope", qk_norm=True, n_kv_head=n_kv_head) for n_kv_head in (None, 2)]  # the modern recipe's
 
 
 def lively(config, seed=0):
@@ -248,7 +249,7 @@ def test_heads_hold_the_keys_and_values_of_every_position_so_far(kind):
         assert all(head.key_cache.shape == head.value_cache.shape == (2, end, 8) for head in heads)
     attn = model.transformer.h[0].attn
     x = model.transformer.wte(idx) + (model.transformer.wpe.weight[:9] if kind["pos_emb"] == "learned" else 0)
-    x = model.transformer.h[0].ln_1(x) if kind["norm_first"] else x
+    x = model.transformer.h[0].ln_1(x) if kind.get("norm_first", True) else x
     k, v = attn.c_attn(x)[..., 32:].split(n_kv_head * 8, dim=-1)
     for i in range(n_kv_head):
         torch.testing.assert_close(attn.heads[i].value_cache, v[..., i * 8 : i * 8 + 8])

@@ -29,10 +29,12 @@ from torch.nn import functional as F
 import train
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
+from optim import configure_optimizers, get_lr, orthogonalize
 
-SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu".split()
-# what a resume has to carry over, all at once: dropout's random numbers, micro-steps, warm-up and the cosine
-STATEFUL = [*SMALL, *"--dropout 0.2 --gradient_accumulation_steps 2 --warmup_iters 4".split()]
+SMALL = "--recipe nanogpt --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu".split()
+# what a resume has to carry over, all at once: dropout's random numbers, micro-steps, warm-up and the way down, and the
+# state of both optimizers
+STATEFUL = [*SMALL, *"--recipe modern --dropout 0.2 --gradient_accumulation_steps 2 --warmup_iters 4".split()]
 BROKEN = "--learning_rate 1e30 --min_lr 1e30 --warmup_iters 0 --grad_clip 0".split()  # one such step ends in NaN
 HEADER = "step,chars,seconds,train_loss,val_loss,lr,tokens_per_s".split(",")
 CPU = torch.device("cpu")
@@ -100,7 +102,7 @@ def log(out_dir):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
 def same(a, b):
@@ -119,7 +121,6 @@ def assert_same_run(a, b):
     assert a["iter_num"] == b["iter_num"]
     assert same(a["model"], b["model"])
     assert same(a["optimizer"], b["optimizer"])
-    assert same(a["rng_state"], b["rng_state"])
 
 
 def write_data(folder, text):
@@ -248,7 +249,7 @@ def test_without_flags_the_size_suits_the_device_and_is_said(data_dir, tmp_path)
     )
     first = result.stdout.splitlines()[0]
     for words in (
-        f"preset {expected[0]} on {expected[1]}",
+        f"preset {expected[0]}, recipe modern, on {expected[1]}",
         f"{expected[2]} layers",
         f"{expected[3]} wide",
         "context 256",
@@ -274,7 +275,7 @@ def test_a_presets_figures_reach_the_run_and_flags_override_them(preset, figures
     for name, value in (figures | small).items():
         assert ckpt["config"][name] == value
         assert ckpt["model_args"].get(name, value) == value
-    assert f"preset {preset} " in result.stdout.splitlines()[0]
+    assert f"preset {preset}, " in result.stdout.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,8 @@ def test_a_text_shorter_than_the_context_is_one_line_and_one_just_long_enough_tr
 def test_the_learning_rate_warms_up_falls_as_a_cosine_and_stays_at_min_lr(peak, share, warmup, length):
     end, floor = warmup + length, peak * share
     config = dict(learning_rate=peak, warmup_iters=warmup, lr_decay_iters=end, min_lr=floor, max_iters=10)
-    lr = [train.get_lr(step, config) for step in range(end + 50)]
+    config |= dict(lr_level=0.0, lr_decay="cosine")
+    lr = [get_lr(step, config) for step in range(end + 50)]
     assert lr[:warmup] == pytest.approx([peak * (i + 1) / (warmup + 1) for i in range(warmup)])
     assert lr[warmup] == pytest.approx(peak)
     cosine = [floor + (peak - floor) * math.cos(math.pi / 2 * i / length) ** 2 for i in range(length)]
@@ -416,11 +418,27 @@ def test_the_learning_rate_warms_up_falls_as_a_cosine_and_stays_at_min_lr(peak, 
     assert lr[end:] == pytest.approx([floor] * 50)
 
 
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_level_learning_rate_falls_after_its_share_of_the_steps(decay):
+    config = dict(learning_rate=2.0, warmup_iters=10, lr_decay_iters=None, min_lr=0.0, max_iters=110)
+    config |= dict(lr_level=0.4, lr_decay=decay)
+    lr = [get_lr(step, config) for step in range(120)]
+    assert (
+        lr[10:51] == pytest.approx([2.0] * 41)
+        and lr[80] == pytest.approx(1.0)
+        and lr[110:] == pytest.approx([0.0] * 10)
+    )
+    falls = [a - b for a, b in itertools.pairwise(lr[50:111])]
+    assert all(fall > 0 for fall in falls)
+    assert (max(falls) - min(falls) < 1e-9) == (decay == "linear")
+
+
 def test_the_learning_rates_defaults_end_at_a_tenth_after_max_iters():
     config = dict(learning_rate=0.5, warmup_iters=0, lr_decay_iters=None, min_lr=None, max_iters=100)
-    assert train.get_lr(100, config) == train.get_lr(1000, config) == pytest.approx(0.05)
-    assert train.get_lr(99, config) > 0.05
-    assert train.get_lr(100, config | {"min_lr": 0.0}) == 0  # given as 0 is not: not given
+    config |= dict(lr_level=0.0, lr_decay="cosine")
+    assert get_lr(100, config) == get_lr(1000, config) == pytest.approx(0.05)
+    assert get_lr(99, config) > 0.05
+    assert get_lr(100, config | {"min_lr": 0.0}) == 0  # given as 0 is not: not given
 
 
 @pytest.mark.parametrize(
@@ -428,8 +446,9 @@ def test_the_learning_rates_defaults_end_at_a_tenth_after_max_iters():
 )
 def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(change):
     model = GPT(GPTConfig(**(dict(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, bias=False) | change)))
-    config = dict(weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95)
-    groups = train.configure_optimizer(model, config, CPU).param_groups
+    config = dict(optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95)
+    (optimizer,) = configure_optimizers(model, config, CPU)
+    groups = optimizer.param_groups
     where = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
     assert sorted(i for i, _ in where) == sorted({id(p) for p in model.parameters()})
     assert all(group["betas"] == (0.8, 0.95) for group in groups)
@@ -441,6 +460,67 @@ def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(chang
     assert dict(where) == expected
 
 
+@given(
+    rows=st.integers(1, 24),
+    cols=st.integers(1, 24),
+    n=st.integers(1, 3),
+    size=st.floats(1e-6, 1e6),
+    seed=st.integers(0, 99),
+)
+def test_an_orthogonalized_matrix_keeps_its_directions_and_loses_its_lengths(rows, cols, n, size, seed):
+    """Against the singular value decomposition, in float64: U S V^T becomes U S' V^T with S' near 1."""
+    x = torch.randn(n, rows, cols, generator=torch.Generator().manual_seed(seed)) * size
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    core = u.mT @ orthogonalize(x).double() @ vt.mT
+    moved = core.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(core, torch.diag_embed(moved), atol=2e-2, rtol=0)  # the directions are the same
+    loud = s > 0.05 * s.norm(dim=-1, keepdim=True)
+    assert moved[loud].min() > 0.5 and moved.max() < 1.4
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_muon_is_momentum_then_the_nearest_orthogonal_step_for_q_k_and_v_apart(kv_heads):
+    """Three steps of both optimizers, with Muon's step written out for one matrix after the other."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, n_kv_head=kv_heads, qk_norm=True))
+    config = dict(optimizer="muon", weight_decay=0.1, learning_rate=1e-2, beta1=0.9, beta2=0.95)
+    optimizers = configure_optimizers(model, config | dict(muon_learning_rate=0.03), CPU)
+    matrices = {name: p for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
+    muons = {id(p) for group in optimizers[1].param_groups for p in group["params"]}
+    assert muons == set(map(id, matrices.values()))
+    kv = (kv_heads or 2) * 4
+    expected = {name: p.detach().clone() for name, p in matrices.items()}
+    momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
+    for step in range(3):
+        idx = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        for name, p in matrices.items():
+            momenta[name] = 0.95 * momenta[name] + 0.05 * p.grad
+            ahead = 0.05 * p.grad + 0.95 * momenta[name]
+            new = []
+            for part, update in zip(
+                *(x.split([8, kv, kv] if "c_attn" in name else [len(p)]) for x in (expected[name], ahead))
+            ):
+                rows, cols = part.shape
+                new.append(part - 0.03 * max(1, rows / cols) ** 0.5 * orthogonalize(update[None])[0])
+            expected[name] = torch.cat(new)
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, p in matrices.items():
+            torch.testing.assert_close(p.detach(), expected[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_modern_run_begins_at_the_uniform_guess_and_has_every_parameter_in_one_group(data_dir, tmp_path):
+    flags = [*SMALL, "--recipe", "modern", "--data_dir", data_dir, "--out_dir", tmp_path, "--log_interval", 1]
+    ok(here(*flags, "--max_iters", 2))
+    rows, ckpt = log(tmp_path), load(tmp_path / "last.pt")
+    assert ckpt["model_args"]["pos_emb"] == "rope" and ckpt["model_args"]["qk_norm"]
+    states = [len(state["state"]) for state in ckpt["optimizer"]]
+    assert len(states) == 2 and sum(states) == len(list(GPT(GPTConfig(**ckpt["model_args"])).parameters()))
+    assert float(rows[0]["train_loss"]) == pytest.approx(math.log(len(ckpt["chars"])), rel=0.02)
+
+
 def gradient_of_one_step(data_dir, out_dir, *flags):
     """{name: gradient} that AdamW saw in a run of one step, whose weights (lr 0) are still those it began with."""
     flags = [*flags, "--learning_rate", "0", "--max_iters", "1", "--data_dir", data_dir, "--out_dir", out_dir]
@@ -448,8 +528,8 @@ def gradient_of_one_step(data_dir, out_dir, *flags):
     ckpt = load(out_dir / "last.pt")
     model = GPT(GPTConfig(**ckpt["model_args"]))
     model.load_state_dict(ckpt["model"])
-    optimizer = train.configure_optimizer(model, ckpt["config"], CPU)
-    optimizer.load_state_dict(ckpt["optimizer"])
+    (optimizer,) = configure_optimizers(model, ckpt["config"], CPU)
+    optimizer.load_state_dict(*ckpt["optimizer"])
     return model, {name: optimizer.state[p]["exp_avg"] / 0.1 for name, p in model.named_parameters()}
 
 
@@ -515,7 +595,7 @@ def test_intervals_change_nothing_and_a_run_has_as_many_steps_as_it_says(data_di
         ok((here if i else child)(*flags, *intervals))
         ckpt = load(tmp_path / str(i) / "last.pt")
         assert ckpt["iter_num"] == 7
-        assert {state["step"].item() for state in ckpt["optimizer"]["state"].values()} == {7}
+        assert {state["step"].item() for state in ckpt["optimizer"][0]["state"].values()} == {7}
         assert_same_run(tmp_path / str(i), tmp_path / "0")
         expected = [step for step in range(1, 8) if step == 7 or not (step % evals and step % saves and step % logs)]
         assert [int(row["step"]) for row in log(tmp_path / str(i))] == expected
@@ -615,7 +695,7 @@ def test_checkpoints_hold_tensors_and_plain_values_under_the_promised_keys(train
     for name in ("ckpt.pt", "last.pt"):
         ckpt = load(trained / name)
         assert set(ckpt) == set(
-            "model model_args optimizer iter_num best_val_loss config chars ngrams scaler rng_state".split()
+            "model model_args optimizer iter_num best_val_loss stale config chars ngrams scaler".split()
         )
         walk(ckpt)
         weights = sum(p.nbytes for p in GPT(GPTConfig(**ckpt["model_args"])).parameters())
@@ -841,12 +921,12 @@ def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
 
 
 def test_max_iters_reached_already_is_said_and_changes_nothing(out):
-    before, times = contents(out), {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    before, times = contents(out), {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     for flags in ([], ["--max_iters", "60"], ["--max_iters", "10"]):
         result = ok(here("--init_from", "resume", "--out_dir", out, *flags))
         assert "60" in result.stdout and "already" in result.stdout and len(result.stdout.splitlines()) == 1
     assert contents(out) == before
-    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
+    assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == times
 
 
 @pytest.mark.parametrize("flag, values", [("weight_decay", (0, 0.9)), ("beta1", (0.1, 0.99)), ("beta2", (0.1, 0.999))])
@@ -939,7 +1019,7 @@ def test_a_last_checkpoint_that_is_something_else_is_refused(raw, out):
 
 
 @pytest.mark.parametrize(
-    "change", ["optimizer", "iter_num", "config", "rng_state", "config.n_layer", "config.data_sha256"]
+    "change", ["optimizer", "iter_num", "config", "stale", "config.n_layer", "config.recipe", "config.data_sha256"]
 )
 def test_a_checkpoint_that_lacks_what_a_run_needs_is_refused(change, out):
     """One of nanoGPT, or of an older version of this kit."""
@@ -975,6 +1055,138 @@ def test_a_malicious_last_checkpoint_is_refused_and_runs_nothing(kind, out, tmp_
     with contextlib.suppress(Exception):
         torch.load(out / "last.pt", weights_only=False)
     assert trap.exists()  # the trap works
+
+
+# -- more than one process ---------------------------------------------------------------------------------------------
+
+
+def torchrun(*flags, processes=2, **kwargs):
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py", *flags]
+    return run(*command, env=ONE_THREAD, **kwargs)
+
+
+def test_two_processes_train_as_one_does_on_the_same_global_batch(data_dir, tmp_path):
+    """Losses, gradients (those that AdamW has seen) and weights; and one resumes what the other began."""
+    flags = [*SMALL, "--gradient_accumulation_steps", 2, "--batch_size", 4, "--log_interval", 1, "--data_dir", data_dir]
+    for recipe in ("nanogpt", "modern"):
+        each = [*flags, "--recipe", recipe, "--max_iters", 5, "--eval_interval", 2]
+        two, one = tmp_path / f"two {recipe}", tmp_path / f"one {recipe}"
+        result = ok(torchrun(*each, "--out_dir", two))
+        assert result.stdout.count("step 5/5") == 1 and "and 1 more" in result.stdout
+        ok(here(*each, "--out_dir", one))
+        a, b = load(two / "last.pt"), load(one / "last.pt")
+        for ours, theirs in zip(a["optimizer"], b["optimizer"], strict=True):
+            for i, state in theirs["state"].items():
+                for name in state:
+                    torch.testing.assert_close(ours["state"][i][name], state[name], rtol=1e-2, atol=1e-5)
+        for name in b["model"]:
+            torch.testing.assert_close(a["model"][name], b["model"][name], rtol=1e-3, atol=1e-4)
+        for name in ("train_loss", "val_loss"):
+            losses = [[float(row[name] or 0) for row in log(folder)] for folder in (two, one)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        assert contents(two).keys() == contents(one).keys()
+    ok(torchrun("--init_from", "resume", "--out_dir", one, "--max_iters", 7))
+    ok(here("--init_from", "resume", "--out_dir", two, "--max_iters", 7))
+    assert [int(row["step"]) for row in log(one)] == [int(row["step"]) for row in log(two)] == list(range(1, 8))
+
+
+def test_two_processes_resume_to_the_bit_with_dropout(data_dir, tmp_path):
+    flags = [*STATEFUL, "--lr_decay_iters", 8, "--data_dir", data_dir]
+    ok(torchrun(*flags, "--max_iters", 8, "--out_dir", tmp_path / "whole"))
+    ok(torchrun(*flags, "--max_iters", 4, "--out_dir", tmp_path / "halves"))
+    ok(torchrun("--init_from", "resume", "--out_dir", tmp_path / "halves", "--max_iters", 8))
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_a_batch_that_cannot_be_shared_is_named_once(data_dir, tmp_path):
+    result = torchrun(*SMALL, "--batch_size", 3, "--data_dir", data_dir, "--out_dir", tmp_path / "out")
+    assert result.returncode != 0 and not (tmp_path / "out").exists()
+    lines = [line for line in result.stderr.splitlines() if line.startswith("train.py:")]
+    assert len(lines) == 1 and "--batch_size 3" in lines[0], result.stderr
+
+
+def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
+    flags = [*STATEFUL, "--max_iters", 10**6, "--log_interval", 5, "--data_dir", data_dir, "--out_dir", tmp_path]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *flags]
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=os.environ | ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stdout = ""
+    while "\nstep 15/" not in stdout and (line := process.stdout.readline()):
+        stdout += line
+    process.send_signal(signal.SIGTERM)
+    rest, stderr = process.communicate(timeout=90)
+    stopped = load(tmp_path / "last.pt")["iter_num"]
+    assert stopped >= 15 and f"stopped at step {stopped} " in rest, stderr
+    ok(torchrun("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", stopped + 2))
+
+
+# -- one run in an out_dir, and its death ------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir, tmp_path):
+    """By a lock that needs no cleaning up: kill -9 frees it."""
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 10**6, "--log_interval", 1]
+    process = start(*flags, "--save_interval", 2)
+    with process:
+        for line in process.stdout:
+            if line.startswith("step 4/"):
+                break
+        for more in (flags, ["--init_from", "resume", "--out_dir", tmp_path]):
+            assert_one_line(child(*more), tmp_path, "another run")
+        assert not (tmp_path / "previous").exists()
+        process.kill()
+    ok(child("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", load(tmp_path / "last.pt")["iter_num"] + 2))
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_one(data_dir, tmp_path):
+    """kill -9, at least 20 times, from the first import to the last save; whatever is there then loads and goes on."""
+    flags = [*STATEFUL, "--save_interval", 7, "--eval_interval", 11, "--log_interval", 3, "--data_dir", data_dir]
+    steps, out, rng = 1500, tmp_path / "out", np.random.default_rng(0)
+    ok(child(*flags, "--max_iters", steps, "--out_dir", tmp_path / "whole"))
+    kills, progress = 0, set()
+    while not (out / "last.pt").exists() or load(out / "last.pt")["iter_num"] < steps:
+        assert kills < 300, "it gets nowhere"
+        resume = ["--init_from", "resume"] if (out / "last.pt").exists() else []
+        process = start(*flags, *resume, "--max_iters", steps, "--out_dir", out)
+        if kills < 25 or not resume:
+            for line in process.stdout:  # past the imports, most times; they take longer than anything else
+                if line.startswith("step") or rng.random() < 0.1:
+                    break
+            time.sleep(rng.uniform(0, 0.25))
+            process.kill()
+            kills += 1
+        _, stderr = process.communicate(timeout=120)
+        assert "Traceback" not in stderr and "train.py:" not in stderr, stderr
+        if (out / "last.pt").exists():
+            progress.add(load(out / "last.pt")["iter_num"])
+            log(out)
+    assert kills >= 20 and len(progress) > 5
+    assert_same_run(tmp_path / "whole", out)
+    assert [row["step"] for row in log(out)] == [row["step"] for row in log(tmp_path / "whole")]
+    assert not [path for path in out.iterdir() if path.suffix == ".tmp"]
+
+
+def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_dir, tmp_path):
+    flags = [*SMALL, "--learning_rate", 0, "--max_iters", 50, "--eval_interval", 2, "--patience", 3]
+    result = ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
+    assert load(tmp_path / "last.pt")["iter_num"] == 8  # the first evaluation is the best, three more are no better
+    assert load(tmp_path / "ckpt.pt")["iter_num"] == 2 and "--patience" in result.stdout
+
+
+def test_plot_draws_this_run_and_the_one_before(data_dir, tmp_path):
+    flags = [*SMALL, "--max_iters", 6, "--eval_interval", 2, "--data_dir", data_dir, "--out_dir", tmp_path, "--plot"]
+    ok(here(*flags))
+    alone = (tmp_path / "loss.png").read_bytes()
+    ok(here(*flags))
+    both = (tmp_path / "loss.png").read_bytes()
+    assert alone[:8] == both[:8] == b"\x89PNG\r\n\x1a\n" and alone != both
 
 
 # -- a loss that is no number ------------------------------------------------------------------------------------------
