@@ -34,7 +34,7 @@ class GPTConfig:
     bias: bool = True  # in the Linears and LayerNorms
     n_kv_head: int | None = None  # None: n_head; fewer: grouped-query attention; 1: multi-query
     mlp_ratio: float = 4  # width of the MLP's hidden layer, in units of n_embd
-    activation: str = "gelu"  # "gelu" is exact, "gelu_tanh" GPT-2's approximation
+    activation: str = "gelu"  # "gelu" is exact, "gelu_tanh" GPT-2's approximation; "swiglu" (arXiv:2002.05202)
     pos_emb: str = "learned"  # a table, as GPT-2; or "rope", rotary (Su et al. 2021, arXiv:2104.09864)
     norm_first: bool = True  # False: post-LN as in Vaswani et al. 2017, then without a final norm
     tie_weights: bool = True  # lm_head shares wte's matrix
@@ -62,7 +62,8 @@ class GPTConfig:
         require(
             is_number[1] and 1 <= self.mlp_ratio * self.n_embd < 2**31, "mlp_ratio", "must be positive and not huge"
         )
-        require(self.activation in ("gelu", "gelu_tanh"), "activation", "must be 'gelu' or 'gelu_tanh'")
+        activations = ("gelu", "gelu_tanh", "swiglu")
+        require(self.activation in activations, "activation", "must be 'gelu', 'gelu_tanh' or 'swiglu'")
         require(self.pos_emb in ("learned", "rope"), "pos_emb", "must be 'learned' or 'rope'")
         if self.pos_emb == "rope":
             require(self.n_embd // self.n_head % 2 == 0, "n_embd", "rope turns pairs: n_embd / n_head must be even")
@@ -173,7 +174,7 @@ class CausalSelfAttention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = rotate(torch.cat((q, k), dim=1), *rope).split((self.n_head, self.n_kv_head), dim=1)
+            q, k = rotate(q, *rope), rotate(k, *rope)
 
         gqa = self.n_kv_head != self.n_head
         if pos is not None:
@@ -227,22 +228,33 @@ class Linear(nn.Linear):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it."""
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)  # turned in float32, whatever the dtype of x
+    """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it, the
+    first half of sin negated: coordinate i makes a pair with the one half a head away, which roll brings to it."""
+    wide = x.float()  # turned in float32, whatever the dtype of x
+    return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).type_as(x)
 
 
 class MLP(nn.Module):
+    """Two matrices around an activation. With swiglu three, of as many parameters: half of c_fc gates the other."""
+
     def __init__(self, config):
         super().__init__()
+        self.gated = config.activation == "swiglu"
         hidden = int(config.mlp_ratio * config.n_embd)
-        self.c_fc = Linear(config.n_embd, hidden, bias=config.bias)
+        if self.gated:
+            hidden = 8 * math.ceil(hidden * 2 / 3 / 8)
+        self.c_fc = Linear(config.n_embd, 2 * hidden if self.gated else hidden, bias=config.bias)
         self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         self.dropout = config.dropout
 
     def forward(self, x):
-        x = F.gelu(self.c_fc(x), approximate=self.approximate)
+        x = self.c_fc(x)
+        if self.gated:
+            gate, x = x.chunk(2, dim=-1)
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x, approximate=self.approximate)
         x = self.c_proj(x)
         return F.dropout(x, self.dropout) if self.training else x
 
@@ -357,7 +369,8 @@ class GPT(nn.Module):
             hs, device = self.config.n_embd // self.config.n_head, self.lm_head.weight.device
             frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
             angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
-            self.rope = angle.cos(), angle.sin()
+            sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
+            self.rope = angle.cos(), angle.sin() * sign
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

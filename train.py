@@ -20,6 +20,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -40,12 +41,28 @@ from sample import OneLineParser, number, path, pick_device
 
 # -- the settings ------------------------------------------------------------------------------------------------------
 
-# a size, its context and how many characters it is trained on
+# a size, its context and how many characters it is trained on; a recipe's own way through as many characters
 PRESETS = {
     "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
-    "nanogpt-cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000),
-    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=3, max_iters=2000),
-    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
+    "nanogpt-cpu": dict(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=64,
+        batch_size=12,
+        max_iters=2000,
+    ),
+    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3000),
+    "gpu": dict(
+        n_layer=6,
+        n_head=6,
+        n_embd=384,
+        block_size=256,
+        batch_size=64,
+        max_iters=5000,
+        dropout=0.2,
+        modern=dict(max_iters=2000, dropout=0.3),
+    ),
 }
 # a network and how it learns
 RECIPES = {
@@ -53,8 +70,7 @@ RECIPES = {
     "modern": dict(
         pos_emb="rope",
         qk_norm=True,
-        activation="gelu_tanh",
-        tie_weights=False,
+        activation="swiglu",
         zero_init=True,
         optimizer="muon",
         learning_rate=1e-2,
@@ -95,19 +111,19 @@ FLAGS = {
     "dropout": (0.0, number(float, "[0, 1)"), "dropout probability"),
     "bias": (False, boolean, "biases in Linears and LayerNorms"),
     "mlp_ratio": (4, number(float, "[0, inf)"), "width of the MLP's hidden layer, in n_embd"),
-    "activation": ("gelu", ("gelu", "gelu_tanh"), "exact or GPT-2's tanh GELU"),
+    "activation": ("gelu", ("gelu", "gelu_tanh", "swiglu"), "exact GELU, GPT-2's tanh GELU, or SwiGLU"),
     "pos_emb": ("learned", ("learned", "rope"), "a table of positions, or rotary embeddings"),
     "norm_first": (True, boolean, "False: post-LN"),
     "tie_weights": (True, boolean, "lm_head shares the embedding's matrix"),
     "qk_norm": (False, boolean, "LayerNorm on queries and keys"),
-    "zero_init": (False, boolean, "begin with zeros in what is added to the residual stream, and in an untied lm_head"),
+    "zero_init": (False, boolean, "begin with zeros in what is added to the residual stream"),
     # optimization
     "optimizer": ("adamw", ("adamw", "muon"), "muon: for the matrices of the blocks, and adamw for the rest"),
     "batch_size": (12, positive, "sequences a micro-step"),
     "gradient_accumulation_steps": (1, positive, "micro-steps a step"),
     "max_iters": (2000, positive, "steps in all"),
     "learning_rate": (1e-3, number(float, "[0, inf)"), "peak learning rate, AdamW's"),
-    "muon_learning_rate": (0.01, number(float, "[0, inf)"), "Muon's"),
+    "muon_learning_rate": (0.006, number(float, "[0, inf)"), "Muon's"),
     "warmup_iters": (100, number(int, "[0, inf)"), "steps of linear warm-up"),
     "lr_level": (0.0, number(float, "[0, 1)"), "share of the steps after that at the peak"),
     "lr_decay": ("cosine", ("cosine", "linear"), "how the learning rate goes down to min_lr then"),
@@ -133,8 +149,9 @@ def parse_args(argv=None):
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    sources = PRESETS | RECIPES | {f"{key} {r}": p[r] for r in RECIPES for key, p in PRESETS.items() if r in p}
     for name, (default, kind, text) in FLAGS.items():
-        special = ", ".join(f"{d[name]} {key}" for key, d in (PRESETS | RECIPES).items() if name in d)
+        special = ", ".join(f"{source[name]} {key}" for key, source in sources.items() if name in source)
         default = ", ".join(filter(None, ("" if default is None else str(default), special)))
         text += f" (default: {default})" if default else ""
         options = (
@@ -327,6 +344,20 @@ def plot(out_dir):
     figure.savefig(out_dir / "loss.png", dpi=110)
 
 
+def matmul_peak(device, dtype):
+    """FLOP/s of the fastest square matrix product, measured now: what training is compared with."""
+    best = 0.0
+    for n in (512, 1024) if device.type == "cpu" else (4096, 8192):
+        a = torch.randn(n, n, device=device, dtype=dtype)
+        for _ in range(8):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            (a @ a)[0, 0].item()  # waits for the device
+            best = max(best, 2 * n**3 / (time.perf_counter() - began))
+    return best
+
+
 # -- more than one process ---------------------------------------------------------------------------------------------
 
 
@@ -392,7 +423,9 @@ def main():
             device = pick(config["device"])
             config["preset"] = config["preset"] or ("gpu" if device.type == "cuda" else "cpu")
             recipe = flags.get("recipe", FLAGS["recipe"][0])
-            config |= RECIPES[recipe] | PRESETS[config["preset"]] | flags
+            preset = PRESETS[config["preset"]]
+            preset = {name: value for name, value in preset.items() if name in FLAGS} | preset.get(recipe, {})
+            config |= RECIPES[recipe] | preset | flags
         if config["batch_size"] % world:
             raise ValueError(f"--batch_size {config['batch_size']} cannot be shared by {world} processes: no multiple")
         if config["plot"] and not importlib.util.find_spec("matplotlib"):
@@ -514,6 +547,7 @@ def main():
     bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, ncols=columns, nrows=rows)
     began = mark = time.perf_counter()  # mark: since when the training steps of the next row have run
     loss_sum, loss_steps, val_loss, stopping = torch.zeros((), device=device), 0, None, 0
+    rates = []  # characters a second in training, of each row
     while step < max_iters and not stopping:
         lr = get_lr(step, config)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -553,6 +587,7 @@ def main():
         row = dict(step=step, chars=chars_before + (step - first_step) * chars_a_step, lr=lr)
         row["train_loss"] = over_ranks(loss_sum.item()) / world / loss_steps
         row["tokens_per_s"] = round(loss_steps * chars_a_step / (time.perf_counter() - mark))
+        rates.append(row["tokens_per_s"])
         check_finite(row["train_loss"])  # a sum stays NaN or infinite once it is
         if evaluating:
             val_loss = 0.0 if rank else evaluate(raw_model, data["val"], block_size, device, autocast)
@@ -594,7 +629,16 @@ def main():
         print(
             f"stopped at step {step} of {max_iters}: {stale} evaluations have brought no better val loss (--patience)"
         )
-    print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {time.perf_counter() - began:.0f} s. A sample:\n")
+    seconds, peak = time.perf_counter() - began, matmul_peak(device, dtype)
+    # forward and backward: 6 a weight in a matrix; in attention 12 a layer, channel and position, as nanoGPT counts
+    flops = 6 * sum(p.numel() for name, p in raw_model.named_parameters() if p.dim() == 2 and "wpe" not in name)
+    flops += 12 * config["n_layer"] * config["n_embd"] * block_size
+    rate = statistics.median(rates)
+    print(
+        f"{rate:,.0f} tokens/s, {rate * flops / 1e9:,.0f} GFLOP/s: "
+        f"{rate * flops / peak / world:.0%} of the {peak / 1e9:,.0f} of a matrix product here"
+    )
+    print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     start = torch.full((1, 1), max(chars.find("\n"), 0), device=device)
     print("".join(chars[i] for i in raw_model.generate(start, 300, seed=config["seed"])[0].tolist()))
 

@@ -76,6 +76,9 @@ def textbook_logits(state, args, ids):
         return linear(torch.cat(outputs, dim=1), f"{name}.c_proj")
 
     def mlp(x, name):
+        if args.get("activation") == "swiglu":
+            gate, up = linear(x, f"{name}.c_fc").chunk(2, dim=1)
+            return linear(gate / (1 + torch.exp(-gate)) * up, f"{name}.c_proj")
         return linear(gelu(linear(x, f"{name}.c_fc"), tanh), f"{name}.c_proj")
 
     x = state["transformer.wte.weight"][list(ids)]

@@ -23,7 +23,8 @@ KINDS = [
     dict(zip(("pos_emb", "norm_first", "n_kv_head"), values))
     for values in itertools.product(("learned", "rope"), (True, False), (None, 2, 1))
 ]
-KINDS += [dict(pos_emb="rope", qk_norm=True, n_kv_head=n_kv_head) for n_kv_head in (None, 2)]  # the modern recipe's
+# the modern recipe's
+KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
 
 
 def lively(config, seed=0):
@@ -41,7 +42,7 @@ def lively(config, seed=0):
     "extra", [{}, dict(bias=False, activation="gelu_tanh", tie_weights=False, mlp_ratio=2)], ids=str
 )
 def test_logits_are_those_of_the_textbook_loop_over_heads(kind, extra):
-    model = lively(GPTConfig(**SHAPE, **kind, **extra))
+    model = lively(GPTConfig(**SHAPE, **(extra | kind)))
     idx = torch.randint(23, (3, 11))
     logits, loss = model(idx[:, :-1], targets=idx[:, 1:])
     expected = torch.stack([textbook_logits(model.state_dict(), vars(model.config), row[:-1].tolist()) for row in idx])
