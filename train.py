@@ -25,6 +25,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ RECIPES = {
         grad_clip=0.0,
         warmup_iters=0,
         lr_decay="linear",
-        lr_level=0.5,
+        lr_level=0.3,
         min_lr=0.0,
     ),
 }
@@ -123,7 +124,7 @@ FLAGS = {
     "gradient_accumulation_steps": (1, positive, "micro-steps a step"),
     "max_iters": (2000, positive, "steps in all"),
     "learning_rate": (1e-3, number(float, "[0, inf)"), "peak learning rate, AdamW's"),
-    "muon_learning_rate": (0.006, number(float, "[0, inf)"), "Muon's"),
+    "muon_learning_rate": (0.01, number(float, "[0, inf)"), "Muon's"),
     "warmup_iters": (100, number(int, "[0, inf)"), "steps of linear warm-up"),
     "lr_level": (0.0, number(float, "[0, 1)"), "share of the steps after that at the peak"),
     "lr_decay": ("cosine", ("cosine", "linear"), "how the learning rate goes down to min_lr then"),
@@ -201,12 +202,24 @@ def load_data(data_dir, block_size):
     return chars, data, hashes
 
 
-def get_batch(ids, seed, step, micro_step, batch_size, block_size, device, rank=0, world=1):
-    """x and y `(batch_size / world, block_size)`: this rank's rows of a batch that is a pure function of (seed, step,
-    micro_step), so that there is nothing to save or restore, and any number of processes sees the same batch."""
-    rng = np.random.default_rng((seed, step, micro_step))
-    starts = rng.integers(len(ids) - block_size, size=batch_size)[rank::world]
-    windows = torch.from_numpy(ids[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
+@lru_cache(maxsize=2)
+def window_starts(length, block_size, seed, epoch):
+    """Where an epoch's windows begin: the text is cut at a random offset into windows that share no character to be
+    predicted, in random order. So few characters are enough for all of the text to be seen before any comes again."""
+    rng = np.random.default_rng((seed, epoch))
+    offset = rng.integers(min(block_size, length - block_size))
+    return offset + block_size * rng.permutation((length - 1 - offset) // block_size)
+
+
+def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world=1):
+    """x and y `(batch_size / world, block_size)`: this rank's rows of the run's batch of that number, which is a pure
+    function of it and the seed, so that there is nothing to save or restore, and any number of processes sees the same.
+    """
+    an_epoch, starts = (len(ids) - 1) // block_size, []
+    for i in range(number * batch_size + rank, (number + 1) * batch_size, world):
+        windows = window_starts(len(ids), block_size, seed, i // an_epoch)
+        starts.append(windows[i % an_epoch % len(windows)])
+    windows = torch.from_numpy(ids[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int64))
     if device.type == "cuda":
         windows = windows.pin_memory().to(device, non_blocking=True)
     return windows[:, :-1], windows[:, 1:]
@@ -553,9 +566,8 @@ def main():
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak"] * (lr / config["learning_rate"] if lr else 0.0)
         for micro_step in range(micro_steps):
-            x, y = get_batch(
-                data["train"], config["seed"], step, micro_step, batch_size, block_size, device, rank, world
-            )
+            number = step * micro_steps + micro_step
+            x, y = get_batch(data["train"], config["seed"], number, batch_size, block_size, device, rank, world)
             if config["dropout"]:  # its masks are a function of the place in the run, too
                 torch.manual_seed(
                     int(np.random.SeedSequence((config["seed"], step, micro_step, rank)).generate_state(1)[0])

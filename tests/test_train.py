@@ -296,9 +296,9 @@ def test_a_dtype_that_the_device_cannot_train_in_is_one_line(data_dir, tmp_path)
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_a_pure_function_of_seed_step_and_micro_step():
+def test_a_batch_is_a_pure_function_of_the_seed_and_its_number():
     """Not of a generator's state: whatever was drawn before, in whatever order, the batch is the same."""
-    ids, keys = np.arange(3000, dtype="<u2"), list(itertools.product((0, 1, 2**40), (0, 1, 500), (0, 1, 2)))
+    ids, keys = np.arange(3000, dtype="<u2"), list(itertools.product((0, 1, 2**40), (0, 1, 2, 500, 10**9)))
     batches = {}
     for key in keys:
         batches[key] = train.get_batch(ids, *key, 8, 16, CPU)
@@ -316,8 +316,33 @@ def test_a_batch_is_a_pure_function_of_seed_step_and_micro_step():
 def test_batches_start_everywhere_up_to_the_last_whole_window(length):
     """An off-by-one would never show the last character, or read past the end of the text."""
     ids = np.arange(length, dtype="<u2")
-    starts = {i for step in range(40) for i in train.get_batch(ids, 3, step, 0, 8, 8, CPU)[0][:, 0].tolist()}
+    starts = {i for number in range(60) for i in train.get_batch(ids, 3, number, 8, 8, CPU)[0][:, 0].tolist()}
     assert starts == set(range(length - 8))
+
+
+@given(
+    length=st.integers(10, 400),
+    block_size=st.integers(1, 9),
+    batch_size=st.integers(1, 6),
+    world=st.integers(1, 3),
+    epoch=st.integers(0, 5),
+)
+def test_an_epoch_predicts_every_character_once_whoever_draws_the_batches(length, block_size, batch_size, world, epoch):
+    """But for less than a window at either end of the text."""
+    ids, an_epoch, batch_size = np.arange(length, dtype="<u2"), (length - 1) // block_size, batch_size * world
+    rows = {}
+    for number in range(epoch * an_epoch // batch_size, ((epoch + 1) * an_epoch - 1) // batch_size + 1):
+        ranks = [train.get_batch(ids, 7, number, batch_size, block_size, CPU, rank, world) for rank in range(world)]
+        whole = torch.empty(batch_size, block_size, dtype=torch.int64)
+        for rank, (_, y) in enumerate(ranks):
+            whole[rank::world] = y
+        assert torch.equal(whole, train.get_batch(ids, 7, number, batch_size, block_size, CPU)[1])
+        rows |= {number * batch_size + i: row.tolist() for i, row in enumerate(whole)}
+    predicted = [tuple(rows[i]) for i in range(epoch * an_epoch, (epoch + 1) * an_epoch)]
+    characters = sorted(character for row in set(predicted) for character in row)
+    assert (
+        len(set(characters)) == len(characters) >= length - 2 * block_size and len(predicted) - len(set(predicted)) <= 1
+    )
 
 
 @given(length=st.integers(2, 80), block_size=st.integers(1, 40), seed=st.integers(0, 9))
@@ -539,7 +564,7 @@ def test_micro_steps_make_the_gradient_of_one_large_batch_and_clipping_bounds_it
     """2 micro-steps of 4 sequences: their mean, neither their sum nor the last one; clipped as a whole, once."""
     model, seen = gradient_of_one_step(data_dir, tmp_path / "a", "--grad_clip", "0")
     ids = np.fromfile(data_dir / "train.bin", dtype="<u2")
-    x, y = (torch.cat(parts) for parts in zip(*(train.get_batch(ids, 1337, 0, i, 4, 16, CPU) for i in (0, 1))))
+    x, y = (torch.cat(parts) for parts in zip(*(train.get_batch(ids, 1337, i, 4, 16, CPU) for i in (0, 1))))
     model(x, y)[1].backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(seen[name], p.grad, rtol=1e-4, atol=1e-6)
@@ -568,7 +593,7 @@ def test_a_run_is_a_plain_loop_of_adamw_steps(data_dir, tmp_path):
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
     rates = [1e-2 / 3, 2e-2 / 3, 1e-2, 7.75e-3, 3.25e-3, 1e-3]
     for step, lr in enumerate(rates):
-        loss = model(*train.get_batch(ids, 1337, step, 0, 2, 16, CPU))[1]
+        loss = model(*train.get_batch(ids, 1337, step, 2, 16, CPU))[1]
         losses.append(loss.item())
         grads = torch.autograd.grad(loss, params)
         scale = min(1.0, 0.5 / math.sqrt(sum(g.double().pow(2).sum().item() for g in grads)))
@@ -1092,6 +1117,7 @@ def test_two_processes_train_as_one_does_on_the_same_global_batch(data_dir, tmp_
     assert [int(row["step"]) for row in log(one)] == [int(row["step"]) for row in log(two)] == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_two_processes_resume_to_the_bit_with_dropout(data_dir, tmp_path):
     flags = [*STATEFUL, "--lr_decay_iters", 8, "--data_dir", data_dir]
     ok(torchrun(*flags, "--max_iters", 8, "--out_dir", tmp_path / "whole"))
@@ -1107,6 +1133,7 @@ def test_a_batch_that_cannot_be_shared_is_named_once(data_dir, tmp_path):
     assert len(lines) == 1 and "--batch_size 3" in lines[0], result.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
     flags = [*STATEFUL, "--max_iters", 10**6, "--log_interval", 5, "--data_dir", data_dir, "--out_dir", tmp_path]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *flags]
