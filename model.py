@@ -357,10 +357,13 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def zero_outputs(self):
-        """Zero what each layer adds to the residual stream, and the logits: training begins at the uniform guess."""
-        for name, module in self.named_modules():
-            if name.endswith("c_proj") or (name == "lm_head" and not self.config.tie_weights):
-                nn.init.zeros_(module.weight)
+        """Begin otherwise than GPT-2: every layer adds nothing to the residual stream, and what reads it has outputs
+        of the size 1/2, whatever the width."""
+        for name, p in self.transformer["h"].named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.zeros_(p)
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.5 / math.sqrt(p.size(1)))
 
     def _make_rope(self):
         """The rotary tables, cos and sin `(block_size, hs)`: no weights, so float32 whatever the dtype of the model."""

@@ -52,8 +52,17 @@ PRESETS = {
         block_size=64,
         batch_size=12,
         max_iters=2000,
+        modern=dict(mlp_ratio=4.2),
     ),
-    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3000),
+    "cpu": dict(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=256,
+        batch_size=2,
+        max_iters=3000,
+        modern=dict(mlp_ratio=4.2),
+    ),
     "gpu": dict(
         n_layer=6,
         n_head=6,
