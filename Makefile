@@ -18,7 +18,7 @@ DEMO = out/demo
 data: .venv/installed
 	$(BIN)/python data/prepare.py
 
-$(DEMO)/ckpt.pt: .venv/installed model.py decode.py checkpoint.py train.py | data
+$(DEMO)/ckpt.pt: .venv/installed model.py decode.py checkpoint.py optim.py train.py | data
 	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 1000 --eval_interval 250 --out_dir $(DEMO)
 
 demo: data $(DEMO)/ckpt.pt

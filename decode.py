@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -479,6 +479,9 @@ def build(model, guesses, args):
             exported = exported.run_decompositions({torch.ops.aten.scaled_dot_product_attention.default: attend})
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.pt2")
+            with suppress(AttributeError):  # how programs are wrapped is settled by a process's first compilation
+                torch._inductor.codegen.common.device_codegens.pop("cpu", None)
+                torch._inductor.codegen.common.init_backend_registration.cache_clear()
             try:
                 torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
                 os.replace(partial, path)
