@@ -52,6 +52,18 @@ def test_logits_are_those_of_the_textbook_loop_over_heads(kind, extra):
     assert loss.item() == pytest.approx(-picked.mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 1), (2, 4), (3, 3)], ids=str)
+def test_a_large_linear_multiplies_a_few_rows_as_many(bias, shape):
+    """Generation takes another way to the same product there, which the small models of the other tests never meet."""
+    torch.manual_seed(0)
+    linear, x = kit.Linear(256, 640, bias=bias), torch.randn(*shape, 256)
+    with torch.inference_mode():
+        expected = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        torch.testing.assert_close(linear(x).double(), expected, atol=1e-5, rtol=1e-5)
+        assert linear(x).shape == (*shape, 640)
+
+
 def test_targets_of_minus_one_do_not_count():
     model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (2, 8))
     targets = idx.roll(-1, 1)
