@@ -636,9 +636,11 @@ def main():
             break
     bar.close()
     if world > 1:
+        dist.barrier()
         dist.destroy_process_group()
     if rank:
-        return
+        # not through the interpreter's own end: a thread of gloo that still lets go of a tensor then aborts the process
+        os._exit(128 + stopping if stopping else 0)
     if config["plot"]:
         plot(out_dir)
 
