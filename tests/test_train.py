@@ -802,6 +802,45 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoints(out):
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 65))  # the disk has room again
 
 
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """Environment for a process whose at-th write, of whatever kind, below `folder` fails or kills it."""
+    if not sys.platform.startswith("linux") or not shutil.which("cc"):
+        pytest.skip("needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "faults.c", "-ldl"], check=True)
+
+    def faults(folder, at, kills):
+        env = {"LD_PRELOAD": str(library), "FAULT_DIR": str(folder.resolve()), "FAULT_AT": str(at)}
+        return env | ({"FAULT_KILLS": "1"} if kills else {})
+
+    return faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
+def test_a_save_that_ends_at_any_write_leaves_checkpoints_to_go_on_from(kills, faults, data_dir, tmp_path):
+    """One write after the other, until a run has fewer of them: of log.csv, ckpt.pt and last.pt."""
+    flags = [*STATEFUL, "--lr_decay_iters", 6, "--log_interval", 2, "--eval_interval", 2, "--data_dir", data_dir]
+    ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
+    ok(here(*flags, "--max_iters", 4, "--out_dir", tmp_path / "half"))
+    for at in itertools.count(1):
+        out = tmp_path / f"out {at}"
+        shutil.copytree(tmp_path / "half", out)
+        resume = ["--init_from", "resume", "--out_dir", out, "--max_iters", 6]
+        result = child(*resume, env=faults(out, at, kills))
+        if result.returncode == 0:
+            break
+        if kills:
+            assert result.returncode == -signal.SIGKILL
+        else:
+            assert_one_line(result, "older checkpoints are whole")
+        assert load(out / "ckpt.pt") and load(out / "last.pt")["iter_num"] in (4, 6)
+        ok(here(*resume))
+        assert_same_run(tmp_path / "whole", out)
+    assert at > 12  # an open, a write, a sync and a rename at least, for every file
+
+
 @pytest.mark.parametrize("name", ["file/out", "file"])
 def test_an_out_dir_that_cannot_be_made_is_one_line(name, data_dir, tmp_path):
     (tmp_path / "file").write_text("here first")
