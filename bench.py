@@ -10,10 +10,12 @@ fails. Peers are measured where they are installed. A shape is layers/heads/widt
 """
 
 import argparse
+import copy
 import csv
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,7 +24,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from decode import Decoder
+from hf import model_type, to_transformers
 from model import GPT, GPTConfig, gumbel_noise, sample_token
+from onnx_gpt import OnnxGPT
 from sample import OneLineParser, load_model, load_ngrams, near_tie, number, path, pick_device
 
 VARIANTS = {
@@ -34,7 +38,8 @@ VARIANTS = {
     "compile": "sample.py --compile",
     "draft": "sample.py --draft ngram",
     "compile+draft": "both",
-    "hf": "transformers' GPT-2, generate with its cache",
+    "onnx": "sample.py --engine onnx",
+    "hf": "transformers' class for the same network, generate with its cache",
     "hf_nocache": "the same without",
     "hf_static": "the same with its static cache",
 }
@@ -126,35 +131,6 @@ def is_gpt2(config):
     return config.pos_emb == "learned" and config.norm_first and not own
 
 
-def to_gpt2(model, transformers):
-    """transformers' GPT-2 with the same weights, checked to give the same logits."""
-    config = model.config
-    hf = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.block_size,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation],
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            tie_word_embeddings=config.tie_weights,
-        )
-    ).to(model.lm_head.weight.device)
-    state = {}
-    for name, weight in hf.state_dict().items():
-        ours = model.state_dict().get(name)
-        conv = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))  # Conv1D lies the other way round
-        state[name] = torch.zeros_like(weight) if ours is None else ours.t() if conv else ours
-    hf.load_state_dict(state)
-    idx = torch.arange(min(8, config.block_size), device=model.lm_head.weight.device)[None] % config.vocab_size
-    with torch.no_grad():
-        torch.testing.assert_close(hf.eval()(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3)
-    return hf
-
-
 class Arrivals:
     """When each step's tokens arrived, and how many places of the continuation they were."""
 
@@ -225,7 +201,8 @@ def make_variants(model, ngrams, names, compiled_uncached):
                 runs[name] = lambda idx, steps, seed, arrivals, textbook=textbook, name=name: textbook.generate(
                     idx, min(steps, 200), name == "textbook", arrivals
                 )
-        runs |= hf_variants(model, [name for name in names if name.startswith("hf")])
+    runs |= hf_variants(model, [name for name in names if name.startswith("hf")])
+    runs |= onnx_variant(model) if "onnx" in names else {}
     return {name: runs[name] for name in names if name in runs}
 
 
@@ -234,11 +211,19 @@ def hf_variants(model, names):
         return {}
     try:
         import transformers
+
+        model_type(model.config)
     except ImportError:
         print("no hf rows: transformers is not installed (pip install transformers)", file=sys.stderr)
         return {}
+    except ValueError as error:
+        print(f"no hf rows: {error}", file=sys.stderr)
+        return {}
     transformers.logging.set_verbosity_error()
-    hf = to_gpt2(model, transformers)
+    hf, config = to_transformers(model), model.config
+    idx = torch.arange(min(8, config.block_size), device=model.lm_head.weight.device)[None] % config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3)
 
     def variant(name):
         options = {"hf": {}, "hf_nocache": {"use_cache": False}, "hf_static": {"cache_implementation": "static"}}[name]
@@ -262,6 +247,24 @@ def hf_variants(model, names):
         return run
 
     return {name: variant(name) for name in names}
+
+
+def onnx_variant(model):
+    try:
+        from export import write_onnx
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_onnx(copy.deepcopy(model).cpu(), "", Path(folder) / "model.onnx")
+            onnx = OnnxGPT(Path(folder) / "model.onnx")
+    except (ImportError, ValueError) as error:
+        print(f"no onnx row: {error} (pip install onnx onnxscript onnxruntime)", file=sys.stderr)
+        return {}
+
+    def run(idx, steps, seed, arrivals):
+        for tokens in onnx.stream(idx.cpu(), steps, seed=seed):
+            arrivals(tokens.tolist())
+
+    return {"onnx": run}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -79,3 +79,35 @@ def build_model(ckpt):
         lines = [line.strip() for line in str(error).splitlines()]
         raise ValueError(f"the weights do not fit model_args: {' '.join(lines[1:3] or lines)}") from None
     return model
+
+
+def load_model(path, meta=None):
+    """(model, chars) from a checkpoint of train.py, or from one of nanoGPT with its `meta` pickle; token i is chars[i].
+
+    The model is on the CPU and in eval mode. Raises FileNotFoundError or ValueError with one line that says why.
+    """
+    ckpt = load_checkpoint(path)
+    chars = ckpt.get("chars") if meta is None else read_nanogpt_meta(meta)
+    if chars is None:
+        raise ValueError(f"{path} has no characters in it: for a nanoGPT checkpoint give its --meta meta.pkl")
+    model = build_model(ckpt)
+    if not isinstance(chars, str) or not len(set(chars)) == len(chars) == model.config.vocab_size:
+        raise ValueError(f"the characters do not fit the vocab_size {model.config.vocab_size} of {path}")
+    return model.eval(), chars
+
+
+def read_nanogpt_meta(path):
+    """The characters of nanoGPT's meta.pkl, read by an unpickler that knows plain values and no class or function."""
+
+    class PlainUnpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which a meta.pkl has no need of")
+
+    try:
+        with open(path, "rb") as f:
+            itos = PlainUnpickler(f).load()["itos"]
+        return "".join(itos[i] for i in range(len(itos)))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no --meta file at {path}") from None
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {error}") from None

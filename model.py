@@ -323,6 +323,13 @@ class Sampling:
             raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}, and at least one")
         return samples
 
+    def noise(self, samples, steps, vocab_size):
+        """Yield the noise `(B, vocab_size)` of one step after the other, made for a few megabytes of them at a time."""
+        some = max(1, min(64, 2**22 // (len(samples) * vocab_size)))
+        for step in range(0, steps, some):
+            places = torch.arange(step, min(step + some, steps), device=samples.device)
+            yield from gumbel_noise(self.seed, samples, places, vocab_size).unbind(1)
+
     def steps(self, T, max_new_tokens, block_size):
         """How many tokens a prompt of T tokens gets."""
         if T < 1 or (self.overflow == "stop" and T > block_size):
@@ -432,10 +439,11 @@ class GPT(nn.Module):
         for block in self.transformer["h"]:
             block.attn.cache.lengths = lengths
 
-    def features(self, idx, pos=None, lengths=None):
+    def features(self, idx, pos=None, lengths=None, mask=None):
         """The network without its lm_head: `(B, T, C)`. As forward, but pos is trusted, and `lengths`, the cache
         lengths after this call as Python integers, comes with it, so that nothing here waits for the device. Where
         they are not known in Python, None: every slot is looked at, under a mask, in caches that are there already.
+        `mask`, broadcastable to (B, nh, T, slots), is for caches that keep other slots than block_size (export.py).
         Without pos, and in train mode, no layer sees its cache: with `not self.training` alone an evaluation would
         fill it."""
         T = idx.size(1)
@@ -456,10 +464,10 @@ class GPT(nn.Module):
         if self.training:
             x = F.dropout(x, self.config.dropout)
 
-        mask = end = None
+        end = None
         if not cached:
             pos = None
-        else:
+        elif mask is None:
             end = self.config.block_size if lengths is None else max(lengths)
             if lengths is None or T > 1 or min(lengths) < end:  # else a lone query may look at every slot
                 mask = torch.arange(end, device=idx.device) <= pos[..., None]  # (T, end) or (B, T, end)
@@ -497,14 +505,10 @@ class GPT(nn.Module):
         (B, T), V, block_size = idx.shape, self.config.vocab_size, self.config.block_size
         positions = torch.arange(block_size, device=idx.device)
         tokens = torch.cat((idx, idx.new_zeros(B, steps)), dim=1)
-        noise_steps = max(1, min(64, 2**22 // (B * V)))  # as many at a time as a few megabytes hold
         begin = 0  # where in the text the context begins: the token there is at position 0
         lengths = None  # what this generator left in the cache
         try:
-            for step in range(steps):
-                if step % noise_steps == 0:
-                    some = torch.arange(step, min(step + noise_steps, steps), device=idx.device)
-                    noise = gumbel_noise(sampling.seed, samples, some, V)
+            for step, noise in enumerate(sampling.noise(samples, steps, V)):
                 end = T + step
                 if slide(begin, end, block_size) != begin:
                     begin, lengths = slide(begin, end, block_size), None
@@ -517,7 +521,7 @@ class GPT(nn.Module):
                         lengths = [end - begin] * B
                         x = self.features(tokens[:, start:end], positions[start - begin : end - begin], lengths)
                     logits = self.lm_head(x[:, -1])
-                    tokens[:, end] = sample_token(logits, noise[:, step % noise_steps], *sampling.filters)
+                    tokens[:, end] = sample_token(logits, noise, *sampling.filters)
                 yield tokens[:, end].clone()
         finally:
             if lengths is not None and self.cached_lengths() is lengths:

@@ -4,13 +4,13 @@
     python sample.py --prompt "O Romeo, " --no-kv_cache      the same text, without the cache
     python sample.py --prompt FILE:start.txt --verify        both, compared character by character
     python sample.py --prompt "O Romeo, " --draft ngram --compile          the same text, as fast as it goes here
+    python sample.py --prompt "O Romeo, " --engine onnx      the same text, by ONNX Runtime
 
 The text goes to stdout; what it cost goes to stderr.
 """
 
 import argparse
 import math
-import pickle
 import signal
 import sys
 import time
@@ -18,27 +18,13 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import build_model, load_checkpoint
+from checkpoint import load_checkpoint, load_model
 from decode import CompileError, Decoder, ngrams_fit
 from model import Head, eval_mode, gumbel_noise, sample_token, slide
+from onnx_gpt import OnnxGPT
 
 FILTERS = {"seed": None, "temperature": 1.0, "top_k": None, "top_p": None}
 NEAR_TIE = 1e-4  # logits this close may change places by rounding: a full and a cached forward differ by up to 5e-5
-
-
-def load_model(path, meta=None):
-    """(model, chars) from a checkpoint of train.py, or from one of nanoGPT with its `meta` pickle; token i is chars[i].
-
-    The model is on the CPU and in eval mode. Raises FileNotFoundError or ValueError with one line that says why.
-    """
-    ckpt = load_checkpoint(path)
-    chars = ckpt.get("chars") if meta is None else read_nanogpt_meta(meta)
-    if chars is None:
-        raise ValueError(f"{path} has no characters in it: for a nanoGPT checkpoint give its --meta meta.pkl")
-    model = build_model(ckpt)
-    if not isinstance(chars, str) or not len(set(chars)) == len(chars) == model.config.vocab_size:
-        raise ValueError(f"the characters do not fit the vocab_size {model.config.vocab_size} of {path}")
-    return model.eval(), chars
 
 
 def load_ngrams(path, vocab_size):
@@ -47,23 +33,6 @@ def load_ngrams(path, vocab_size):
     if ngrams is not None and not ngrams_fit(ngrams, vocab_size):
         raise ValueError(f"the n-grams in {path} are damaged: leave out --draft, or train again")
     return ngrams
-
-
-def read_nanogpt_meta(path):
-    """The characters of nanoGPT's meta.pkl, read by an unpickler that knows plain values and no class or function."""
-
-    class PlainUnpickler(pickle.Unpickler):
-        def find_class(self, module, name):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which a meta.pkl has no need of")
-
-    try:
-        with open(path, "rb") as f:
-            itos = PlainUnpickler(f).load()["itos"]
-        return "".join(itos[i] for i in range(len(itos)))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no --meta file at {path}") from None
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {error}") from None
 
 
 def pick_device(name):
@@ -142,7 +111,13 @@ def parse_args(argv=None):
     add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="of each prompt, in one batch")
     add("--draft", choices=("ngram",), help="guess the next characters from n-grams, and verify them in one forward")
     add("--compile", action="store_true", help="compile the decode step first: for long texts and many samples")
-    add("--out_dir", type=path, default="out", help="the folder of train.py's ckpt.pt (default: out)")
+    add(
+        "--engine",
+        choices=("torch", "onnx"),
+        default="torch",
+        help="onnx: ONNX Runtime, with what export.py --format onnx wrote (default: torch)",
+    )
+    add("--out_dir", type=path, default="out", help="the folder of ckpt.pt, and of onnx/model.onnx (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, or one of nanoGPT")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl that goes with a nanoGPT checkpoint")
     add("--device", default="auto", help="cpu, cuda, mps; auto: cuda where there is one (default: auto)")
@@ -150,6 +125,12 @@ def parse_args(argv=None):
     add("--verify", action="store_true", help="generate with and without the cache, and compare token by token")
     args = parser.parse_args(argv)
     args.prompt = args.prompt or ["\n"]
+    if args.engine == "onnx":
+        others = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
+        others += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
+        others += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
+        if others:
+            parser.error(f"{others[0]} goes with --engine torch, not with onnx")
     return args
 
 
@@ -186,25 +167,28 @@ def read_prompt(prompt, chars):
 
 
 def cache_bytes(model):
-    """(used, reserved) bytes of all Heads' caches: what has been written, and what has been allocated for it."""
+    """(used, reserved) bytes of all Heads' caches: what has been written, and what has been allocated for it. An
+    OnnxGPT's is as long as what it holds."""
+    if isinstance(model, OnnxGPT):
+        return (sum(value.numpy().nbytes for value in model.past),) * 2
     heads = [module for module in model.modules() if isinstance(module, Head) and module.key_cache is not None]
     views = [view for head in heads for view in (head.key_cache, head.value_cache)]
     buffers = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in views}
     return sum(view.nbytes for view in views), sum(buffers.values())
 
 
-def context_begin(model, prompt_tokens, tokens):
+def context_begin(block_size, prompt_tokens, tokens):
     """Where the context begins in a text that has grown from `prompt_tokens` to `tokens` tokens."""
     begin = 0
     for end in range(prompt_tokens, tokens + 1):
-        begin = slide(begin, end, model.config.block_size)
+        begin = slide(begin, end, block_size)
     return begin
 
 
-def report(model, arrivals, rows, prompts, cache):
-    """Print what a generation cost. arrivals: for each step, the seconds from the start until it was done, and the
-    places of the continuation that came of it; rows and prompts: all texts, and what they began with; cache: see
-    cache_bytes."""
+def report(config, itemsize, arrivals, rows, prompts, cache):
+    """Print what a generation cost. itemsize: bytes of a number in the cache; arrivals: for each step, the seconds from
+    the start until it was done, and the places of the continuation that came of it; rows and prompts: all texts, and
+    what they began with; cache: see cache_bytes."""
     seconds = torch.tensor([when for when, _ in arrivals], dtype=torch.float64)
     places, gaps = sum(n for _, n in arrivals), seconds.diff() * 1e3
     produced = sum(map(len, rows)) - sum(map(len, prompts))
@@ -217,10 +201,10 @@ def report(model, arrivals, rows, prompts, cache):
     if cache is None:
         note("KV cache: off")
         return
-    config, tokens = model.config, max(map(len, rows)) - 1  # the last token is never fed back
-    tokens -= context_begin(model, max(map(len, prompts)), tokens)
+    tokens = max(map(len, rows)) - 1  # the last token is never fed back
+    tokens -= context_begin(config.block_size, max(map(len, prompts)), tokens)
     heads = (config.n_layer, config.n_kv_head or config.n_head, config.n_embd // config.n_head)
-    factors, itemsize = (*heads, tokens, len(rows)), model.lm_head.weight.element_size()
+    factors = (*heads, tokens, len(rows))
     formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
     note(f"KV cache: {cache[0]:,} bytes used of {cache[1]:,} reserved")
     note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
@@ -271,7 +255,7 @@ def verify(model, prompts, ours, samples, max_new_tokens, kv_cache, sampling):
                 continue
             picks = (*a[T + step :][:1], *b[T + step :][:1])
             where = f"row {row}, new token {step}: {' and '.join(f'id {i}' for i in picks)} {how} the cache"
-            context = a[context_begin(model, T, T + step) : T + step]
+            context = a[context_begin(model.config.block_size, T, T + step) : T + step]
             if len(picks) < 2 or not near_tie(model, context, samples[row], step, picks, **filters):
                 note(f"verify: DIFFERENT at {where}")
                 return False
@@ -288,27 +272,38 @@ def main():
     if not args.kv_cache:
         for flag in [f"--{name}" for name in ("draft", "compile") if getattr(args, name)] + args.prompt[1:2]:
             fail(f"{flag if flag.startswith('--') else 'a batch of prompts'} needs the cache: leave out --no-kv_cache")
-    try:
-        device = pick_device(args.device)
-        checkpoint = args.ckpt or Path(args.out_dir) / "ckpt.pt"
-        model, chars = load_model(checkpoint, args.meta)
-        ngrams = load_ngrams(checkpoint, len(chars)) if args.draft else None
-    except (FileNotFoundError, ValueError) as error:
-        fail(error)
     dtype = getattr(torch, args.dtype)
     if args.verify and dtype != torch.float32:
         fail(f"--verify compares token by token, which {args.dtype} does not promise: use --dtype float32")
-    model.to(device, dtype)
+    try:
+        device = pick_device("cpu" if args.engine == "onnx" else args.device)
+        checkpoint = Path(args.out_dir) / "ckpt.pt"
+        if args.engine == "onnx":
+            engine = OnnxGPT(args.ckpt or Path(args.out_dir) / "onnx" / "model.onnx")
+            chars = engine.chars
+            if args.kv_cache and not engine.cached:
+                raise ValueError(f"{args.ckpt} has no cache in its graph: give --no-kv_cache")
+            model, known = load_model(checkpoint) if args.verify else (None, chars)
+            if known != chars:
+                raise ValueError(f"--verify compares with {checkpoint}, and that has other characters")
+        else:
+            engine, chars = load_model(args.ckpt or checkpoint, args.meta)
+            model = engine.to(device, dtype)
+        ngrams = load_ngrams(args.ckpt or checkpoint, len(chars)) if args.draft else None
+    except (FileNotFoundError, ValueError) as error:
+        fail(error)
 
     prompts = [read_prompt(prompt, chars) for prompt in args.prompt]
-    longest, block_size = max(map(len, prompts)), model.config.block_size
+    longest, block_size = max(map(len, prompts)), engine.config.block_size
     room = block_size - longest
     steps = args.max_new_tokens
+    for option in ("--overflow slide", "--engine onnx"):
+        name, value = option.removeprefix("--").split()
+        if getattr(args, name) == value and len(set(map(len, prompts))) > 1:
+            lengths = " and ".join(str(n) for n in sorted(set(map(len, prompts))))
+            fail(f"{option} takes prompts of one length in a batch, and these have {lengths} characters")
     if args.overflow == "slide":
         steps = 1000 if steps is None else steps
-        if len(set(map(len, prompts))) > 1:
-            lengths = " and ".join(str(n) for n in sorted(set(map(len, prompts))))
-            fail(f"--overflow slide takes prompts of one length in a batch, and these have {lengths} characters")
     elif room < 1 and steps != 0:
         fail(
             f"the prompt has {longest} characters and the context {block_size}: at most {block_size - 1} leave room "
@@ -327,7 +322,7 @@ def main():
     rows, arrivals, cache, decoder = [prompt.tolist() for prompt in prompts], [], None, None
     if steps < 1:
         stream = ()
-    elif args.draft or args.compile or len(args.prompt) > 1:
+    elif args.engine == "torch" and (args.draft or args.compile or len(args.prompt) > 1):
         decoder = Decoder(model, args.draft, ngrams, args.compile)
         try:
             stream = decoder.stream(prompts, steps, samples=samples, **sampling)
@@ -336,7 +331,7 @@ def main():
             decoder = Decoder(model, args.draft, ngrams)
             stream = decoder.stream(prompts, steps, samples=samples, **sampling)
     else:
-        stream = model.stream(torch.stack(prompts), steps, kv_cache=args.kv_cache, samples=samples, **sampling)
+        stream = engine.stream(torch.stack(prompts), steps, kv_cache=args.kv_cache, samples=samples, **sampling)
 
     # the first text is shown as it comes, the other rows of the batch when they are whole
     sys.stdout.write("".join(chars[i] for i in rows[0]))
@@ -355,7 +350,7 @@ def main():
             sys.stdout.write(chars[new[0]])
             sys.stdout.flush()
         if args.kv_cache and place + 1 == steps:
-            cache = cache_bytes(model)
+            cache = cache_bytes(engine)
     for row in rows[1:]:
         sys.stdout.write("\n---------------\n" + "".join(chars[i] for i in row))
     if sys.stdout.isatty():
@@ -363,7 +358,7 @@ def main():
     sys.stdout.flush()
     if arrivals:
         print(file=sys.stderr)
-        report(model, arrivals, rows, prompts, cache)
+        report(engine.config, dtype.itemsize, arrivals, rows, prompts, cache)
         note(f"before that: {ready:.1f} s to load the model{' and the compiled step' if args.compile else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered

@@ -3,6 +3,7 @@
     python train.py --eval_interval 500              a size that suits the device
     python train.py --preset nanogpt-cpu             nanoGPT's CPU setting
     python train.py --init_from resume               go on where the last run in --out_dir stopped
+    python train.py --init_from out/hf               start from the weights of a Hugging Face folder
     torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
 Writes out/ckpt.pt (best validation loss, what sample.py reads), out/last.pt (the latest, what a resume reads) and
@@ -36,6 +37,7 @@ from tqdm import tqdm
 
 from checkpoint import build_model, load_checkpoint, save_checkpoint, write_atomically
 from decode import count_ngrams
+from hf import read_folder
 from model import GPT, GPTConfig, eval_mode
 from optim import configure_optimizers, get_lr
 from sample import OneLineParser, number, path, pick_device
@@ -43,34 +45,13 @@ from sample import OneLineParser, number, path, pick_device
 # -- the settings ------------------------------------------------------------------------------------------------------
 
 # a size, its context and how many characters it is trained on; a recipe's own way through as many characters
+SMALL = dict(n_layer=4, n_head=4, n_embd=128, modern=dict(mlp_ratio=4.2))
 PRESETS = {
     "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
-    "nanogpt-cpu": dict(
-        n_layer=4,
-        n_head=4,
-        n_embd=128,
-        block_size=64,
-        batch_size=12,
-        max_iters=2000,
-        modern=dict(mlp_ratio=4.2),
-    ),
-    "cpu": dict(
-        n_layer=4,
-        n_head=4,
-        n_embd=128,
-        block_size=256,
-        batch_size=2,
-        max_iters=3000,
-        modern=dict(mlp_ratio=4.2),
-    ),
+    "nanogpt-cpu": dict(SMALL, block_size=64, batch_size=12, max_iters=2000),
+    "cpu": dict(SMALL, block_size=256, batch_size=2, max_iters=3000),
     "gpu": dict(
-        n_layer=6,
-        n_head=6,
-        n_embd=384,
-        block_size=256,
-        batch_size=64,
-        max_iters=5000,
-        dropout=0.2,
+        dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
         modern=dict(max_iters=2000, dropout=0.3),
     ),
 }
@@ -106,7 +87,11 @@ positive = number(int, f"[1, {2**31})")
 FLAGS = {
     "preset": (None, ("auto", *PRESETS), "the size and length to start from; auto: gpu on a GPU, else cpu"),
     "recipe": ("modern", tuple(RECIPES), "how the network is made and trained: this kit's way, or nanoGPT's"),
-    "init_from": ("scratch", ("scratch", "resume"), "start anew, or go on from last.pt in --out_dir"),
+    "init_from": (
+        "scratch",
+        path,
+        "scratch; resume, from last.pt in --out_dir; or a Hugging Face folder to start from",
+    ),
     "data_dir": (None, path, "where data/prepare.py wrote (default: data, beside this script)"),
     "out_dir": ("out", path, "where checkpoints and log.csv go"),
     "eval_interval": (250, positive, "steps between evaluations on the whole val split; changes nothing about the run"),
@@ -294,14 +279,27 @@ def load_run(out_dir, flags):
             valid = False
         if not valid or ckpt["model_args"].get(name, value) != value:
             raise ValueError(f"{out_dir / 'last.pt'} is damaged: its {name} is {value!r}")
+    keep(f"the run in {out_dir}", ckpt["config"], flags, ("preset", "recipe", "optimizer", *MODEL_FLAGS))
     config = ckpt["config"] | flags
-    for name in ("preset", "recipe", "optimizer", *MODEL_FLAGS):
-        if config[name] != ckpt["config"][name] and name != "dropout":
-            raise ValueError(
-                f"the run in {out_dir} has {name} {ckpt['config'][name]}; a resume cannot make it {config[name]}"
-            )
     ckpt["model_args"]["dropout"] = config["dropout"]
     return config, ckpt
+
+
+def load_folder(folder, config, flags):
+    """(config, checkpoint) of a run that starts from the weights in a Hugging Face folder: the network is theirs, and
+    the dropout the run's. Raises ValueError for a folder that cannot be read, and for flags of another network."""
+    ckpt = read_folder(folder)
+    network = {name: ckpt["model_args"][name] for name in MODEL_FLAGS if name != "dropout"}
+    keep(f"the model in {folder}", network, flags, network)
+    ckpt["model_args"]["dropout"] = config["dropout"]
+    return config | network, ckpt
+
+
+def keep(what, settings, flags, names):
+    """Raise ValueError if a flag of these names would change what the settings of an earlier run or model are."""
+    for name in names:
+        if name != "dropout" and flags.get(name, settings[name]) != settings[name]:
+            raise ValueError(f"{what} has {name} {settings[name]}; that cannot become {flags[name]}")
 
 
 def set_aside(out_dir):
@@ -434,11 +432,12 @@ def main():
         return pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if many else name)
 
     out_dir = Path(flags.get("out_dir", FLAGS["out_dir"][0]))
-    ckpt = held = None
+    start = ckpt = held = None  # start: the weights to start from; ckpt: if that is a run to go on with
     try:
         if flags.get("init_from") == "resume":
             held = lock(out_dir) if rank == 0 and out_dir.is_dir() else None
             config, ckpt = load_run(out_dir, flags)
+            start = ckpt
             device = pick(config["device"])
         else:
             config = {name: default for name, (default, _, _) in FLAGS.items()} | flags
@@ -448,6 +447,8 @@ def main():
             preset = PRESETS[config["preset"]]
             preset = {name: value for name, value in preset.items() if name in FLAGS} | preset.get(recipe, {})
             config |= RECIPES[recipe] | preset | flags
+            if config["init_from"] != "scratch":
+                config, start = load_folder(config["init_from"], config, flags)
         if config["batch_size"] % world:
             raise ValueError(f"--batch_size {config['batch_size']} cannot be shared by {world} processes: no multiple")
         if config["plot"] and not importlib.util.find_spec("matplotlib"):
@@ -455,11 +456,12 @@ def main():
         dtype = pick_dtype(config["dtype"], device)
         data_dir = Path(config["data_dir"] or Path(__file__).resolve().parent / "data")
         chars, data, hashes = load_data(data_dir, config["block_size"])
-        if ckpt and ckpt["chars"] != chars:
-            raise ValueError(f"{data_dir} holds other characters than the run in {out_dir} was trained on")
+        if start and start["chars"] != chars:
+            source = f"the run in {out_dir}" if ckpt else f"the model in {config['init_from']}"
+            raise ValueError(f"{data_dir} holds other characters than {source} was trained on")
         if ckpt and ckpt["config"]["data_sha256"] != hashes:
             raise ValueError(f"the text in {data_dir} has changed since the run in {out_dir} began")
-        model = build_model(ckpt) if ckpt else None
+        model = build_model(start) if start else None
     except (ValueError, FileNotFoundError) as error:
         fail(error)
     try:
@@ -473,7 +475,7 @@ def main():
     torch.manual_seed(config["seed"])
     try:
         raw_model = model or GPT(model_config)
-        if not ckpt and config["zero_init"]:
+        if not start and config["zero_init"]:
             raw_model.zero_outputs()
         raw_model.to(device)
     except (RuntimeError, MemoryError) as error:
@@ -502,7 +504,7 @@ def main():
     if step >= max_iters:
         print(f"the run in {out_dir} is at step {step} of {max_iters} already: --max_iters {2 * step} would go on")
         return
-    ckpt = None  # free the memory
+    start = ckpt = None  # free the memory
     # what sample.py --draft ngram guesses from: 8 bytes each (12 if there are many characters), for 64 of weights
     ngrams = count_ngrams(data["train"], len(chars), sum(p.numel() for p in raw_model.parameters()) // 16)
     model = compiled(raw_model) if config["compile"] else raw_model
