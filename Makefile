@@ -1,11 +1,12 @@
 # make demo    environment, data, a short training run on the CPU, a sample from the cache, checked against none
 # make test    environment, lint, the fast tests
 # make check   everything that can be tested
+# make web     out/web, a page that generates in the browser, from the model in out
 PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
 
-.PHONY: demo test check lint data
+.PHONY: demo test check web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -32,4 +33,12 @@ test: lint
 	$(BIN)/python -m pytest -q -m "not slow"
 
 check: lint
+	@if command -v npm > /dev/null; then $(MAKE) -s web/node_modules; else echo "no npm: the page is not tested"; fi
 	$(BIN)/python -m pytest -q
+
+web/node_modules: web/package-lock.json
+	npm ci --prefix web --no-audit --no-fund
+	@touch $@
+
+web: .venv/installed web/node_modules
+	$(BIN)/python export.py --format web

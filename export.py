@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import math
 import shutil
 import sys
 import warnings
@@ -276,10 +277,12 @@ def to_web(model, chars, folder, args):
         shutil.copy(runtime / name, folder / "ort")
     write_onnx(model, chars, folder / "model.onnx")
     check_onnx(model, folder / "model.onnx", real_text(chars, config.block_size, Path(args.data_dir))[0])
-    loss = load_checkpoint(args.ckpt).get("best_val_loss")
+    loss = load_checkpoint(args.ckpt).get("best_val_loss", math.nan)
     about = dict(chars=chars, block_size=config.block_size, n_layer=config.n_layer)
     about |= dict(n_kv_head=config.n_kv_head or config.n_head, head_size=config.n_embd // config.n_head)
-    about |= dict(parameters=sum(p.numel() for p in model.parameters()), val_loss=loss)
+    about |= dict(
+        parameters=sum(p.numel() for p in model.parameters()), val_loss=float(loss) if math.isfinite(loss) else None
+    )
     write_atomically(folder / "model.json", json.dumps(about).encode())
     print(f"{folder}: serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
 

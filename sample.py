@@ -20,6 +20,7 @@ import torch
 
 from checkpoint import load_checkpoint, load_model
 from decode import CompileError, Decoder, ngrams_fit
+from explain import explain
 from model import Head, eval_mode, gumbel_noise, sample_token, slide
 from onnx_gpt import OnnxGPT
 
@@ -123,8 +124,12 @@ def parse_args(argv=None):
     add("--device", default="auto", help="cpu, cuda, mps; auto: cuda where there is one (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
     add("--verify", action="store_true", help="generate with and without the cache, and compare token by token")
+    add("--explain", action="store_true", help="print the shapes of the cache's way instead: three steps of one prompt")
     args = parser.parse_args(argv)
     args.prompt = args.prompt or ["\n"]
+    others = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
+    if args.explain and (any(others) or len(args.prompt) > 1 or args.overflow != "stop"):
+        parser.error("--explain shows one prompt on its plain way through the cache: leave out what changes that")
     if args.engine == "onnx":
         others = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
         others += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
@@ -319,6 +324,9 @@ def main():
     prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
     sampling = {name: getattr(args, name) for name in (*FILTERS, "overflow")}
 
+    if args.explain:
+        explain(model, chars, prompts[0][None], min(3, steps), **sampling)
+        return
     rows, arrivals, cache, decoder = [prompt.tolist() for prompt in prompts], [], None, None
     if steps < 1:
         stream = ()

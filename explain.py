@@ -1,0 +1,98 @@
+"""The cache at work: the shape of every tensor on its way through the first layer, as a generation makes them.
+
+Nothing here knows what the shapes should be: hooks look at the tensors of a real prefill and of real decode steps.
+"""
+
+from contextlib import ExitStack, contextmanager
+
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class OnAttention(TorchFunctionMode):
+    """Inside, `see(q, k, v, mask)` is called before every attention that torch computes."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see = see
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.see(*args, kwargs.get("attn_mask"))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def watching(model, say):
+    """Inside, `say(name, shape, remark)` is called for every tensor of the embedding, the first layer and the head."""
+    layer = model.transformer["h"][0]
+    attn, seen = layer.attn, []
+
+    def shape(tensor):
+        return tuple(tensor.shape)
+
+    def see(q, k, v, mask):
+        if not seen:  # the first layer's
+            say("queries", shape(q), "of the characters fed only")
+            say("keys, values", shape(k), "of all the characters so far, from the cache")
+            say("scores", (*shape(q)[:3], k.size(2)), "queries times keys, inside one call that never stores them")
+            rule = "slot <= pos: no character sees a later one"
+            say("mask", shape(mask) if mask is not None else "none", rule if mask is not None else "all is visible")
+        seen.append(True)
+
+    write = attn.cache.write
+
+    def spy(pos, k, v, end, block_size):
+        slots = pos.flatten().tolist()
+        say("new k, v", shape(k), f"written to slot {slots[0]}" + (f" .. {slots[-1]}" if len(slots) > 1 else ""))
+        held, lengths = attn.heads[0].key_cache, attn.cache.lengths
+        result = write(pos, k, v, end, block_size)
+        attn.cache.lengths = [end] * len(k)  # what the whole forward leaves behind
+        was = "was None" if held is None else f"was {shape(held)}"
+        say("key_cache", shape(attn.heads[0].key_cache), f"of each of {len(attn.heads)} Heads, {was}; value_cache too")
+        attn.cache.lengths = lengths
+        return result
+
+    def after(name, remark):
+        return lambda module, args, out: say(name, shape(out), remark)
+
+    with ExitStack() as stack:
+        for module, name, remark in (
+            (model.transformer["wte"], "wte", "embedded"),
+            (attn.c_attn, "c_attn", "q, k and v of all heads, side by side"),
+            (attn, "attention", "values collected, heads side by side, projected by c_proj"),
+            (layer.mlp, "mlp", ""),
+            (model.lm_head, "lm_head", "logits, of the last character only"),
+        ):
+            stack.callback(module.register_forward_hook(after(name, remark)).remove)
+        stack.callback(attn.cache.__dict__.pop, "write", None)
+        attn.cache.write = spy
+        stack.enter_context(OnAttention(see))
+        yield seen.clear
+
+
+def explain(model, chars, idx, steps=3, **sampling):
+    """Print what becomes of the prompt idx `(1, T)` in the prefill and in the decode steps after it, `steps` in all.
+
+    sampling is GPT.stream's. Prints fewer steps if the context ends before.
+    """
+
+    def say(name, shape, remark):
+        print(f"    {name:14}{shape!s:20}{remark}")
+
+    T = idx.size(1)
+    print(f"prompt {''.join(chars[i] for i in idx[0])!r}: {T} characters, layer 1 of {model.config.n_layer}\n")
+    stream, fed = model.stream(idx, steps, **sampling), T
+    with watching(model, say) as again:
+        for step in range(steps):
+            again()
+            begin = T + step - fed
+            what = f"prefill, pos 0 .. {T - 1}" if step == 0 else f"decode {step}, pos {begin}"
+            print(f"{what}: idx (1, {fed})")
+            token = next(stream, None)
+            if token is None:
+                print("    the context is full")
+                return
+            print(f"    {'sampled':14}{tuple(token.shape)!s:20}{chars[token.item()]!r}, fed at the next step\n")
+            fed = 1
