@@ -3,6 +3,7 @@
 Nothing here knows what the shapes should be: hooks look at the tensors of a real prefill and of real decode steps.
 """
 
+import math
 from contextlib import ExitStack, contextmanager
 
 from torch.nn import functional as F
@@ -21,6 +22,21 @@ class OnAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.see(*args, kwargs.get("attn_mask"))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def attention_weights(model, layer):
+    """Inside, the list that this gives grows by each forward's attention weights in that layer, `(B, nh, T, slots)`."""
+    calls, weights = [], []
+
+    def see(q, k, v, mask):
+        if len(calls) % model.config.n_layer == layer:
+            scores = q @ k.repeat_interleave(q.size(1) // k.size(1), dim=1).mT / math.sqrt(q.size(-1))
+            weights.append(scores.masked_fill(~mask, -math.inf).softmax(-1) if mask is not None else scores.softmax(-1))
+        calls.append(True)
+
+    with OnAttention(see):
+        yield weights
 
 
 @contextmanager

@@ -568,7 +568,15 @@ def main():
 
     on_terminal = sys.stderr.isatty() and rank == 0
     columns, rows = shutil.get_terminal_size((100, 24))  # a terminal of size 0, as notebooks have, shows no bar
-    bar = tqdm(total=max_iters, initial=step, unit="step", disable=not on_terminal, ncols=columns, nrows=rows)
+    bar = tqdm(
+        total=max_iters,
+        initial=step,
+        unit="step",
+        disable=not on_terminal,
+        ncols=columns,
+        nrows=rows,
+        mininterval=1.0,  # a notebook keeps every update
+    )
     began = mark = time.perf_counter()  # mark: since when the training steps of the next row have run
     loss_sum, loss_steps, val_loss, stopping = torch.zeros((), device=device), 0, None, 0
     rates = []  # characters a second in training, of each row
