@@ -98,6 +98,7 @@ def explain(model, chars, idx, steps=3, **sampling):
         print(f"    {name:14}{shape!s:20}{remark}")
 
     T = idx.size(1)
+    steps = min(steps, model.config.block_size - T)
     print(f"prompt {''.join(chars[i] for i in idx[0])!r}: {T} characters, layer 1 of {model.config.n_layer}\n")
     stream, fed = model.stream(idx, steps, **sampling), T
     with watching(model, say) as again:
@@ -106,9 +107,8 @@ def explain(model, chars, idx, steps=3, **sampling):
             begin = T + step - fed
             what = f"prefill, pos 0 .. {T - 1}" if step == 0 else f"decode {step}, pos {begin}"
             print(f"{what}: idx (1, {fed})")
-            token = next(stream, None)
-            if token is None:
-                print("    the context is full")
-                return
+            token = next(stream)
             print(f"    {'sampled':14}{tuple(token.shape)!s:20}{chars[token.item()]!r}, fed at the next step\n")
             fed = 1
+    if T + steps == model.config.block_size:
+        print("the context is full")

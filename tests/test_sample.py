@@ -1,5 +1,6 @@
 """sample.py as a user runs it: its output, its promise, its report, and what it says to a mistake."""
 
+import ast
 import json
 import os
 import pickle
@@ -13,8 +14,10 @@ import torch
 from conftest import ROOT, assert_one_line, run
 from test_model import Bomb, lively
 
+from checkpoint import load_model
+from explain import attention_weights, explain
 from model import GPTConfig, gumbel_noise, sample_token
-from sample import load_model, near_tie, verify
+from sample import near_tie, parse_args, verify
 
 PROMPT = "First Mason:\n"
 
@@ -348,3 +351,73 @@ def test_checkpoints_that_are_broken_or_malicious(trained, tmp_path):
         assert "\n" not in str(error.value) and f"{name}.pt" in str(error.value)
     assert_one_line(sample(trained, "--ckpt", tmp_path / "bomb.pt"), "bomb.pt", "not loaded")
     assert not (tmp_path / "harm").exists()
+
+
+# -- sample.py --explain -----------------------------------------------------------------------------------------------
+
+
+def shapes(printed):
+    """[{name: shape}] of each call in what --explain printed."""
+    calls = re.split(r"^(?:prefill|decode).*$", printed, flags=re.MULTILINE)[1:]
+    return [dict(re.findall(r"^    (\S.*?\S) +(\(.*?\)|none)", call, flags=re.MULTILINE)) for call in calls]
+
+
+def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained, text):
+    """T, then 1, characters of 2 heads of 16 are fed, and T, T + 1, T + 2 attended over."""
+    result = sample(trained, "--prompt", PROMPT, "--explain")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    T, calls = len(PROMPT), shapes(result.stdout)
+    vocab_size = load_model(trained / "ckpt.pt")[0].config.vocab_size
+    assert len(calls) == 3
+    for fed, held, call in zip((T, 1, 1), (T, T + 1, T + 2), calls):
+        assert call == {
+            "wte": f"(1, {fed}, 32)",
+            "c_attn": f"(1, {fed}, 96)",
+            "new k, v": f"(1, 2, {fed}, 16)",
+            "key_cache": f"(1, {held}, 16)",
+            "queries": f"(1, 2, {fed}, 16)",
+            "keys, values": f"(1, 2, {held}, 16)",
+            "scores": f"(1, 2, {fed}, {held})",
+            "mask": f"({T}, {T})" if fed > 1 else "none",
+            "attention": f"(1, {fed}, 32)",
+            "mlp": f"(1, {fed}, 32)",
+            "lm_head": f"(1, {vocab_size})",
+            "sampled": "(1,)",
+        }
+    sampled = re.findall(r"sampled +\(1,\) +(.+), fed at the next step", result.stdout)
+    assert [ast.literal_eval(char) for char in sampled] == list(text(PROMPT, 3)[0][T:])
+
+
+def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, capsys):
+    model, chars = load_model(trained / "ckpt.pt")
+    idx = torch.zeros(1, 31, dtype=torch.int64)
+    before = model.generate(idx[:, :5], 10, seed=1)
+    explain(model, chars, idx, seed=1)
+    printed = capsys.readouterr().out
+    assert "decode 1, pos 31" not in printed and "the context is full" in printed
+    assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert "write" not in vars(model.transformer["h"][0].attn.cache)
+
+
+def test_attention_weights_are_the_same_row_by_row_as_all_at_once(trained):
+    model, _ = load_model(trained / "ckpt.pt")
+    idx = torch.arange(7)[None]
+    with torch.no_grad(), attention_weights(model, layer=1) as whole:
+        model(idx, pos=torch.arange(7))
+    with torch.no_grad(), attention_weights(model, layer=1) as steps:
+        model(idx[:, :6], pos=torch.arange(6))
+        model(idx[:, 6:], pos=torch.tensor([6]))
+    assert [weights.shape for weights in steps] == [(1, 2, 6, 6), (1, 2, 1, 7)]
+    torch.testing.assert_close(steps[1][:, :, 0], whole[0][:, :, -1])
+    torch.testing.assert_close(whole[0].sum(-1), torch.ones(1, 2, 7))
+    assert (whole[0].triu(1) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "flag", [["--draft", "ngram"], ["--no-kv_cache"], ["--num_samples", "2"], ["--engine", "onnx"]]
+)
+def test_explain_is_of_the_plain_path_only(flag, capsys):
+    with pytest.raises(SystemExit) as error:
+        parse_args(["--explain", *flag])
+    assert error.value.code == 2 and "--explain" in capsys.readouterr().err
