@@ -29,6 +29,9 @@ class OnnxGPT:
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        if Path(file).stat().st_size < 2**24:
+            options.intra_op_num_threads = 1  # a step is done before another core has woken up
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # whoever computes next wants the cores
         try:
             self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
             metadata = self.session.get_modelmeta().custom_metadata_map
