@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from checkpoint import load_model
 from decode import Decoder
 from hf import model_type, to_transformers
 from model import GPT, GPTConfig, gumbel_noise, sample_token
 from onnx_gpt import OnnxGPT
-from sample import OneLineParser, load_model, load_ngrams, near_tie, number, path, pick_device
+from sample import OneLineParser, load_ngrams, near_tie, number, path, pick_device
 
 VARIANTS = {
     "textbook_uncached": "a loop over Heads, no cache, as write-ups have it",
@@ -46,6 +47,7 @@ VARIANTS = {
 KEYS = (
     "shape variant batch tokens_per_s ttft_ms tpot_ms itl_p50_ms itl_p99_ms speedup_over_uncached cache_bytes"
 ).split()
+TEXTBOOK_STEPS = 200  # the write-ups' recipe
 PROMPT = 8  # characters of a real prompt; random weights start from one token
 SLOW = 30.0  # seconds: an uncached run that would take longer is measured at 12 positions and integrated
 
@@ -199,7 +201,7 @@ def make_variants(model, ngrams, names, compiled_uncached):
             if name in names:
                 textbook = Textbook(model)
                 runs[name] = lambda idx, steps, seed, arrivals, textbook=textbook, name=name: textbook.generate(
-                    idx, min(steps, 200), name == "textbook", arrivals
+                    idx, min(steps, TEXTBOOK_STEPS), name == "textbook", arrivals
                 )
     runs |= hf_variants(model, [name for name in names if name.startswith("hf")])
     runs |= onnx_variant(model) if "onnx" in names else {}
@@ -397,7 +399,7 @@ def bench(model, ngrams, shape, prompts, names, repeats):
     results, slow = measure(runs, prompts, steps, repeats, config.block_size)
     remarks = check_tokens(model, results, prompts, steps)
     if "textbook" in runs or "textbook_uncached" in runs:
-        remarks.append("textbook rows stop after 200 tokens, the recipe of the write-ups")
+        remarks.append(f"textbook rows stop after {TEXTBOOK_STEPS} tokens, the recipe of the write-ups")
     if any(name.startswith("hf") for name in runs):
         remarks.append("hf and textbook rows draw their own random numbers, and nothing of theirs is compiled")
     for note in sorted(slow):
@@ -412,6 +414,7 @@ def bench(model, ngrams, shape, prompts, names, repeats):
     rows = []
     for name, figure in figures.items():
         kept = 0 if "uncached" in name or name == "hf_nocache" else T + steps - 1
+        kept = T + min(steps, TEXTBOOK_STEPS) - 1 if name == "textbook" else kept
         kept = config.block_size if name in ("eager", "compile", "draft", "compile+draft", "hf_static") else kept
         uncached = figures.get("uncached", {}).get("tokens_per_s")
         speedup = figure["tokens_per_s"] / uncached if uncached else None

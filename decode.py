@@ -1,4 +1,4 @@
-"""Faster than one token a step: guess a few, verify them in one forward, and compile that step to machine code.
+"""Speculative decoding, and a compiled step: guess a few tokens, verify them in one forward, leave Python out of it.
 
 To read in order: the n-gram table (where guesses come from), advance (one step of every row: guess, verify, accept),
 Decoder (the loop around it), compile_step (the same step without Python).
@@ -115,7 +115,8 @@ def guess_by_table(batch, slots, chunk, known, noise, rows, logits):
 
 
 def guess_by_lookup(batch, slots, chunk, known):
-    """Fill chunk[:, 1:-1], but for known tokens, with what followed the newest tokens where they last occurred."""
+    """Fill chunk[:, 1:-1], but for known tokens, with what followed the newest tokens where they last occurred: prompt
+    lookup decoding."""
     text, end = batch.window, batch.end[:, None]
     place = torch.arange(text.size(1), device=text.device)
     same, length = place < end, 0

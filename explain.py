@@ -6,6 +6,7 @@ Nothing here knows what the shapes should be: hooks look at the tensors of a rea
 import math
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +21,10 @@ class OnAttention(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.see(*args, kwargs.get("attn_mask"))
+            mask, T = kwargs.get("attn_mask"), args[0].size(-2)
+            if kwargs.get("is_causal"):
+                mask = torch.ones(T, T, dtype=torch.bool, device=args[0].device).tril()
+            self.see(*args, mask)
         return func(*args, **kwargs)
 
 
@@ -41,7 +45,10 @@ def attention_weights(model, layer):
 
 @contextmanager
 def watching(model, say):
-    """Inside, `say(name, shape, remark)` is called for every tensor of the embedding, the first layer and the head."""
+    """Inside, `say(name, shape, remark)` is called for every tensor of the embedding, the first layer and the head.
+
+    Gives a function to call before each forward.
+    """
     layer = model.transformer["h"][0]
     attn, seen = layer.attn, []
 
@@ -59,11 +66,11 @@ def watching(model, say):
 
     write = attn.cache.write
 
-    def spy(pos, k, v, end, block_size):
+    def spy(pos, k, v, end):
         slots = pos.flatten().tolist()
         say("new k, v", shape(k), f"written to slot {slots[0]}" + (f" .. {slots[-1]}" if len(slots) > 1 else ""))
         held, lengths = attn.heads[0].key_cache, attn.cache.lengths
-        result = write(pos, k, v, end, block_size)
+        result = write(pos, k, v, end)
         attn.cache.lengths = [end] * len(k)  # what the whole forward leaves behind
         was = "was None" if held is None else f"was {shape(held)}"
         say("key_cache", shape(attn.heads[0].key_cache), f"of each of {len(attn.heads)} Heads, {was}; value_cache too")

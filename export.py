@@ -47,7 +47,7 @@ class Past:
     def __init__(self, key, value):
         self.key, self.value = key, value
 
-    def write(self, pos, k, v, end, block_size):
+    def write(self, pos, k, v, end):
         self.key = torch.cat((self.key, k), dim=2)
         self.value = torch.cat((self.value, v), dim=2)
         return self.key, self.value

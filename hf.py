@@ -185,26 +185,31 @@ def read_config(config, theirs):
             if config.get(name, value) != value:
                 raise ValueError(f"it has {name} {config[name]!r}, and this kit's network {value!r}")
 
-    require(model_type=config["model_type"] if config["model_type"] == "stablelm" else "gpt2")
+    if config["model_type"] not in ("gpt2", "stablelm"):
+        raise ValueError(f"it is a {config['model_type']}, and this kit reads gpt2 and stablelm")
     biased = [name for name, tensor in theirs.items() if name.endswith("bias") and tensor.any()]
     args = dict(vocab_size=config["vocab_size"], bias=False)
     if config["model_type"] == "gpt2":
         require(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
         args |= {name: config[name] for name in ("n_layer", "n_head", "n_embd")}
+        activations = {"gelu": "gelu", "gelu_new": "gelu_tanh"}
+        if config["activation_function"] not in activations:
+            raise ValueError(f"its activation_function {config['activation_function']!r} is neither gelu nor gelu_new")
         hidden = config.get("n_inner") or 4 * args["n_embd"]
         return args | dict(
             block_size=config["n_positions"],
             dropout=config.get("resid_pdrop", 0.0),
-            activation={"gelu": "gelu", "gelu_new": "gelu_tanh"}[config["activation_function"]],
+            activation=activations[config["activation_function"]],
             bias=bool(biased),
             mlp_ratio=4 if hidden == 4 * args["n_embd"] else (hidden + 0.5) / args["n_embd"],
             tie_weights=config.get("tie_word_embeddings", True),
             pos_emb="learned",
         )
     rope = config.get("rope_parameters") or config  # where transformers 5 has them, and 4 had them
-    for name, value in (("rope_theta", 10000), ("partial_rotary_factor", 1)):
-        if rope.get(name) != value:
-            raise ValueError(f"its {name} is {rope.get(name)!r}, and this kit's {value}")
+    for name, value in (("rope_type", "default"), ("rope_theta", 10000), ("partial_rotary_factor", 1)):
+        if rope.get(name, "default" if name == "rope_type" else None) != value:
+            raise ValueError(f"its {name} is {rope.get(name)!r}, and this kit's {value!r}")
+    require(rope_scaling=None)
     require(layer_norm_eps=1e-5, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False)
     if biased:
         raise ValueError(f"its {biased[0]} is not zero, and this kit's network has no biases beside SwiGLU")

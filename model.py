@@ -1,7 +1,7 @@
 """A GPT whose attention heads remember: GPT-2's network, with a key/value cache in every Head.
 
 To read in order: GPTConfig, Head (what is remembered), KVCache (where it lies), CausalSelfAttention (who writes and
-reads it), MLP, Block, GPT, generation (prefill, then one token a step), and the sampler's noise, which makes a token a
+reads it), MLP, Block, GPT, generation (prefill, then one token a step), and sampling, whose noise makes a token a
 function of (logits, seed, sample, step) alone, so that every way of decoding picks the same tokens.
 
 Shapes: B rows in a batch, T positions in a call, t positions cached so far, C = n_embd, nh = n_head, nkv = n_kv_head,
@@ -72,9 +72,9 @@ class GPTConfig:
 class Head(nn.Module):
     """One key/value head of a layer, and what it remembers of the tokens that went through it.
 
-    `key_cache` and `value_cache` are None while empty, else `(B, t, head_size)`: row s is what the token at position s
+    `key_cache` and `value_cache` are None while empty, else `(B, t, head_size)`: slot s is what the token at position s
     was projected to (a rotary key: and turned by s), t the longest length in the batch; a shorter row ends earlier, and
-    what follows there is never read. A causal model never changes a row again: a new token adds its own, and reads all.
+    what follows there is never read. A causal model never changes a slot again: a new token adds one, and reads all.
     Both are views on the layer's KVCache, made when read: all Heads of a layer are computed in one batched call, which
     wants their keys side by side. There are `n_layer * n_kv_head` Heads in a model; they have no parameters.
     """
@@ -101,7 +101,8 @@ class KVCache:
     The tensors are no registered buffers: they belong to no state_dict, and DDP does not broadcast them.
     """
 
-    def __init__(self):
+    def __init__(self, block_size):
+        self.block_size = block_size
         self.epoch = 0  # of the weights: what was made from them, keys or a compiled step, belongs to one
         self.clear()
 
@@ -113,7 +114,7 @@ class KVCache:
         self.clear()
         self.epoch += 1
 
-    def write(self, pos, k, v, end, block_size):
+    def write(self, pos, k, v, end):
         """Store k and v `(B, nkv, T, hs)` at the absolute positions pos, `(T,)` for all rows or `(B, T)` for each.
 
         Returns the first `end` slots of both, `(B, nkv, end, hs)`. The buffers are those of the last call if they fit
@@ -123,7 +124,7 @@ class KVCache:
         if self.key is None or self.key.size(0) != B or self.key.dtype != k.dtype or self.key.device != k.device:
             if end > T:
                 raise ValueError(f"the cache holds {self.key.dtype}, this call made {k.dtype}: prefill again")
-            self.reserve((B, nkv, block_size, hs), k.dtype, k.device)
+            self.reserve(B, nkv, hs, k.dtype, k.device)
         if pos.dim() == 1:
             self.key.index_copy_(2, pos, k)
             self.value.index_copy_(2, pos, v)
@@ -133,17 +134,26 @@ class KVCache:
             self.value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
         return self.key[:, :, :end], self.value[:, :, :end]
 
-    def reserve(self, shape, dtype, device):
+    def reserve(self, B, n_kv_head, head_size, dtype, device):
+        shape = (2, B, n_kv_head, self.block_size, head_size)
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
             # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN
-            self.key, self.value = torch.zeros((2, *shape), dtype=dtype, device=device).unbind()
+            self.key, self.value = torch.zeros(shape, dtype=dtype, device=device).unbind()
 
 
 def clear_kv_cache(model):
-    """Empty every Head's key_cache and value_cache in `model` (any module that contains Heads), freeing the memory."""
+    """Empty every Head's key_cache and value_cache in `model` (any module that contains Heads), freeing the memory. A
+    Decoder compiles its step again then: the weights may be others."""
     for module in model.modules():
         if isinstance(module, Head):
             module.cache.outdate()
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it, the
+    first half of sin negated: coordinate i makes a pair with the one half a head away, which roll brings to it."""
+    wide = x.float()  # turned in float32, whatever the dtype of x
+    return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).type_as(x)
 
 
 class CausalSelfAttention(nn.Module):
@@ -154,7 +164,6 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.n_kv_head = config.n_kv_head or config.n_head
         self.head_size = config.n_embd // config.n_head
-        self.block_size = config.block_size
         self.dropout = config.dropout
         self.c_attn = Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -162,7 +171,7 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = nn.LayerNorm(self.head_size, bias=config.bias)
             self.k_norm = nn.LayerNorm(self.head_size, bias=config.bias)
         self.qk_norm = config.qk_norm
-        self.cache = KVCache()
+        self.cache = KVCache(config.block_size)
         self.heads = nn.ModuleList(Head(self.cache, i) for i in range(self.n_kv_head))
 
     def forward(self, x, rope=None, pos=None, mask=None, end=None):
@@ -178,20 +187,20 @@ class CausalSelfAttention(nn.Module):
 
         gqa = self.n_kv_head != self.n_head
         if pos is not None:
-            k, v = self.cache.write(pos, k, v, end, self.block_size)  # (B, nkv, end, hs): this call's and all before
+            k, v = self.cache.write(pos, k, v, end)  # (B, nkv, end, hs): this call's and all before
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         else:
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
         y = self.c_proj(y)
-        return F.dropout(y, self.dropout) if self.training else y  # a call less a token
+        return F.dropout(y, self.dropout) if self.training else y  # else it only costs a call
 
     def reserve_cache(self, B):
         """An empty cache, allocated already, for a batch of B rows."""
         weight = self.c_attn.weight
         self.cache.clear()
-        self.cache.reserve((B, self.n_kv_head, self.block_size, self.head_size), weight.dtype, weight.device)
+        self.cache.reserve(B, self.n_kv_head, self.head_size, weight.dtype, weight.device)
 
     # Whatever changes the weights, or takes them elsewhere, makes the keys computed with them worthless.
 
@@ -207,31 +216,6 @@ class CausalSelfAttention(nn.Module):
     def _load_from_state_dict(self, *args):
         self.cache.outdate()
         super()._load_from_state_dict(*args)
-
-
-class Linear(nn.Linear):
-    """nn.Linear, except that generating on a CPU multiplies a few rows by a large matrix from the other side.
-
-    x W^T on one core, or W x^T, of two columns at least, on all of them, is a matter of which library call torch takes.
-    At 6/6/384/256 on two cores: 446 tokens a second instead of 281, with drafts 660 instead of 479.
-    """
-
-    def forward(self, x):
-        large = self.in_features * self.out_features >= 2**17  # smaller ones are done before another core has woken up
-        few = large and x.numel() <= 8 * self.in_features
-        if few and torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
-            rows = x.reshape(-1, self.in_features)
-            y = self.weight @ (rows if len(rows) > 1 else rows.repeat(2, 1)).t()
-            y = y[:, : len(rows)].t().reshape(*x.shape[:-1], -1)
-            return y if self.bias is None else y + self.bias
-        return F.linear(x, self.weight, self.bias)
-
-
-def rotate(x, cos, sin):
-    """Rotary position embedding in the rotate-half layout: x `(B, n, T, hs)`, cos and sin broadcastable to it, the
-    first half of sin negated: coordinate i makes a pair with the one half a head away, which roll brings to it."""
-    wide = x.float()  # turned in float32, whatever the dtype of x
-    return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).type_as(x)
 
 
 class MLP(nn.Module):
@@ -276,67 +260,6 @@ class Block(nn.Module):
         return self.ln_2(x + self.mlp(x))
 
 
-@dataclass
-class Sampling:
-    """How tokens are picked, and what happens at a full context. Raises ValueError for what cannot be.
-
-    temperature  0 is greedy: the likeliest token, ties to the lowest id
-    top_k        sample among the k likeliest; top_p: among the fewest likeliest that have this much probability
-    seed         0 <= seed < 2**64; None draws one from torch's global generator
-    samples      row i draws the noise of sample samples[i]; None: of sample i
-    overflow     "stop" ends with a full context. "slide" goes on: once a token has been sampled from a full context,
-                 the newest half, max(1, block_size // 2) tokens, is kept and prefilled at positions from 0; a prompt
-                 longer than the context starts from as many. So a token costs the same at any length
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    samples: Sequence[int] | None = None
-    overflow: str = "stop"
-
-    def __post_init__(self):
-        def require(condition, name, why):
-            if not condition:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {why}")
-
-        require(0 <= self.temperature < 1e30, "temperature", "must be a number >= 0, and far below float32's largest")
-        top_k_fits = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1)
-        require(top_k_fits, "top_k", "must be an integer >= 1")
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
-        if self.seed is None:
-            self.seed = int(torch.randint(2**63 - 1, ()))
-        seed_fits = isinstance(self.seed, int) and 0 <= self.seed < 2**64
-        require(seed_fits, "seed", "must be an integer, at least 0 and below 2**64")
-        require(self.overflow in ("stop", "slide"), "overflow", "must be 'stop' or 'slide'")
-
-    @property
-    def filters(self):
-        return self.temperature, self.top_k, self.top_p
-
-    def rows(self, B, device):
-        """samples as a tensor (B,)."""
-        samples = range(B) if self.samples is None else self.samples
-        samples = torch.as_tensor(samples, dtype=torch.int64, device=device)
-        if B < 1 or samples.shape != (B,):
-            raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}, and at least one")
-        return samples
-
-    def noise(self, samples, steps, vocab_size):
-        """Yield the noise `(B, vocab_size)` of one step after the other, made for a few megabytes of them at a time."""
-        some = max(1, min(64, 2**22 // (len(samples) * vocab_size)))
-        for step in range(0, steps, some):
-            places = torch.arange(step, min(step + some, steps), device=samples.device)
-            yield from gumbel_noise(self.seed, samples, places, vocab_size).unbind(1)
-
-    def steps(self, T, max_new_tokens, block_size):
-        """How many tokens a prompt of T tokens gets."""
-        if T < 1 or (self.overflow == "stop" and T > block_size):
-            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {block_size} (block_size)")
-        return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
-
-
 class GPT(nn.Module):
     """The language model. Module and parameter names are nanoGPT's, so its checkpoints load (checkpoint.py)."""
 
@@ -363,9 +286,9 @@ class GPT(nn.Module):
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
 
-    def zero_outputs(self):
-        """Begin otherwise than GPT-2: every layer adds nothing to the residual stream, and what reads it has outputs
-        of the size 1/2, whatever the width."""
+    def zero_init(self):
+        """Another initialization than GPT-2's: c_proj is zero, so that every block begins by adding nothing; c_attn and
+        c_fc have the standard deviation 0.5 / sqrt(fan_in)."""
         for name, p in self.transformer["h"].named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.zeros_(p)
@@ -549,6 +472,67 @@ def eval_mode(model):
             module.training = training
 
 
+@dataclass
+class Sampling:
+    """How tokens are picked, and what happens at a full context. Raises ValueError for what cannot be.
+
+    temperature  0 is greedy: the likeliest token, ties to the lowest id
+    top_k        sample among the k likeliest; top_p: among the fewest likeliest that have this much probability
+    seed         0 <= seed < 2**64; None draws one from torch's global generator
+    samples      row i draws the noise of sample samples[i]; None: of sample i
+    overflow     "stop" ends with a full context. "slide" goes on: once a token has been sampled from a full context,
+                 the newest half, max(1, block_size // 2) tokens, is kept and prefilled at positions from 0; a prompt
+                 longer than the context starts from as many. So a token costs the same at any length
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    samples: Sequence[int] | None = None
+    overflow: str = "stop"
+
+    def __post_init__(self):
+        def require(condition, name, why):
+            if not condition:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {why}")
+
+        require(0 <= self.temperature < 1e30, "temperature", "must be a number >= 0, and far below float32's largest")
+        top_k_fits = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1)
+        require(top_k_fits, "top_k", "must be an integer >= 1")
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        if self.seed is None:
+            self.seed = int(torch.randint(2**63 - 1, ()))
+        seed_fits = isinstance(self.seed, int) and 0 <= self.seed < 2**64
+        require(seed_fits, "seed", "must be an integer, at least 0 and below 2**64")
+        require(self.overflow in ("stop", "slide"), "overflow", "must be 'stop' or 'slide'")
+
+    @property
+    def filters(self):
+        return self.temperature, self.top_k, self.top_p
+
+    def rows(self, B, device):
+        """samples as a tensor (B,)."""
+        samples = range(B) if self.samples is None else self.samples
+        samples = torch.as_tensor(samples, dtype=torch.int64, device=device)
+        if B < 1 or samples.shape != (B,):
+            raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}, and at least one")
+        return samples
+
+    def noise(self, samples, steps, vocab_size):
+        """Yield the noise `(B, vocab_size)` of one step after the other, made for a few megabytes of them at a time."""
+        some = max(1, min(64, 2**22 // (len(samples) * vocab_size)))
+        for step in range(0, steps, some):
+            places = torch.arange(step, min(step + some, steps), device=samples.device)
+            yield from gumbel_noise(self.seed, samples, places, vocab_size).unbind(1)
+
+    def steps(self, T, max_new_tokens, block_size):
+        """How many tokens a prompt of T tokens gets."""
+        if T < 1 or (self.overflow == "stop" and T > block_size):
+            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {block_size} (block_size)")
+        return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
+
+
 def sample_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
     """Pick tokens: `(...,)` int64 from logits and Gumbel noise, `(..., V)` both.
 
@@ -597,3 +581,21 @@ def gumbel_noise(seed, samples, steps, vocab_size):
     # 32 bits keep their resolution near 0, where the winners of a race of exponentials are; 1.0 must not be reached
     uniform = ((h.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
+
+
+class Linear(nn.Linear):
+    """nn.Linear, except that generating on a CPU multiplies a few rows by a large matrix from the other side.
+
+    x W^T on one core, or W x^T, of two columns at least, on all of them, is a matter of which library call torch takes.
+    At 6/6/384/256 on two cores a step is half again as fast.
+    """
+
+    def forward(self, x):
+        large = self.in_features * self.out_features >= 2**17  # smaller ones are done before another core has woken up
+        few = large and x.numel() <= 8 * self.in_features
+        if few and torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
+            rows = x.reshape(-1, self.in_features)
+            y = self.weight @ (rows if len(rows) > 1 else rows.repeat(2, 1)).t()
+            y = y[:, : len(rows)].t().reshape(*x.shape[:-1], -1)
+            return y if self.bias is None else y + self.bias
+        return F.linear(x, self.weight, self.bias)

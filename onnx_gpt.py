@@ -40,16 +40,16 @@ class OnnxGPT:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime has an exception for each of a dozen ways
             raise ValueError(f"{file} cannot be read: {str(error).strip().splitlines()[0][:200]}") from None
-        self.value = onnxruntime.OrtValue.ortvalue_from_numpy
+        self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         self.outputs = [output.name for output in self.session.get_outputs()]
         self.cached = len(self.outputs) > 1  # export.py --cacheless writes a graph without
-        self.past = None  # what the last call left behind: n_layer pairs of key and value
+        self.past = None  # what the last call left behind: key and value of each layer, in turn
 
     def empty(self, B):
         """A past of no positions."""
         config = self.config
         heads, size = config.n_kv_head or config.n_head, config.n_embd // config.n_head
-        return [self.value(np.zeros((B, heads, 0, size), np.float32)) for _ in range(2 * config.n_layer)]
+        return [self.to_ort(np.zeros((B, heads, 0, size), np.float32)) for _ in range(2 * config.n_layer)]
 
     def __call__(self, idx, past=None):
         """Logits `(B, T, vocab_size)` float32 for idx `(B, T)` int64, numpy arrays, behind what `past` holds.
@@ -66,7 +66,7 @@ class OnnxGPT:
             "attention_mask": np.ones((B, begin + T), np.int64),
             "position_ids": np.tile(np.arange(begin, begin + T), (B, 1)),
         }
-        feed = {name: self.value(array) for name, array in feed.items()}
+        feed = {name: self.to_ort(array) for name, array in feed.items()}
         feed |= {name.replace("present", "past_key_values"): value for name, value in zip(self.outputs[1:], past)}
         logits, *self.past = self.session.run_with_ort_values(self.outputs, feed)
         return logits.numpy()

@@ -1,4 +1,4 @@
-"""How the weights are moved: Muon for the matrices of the blocks, AdamW for everything else, and the learning rate.
+"""How the weights are updated: Muon for the matrices of the blocks, AdamW for everything else, and the learning rate.
 
 A matrix takes part in a product, and what matters about a step of it is what it does to every direction of its input.
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the step orthogonal: all singular values near 1, so
@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(model, config, device):
     """[AdamW] or [AdamW, Muon], every parameter in exactly one group; a group's "peak" is its learning rate's.
 
-    Weight decay is for what is a matrix or an embedding, not for biases and norms.
+    Weight decay is AdamW's, on matrices and embeddings, not on biases and norms; Muon has none.
     """
     matrices = []
     if config["optimizer"] == "muon":

@@ -119,7 +119,7 @@ def parse_args(argv=None):
         help="onnx: ONNX Runtime, with what export.py --format onnx wrote (default: torch)",
     )
     add("--out_dir", type=path, default="out", help="the folder of ckpt.pt, and of onnx/model.onnx (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, or one of nanoGPT")
+    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, one of nanoGPT, a .onnx file")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl that goes with a nanoGPT checkpoint")
     add("--device", default="auto", help="cpu, cuda, mps; auto: cuda where there is one (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
@@ -127,6 +127,11 @@ def parse_args(argv=None):
     add("--explain", action="store_true", help="print the shapes of the cache's way instead: three steps of one prompt")
     args = parser.parse_args(argv)
     args.prompt = args.prompt or ["\n"]
+    cached = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": len(args.prompt) > 1}
+    if not args.kv_cache and any(cached.values()):
+        parser.error(f"{next(filter(cached.get, cached))} needs the cache: leave out --no-kv_cache")
+    if args.verify and args.dtype != "float32":
+        parser.error(f"--verify compares token by token, which {args.dtype} does not promise: use --dtype float32")
     others = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
     if args.explain and (any(others) or len(args.prompt) > 1 or args.overflow != "stop"):
         parser.error("--explain shows one prompt on its plain way through the cache: leave out what changes that")
@@ -274,20 +279,16 @@ def main():
     args = parse_args()
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit like any other: compiled steps clean up then
-    if not args.kv_cache:
-        for flag in [f"--{name}" for name in ("draft", "compile") if getattr(args, name)] + args.prompt[1:2]:
-            fail(f"{flag if flag.startswith('--') else 'a batch of prompts'} needs the cache: leave out --no-kv_cache")
     dtype = getattr(torch, args.dtype)
-    if args.verify and dtype != torch.float32:
-        fail(f"--verify compares token by token, which {args.dtype} does not promise: use --dtype float32")
     try:
         device = pick_device("cpu" if args.engine == "onnx" else args.device)
         checkpoint = Path(args.out_dir) / "ckpt.pt"
         if args.engine == "onnx":
-            engine = OnnxGPT(args.ckpt or Path(args.out_dir) / "onnx" / "model.onnx")
+            file = args.ckpt or Path(args.out_dir) / "onnx" / "model.onnx"
+            engine = OnnxGPT(file)
             chars = engine.chars
             if args.kv_cache and not engine.cached:
-                raise ValueError(f"{args.ckpt} has no cache in its graph: give --no-kv_cache")
+                raise ValueError(f"{file} has no cache in its graph: give --no-kv_cache")
             model, known = load_model(checkpoint) if args.verify else (None, chars)
             if known != chars:
                 raise ValueError(f"--verify compares with {checkpoint}, and that has other characters")

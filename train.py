@@ -86,7 +86,7 @@ positive = number(int, f"[1, {2**31})")
 # name: (default, type or choices, help); where a preset names a flag, the preset's value is the default
 FLAGS = {
     "preset": (None, ("auto", *PRESETS), "the size and length to start from; auto: gpu on a GPU, else cpu"),
-    "recipe": ("modern", tuple(RECIPES), "how the network is made and trained: this kit's way, or nanoGPT's"),
+    "recipe": ("modern", tuple(RECIPES), "how the network is made and trained: nanoGPT's way, or this kit's"),
     "init_from": (
         "scratch",
         path,
@@ -94,7 +94,7 @@ FLAGS = {
     ),
     "data_dir": (None, path, "where data/prepare.py wrote (default: data, beside this script)"),
     "out_dir": ("out", path, "where checkpoints and log.csv go"),
-    "eval_interval": (250, positive, "steps between evaluations on the whole val split; changes nothing about the run"),
+    "eval_interval": (250, positive, "steps between evaluations on the whole val split; changes no step of the run"),
     "save_interval": (250, positive, "steps between writes of last.pt, besides those at evaluations"),
     "log_interval": (20, positive, "steps between lines of progress and rows of log.csv"),
     # model
@@ -111,7 +111,7 @@ FLAGS = {
     "norm_first": (True, boolean, "False: post-LN"),
     "tie_weights": (True, boolean, "lm_head shares the embedding's matrix"),
     "qk_norm": (False, boolean, "LayerNorm on queries and keys"),
-    "zero_init": (False, boolean, "begin with zeros in what is added to the residual stream"),
+    "zero_init": (False, boolean, "begin with blocks that add nothing, instead of GPT-2's initialization"),
     # optimization
     "optimizer": ("adamw", ("adamw", "muon"), "muon: for the matrices of the blocks, and adamw for the rest"),
     "batch_size": (12, positive, "sequences a micro-step"),
@@ -124,7 +124,7 @@ FLAGS = {
     "lr_decay": ("cosine", ("cosine", "linear"), "how the learning rate goes down to min_lr then"),
     "lr_decay_iters": (None, positive, "the step at which it arrives there (default: max_iters)"),
     "min_lr": (None, number(float, "[0, inf)"), "learning rate at the end (default: learning_rate / 10)"),
-    "weight_decay": (0.1, number(float, "[0, inf)"), "on matrices and embeddings"),
+    "weight_decay": (0.1, number(float, "[0, inf)"), "AdamW's, on matrices and embeddings"),
     "beta1": (0.9, number(float, "[0, 1)"), "AdamW's"),
     "beta2": (0.99, number(float, "[0, 1)"), "AdamW's"),
     "grad_clip": (1.0, number(float, "[0, inf)"), "largest norm of the gradient; 0: no clipping"),
@@ -304,11 +304,13 @@ def keep(what, settings, flags, names):
 
 def set_aside(out_dir):
     """Move an earlier run in out_dir to out_dir/previous, where it can be sampled from and resumed."""
-    files = [out_dir / name for name in ("last.pt", "ckpt.pt", "log.csv") if (out_dir / name).is_file()]
-    if files:
-        (out_dir / "previous").mkdir(exist_ok=True)
-        for file in files:
-            os.replace(file, out_dir / "previous" / file.name)
+    names, previous = ("last.pt", "ckpt.pt", "log.csv"), out_dir / "previous"
+    if any((out_dir / name).is_file() for name in names[:2]):  # a log alone is of a run that saved nothing
+        previous.mkdir(exist_ok=True)
+        for name in names:
+            (previous / name).unlink(missing_ok=True)  # nothing of another run beside it
+            if (out_dir / name).is_file():
+                os.replace(out_dir / name, previous / name)
         print(f"{out_dir} held a run: it is in {out_dir / 'previous'} now (--init_from resume would have gone on)")
 
 
@@ -338,7 +340,7 @@ def plot(out_dir):
     figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
     for axes, x in zip(figure.subplots(1, 2, sharey=True), ("chars", "seconds")):
         for folder, color in ((out_dir / "previous", "tab:gray"), (out_dir, "tab:blue")):
-            if not (folder / "log.csv").exists():
+            if not all((folder / name).exists() for name in ("log.csv", "last.pt")):
                 continue
             with open(folder / "log.csv", encoding="utf-8", newline="") as f:
                 rows = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(f)]
@@ -476,7 +478,7 @@ def main():
     try:
         raw_model = model or GPT(model_config)
         if not start and config["zero_init"]:
-            raw_model.zero_outputs()
+            raw_model.zero_init()
         raw_model.to(device)
     except (RuntimeError, MemoryError) as error:
         fail(f"a network of this size does not fit: {str(error).strip().splitlines()[0]}")

@@ -17,11 +17,11 @@ settings.register_profile("kit", deadline=None, derandomize=True, max_examples=4
 settings.load_profile("kit")
 
 
-def run(*args, timeout=120, env=None, **kwargs):
+def run(*args, timeout=120, env=None, cwd=ROOT, **kwargs):
     """Run `python ARGS` in a process of its own, in the project's root; the completed process, output as text."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", **(env or {})},
         capture_output=True,
         encoding="utf-8",

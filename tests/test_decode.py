@@ -298,7 +298,6 @@ def test_the_compiled_step_gives_the_same_tokens_from_one_program(fresh_cache, c
             assert_same(model, got, idx, 50, range(2), 9, {}, overflow="slide")
     assert capfd.readouterr().err.count("compiling") == 1
     assert len(list(fresh_cache.glob("decode-*.pt2"))) == len(decoder.programs) == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1
 
     with torch.no_grad():  # other weights need another program
         model.lm_head.weight.mul_(-1)

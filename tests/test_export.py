@@ -344,6 +344,7 @@ def edit(folder, name, change):
         (lambda folder: edit(folder, "config.json", lambda c: c.update(model_type="llama")), "llama"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(use_parallel_residual=True)), "parallel"),
         (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_theta=5e5)), "theta"),
+        (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_type="yarn")), "yarn"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=3)), "layers.2"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(hidden_size=48)), "fit"),
         (lambda folder: edit(folder, "config.json", lambda c: c.pop("hidden_size")), "hidden_size"),

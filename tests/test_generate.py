@@ -45,10 +45,19 @@ def tokens_differ(model, ours, theirs, T, samples, seed, filters):
         step = next((i for i in range(len(a) - T) if a[T + i] != b[T + i]), None)
         if step is None:
             continue
-        context = a[context_begin(model, T, T + step) : T + step]
+        context = a[context_begin(model.config.block_size, T, T + step) : T + step]
         if not near_tie(model, context, samples[row], step, (a[T + step], b[T + step]), seed, **filters):
             return row, step
     return None
+
+
+def test_a_difference_is_told_from_a_near_tie():
+    model = MODELS[sorted(MODELS)[0]]
+    ours = model.generate(prompts(1, 3), CONTEXT, seed=1)
+    theirs = ours.clone()
+    theirs[0, 5] = (theirs[0, 5] + 1) % V
+    assert tokens_differ(model, ours, ours, 3, [0], 1, {}) is None
+    assert tokens_differ(model, ours, theirs, 3, [0], 1, {}) == (0, 2)
 
 
 def textbook_generate(model, row, steps, sample, seed, temperature=1.0, top_k=None, top_p=None):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import packed_greedy_decode, textbook_logits
+from oracles import packed_greedy_decode, textbook_logits, turned
 
 import model as kit
 from checkpoint import build_model, load_checkpoint
@@ -265,9 +265,12 @@ def test_heads_hold_the_keys_and_values_of_every_position_so_far(kind):
     x = model.transformer.h[0].ln_1(x) if kind.get("norm_first", True) else x
     k, v = attn.c_attn(x)[..., 32:].split(n_kv_head * 8, dim=-1)
     for i in range(n_kv_head):
+        key = k[..., i * 8 : i * 8 + 8]
+        key = attn.k_norm(key) if kind.get("qk_norm") else key
+        if kind["pos_emb"] == "rope":
+            key = torch.stack([turned(row.detach().double()) for row in key]).float()
+        torch.testing.assert_close(attn.heads[i].key_cache, key, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(attn.heads[i].value_cache, v[..., i * 8 : i * 8 + 8])
-        if kind["pos_emb"] == "learned":
-            torch.testing.assert_close(attn.heads[i].key_cache, k[..., i * 8 : i * 8 + 8])
     assert len({head.key_cache.untyped_storage().data_ptr() for head in attn.heads}) == 1
     clear_kv_cache(model)
     assert all(head.key_cache is None and head.value_cache is None for head in heads)
@@ -278,7 +281,7 @@ def test_the_cache_is_no_parameter_and_no_buffer():
     before = set(model.state_dict())
     model(torch.zeros(1, 5, dtype=torch.int64), pos=torch.arange(5))
     assert set(model.state_dict()) == before == {n for n, _ in model.named_parameters()} | {"lm_head.weight"}
-    assert not [n for n, b in model.named_buffers() if not n.startswith("rope")]
+    assert not list(model.named_buffers())
 
 
 @pytest.mark.parametrize(
@@ -400,8 +403,15 @@ def test_pos_must_rise_by_one_and_no_row_may_skip():
     model = lively(GPTConfig(**SHAPE))
     with pytest.raises(ValueError, match="rise by one"):
         model(torch.zeros(1, 3, dtype=torch.int64), pos=torch.tensor([0, 2, 3]))
+    with pytest.raises(ValueError, match="rise by one"):
+        model(torch.zeros(2, 2, dtype=torch.int64), pos=torch.tensor([[0, 1], [0, 2]]))
+    with pytest.raises(ValueError, match="of row 1"):
+        model(torch.zeros(2, 2, dtype=torch.int64), pos=torch.tensor([[0, 1], [1, 2]]))
+
+
+def test_a_forward_past_block_size_is_refused():
     with pytest.raises(ValueError, match="17 positions"):
-        model(torch.zeros(1, 17, dtype=torch.int64))
+        lively(GPTConfig(**SHAPE))(torch.zeros(1, 17, dtype=torch.int64))
 
 
 def test_in_train_mode_pos_places_tokens_but_nothing_is_cached():

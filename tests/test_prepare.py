@@ -26,7 +26,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 SAMPLE = ROOT / "data" / "sample.txt"
-CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 CLOSED = "http://127.0.0.1:9"
 BODY = "Whan that Aprille, with his shoures soote,\nThe droghte of März hath perced to the roote\n".encode() * 20
 HTML = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Please sign in.</body></html>\n"
@@ -154,11 +153,10 @@ def test_encode_round_trips(text):
     assert json.loads(json.dumps(chars)) == chars
 
 
-@pytest.mark.parametrize("path", [SAMPLE, CORPUS if CORPUS.exists() else SAMPLE], ids=["sample", "corpus"])
-def test_input_of_a_real_text(path, tmp_path):
-    """Wrong layout, metadata or hashes for the texts the kit is for; a stray file; noise on stderr."""
-    result = prepared("--input", path, "--data_dir", tmp_path / "new" / "folder")
-    assert_holds(tmp_path / "new" / "folder", path.read_bytes(), os.path.abspath(path))
+def test_input_of_a_real_text(tmp_path):
+    """Wrong layout, metadata or hashes for a text as the kit is for; a stray file; noise on stderr."""
+    result = prepared("--input", SAMPLE, "--data_dir", tmp_path / "new" / "folder")
+    assert_holds(tmp_path / "new" / "folder", SAMPLE.read_bytes(), os.path.abspath(SAMPLE))
     assert result.stderr == "" and result.stdout
 
 
@@ -539,9 +537,9 @@ def test_url_that_cannot_be_reached(url, old):
 def test_the_corpus_is_taken_from_its_address(serve, old):
     """The known size or hash wrong; --input of the stand-in, which `old` holds, counted as the corpus; a second
     download; the corpus not taken again after another text or with --force."""
-    body = CORPUS.read_bytes() if CORPUS.exists() else SAMPLE.read_bytes() * 2
+    body = SAMPLE.read_bytes() * 2
     url, asked = serve(answer(gzip.compress(body), Content_Encoding="gzip"))
-    constants = {"CORPUS_URL": url} if CORPUS.exists() else corpus(url, body)
+    constants = corpus(url, body)
     assert tweaked("--data_dir", old, **constants).stderr == ""
     assert_holds(old, body, url)
     before = snapshot(old)

@@ -97,7 +97,8 @@ def test_a_prompt_from_a_file(trained, text, tmp_path):
 
 def test_it_needs_the_checkpoint_only(trained, text, tmp_path):
     (tmp_path / "elsewhere.pt").write_bytes((trained / "ckpt.pt").read_bytes())
-    result = run(ROOT / "sample.py", "--ckpt", tmp_path / "elsewhere.pt", "--device", "cpu", "--prompt", PROMPT)
+    flags = ["--ckpt", tmp_path / "elsewhere.pt", "--device", "cpu", "--prompt", PROMPT]
+    result = run(ROOT / "sample.py", *flags, cwd=tmp_path)
     assert result.stdout == text(PROMPT, 100)[0]
 
 
@@ -162,8 +163,8 @@ class Broken:
         attn = model.transformer.h[0].attn
         write = attn.cache.write
 
-        def forgetful(pos, k, v, end, block_size):
-            views = write(pos, k, v, end, block_size)
+        def forgetful(pos, k, v, end):
+            views = write(pos, k, v, end)
             if pos[0] > 0:
                 attn.cache.key[:, 0, 0] = 0
             return views
