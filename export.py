@@ -71,7 +71,7 @@ class Stateless(nn.Module):
         for block, cache in zip(self.model.transformer["h"], caches):
             block.attn.cache = cache
         slot = torch.arange(attention_mask.size(1), device=input_ids.device)
-        query = slot[-input_ids.size(1) :, None]
+        query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
         # padding sees itself: a softmax over nothing makes NaNs, and what is masked is still multiplied, by 0
         mask = (slot <= query) & (attention_mask[:, None, None] != 0) | (slot == query)
         logits = self.model.lm_head(self.model.features(input_ids, position_ids, mask=mask))
