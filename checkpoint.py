@@ -91,6 +91,8 @@ def load_model(path, meta=None):
     if chars is None:
         raise ValueError(f"{path} has no characters in it: for a nanoGPT checkpoint give its --meta meta.pkl")
     model = build_model(ckpt)
+    if isinstance(chars, str) and any(0xD800 <= ord(char) < 0xE000 for char in chars):
+        raise ValueError(f"{path} is damaged: half a surrogate pair is no character")
     if not isinstance(chars, str) or not len(set(chars)) == len(chars) == model.config.vocab_size:
         raise ValueError(f"the characters do not fit the vocab_size {model.config.vocab_size} of {path}")
     return model.eval(), chars

@@ -115,7 +115,8 @@ def explain(model, chars, idx, steps=3, **sampling):
             what = f"prefill, pos 0 .. {T - 1}" if step == 0 else f"decode {step}, pos {begin}"
             print(f"{what}: idx (1, {fed})")
             token = next(stream)
-            print(f"    {'sampled':14}{tuple(token.shape)!s:20}{chars[token.item()]!r}, fed at the next step\n")
+            then = ", fed at the next step" if step + 1 < steps else ""
+            print(f"    {'sampled':14}{tuple(token.shape)!s:20}{chars[token.item()]!r}{then}\n")
             fed = 1
     if T + steps == model.config.block_size:
         print("the context is full")

@@ -9,6 +9,7 @@ Each ends by comparing what it wrote with the model, as the library that will re
 
 import argparse
 import copy
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -223,6 +224,9 @@ class WithLoss(nn.Module):
 def to_onnx(model, chars, folder, args):
     S = model.config.block_size
     ids, val = real_text(chars, S, Path(args.data_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model_int8.onnx", "model_cacheless.onnx"):
+        (folder / name).unlink(missing_ok=True)  # nothing of another model beside this one
     made = {"model.onnx": TOLERANCE}  # file: how far its logits may be from the model's
     write_onnx(model, chars, folder / "model.onnx")
     if args.cacheless:
@@ -261,7 +265,7 @@ def to_hf(model, chars, folder, args):
         model,
         ids,
         logits,
-        lambda prompt: hf.generate(prompt, max_length=S, do_sample=False)[0].tolist(),
+        lambda prompt: (hf.generate(prompt, max_length=S, do_sample=False) if S > 1 else prompt)[0].tolist(),
     )
 
 
@@ -270,7 +274,7 @@ def to_web(model, chars, folder, args):
     if not runtime.is_dir():
         fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
     config = model.config
-    (folder / "ort").mkdir(exist_ok=True)
+    (folder / "ort").mkdir(parents=True, exist_ok=True)
     for name in ("index.html", "style.css", "app.js"):
         shutil.copy(HERE / "web" / name, folder)
     for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"):
@@ -312,14 +316,17 @@ def main():
         parser.error(f"{'--int8' if args.int8 else '--cacheless'} goes with --format onnx, not {args.format}")
     if any(importlib.util.find_spec(name) is None for name in NEEDS[args.format]):
         fail(f"--format {args.format} needs more packages: pip install {' '.join(NEEDS[args.format])}")
+    if args.format == "hf" and int(importlib.metadata.version("transformers").split(".")[0]) < 5:
+        fail("--format hf needs transformers 5 or newer (what it writes, 4 can read): pip install -U transformers")
     try:
         model, chars = load_model(args.ckpt, args.meta)
         if args.format == "hf":
             model_type(model.config)
     except (FileNotFoundError, ValueError) as error:
         fail(error)
+    if args.cacheless and model.config.block_size < 3:
+        fail(f"--cacheless needs a context of 3 at least, and this model's is {model.config.block_size}")
     folder = Path(args.out_dir) / args.format
-    folder.mkdir(parents=True, exist_ok=True)
     FORMATS[args.format](model, chars, folder, args)
 
 

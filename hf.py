@@ -5,11 +5,13 @@ rotary positions and SwiGLU, there with or without normalized queries and keys, 
 """
 
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from checkpoint import write_atomically
 from model import GPT, GPTConfig
 
 # parts of our names, and what StableLM has in their place; several where ours holds theirs one below the other, and one
@@ -27,6 +29,9 @@ STABLELM = {
     "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.c_proj": ["mlp.down_proj"],
 }
+
+
+ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 
 def model_type(config):
@@ -71,7 +76,7 @@ def hf_config(model):
         num_key_value_heads=config.n_kv_head or config.n_head,
         intermediate_size=hidden,
         qk_layernorm=config.qk_norm,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0),
+        rope_parameters={"rope_type": "default"} | ROPE,
         hidden_dropout=config.dropout,
         attention_dropout=config.dropout,
         **common,
@@ -118,22 +123,39 @@ def to_transformers(model):
 
 
 def write_folder(model, chars, folder):
-    """Write config.json, model.safetensors and the tokenizer's files, each by the library that will read it.
+    """Write config.json, model.safetensors and the tokenizer's files, made by the libraries that will read them: each
+    whole or not at all, and none before all of them could be made.
 
-    Raises ValueError if no class of transformers computes what this model does.
+    Raises ValueError if no class of transformers computes what this model does, OSError if they cannot be written.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-
-    to_transformers(model).save_pretrained(folder)
 
     # every character a token: no pattern but [\s\S] takes newlines too; no unk_token: an unknown character is an error
     tokenizer = Tokenizer(models.WordLevel({char: i for i, char in enumerate(chars)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=model.config.block_size
-    ).save_pretrained(folder)
+    hf = to_transformers(model)
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            hf.save_pretrained(made)
+            PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=model.config.block_size
+            ).save_pretrained(made)
+        except Exception as error:  # a full disk has a name of its own in every library
+            raise OSError(None, str(error).strip(), made) from None
+        # as transformers 4 wants them, beside what 5 has written
+        amend(Path(made) / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+        if model.config.pos_emb == "rope":
+            amend(Path(made) / "config.json", **{name: hf.config.rope_parameters[name] for name in ROPE})
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(Path(made).iterdir(), reverse=True):  # config.json last
+            write_atomically(folder / file.name, file.read_bytes())
+
+
+def amend(file, **entries):
+    content = json.loads(file.read_text(encoding="utf-8")) | entries
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_folder(folder):
@@ -151,21 +173,33 @@ def read_folder(folder):
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-        theirs = load_file(folder / "model.safetensors")
+        index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
+        if index.is_file():  # large models come in several files
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        theirs = {}
+        for name in sorted(files):
+            if not (folder / name).is_file():
+                raise ValueError(f"{name} is missing")
+            theirs |= load_file(folder / name)
         if any(len(char) != 1 for char in vocab) or sorted(vocab.values()) != list(range(len(vocab))):
             raise ValueError("its tokenizer is not one of single characters")
         args = read_config(config, theirs)
-        state = {}
+        state, rest = {}, {name for name, tensor in theirs.items() if tensor.any()}  # zeros add nothing
         for name, ours in GPT(GPTConfig(**args)).state_dict().items():
             if name == "lm_head.weight" and args["tie_weights"]:
+                rest.discard("lm_head.weight")
                 continue
             parts = [theirs[each] for each in their_names(name, GPTConfig(**args))]
+            rest -= set(their_names(name, GPTConfig(**args)))
             if len(parts) > 1 and ours.shape == parts[0].shape:
                 if any(not torch.equal(part, parts[0]) for part in parts):
                     raise ValueError(f"{name}: every head has a norm of its own, and here a layer's heads share one")
                 parts = parts[:1]
             whole = torch.cat(parts)
             state[name] = whole.t() if args["pos_emb"] == "learned" and transposed(name, ours) else whole
+        rest = {name for name in rest if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # GPT-2's old masks
+        if rest:
+            raise ValueError(f"it has {min(rest)}, which the network of its config.json has no place for")
         state.setdefault("lm_head.weight", state["transformer.wte.weight"])
         return dict(model=state, model_args=asdict(GPTConfig(**args)), chars="".join(sorted(vocab, key=vocab.get)))
     except OSError as error:
@@ -206,7 +240,7 @@ def read_config(config, theirs):
             pos_emb="learned",
         )
     rope = config.get("rope_parameters") or config  # where transformers 5 has them, and 4 had them
-    for name, value in (("rope_type", "default"), ("rope_theta", 10000), ("partial_rotary_factor", 1)):
+    for name, value in ({"rope_type": "default"} | ROPE).items():
         if rope.get(name, "default" if name == "rope_type" else None) != value:
             raise ValueError(f"its {name} is {rope.get(name)!r}, and this kit's {value!r}")
     require(rope_scaling=None)

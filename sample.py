@@ -290,8 +290,10 @@ def main():
             if args.kv_cache and not engine.cached:
                 raise ValueError(f"{file} has no cache in its graph: give --no-kv_cache")
             model, known = load_model(checkpoint) if args.verify else (None, chars)
-            if known != chars:
-                raise ValueError(f"--verify compares with {checkpoint}, and that has other characters")
+            if model and (known, model.config) != (chars, engine.config):
+                raise ValueError(
+                    f"--verify compares with {checkpoint}, and {file} is of another model: export it again"
+                )
         else:
             engine, chars = load_model(args.ckpt or checkpoint, args.meta)
             model = engine.to(device, dtype)

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -27,7 +28,7 @@ from transformers import (
 from checkpoint import build_model, load_model, save_checkpoint
 from export import write_onnx
 from hf import model_type, read_folder, write_folder
-from model import GPTConfig
+from model import GPT, GPTConfig
 from onnx_gpt import OnnxGPT
 
 S, CHARS = 24, "\n !abcdefgé😀"
@@ -208,6 +209,8 @@ def test_the_engine_gives_the_text_of_pytorch(out, tmp_path):
 @pytest.mark.slow
 def test_engine_mistakes_are_one_line(out, tmp_path):
     (tmp_path / "damaged.onnx").write_bytes((out[0] / "onnx" / "model.onnx").read_bytes()[:2000])
+    model, chars = load_model(out[0] / "ckpt.pt")
+    write_onnx(GPT(replace(model.config, block_size=16)).eval(), chars, tmp_path / "other.onnx")
     proto = onnx.load(out[0] / "onnx" / "model.onnx")
     del proto.metadata_props[:]
     onnx.save(proto, tmp_path / "foreign.onnx")
@@ -222,6 +225,7 @@ def test_engine_mistakes_are_one_line(out, tmp_path):
         (["--ckpt", tmp_path / "damaged.onnx"], ["damaged.onnx"]),
         (["--ckpt", tmp_path / "foreign.onnx"], ["foreign.onnx", "metadata"]),
         (["--ckpt", out[0] / "onnx" / "model_cacheless.onnx"], ["--no-kv_cache"]),
+        (["--ckpt", tmp_path / "other.onnx", "--verify"], ["--verify", "other.onnx", "export it again"]),
     ):
         assert_one_line(sample(out, "--engine", "onnx", *flags), *words)
 
@@ -346,6 +350,8 @@ def edit(folder, name, change):
         (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_theta=5e5)), "theta"),
         (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_type="yarn")), "yarn"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=3)), "layers.2"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=1)), "no place"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(hidden_size=48)), "fit"),
         (lambda folder: edit(folder, "config.json", lambda c: c.pop("hidden_size")), "hidden_size"),
         (lambda folder: edit(folder, "tokenizer.json", lambda c: c["model"]["vocab"].update(the=99)), "single char"),
@@ -357,6 +363,52 @@ def test_a_folder_that_is_no_network_of_ours_is_refused_in_one_line(damage, word
     with pytest.raises(ValueError) as error:
         build_model(read_folder(tmp_path / "hf"))
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_in_several_files_come_in(tmp_path):
+    hf = foreign(tmp_path, StableLmForCausalLM(StableLmConfig(**STABLELM_SIZES, rope_parameters=ROPE)))
+    whole = read_folder(tmp_path)["model"]
+    (tmp_path / "model.safetensors").unlink()
+    hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    parts = read_folder(tmp_path)["model"]
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_older_one(tmp_path):
+    """A folder is in the way of the new tokenizer.json: config and weights stay the pair that they were."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(OSError):
+        write_folder(tiny(**GPT2), CHARS, tmp_path)
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    assert after["config.json"] == before["config.json"] and after["model.safetensors"] == before["model.safetensors"]
+
+
+def test_transformers_4_finds_its_settings_too(tmp_path):
+    """It reads them from the top level, and would take a quarter of each head for rotary without a word."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert (config["partial_rotary_factor"], config["rope_theta"]) == (1.0, 10000.0)
+    tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_the_smallest_contexts_are_exported_or_refused(block_size, tmp_path):
+    model = tiny(**STABLELM, block_size=block_size)
+    ckpt = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=CHARS)
+    save_checkpoint(tmp_path / "ckpt.pt", ckpt)
+    for flags in (["hf"], ["onnx", "--int8"], ["onnx", "--cacheless"]):
+        result = run("export.py", "--out_dir", tmp_path, "--format", *flags)
+        if "--cacheless" in flags and block_size < 3:
+            assert_one_line(result, f"{block_size}", "--cacheless")
+        else:
+            assert result.returncode == 0 and "logits within" in result.stdout, result.stderr
+    assert (tmp_path / "onnx" / "model_int8.onnx").exists() == (block_size < 3)  # of the run before, else removed
 
 
 @pytest.mark.parametrize(

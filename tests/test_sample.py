@@ -385,7 +385,8 @@ def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained, te
             "lm_head": f"(1, {vocab_size})",
             "sampled": "(1,)",
         }
-    sampled = re.findall(r"sampled +\(1,\) +(.+), fed at the next step", result.stdout)
+    sampled = re.findall(r"sampled +\(1,\) +('.*?'|\".\")", result.stdout)
+    assert result.stdout.count("fed at the next step") == 2
     assert [ast.literal_eval(char) for char in sampled] == list(text(PROMPT, 3)[0][T:])
 
 
