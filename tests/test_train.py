@@ -1296,3 +1296,9 @@ def test_a_run_that_breaks_from_the_start_says_so(data_dir, tmp_path):
     result = child(*flags)
     assert_one_line(result, "stopped at step", "--learning_rate")
     assert not (tmp_path / "last.pt").exists() and not (tmp_path / "ckpt.pt").exists()
+
+
+def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch):
+    """A T4 answers as this stand-in does: yes, unless it is asked for more than emulation."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert train.pick_dtype("auto", torch.device("cuda")) == torch.float16
