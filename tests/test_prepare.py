@@ -8,7 +8,6 @@ import gzip
 import http.server
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -358,6 +357,7 @@ def test_a_folder_where_a_file_should_go(name, old, tmp_path):
 @pytest.mark.parametrize("fresh", [False, True], ids=["old files", "new folder"])
 def test_a_disk_that_fills_up(raw, limit, fresh, old, tmp_path):
     """Old files cut short or of two texts mixed, or a temporary file left, when the disk is full."""
+    resource = pytest.importorskip("resource")
     (tmp_path / "in.txt").write_bytes(raw)
     folder = tmp_path / "fresh" if fresh else old
     before = snapshot(folder)

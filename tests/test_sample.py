@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import pickle
-import pty
 import re
 import subprocess
 import sys
@@ -104,7 +103,7 @@ def test_it_needs_the_checkpoint_only(trained, text, tmp_path):
 
 def test_characters_stream_as_they_come(trained):
     """On a terminal every character arrives in a write of its own, and a newline ends the text."""
-    parent, child = pty.openpty()
+    parent, child = pytest.importorskip("pty").openpty()
     command = [sys.executable, "sample.py", "--out_dir", str(trained), "--device", "cpu", "--prompt", "O"]
     command += ["--overflow", "slide", "--max_new_tokens", "2000"]  # long enough for any scheduler to let us read
     process = subprocess.Popen(command, cwd=ROOT, stdout=child, stderr=subprocess.PIPE)
