@@ -33,7 +33,7 @@ test: lint
 	$(BIN)/python -m pytest -q -m "not slow"
 
 check: lint
-	@if command -v npm > /dev/null; then $(MAKE) -s web/node_modules; else echo "no npm: the page is not tested"; fi
+	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: it is not tested"
 	$(BIN)/python -m pytest -q
 
 web/node_modules: web/package-lock.json

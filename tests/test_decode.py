@@ -390,6 +390,7 @@ BENCH_KEYS = set(
 )
 
 
+@pytest.mark.slow
 def test_bench_writes_a_table_rows_and_checks_tokens(tmp_path):
     import json
 
@@ -424,6 +425,7 @@ def test_bench_notices_one_wrong_token():
             check_tokens(model, arrivals(wrong), [idx], steps)
 
 
+@pytest.mark.slow
 def test_bench_mistakes_are_one_line(trained):
     for flags, words in (
         (["--shapes", "4/4/64"], ["4/4/64", "layers/heads/width/context"]),

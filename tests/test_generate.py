@@ -87,7 +87,7 @@ def textbook_generate(model, row, steps, sample, seed, temperature=1.0, top_k=No
     return tokens
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(a_model, st.integers(1, CONTEXT), st.sampled_from([1, 3]), a_filter, a_seed)
 def test_cached_uncached_and_textbook_pick_the_same_tokens(model, length, batch, filters, seed):
     idx = prompts(batch, length, seed % 1000)
@@ -173,7 +173,7 @@ def test_going_back_forgets_what_came_after(model, length, back, redo):
     clear_kv_cache(model)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(a_model, st.integers(1, 10), st.sampled_from([1, 3]), a_filter, a_seed, st.data())
 def test_whatever_happens_between_two_steps_changes_no_token(model, length, batch, filters, seed, data):
     """An evaluation, eval-train-eval, a cleared cache, a foreign cached call, another generation, live or abandoned."""

@@ -1132,26 +1132,26 @@ def torchrun(*flags, processes=2, **kwargs):
     return run(*command, env=ONE_THREAD, **kwargs)
 
 
-def test_two_processes_train_as_one_does_on_the_same_global_batch(data_dir, tmp_path):
+@pytest.mark.parametrize("recipe", [pytest.param("nanogpt", marks=pytest.mark.slow), "modern"])
+def test_two_processes_train_as_one_does_on_the_same_global_batch(recipe, data_dir, tmp_path):
     """Losses, gradients (those that AdamW has seen) and weights; and one resumes what the other began."""
     flags = [*SMALL, "--gradient_accumulation_steps", 2, "--batch_size", 4, "--log_interval", 1, "--data_dir", data_dir]
-    for recipe in ("nanogpt", "modern"):
-        each = [*flags, "--recipe", recipe, "--max_iters", 5, "--eval_interval", 2]
-        two, one = tmp_path / f"two {recipe}", tmp_path / f"one {recipe}"
-        result = ok(torchrun(*each, "--out_dir", two))
-        assert result.stdout.count("step 5/5") == 1 and "and 1 more" in result.stdout
-        ok(here(*each, "--out_dir", one))
-        a, b = load(two / "last.pt"), load(one / "last.pt")
-        for ours, theirs in zip(a["optimizer"], b["optimizer"], strict=True):
-            for i, state in theirs["state"].items():
-                for name in state:
-                    torch.testing.assert_close(ours["state"][i][name], state[name], rtol=1e-2, atol=1e-5)
-        for name in b["model"]:
-            torch.testing.assert_close(a["model"][name], b["model"][name], rtol=1e-3, atol=1e-4)
-        for name in ("train_loss", "val_loss"):
-            losses = [[float(row[name] or 0) for row in log(folder)] for folder in (two, one)]
-            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-        assert contents(two).keys() == contents(one).keys()
+    flags += ["--recipe", recipe, "--max_iters", 5, "--eval_interval", 2]
+    two, one = tmp_path / "two", tmp_path / "one"
+    result = ok(torchrun(*flags, "--out_dir", two))
+    assert result.stdout.count("step 5/5") == 1 and "and 1 more" in result.stdout
+    ok(here(*flags, "--out_dir", one))
+    a, b = load(two / "last.pt"), load(one / "last.pt")
+    for ours, theirs in zip(a["optimizer"], b["optimizer"], strict=True):
+        for i, state in theirs["state"].items():
+            for name in state:
+                torch.testing.assert_close(ours["state"][i][name], state[name], rtol=1e-2, atol=1e-5)
+    for name in b["model"]:
+        torch.testing.assert_close(a["model"][name], b["model"][name], rtol=1e-3, atol=1e-4)
+    for name in ("train_loss", "val_loss"):
+        losses = [[float(row[name] or 0) for row in log(folder)] for folder in (two, one)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert contents(two).keys() == contents(one).keys()
     ok(torchrun("--init_from", "resume", "--out_dir", one, "--max_iters", 7))
     ok(here("--init_from", "resume", "--out_dir", two, "--max_iters", 7))
     assert [int(row["step"]) for row in log(one)] == [int(row["step"]) for row in log(two)] == list(range(1, 8))
@@ -1198,6 +1198,7 @@ def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
 # -- one run in an out_dir, and its death ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir, tmp_path):
     """By a lock that needs no cleaning up: kill -9 frees it."""
     flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 10**6, "--log_interval", 1]
