@@ -145,6 +145,7 @@ def test_a_reader_that_goes_away_causes_no_traceback(trained):
 # -- the promise -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_matches_over_seeds_filters_and_samples(trained):
     for seed, flags in enumerate(
         ([], ["--temperature", "0"], ["--top_k", "5"], ["--top_p", "0.7", "--num_samples", "4"])
@@ -253,6 +254,7 @@ def nanogpt(trained, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_nanogpt_checkpoint_with_its_meta_gives_the_same_text(trained, text, nanogpt):
     flags = ["--ckpt", nanogpt / "ckpt.pt", "--meta", nanogpt / "meta.pkl"]
     assert sample(trained, *flags, "--prompt", PROMPT).stdout == text(PROMPT, 100)[0]

@@ -39,7 +39,9 @@ BROKEN = "--learning_rate 1e30 --min_lr 1e30 --warmup_iters 0 --grad_clip 0".spl
 HEADER = "step,chars,seconds,train_loss,val_loss,lr,tokens_per_s".split(",")
 CPU = torch.device("cpu")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-stop_signals = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+stop_signals = pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -682,6 +684,7 @@ def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(size, data_dir, t
     assert "\r" not in stdout and "step 1/4" not in stdout and "A sample:" in stdout
 
 
+@pytest.mark.slow
 def test_the_sample_at_the_end_prints_where_the_terminal_has_another_encoding(tmp_path):
     """A Windows console or LANG=C: hours of training must not end in a UnicodeEncodeError."""
     data = write_data(tmp_path / "data", "αβγδε ζηθ\n" * 40)
@@ -755,6 +758,7 @@ def test_ckpt_has_the_best_loss_and_last_the_latest(out, data_dir):
         assert plain_val_loss(model, ids, 32) == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_last_is_written_at_every_save_interval(data_dir, tmp_path):
     """With save_interval 3 and no evaluation before step 8, a run that breaks at step 8 leaves step 6 behind."""
     flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--save_interval", 3, "--eval_interval", 1000]
@@ -911,6 +915,7 @@ def test_the_line_that_says_how_to_resume_can_be_pasted(number, interrupt):
     assert words == ["--init_from", "resume", "--out_dir", str(out)]
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_while_a_line_is_printed_is_a_saved_stop_too(data_dir, tmp_path):
     """Whoever waits for a line and then sends the signal, as Ctrl-C after a glance does, hits the end of a step, after
     it was decided whether to save. Here nobody reads the pipe, so the process stands still in its print."""
