@@ -409,7 +409,7 @@ def bench(model, ngrams, shape, prompts, names, repeats):
     for name, runs_of in results.items():
         each = [statistics_of(arrivals, B) for arrivals in runs_of]
         figures[name] = {key: statistics.median(run[key] for run in each) for key in each[0]}
-    a_token = 2 * config.n_layer * (config.n_kv_head or config.n_head) * (config.n_embd // config.n_head) * B
+    a_token = 2 * config.n_layer * config.kv_heads * config.head_size * B
     a_token *= model.lm_head.weight.element_size()
     rows = []
     for name, figure in figures.items():

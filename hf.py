@@ -29,23 +29,20 @@ STABLELM = {
     "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.c_proj": ["mlp.down_proj"],
 }
-
-
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 
 def model_type(config):
     """The class, by transformers' name for it, that computes what `config`'s network does; ValueError if none does."""
-    learned = config.pos_emb == "learned"
-    wanted = {"norm_first": True}  # and that rules out post-LN, which no class for causal text has
-    wanted |= {"qk_norm": False, "n_kv_head": config.n_head} if learned else {"activation": "swiglu", "bias": False}
-    if learned and config.activation == "swiglu":
-        wanted["activation"] = "gelu"
-    for name, value in wanted.items():
-        ours = getattr(config, name)
-        if ours != value and not (name == "n_kv_head" and ours is None):
+    learned, has = config.pos_emb == "learned", {"norm_first": (True,)}
+    if learned:
+        has |= {"activation": ("gelu", "gelu_tanh"), "qk_norm": (False,), "n_kv_head": (None, config.n_head)}
+    else:
+        has |= {"activation": ("swiglu",), "bias": (False,)}
+    for name, values in has.items():
+        if getattr(config, name) not in values:
             nearest = "GPT-2's class, the one for learned" if learned else "StableLM's class, the one for rotary"
-            raise ValueError(f"{name}={ours}: {nearest} positions, has only {name}={value}")
+            raise ValueError(f"{name}={getattr(config, name)}: {nearest} positions, has only {name}={values[-1]}")
     return "gpt2" if learned else "stablelm"
 
 
@@ -73,7 +70,7 @@ def hf_config(model):
         hidden_size=config.n_embd,
         num_hidden_layers=config.n_layer,
         num_attention_heads=config.n_head,
-        num_key_value_heads=config.n_kv_head or config.n_head,
+        num_key_value_heads=config.kv_heads,
         intermediate_size=hidden,
         qk_layernorm=config.qk_norm,
         rope_parameters={"rope_type": "default"} | ROPE,
@@ -92,7 +89,7 @@ def their_names(name, config):
     if module.startswith("transformer.h."):
         _, _, number, module = module.split(".", 3)
         layer = f"model.layers.{number}."
-    heads = {"attn.q_norm": config.n_head, "attn.k_norm": config.n_kv_head or config.n_head}.get(module, 1)
+    heads = {"attn.q_norm": config.n_head, "attn.k_norm": config.kv_heads}.get(module, 1)
     return [f"{layer}{theirs.format(head)}.{kind}" for theirs in STABLELM[module] for head in range(heads)]
 
 

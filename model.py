@@ -66,7 +66,16 @@ class GPTConfig:
         require(self.activation in activations, "activation", "must be 'gelu', 'gelu_tanh' or 'swiglu'")
         require(self.pos_emb in ("learned", "rope"), "pos_emb", "must be 'learned' or 'rope'")
         if self.pos_emb == "rope":
-            require(self.n_embd // self.n_head % 2 == 0, "n_embd", "rope turns pairs: n_embd / n_head must be even")
+            require(self.head_size % 2 == 0, "n_embd", "rope turns pairs: n_embd / n_head must be even")
+
+    @property
+    def head_size(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self):
+        """n_kv_head, also where that is None."""
+        return self.n_kv_head or self.n_head
 
 
 class Head(nn.Module):
@@ -162,8 +171,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.n_kv_head = config.n_kv_head or config.n_head
-        self.head_size = config.n_embd // config.n_head
+        self.n_kv_head = config.kv_heads
+        self.head_size = config.head_size
         self.dropout = config.dropout
         self.c_attn = Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -299,7 +308,7 @@ class GPT(nn.Module):
         """The rotary tables, cos and sin `(block_size, hs)`: no weights, so float32 whatever the dtype of the model."""
         self.rope = None
         if self.config.pos_emb == "rope":
-            hs, device = self.config.n_embd // self.config.n_head, self.lm_head.weight.device
+            hs, device = self.config.head_size, self.lm_head.weight.device
             frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
             angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
             sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)

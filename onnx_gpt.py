@@ -47,9 +47,8 @@ class OnnxGPT:
 
     def empty(self, B):
         """A past of no positions."""
-        config = self.config
-        heads, size = config.n_kv_head or config.n_head, config.n_embd // config.n_head
-        return [self.to_ort(np.zeros((B, heads, 0, size), np.float32)) for _ in range(2 * config.n_layer)]
+        shape = (B, self.config.kv_heads, 0, self.config.head_size)
+        return [self.to_ort(np.zeros(shape, np.float32)) for _ in range(2 * self.config.n_layer)]
 
     def __call__(self, idx, past=None):
         """Logits `(B, T, vocab_size)` float32 for idx `(B, T)` int64, numpy arrays, behind what `past` holds.

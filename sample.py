@@ -213,7 +213,7 @@ def report(config, itemsize, arrivals, rows, prompts, cache):
         return
     tokens = max(map(len, rows)) - 1  # the last token is never fed back
     tokens -= context_begin(config.block_size, max(map(len, prompts)), tokens)
-    heads = (config.n_layer, config.n_kv_head or config.n_head, config.n_embd // config.n_head)
+    heads = (config.n_layer, config.kv_heads, config.head_size)
     factors = (*heads, tokens, len(rows))
     formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
     note(f"KV cache: {cache[0]:,} bytes used of {cache[1]:,} reserved")

@@ -51,7 +51,13 @@ PRESETS = {
     "nanogpt-cpu": dict(SMALL, block_size=64, batch_size=12, max_iters=2000),
     "cpu": dict(SMALL, block_size=256, batch_size=2, max_iters=3000),
     "gpu": dict(
-        dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
+        n_layer=6,
+        n_head=6,
+        n_embd=384,
+        block_size=256,
+        batch_size=64,
+        max_iters=5000,
+        dropout=0.2,
         modern=dict(max_iters=2000, dropout=0.3),
     ),
 }
@@ -303,7 +309,8 @@ def keep(what, settings, flags, names):
 
 
 def set_aside(out_dir):
-    """Move an earlier run in out_dir to out_dir/previous, where it can be sampled from and resumed."""
+    """Move an earlier run in out_dir to out_dir/previous, in the place of the one there: it can be sampled from and
+    resumed."""
     names, previous = ("last.pt", "ckpt.pt", "log.csv"), out_dir / "previous"
     if any((out_dir / name).is_file() for name in names[:2]):  # a log alone is of a run that saved nothing
         previous.mkdir(exist_ok=True)

@@ -104,7 +104,7 @@ def log(out_dir):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
 
 
 def same(a, b):
@@ -953,6 +953,21 @@ def test_a_resume_of_impossible_settings_is_refused(field, value, out):
     ckpt["config"][field] = value
     torch.save(ckpt, out / "last.pt")
     assert_refused(out, words=[field, value])
+
+
+def test_previous_holds_one_run_and_a_run_that_saved_nothing_is_none(out, data_dir):
+    """A run that broke before its first save leaves a log alone: no part of the run before, and nothing to plot."""
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", out, "--max_iters", 2]
+    first = contents(out)
+    assert here(*flags, *BROKEN).returncode != 0
+    assert contents(out).keys() == {"log.csv"}
+    assert contents(out / "previous") == first
+    ok(here(*flags, "--plot"))
+    assert contents(out / "previous") == first and (out / "loss.png").stat().st_size > 0
+    second = {name: content for name, content in contents(out).items() if name in first}
+    (out / "log.csv").unlink()
+    ok(here(*flags))
+    assert contents(out / "previous") == {name: second[name] for name in ("ckpt.pt", "last.pt")}
 
 
 def test_a_damaged_log_stops_no_resume(out):

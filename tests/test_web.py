@@ -81,8 +81,6 @@ def seen(model, tmp_path_factory):
         pytest.skip("no node: install Node.js 20 or newer")
     if not (ROOT / "web" / "node_modules" / "playwright-core").is_dir():
         pytest.skip("no web/node_modules: run npm ci in web")
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package)
 
     out = tmp_path_factory.mktemp("out")
     save_checkpoint(out / "ckpt.pt", dict(model=model.state_dict(), model_args=asdict(CONFIG), chars=CHARS))
