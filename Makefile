@@ -1,10 +1,11 @@
-# make demo    environment, data, a short training run on the CPU, a sample from the cache, checked against none
+# make demo    environment, data, a short training run on the CPU, and a sample that is checked against no cache
 # make test    environment, lint, the fast tests
-# make check   everything that can be tested
-# make web     out/web, a page that generates in the browser, from the model in out
+# make check   make test, and the slow tests
+# make web     out/web: a page that generates in the browser, from the model in out
 PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
+SOURCES = model.py train.py $(wildcard kvgpt/*.py kvgpt/*/*.py)
 
 .PHONY: demo test check web lint data
 .DELETE_ON_ERROR:
@@ -19,7 +20,7 @@ DEMO = out/demo
 data: .venv/installed
 	$(BIN)/python data/prepare.py
 
-$(DEMO)/ckpt.pt: .venv/installed model.py decode.py checkpoint.py optim.py train.py | data
+$(DEMO)/ckpt.pt: .venv/installed $(SOURCES) | data
 	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 1000 --eval_interval 250 --out_dir $(DEMO)
 
 demo: data $(DEMO)/ckpt.pt
@@ -32,9 +33,9 @@ lint: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow"
 
-check: lint
-	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: it is not tested"
-	$(BIN)/python -m pytest -q
+check: test
+	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
+	$(BIN)/python -m pytest -q -m slow
 
 web/node_modules: web/package-lock.json
 	npm ci --prefix web --no-audit --no-fund

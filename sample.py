@@ -1,12 +1,12 @@
-"""Generate text with a trained model: prefill the prompt, then decode one character at a time from the KV cache.
+"""Generate text with a trained model: prefill the prompt, then decode one character per step from the KV cache.
 
     python sample.py --prompt "O Romeo, " --kv_cache
-    python sample.py --prompt "O Romeo, " --no-kv_cache      the same text, without the cache
-    python sample.py --prompt FILE:start.txt --verify        both, compared character by character
-    python sample.py --prompt "O Romeo, " --draft ngram --compile          the same text, as fast as it goes here
-    python sample.py --prompt "O Romeo, " --engine onnx      the same text, by ONNX Runtime
+    python sample.py --prompt "O Romeo, " --no-kv_cache            the same text without the cache
+    python sample.py --prompt FILE:start.txt --verify              both, compared character by character
+    python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as this kit can
+    python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
 
-The text goes to stdout; what it cost goes to stderr.
+The text goes to stdout. The report of time and memory goes to stderr.
 """
 
 import argparse
@@ -18,75 +18,26 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_checkpoint, load_model
-from decode import CompileError, Decoder, ngrams_fit
-from explain import explain
-from model import Head, eval_mode, gumbel_noise, sample_token, slide
-from onnx_gpt import OnnxGPT
+from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_device, run_main
+from kvgpt.decoding.compile import CompileError
+from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.explain import explain
+from kvgpt.decoding.sampling import Sampling, text_context_start
+from kvgpt.decoding.timing import Timing
+from kvgpt.decoding.verify import verify
+from kvgpt.storage.checkpoint import load_checkpoint, load_model
+from kvgpt.storage.onnx_engine import OnnxGPT
 
-FILTERS = {"seed": None, "temperature": 1.0, "top_k": None, "top_p": None}
-NEAR_TIE = 1e-4  # logits this close may change places by rounding: a full and a cached forward differ by up to 5e-5
-
-
-def load_ngrams(path, vocab_size):
-    """The n-gram counts that train.py keeps in a checkpoint, for `decode.Decoder`; None where there are none."""
-    ngrams = load_checkpoint(path).get("ngrams")
-    if ngrams is not None and not ngrams_fit(ngrams, vocab_size):
-        raise ValueError(f"the n-grams in {path} are damaged: leave out --draft, or train again")
-    return ngrams
-
-
-def pick_device(name):
-    """The torch.device for --device. Raises ValueError for one that cannot be used here."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).tolist()
-    except Exception as error:  # each backend has its own way to be missing
-        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0][:150]}") from None
-    return torch.device(name)
-
+SEPARATOR = "\n---------------\n"  # between samples
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
-
-
-def number(kind, interval):
-    """An argparse type: an int or float in `interval`, written as in "[0, 1)"."""
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-
-    def parse(text):
-        value = kind(text)
-        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
-        if not inside:
-            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
-        return value
-
-    parse.__name__ = kind.__name__  # for argparse: "invalid int value: 'x'"
-    return parse
-
-
-def path(text):
-    """An argparse type: an empty string, an unset shell variable most likely, is no path."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
 def parse_args(argv=None):
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--prompt",
-        action="append",
-        help="the text to continue, or FILE:path to read it from a file; repeated: a batch (default: a newline)",
-    )
+    # text and cache
+    add("--prompt", action="append", help="text to continue, or FILE:path; repeat it for a batch (default: a newline)")
     add(
         "--kv_cache",
         action=argparse.BooleanOptionalAction,
@@ -97,63 +48,111 @@ def parse_args(argv=None):
         "--max_new_tokens",
         type=number(int, f"[0, {2**31})"),
         metavar="N",
-        help="default: as many as fit the context, 1000 with slide",
+        help="new characters per sample (default: until the context is full; 1000 with --overflow slide)",
     )
-    add("--temperature", type=number(float, "[0, 1e30)"), default=1.0, help="0 takes the likeliest (default: 1.0)")
-    add("--top_k", type=number(int, f"[1, {2**31})"), metavar="K", help="sample among the K likeliest")
-    add("--top_p", type=number(float, "(0, 1]"), metavar="P", help="sample among the likeliest that have probability P")
-    add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help="same seed, same text (default: 1337)")
+    # sampling
+    add("--temperature", type=number(float, "[0, 1e30)"), default=1.0, help="0 is greedy (default: 1.0)")
+    add("--top_k", type=number(int, f"[1, {2**31})"), metavar="K", help="sample from the K likeliest characters")
+    add(
+        "--top_p",
+        type=number(float, "(0, 1]"),
+        metavar="P",
+        help="sample from the likeliest with probability P together",
+    )
+    add(
+        "--seed",
+        type=number(int, f"[0, {2**64})"),
+        default=1337,
+        help="the same seed gives the same text (default: 1337)",
+    )
     add(
         "--overflow",
         choices=("stop", "slide"),
         default="stop",
-        help="at a full context: stop, or keep the newest half of it and go on (default: stop)",
+        help="at a full context: stop, or keep its newest half and go on (default: stop)",
     )
-    add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="of each prompt, in one batch")
-    add("--draft", choices=("ngram",), help="guess the next characters from n-grams, and verify them in one forward")
-    add("--compile", action="store_true", help="compile the decode step first: for long texts and many samples")
+    add(
+        "--num_samples",
+        type=number(int, f"[1, {2**20})"),
+        default=1,
+        metavar="N",
+        help="samples per prompt (default: 1)",
+    )
+    # speed
+    add("--draft", choices=("ngram",), help="guess the next characters from n-grams and verify them in one forward")
+    add("--compile", action="store_true", help="compile the decode step first; pays for long texts")
     add(
         "--engine",
         choices=("torch", "onnx"),
         default="torch",
-        help="onnx: ONNX Runtime, with what export.py --format onnx wrote (default: torch)",
+        help="onnx runs the file of export.py --format onnx by ONNX Runtime (default: torch)",
     )
-    add("--out_dir", type=path, default="out", help="the folder of ckpt.pt, and of onnx/model.onnx (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, one of nanoGPT, a .onnx file")
-    add("--meta", type=path, metavar="FILE", help="the meta.pkl that goes with a nanoGPT checkpoint")
-    add("--device", default="auto", help="cpu, cuda, mps; auto: cuda where there is one (default: auto)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
-    add("--verify", action="store_true", help="generate with and without the cache, and compare token by token")
-    add("--explain", action="store_true", help="print the shapes of the cache's way instead: three steps of one prompt")
+    # files and device
+    add("--out_dir", type=path, default="out", help="folder of ckpt.pt and of onnx/model.onnx (default: out)")
+    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, one of nanoGPT, or a .onnx file")
+    add("--meta", type=path, metavar="FILE", help="the meta.pkl that belongs to a nanoGPT checkpoint")
+    add("--device", default="auto", help="cpu, cuda or mps; auto takes cuda if there is one (default: auto)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
+    # checks
+    add("--verify", action="store_true", help="also generate the other way, with or without the cache, and compare")
+    add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
     args = parser.parse_args(argv)
     args.prompt = args.prompt or ["\n"]
-    cached = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": len(args.prompt) > 1}
-    if not args.kv_cache and any(cached.values()):
-        parser.error(f"{next(filter(cached.get, cached))} needs the cache: leave out --no-kv_cache")
-    if args.verify and args.dtype != "float32":
-        parser.error(f"--verify compares token by token, which {args.dtype} does not promise: use --dtype float32")
-    others = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
-    if args.explain and (any(others) or len(args.prompt) > 1 or args.overflow != "stop"):
-        parser.error("--explain shows one prompt on its plain way through the cache: leave out what changes that")
-    if args.engine == "onnx":
-        others = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
-        others += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
-        others += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
-        if others:
-            parser.error(f"{others[0]} goes with --engine torch, not with onnx")
+    refuse_conflicts(args, parser.error)
     return args
 
 
-def fail(message):
-    sys.exit(f"sample.py: {message}")
+def refuse_conflicts(args, error):
+    """Call error(message) if two flags exclude each other."""
+    need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": len(args.prompt) > 1}
+    if not args.kv_cache and any(need_cache.values()):
+        error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
+    if args.verify and args.dtype != "float32":
+        error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+    not_plain = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
+    if args.explain and (any(not_plain) or len(args.prompt) > 1 or args.overflow != "stop"):
+        error("--explain shows one prompt and the plain cache: leave out flags that change either")
+    if args.engine == "onnx":
+        torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
+        torch_only += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
+        torch_only += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
+        if torch_only:
+            error(f"{torch_only[0]} goes with --engine torch, not with onnx")
 
 
-def note(message):
-    print(f"sample.py: {message}", file=sys.stderr)
+# -- model and prompts -------------------------------------------------------------------------------------------------
+
+
+def open_engine(args):
+    """Return (engine, model, chars, ngrams).
+
+    engine  generates: a GPT or an OnnxGPT
+    model   the GPT that --verify compares with; None if it is not needed
+    Raises FileNotFoundError or ValueError with one line.
+    """
+    checkpoint = args.ckpt or Path(args.out_dir) / "ckpt.pt"
+    if args.engine == "torch":
+        device = pick_device(args.device)
+        ckpt = load_checkpoint(checkpoint, args.meta)
+        model, chars = ckpt.build_language_model()
+        model.to(device, getattr(torch, args.dtype))
+        return model, model, chars, ckpt.checked_ngrams() if args.draft else None
+
+    file = args.ckpt or Path(args.out_dir) / "onnx" / "model.onnx"
+    engine, model = OnnxGPT(file), None
+    if args.kv_cache and not engine.cached:
+        raise ValueError(f"{file} has no cache in its graph: give --no-kv_cache")
+    if args.verify:
+        checkpoint = Path(args.out_dir) / "ckpt.pt"
+        model, chars = load_model(checkpoint)
+        if (chars, model.config) != (engine.chars, engine.config):
+            raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
+    return engine, model, engine.chars, None
 
 
 def read_prompt(prompt, chars):
-    """The prompt's token ids; exits with one line if they cannot be had."""
+    """Return the prompt's token ids. Exits with one line for a file that cannot be read, or an unknown character."""
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:")
         try:
@@ -173,228 +172,151 @@ def read_prompt(prompt, chars):
     return [ids[char] for char in prompt]
 
 
-# -- generation --------------------------------------------------------------------------------------------------------
+def choose_num_new(args, lengths, block_size):
+    """Return the number of new tokens per row, capped where the shortest prompt fills the context.
 
-
-def cache_bytes(model):
-    """(used, reserved) bytes of all Heads' caches: what has been written, and what has been allocated for it. An
-    OnnxGPT's is as long as what it holds."""
-    if isinstance(model, OnnxGPT):
-        return (sum(value.numpy().nbytes for value in model.past),) * 2
-    heads = [module for module in model.modules() if isinstance(module, Head) and module.key_cache is not None]
-    views = [view for head in heads for view in (head.key_cache, head.value_cache)]
-    buffers = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in views}
-    return sum(view.nbytes for view in views), sum(buffers.values())
-
-
-def context_begin(block_size, prompt_tokens, tokens):
-    """Where the context begins in a text that has grown from `prompt_tokens` to `tokens` tokens."""
-    begin = 0
-    for end in range(prompt_tokens, tokens + 1):
-        begin = slide(begin, end, block_size)
-    return begin
-
-
-def report(config, itemsize, arrivals, rows, prompts, cache):
-    """Print what a generation cost. itemsize: bytes of a number in the cache; arrivals: for each step, the seconds from
-    the start until it was done, and the places of the continuation that came of it; rows and prompts: all texts, and
-    what they began with; cache: see cache_bytes."""
-    seconds = torch.tensor([when for when, _ in arrivals], dtype=torch.float64)
-    places, gaps = sum(n for _, n in arrivals), seconds.diff() * 1e3
-    produced = sum(map(len, rows)) - sum(map(len, prompts))
-    line = f"{produced} tokens: TTFT {seconds[0] * 1e3:.2f} ms"
-    if len(gaps):
-        p50, p99 = torch.quantile(gaps, torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
-        line += f", TPOT {gaps.sum() / (places - arrivals[0][1]):.3f} ms, ITL p50 {p50:.3f} ms, p99 {p99:.3f} ms"
-        line += f" a chunk of {places / len(arrivals):.2f}" if places > len(arrivals) else ""
-    note(f"{line}, E2E {seconds[-1] * 1e3:.1f} ms, {produced / seconds[-1]:,.0f} tokens/s")
-    if cache is None:
-        note("KV cache: off")
-        return
-    tokens = max(map(len, rows)) - 1  # the last token is never fed back
-    tokens -= context_begin(config.block_size, max(map(len, prompts)), tokens)
-    heads = (config.n_layer, config.kv_heads, config.head_size)
-    factors = (*heads, tokens, len(rows))
-    formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
-    note(f"KV cache: {cache[0]:,} bytes used of {cache[1]:,} reserved")
-    note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
-
-
-@torch.no_grad()
-def near_tie(model, prefix, sample, step, picks, seed, temperature, top_k, top_p):
-    """Whether rounding alone can have led two paths to different `picks` after the context `prefix`, token ids.
-
-    So it is if each pick wins after logits move by no more than NEAR_TIE, or the edge of top_p does.
+    lengths  of the prompts. Exits with one line for prompts that the context cannot hold.
     """
-    with eval_mode(model):
-        logits = model(torch.tensor([prefix], device=model.lm_head.weight.device))[0][:, -1].float()
-    noise = gumbel_noise(
-        seed, *(torch.tensor([i], device=logits.device) for i in (sample, step)), vocab_size=logits.size(-1)
-    )[:, 0]
-    winners = set()
-    for favoured, other in (picks, picks[::-1]):
-        shifted = logits.clone()
-        shifted[:, favoured] += NEAR_TIE / 2
-        shifted[:, other] -= NEAR_TIE / 2
-        edges = {top_p}
-        if top_p is not None and temperature > 0:
-            edges |= {min(1.0, top_p + NEAR_TIE / temperature), max(1e-9, top_p - NEAR_TIE / temperature)}
-        for edge in edges:
-            winners.add(sample_token(shifted, noise, temperature, top_k, edge).item())
-    return set(picks) <= winners
-
-
-def verify(model, prompts, ours, samples, max_new_tokens, kv_cache, sampling):
-    """Compare `ours`, texts as lists of ids, with what the plain loop makes of the prompts, with or without the cache.
-
-    Reports the match, a near-tie or a difference; True unless it is one. prompts: B int64 tensors of one dimension;
-    kv_cache: of the plain loop, the opposite of what made `ours`; sampling: as in `GPT.stream`, with the seed given.
-    """
-    filters = {name: sampling.get(name, default) for name, default in FILTERS.items()}
-    how, equal = "with" if kv_cache else "without", 0
-    for T in sorted({len(prompt) for prompt in prompts}):
-        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
-        drawn = sampling | {"samples": [samples[row] for row in rows]}
-        idx = torch.stack([prompts[row] for row in rows])
-        theirs = model.generate(idx, max_new_tokens, kv_cache=kv_cache, **drawn).tolist()
-        for row, b in zip(rows, theirs):
-            a = ours[row]
-            step = next((i for i in range(max(len(a), len(b)) - T) if a[T + i :][:1] != b[T + i :][:1]), None)
-            equal += step is None
-            if step is None:
-                continue
-            picks = (*a[T + step :][:1], *b[T + step :][:1])
-            where = f"row {row}, new token {step}: {' and '.join(f'id {i}' for i in picks)} {how} the cache"
-            context = a[context_begin(model.config.block_size, T, T + step) : T + step]
-            if len(picks) < 2 or not near_tie(model, context, samples[row], step, picks, **filters):
-                note(f"verify: DIFFERENT at {where}")
-                return False
-            note(f"verify: near-tie at {where}; rounding may choose between two so close, and all before is equal")
-    tokens = sum(len(a) - len(prompt) for a, prompt in zip(ours, prompts))
-    note(f"verify: {tokens} new tokens, compared with those {how} the cache: {equal} of {len(ours)} samples match")
-    return True
-
-
-def main():
-    args = parse_args()
-    began = time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit like any other: compiled steps clean up then
-    dtype = getattr(torch, args.dtype)
-    try:
-        device = pick_device("cpu" if args.engine == "onnx" else args.device)
-        checkpoint = Path(args.out_dir) / "ckpt.pt"
-        if args.engine == "onnx":
-            file = args.ckpt or Path(args.out_dir) / "onnx" / "model.onnx"
-            engine = OnnxGPT(file)
-            chars = engine.chars
-            if args.kv_cache and not engine.cached:
-                raise ValueError(f"{file} has no cache in its graph: give --no-kv_cache")
-            model, known = load_model(checkpoint) if args.verify else (None, chars)
-            if model and (known, model.config) != (chars, engine.config):
-                raise ValueError(
-                    f"--verify compares with {checkpoint}, and {file} is of another model: export it again"
-                )
-        else:
-            engine, chars = load_model(args.ckpt or checkpoint, args.meta)
-            model = engine.to(device, dtype)
-        ngrams = load_ngrams(args.ckpt or checkpoint, len(chars)) if args.draft else None
-    except (FileNotFoundError, ValueError) as error:
-        fail(error)
-
-    prompts = [read_prompt(prompt, chars) for prompt in args.prompt]
-    longest, block_size = max(map(len, prompts)), engine.config.block_size
-    room = block_size - longest
-    steps = args.max_new_tokens
-    for option in ("--overflow slide", "--engine onnx"):
-        name, value = option.removeprefix("--").split()
-        if getattr(args, name) == value and len(set(map(len, prompts))) > 1:
-            lengths = " and ".join(str(n) for n in sorted(set(map(len, prompts))))
-            fail(f"{option} takes prompts of one length in a batch, and these have {lengths} characters")
+    asked, longest = args.max_new_tokens, max(lengths)
+    for flag, active in (("--overflow slide", args.overflow == "slide"), ("--engine onnx", args.engine == "onnx")):
+        if active and len(set(lengths)) > 1:
+            counts = " and ".join(str(n) for n in sorted(set(lengths)))
+            fail(f"{flag} takes prompts of one length in a batch, and these have {counts} characters")
     if args.overflow == "slide":
-        steps = 1000 if steps is None else steps
-    elif room < 1 and steps != 0:
+        return 1000 if asked is None else asked
+    if asked == 0:
+        return 0
+    if longest >= block_size:
         fail(
             f"the prompt has {longest} characters and the context {block_size}: at most {block_size - 1} leave room "
             f"for a new one (--overflow slide takes the newest {max(1, block_size // 2)} of a longer prompt)"
         )
-    else:
-        most = block_size - min(map(len, prompts))
-        if steps is not None and steps > most:
-            note(f"--max_new_tokens {steps} reaches past the context of {block_size}: capped at {most}")
-        steps = most if steps is None else min(steps, most)
-    # row by row, each prompt with samples 0 .. num_samples - 1
-    samples = list(range(args.num_samples)) * len(prompts)
-    prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
-    sampling = {name: getattr(args, name) for name in (*FILTERS, "overflow")}
+    most = block_size - min(lengths)
+    if asked is not None and asked > most:
+        note(f"--max_new_tokens {asked} reaches past the context of {block_size}: capped at {most}")
+    return most if asked is None else min(asked, most)
 
-    if args.explain:
-        explain(model, chars, prompts[0][None], min(3, steps), **sampling)
-        return
-    rows, arrivals, cache, decoder = [prompt.tolist() for prompt in prompts], [], None, None
-    if steps < 1:
-        stream = ()
-    elif args.engine == "torch" and (args.draft or args.compile or len(args.prompt) > 1):
-        decoder = Decoder(model, args.draft, ngrams, args.compile)
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def start_generation(args, engine, ngrams, prompts, num_new, sampling):
+    """Return (stream, decoder). The stream prefills, then decodes. Yields a block of new tokens `(B, n)` per step.
+
+    decoder  a Decoder for drafts, a compiled step or several prompts; None: the plain loop, GPT.stream
+    """
+    settings = vars(sampling)
+    if args.engine == "torch" and (args.draft or args.compile or len(args.prompt) > 1):
+        decoder = Decoder(engine, args.draft, ngrams, args.compile)
         try:
-            stream = decoder.stream(prompts, steps, samples=samples, **sampling)
+            return decoder.stream(prompts, num_new, **settings), decoder
         except CompileError as error:
             note(f"{error}: decoding without --compile")
-            decoder = Decoder(model, args.draft, ngrams)
-            stream = decoder.stream(prompts, steps, samples=samples, **sampling)
-    else:
-        stream = engine.stream(torch.stack(prompts), steps, kv_cache=args.kv_cache, samples=samples, **sampling)
+        decoder = Decoder(engine, args.draft, ngrams)
+        return decoder.stream(prompts, num_new, **settings), decoder
+    return engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **settings), None
 
-    # the first text is shown as it comes, the other rows of the batch when they are whole
+
+def write_stream(stream, rows, chars, timing, engine, num_new):
+    """Write the first row to stdout as its characters arrive, then the other rows. Extends `rows`, lists of ids.
+
+    Returns the engine's cache_bytes() after the last step.
+    """
+    cache_bytes = None
     sys.stdout.write("".join(chars[i] for i in rows[0]))
     sys.stdout.flush()
-    ready, began = time.perf_counter() - began, time.perf_counter()
-    for place, tokens in enumerate(stream):
-        new = tokens.tolist()
-        if decoder is None or decoder.forwards > len(arrivals):
-            arrivals.append((time.perf_counter() - began, 1))
-        else:  # of the same step as the place before
-            arrivals[-1] = (arrivals[-1][0], arrivals[-1][1] + 1)
-        for row, token in zip(rows, new):
+    for block in stream:
+        new = block.tolist()
+        timing.record(block.size(1))
+        for row, tokens in zip(rows, new):
+            row += [token for token in tokens if token >= 0]  # -1: this row has ended
+        for token in new[0]:
             if token >= 0:
-                row.append(token)
-        if new[0] >= 0:
-            sys.stdout.write(chars[new[0]])
-            sys.stdout.flush()
-        if args.kv_cache and place + 1 == steps:
-            cache = cache_bytes(engine)
+                sys.stdout.write(chars[token])
+                sys.stdout.flush()
+        if sum(timing.sizes) == num_new:
+            cache_bytes = engine.cache_bytes()  # before the stream ends and releases the cache
     for row in rows[1:]:
-        sys.stdout.write("\n---------------\n" + "".join(chars[i] for i in row))
+        sys.stdout.write(SEPARATOR + "".join(chars[i] for i in row))
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
-    if arrivals:
+    return cache_bytes
+
+
+def report(config, itemsize, timing, rows, prompts, cache_bytes):
+    """Print what a generation cost.
+
+    itemsize     bytes per number in the cache
+    rows         the texts, prompts included
+    cache_bytes  (used, reserved), or None without a cache
+    """
+    produced = sum(map(len, rows)) - sum(map(len, prompts))
+    figures, num_steps, places = timing.summary(produced), len(timing.times), sum(timing.sizes)
+    line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
+    if num_steps > 1:
+        line += f", TPOT {figures['tpot_ms']:.3f} ms"
+        line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
+        line += f" per chunk of {places / num_steps:.2f}" if places > num_steps else ""
+    note(f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s")
+    if cache_bytes is None:
+        note("KV cache: off")
+        return
+    cached = max(map(len, rows)) - 1  # the last token is never fed
+    cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
+    factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(rows))
+    formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
+    note(f"KV cache: {cache_bytes[0]:,} bytes used of {cache_bytes[1]:,} reserved")
+    note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
+
+
+def main():
+    # SIGTERM raises SystemExit, so that a compilation removes its temporary files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if sys.stdout is None:
+        fail("there is no stdout to write to")
+
+    # load the model, read the prompts
+    args, began = parse_args(), time.perf_counter()
+    with one_line_errors():
+        engine, model, chars, ngrams = open_engine(args)
+    prompts = [read_prompt(prompt, chars) for prompt in args.prompt]
+    num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size)
+
+    # one row per sample: the samples of the first prompt, then those of the next
+    device = "cpu" if args.engine == "onnx" else model.lm_head.weight.device
+    prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
+    samples = list(range(args.num_samples)) * len(args.prompt)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+    if args.explain:
+        explain(model, chars, prompts[0][None], min(3, num_new), **vars(sampling))
+        return
+
+    # generate
+    rows = [prompt.tolist() for prompt in prompts]
+    stream, decoder = (), None
+    if num_new:
+        stream, decoder = start_generation(args, engine, ngrams, prompts, num_new, sampling)
+    loaded = time.perf_counter() - began
+    timing = Timing(torch.device(device))
+    cache_bytes = write_stream(stream, rows, chars, timing, engine, num_new)
+
+    # report on stderr
+    if timing.times:
         print(file=sys.stderr)
-        report(engine.config, dtype.itemsize, arrivals, rows, prompts, cache)
-        note(f"before that: {ready:.1f} s to load the model{' and the compiled step' if args.compile else ''}")
+        itemsize = getattr(torch, args.dtype).itemsize
+        report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None)
+        note(f"loading: {loaded:.1f} s for the model{' and the compiled step' if args.compile else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered
-        source = (
-            "n-grams of the training text" if decoder.table else "earlier in the text: the checkpoint has no n-grams"
-        )
+        source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
-    if args.verify and steps > 0 and not verify(model, prompts, rows, samples, steps, not args.kv_cache, sampling):
-        sys.exit(1)
+    if args.verify and num_new:
+        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling)
+        for line in lines:
+            note(f"verify: {line}")
+        sys.exit(0 if same else 1)
 
 
 if __name__ == "__main__":
-    if sys.stdout is None:
-        fail("there is no stdout to write to")
-    sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # whatever the terminal's code page, and no \r on Windows
-    try:
-        main()
-    except OSError as error:
-        sys.stdout = None  # nothing more goes there
-        if isinstance(error, BrokenPipeError):  # the reader, `head` say, has seen enough
-            sys.exit(1)
-        fail(f"cannot write: {error.strerror}")
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        fail("out of memory: fewer --num_samples or --max_new_tokens, or a smaller model, would fit")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_main(main, memory_hint="fewer --num_samples or --max_new_tokens, or a smaller model, would fit")

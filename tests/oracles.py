@@ -39,7 +39,7 @@ def turned(x):
     return out
 
 
-def textbook_logits(state, args, ids):
+def per_head_logits(state, args, ids):
     """(T, vocab_size) logits of one sequence, by a loop over layers and heads under a triangular mask.
 
     `state` is a state_dict with nanoGPT's key names, `args` the model_args that go with it.

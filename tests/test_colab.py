@@ -8,13 +8,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import ROOT
 from nbclient import NotebookClient
+
+from helpers import ROOT
 
 NOTEBOOK = ROOT / "colab.ipynb"
 
 
 def test_it_is_stripped_wants_a_gpu_and_names_one_repository():
+    """Outputs of somebody's run, a session without a GPU, a badge of another repository, or a torch beside Colab's."""
     notebook = nbformat.read(NOTEBOOK, 4)
     nbformat.validate(notebook)
     assert notebook.metadata["accelerator"] == "GPU"
@@ -28,8 +30,9 @@ def test_it_is_stripped_wants_a_gpu_and_names_one_repository():
 
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path, monkeypatch):
+    """A cell that fails, draws nothing, shows other shapes than the cache has, or fills the page with progress."""
     folder = tmp_path / "kit"
-    skip = shutil.ignore_patterns(".venv", ".git", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
+    skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
     shutil.copytree(ROOT, folder, ignore=skip)
     monkeypatch.setenv("KIT_QUICK", "1")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -1,51 +1,28 @@
-"""The network against plain mathematics, its configuration, and checkpoints of other makes."""
+"""The network against plain mathematics, its configuration, and the cache as an object."""
 
 import copy
-import io
-import itertools
 import math
 import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from oracles import packed_greedy_decode, textbook_logits, turned
 
-import model as kit
-from checkpoint import build_model, load_checkpoint
-from model import GPT, GPTConfig, clear_kv_cache
-
-torch.set_num_threads(1)
+from helpers import KINDS, heads_of, lively, prompts
+from model import GPT, GPTConfig, Linear, clear_kv_cache
+from oracles import packed_greedy_decode, per_head_logits, softmax, turned
 
 SHAPE = dict(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32)
-KINDS = [
-    dict(zip(("pos_emb", "norm_first", "n_kv_head"), values))
-    for values in itertools.product(("learned", "rope"), (True, False), (None, 2, 1))
-]
-# the modern recipe's
-KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
-
-
-def lively(config, seed=0):
-    """A GPT in eval mode whose weights are large enough for attention and tokens to differ from each other."""
-    torch.manual_seed(seed)
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (p == 1))
-    return model
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(
     "extra", [{}, dict(bias=False, activation="gelu_tanh", tie_weights=False, mlp_ratio=2)], ids=str
 )
-def test_logits_are_those_of_the_textbook_loop_over_heads(kind, extra):
+def test_logits_are_those_of_a_plain_loop_over_heads(kind, extra):
     model = lively(GPTConfig(**SHAPE, **(extra | kind)))
     idx = torch.randint(23, (3, 11))
     logits, loss = model(idx[:, :-1], targets=idx[:, 1:])
-    expected = torch.stack([textbook_logits(model.state_dict(), vars(model.config), row[:-1].tolist()) for row in idx])
+    expected = torch.stack([per_head_logits(model.state_dict(), vars(model.config), row[:-1].tolist()) for row in idx])
     assert logits.shape == (3, 10, 23)
     torch.testing.assert_close(logits.double(), expected, atol=2e-4, rtol=1e-4)
     picked = expected.log_softmax(-1).gather(-1, idx[:, 1:, None])
@@ -57,7 +34,7 @@ def test_logits_are_those_of_the_textbook_loop_over_heads(kind, extra):
 def test_a_large_linear_multiplies_a_few_rows_as_many(bias, shape):
     """Generation takes another way to the same product there, which the small models of the other tests never meet."""
     torch.manual_seed(0)
-    linear, x = kit.Linear(256, 640, bias=bias), torch.randn(*shape, 256)
+    linear, x = Linear(256, 640, bias=bias), torch.randn(*shape, 256)
     with torch.inference_mode():
         expected = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
         torch.testing.assert_close(linear(x).double(), expected, atol=1e-5, rtol=1e-5)
@@ -150,110 +127,14 @@ def test_the_defaults_are_gpt2():
     assert model.transformer.h[0].mlp.c_fc.weight.shape == (32, 8)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
-    """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
-    args = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=bias, vocab_size=31, dropout=0.1)
-    g = torch.Generator().manual_seed(1)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=g) * 0.4
-
-    state = {"transformer.wte.weight": random(31, 16), "transformer.wpe.weight": random(12, 16)}
-    for i in range(2):
-        sizes = {"attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
-        for name, size in {**sizes, "ln_1": (16,), "ln_2": (16,)}.items():
-            state[f"transformer.h.{i}.{name}.weight"] = random(*size)
-            if bias:
-                state[f"transformer.h.{i}.{name}.bias"] = random(size[0])
-        state[f"transformer.h.{i}.attn.bias"] = torch.tril(torch.ones(1, 1, 12, 12))
-    state["transformer.ln_f.weight"] = random(16)
-    if bias:
-        state["transformer.ln_f.bias"] = random(16)
-    state["lm_head.weight"] = state["transformer.wte.weight"]
-    ckpt = {"model": {prefix + key: value for key, value in state.items()}, "model_args": args, "iter_num": 5}
-    torch.save({**ckpt, "optimizer": {}, "best_val_loss": torch.tensor(1.5), "config": {}}, tmp_path / "ckpt.pt")
-    model = build_model(load_checkpoint(tmp_path / "ckpt.pt")).eval()
-    ids = torch.randint(31, (1, 12), generator=g)
-    expected = textbook_logits(state, args, ids[0].tolist())
-    torch.testing.assert_close(model(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
-
-
-def saved(obj):
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return buffer.getvalue()
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
-@pytest.mark.parametrize(
-    "content, word",
-    [
-        (b"", "truncated"),
-        (b"not a checkpoint at all", "damaged"),
-        (b"PK\x03\x04" + bytes(100), "damaged"),
-        (saved([1, 2]), "no GPT checkpoint"),
-        (saved({"model": {}}), "model_args"),
-        (saved({"model": {}, "model_args": {"n_layer": 1, "n_head": 1, "n_embd": 4, "vocab_size": 3}}), "weights"),
-        (saved({"model": {}, "model_args": {"n_layer": 0}}), "n_layer=0"),
-        (saved({"model": {}, "model_args": {"n_leyer": 2}}), "n_leyer"),
-        (saved({"model": 3, "model_args": {}}), "no GPT checkpoint"),
-        (saved({"model": {}, "model_args": 3}), "no GPT checkpoint"),
-        (saved({"model": {"lm_head.weight": 3}, "model_args": {}}), "no GPT checkpoint"),
-    ],
-    ids=range(11),
-)
-def test_what_is_no_checkpoint_is_a_one_line_value_error(tmp_path, content, word):
-    (tmp_path / "ckpt.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=word) as error:
-        build_model(load_checkpoint(tmp_path / "ckpt.pt"))
-    assert "\n" not in str(error.value)
-
-
-@given(st.floats(0, 1), st.integers(0, 255))
-def test_a_cut_or_altered_checkpoint_never_loads_as_something_else(tmp_path_factory, cut, byte):
-    path = tmp_path_factory.mktemp("cut") / "ckpt.pt"
-    whole = saved({"model": {"w": torch.arange(50.0)}, "model_args": {"n_layer": 1}})
-    path.write_bytes(whole[: int(cut * (len(whole) - 1))])
-    with pytest.raises(ValueError):
-        load_checkpoint(path)
-    altered = bytearray(whole)
-    altered[int(cut * (len(whole) - 1))] ^= byte
-    path.write_bytes(altered)
-    try:
-        load_checkpoint(path)  # may load: not every byte matters
-    except ValueError as error:
-        assert "\n" not in str(error)
-
-
-def test_a_checkpoint_that_would_run_code_does_not(tmp_path):
-    (tmp_path / "a.pt").write_bytes(saved({"model": Bomb(tmp_path / "harm"), "model_args": {}}))
-    (tmp_path / "b.pt").write_bytes(pickle.dumps(Bomb(tmp_path / "harm"), protocol=2))
-    for name in ("a.pt", "b.pt"):
-        with pytest.raises(ValueError, match="not loaded"):
-            load_checkpoint(tmp_path / name)
-    assert not (tmp_path / "harm").exists()
-
-
 # -- the cache as an object --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_heads_hold_the_keys_and_values_of_every_position_so_far(kind):
-    """key_cache and value_cache against the projections of the textbook, for each Head, growing a row a step."""
+    """key_cache and value_cache against plain projections, for each Head, growing by one slot per token."""
     model, idx = lively(GPTConfig(**SHAPE, **kind)), torch.randint(23, (2, 9))
-    heads = [m for m in model.modules() if isinstance(m, kit.Head)]
+    heads = heads_of(model)
     n_kv_head = kind["n_kv_head"] or 4
     assert len(heads) == 2 * n_kv_head
     assert all(head.key_cache is None and head.value_cache is None for head in heads)
@@ -314,7 +195,7 @@ def test_changed_weights_never_meet_old_keys(change):
     model(idx, pos=torch.arange(6))
     change(model)
     model.eval()
-    assert all(m.key_cache is None for m in model.modules() if isinstance(m, kit.Head))
+    assert all(head.key_cache is None for head in heads_of(model))
     with pytest.raises(ValueError, match="holds 0 positions"):
         model(idx[:, :1], pos=torch.tensor([6]))
 
@@ -327,7 +208,7 @@ def test_a_cached_call_keeps_no_graph_and_a_failed_one_no_keys():
     with pytest.raises(ZeroDivisionError):
         model(idx[:, :1], pos=torch.tensor([6]))
     handle.remove()
-    assert all(m.key_cache is None for m in model.modules() if isinstance(m, kit.Head))
+    assert all(head.key_cache is None for head in heads_of(model))
 
 
 def test_a_cache_follows_the_dtype_of_a_new_prefill_and_refuses_it_within_a_sequence():
@@ -420,3 +301,45 @@ def test_in_train_mode_pos_places_tokens_but_nothing_is_cached():
     model.train()
     torch.testing.assert_close(model(idx, pos=torch.arange(7))[0], expected)
     assert model.transformer.h[0].attn.heads[0].key_cache is None
+
+
+# -- a Head by itself --------------------------------------------------------------------------------------------------
+
+
+SAME_LENGTH = [[range(0, 5), range(0, 5)], [[5], [5]], [range(6, 9), range(6, 9)], [[9], [9]]]
+OWN_LENGTHS = [[range(0, 5), range(0, 5)], [[5], [3]], [range(6, 9), range(4, 7)], [[9], [7]]]
+
+
+@pytest.mark.parametrize("places", [SAME_LENGTH, OWN_LENGTHS], ids=["one length", "two lengths"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_layer_computes_what_its_heads_compute_one_by_one(kind, places):
+    """Head.forward is the version to read, but the layer never calls it. The two could drift apart unnoticed.
+
+    Covers prefill, decode step and chunk in every layer. The weights are compared with a softmax in float64.
+    """
+    model, calls = lively(GPTConfig(**SHAPE, **kind)), []
+    idx = prompts(2, 16)
+    for block in model.transformer.h:
+        block.attn.register_forward_hook(lambda attn, args, out: calls.append((attn, args, out)))
+    for rows in places:
+        calls.clear()
+        pos = torch.tensor([list(row) for row in rows])
+        with torch.no_grad():
+            model(idx.gather(1, pos), pos=pos)
+        assert len(calls) == 2
+        for attn, (x, rope, seen_pos, *_), out in calls:
+            assert torch.equal(seen_pos, pos)
+            with torch.no_grad():
+                q, _, _ = attn.project(x, rope)
+                serving = [attn.heads[i // (attn.n_head // attn.n_kv_head)] for i in range(attn.n_head)]
+                pairs = [head(q[:, i], pos) for i, head in enumerate(serving)]
+                torch.testing.assert_close(attn.c_proj(torch.cat([y for y, _ in pairs], dim=-1)), out)
+            for i, (head, (y, weights)) in enumerate(zip(serving, pairs, strict=True)):
+                assert y.shape == (2, pos.size(1), 8) and weights.shape == (2, pos.size(1), pos.max() + 1)
+                torch.testing.assert_close(weights.sum(-1), torch.ones(pos.shape))
+                for row, column in torch.cartesian_prod(torch.arange(2), torch.arange(pos.size(1))).tolist():
+                    t = pos[row, column] + 1
+                    keys, query = head.key_cache[row, :t].double(), q[row, i, column].double()
+                    expected = softmax(keys @ query / math.sqrt(8))
+                    torch.testing.assert_close(weights[row, column, :t].double(), expected, atol=1e-6, rtol=1e-4)
+                    assert (weights[row, column, t:] == 0).all()

@@ -17,12 +17,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-import prepare
 import pytest
 import requests
-from conftest import ROOT, assert_one_line, run
 from hypothesis import given
 from hypothesis import strategies as st
+
+import prepare
+from helpers import ROOT, assert_one_line, ok, run
 
 SAMPLE = ROOT / "data" / "sample.txt"
 CLOSED = "http://127.0.0.1:9"
@@ -104,9 +105,7 @@ def tweaked(*args, env=None, **constants):
 
 
 def prepared(*args, **kwargs):
-    result = run("data/prepare.py", *args, **kwargs)
-    assert result.returncode == 0, result.stderr
-    return result
+    return ok(run("data/prepare.py", *args, **kwargs))
 
 
 def corpus(url, body=BODY):
@@ -178,11 +177,13 @@ def test_line_ends_and_control_characters_are_kept(tmp_path):
 
 def test_without_data_dir_the_files_go_beside_the_script(tmp_path):
     """Files written to the current folder, where train.py does not look."""
-    shutil.copy(ROOT / "data" / "prepare.py", tmp_path)
+    shutil.copytree(ROOT / "kvgpt", tmp_path / "kit" / "kvgpt", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "kit" / "data").mkdir()
+    shutil.copy(ROOT / "data" / "prepare.py", tmp_path / "kit" / "data")
     (tmp_path / "in.txt").write_bytes(BODY)
-    result = run(tmp_path / "prepare.py", "--input", tmp_path / "in.txt")
-    assert result.returncode == 0, result.stderr
-    assert {"train.bin", "val.bin", "meta.json"} < set(contents(tmp_path))
+    ok(run(tmp_path / "kit" / "data" / "prepare.py", "--input", tmp_path / "in.txt", cwd=tmp_path))
+    assert set(contents(tmp_path / "kit" / "data")) == {"prepare.py", "train.bin", "val.bin", "meta.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"kit", "in.txt"}
 
 
 def test_a_file_name_that_is_not_utf8(tmp_path):

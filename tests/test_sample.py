@@ -1,61 +1,36 @@
 """sample.py as a user runs it: its output, its promise, its report, and what it says to a mistake."""
 
-import ast
-import json
 import os
-import pickle
 import re
 import subprocess
 import sys
 
 import pytest
-import torch
-from conftest import ROOT, assert_one_line, run
-from test_model import Bomb, lively
 
-from checkpoint import load_model
-from explain import attention_weights, explain
-from model import GPTConfig, gumbel_noise, sample_token
-from sample import near_tie, parse_args, verify
-
-PROMPT = "First Mason:\n"
-
-
-def sample(trained, *args, **kwargs):
-    return run("sample.py", "--out_dir", trained, "--device", "cpu", *args, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def text(trained):
-    """What the model of `trained` says by the library call, without any of sample.py's command line."""
-
-    def generate(prompt, steps, rows=1, **sampling):
-        model, chars = load_model(trained / "ckpt.pt")
-        idx = torch.tensor([[chars.index(c) for c in prompt]]).repeat(rows, 1)
-        out = model.generate(idx, steps, kv_cache=False, **{"seed": 1337, **sampling})
-        return ["".join(chars[i] for i in row) for row in out.tolist()]
-
-    return generate
+from helpers import PROMPT, ROOT, assert_one_line, lively, ok, run, sample, texts_of
+from kvgpt.storage.checkpoint import save_checkpoint
+from model import GPTConfig
+from sample import parse_args
 
 
 @pytest.mark.parametrize("flag", ["--kv_cache", "--no-kv_cache"])
-def test_stdout_is_the_prompt_and_its_continuation_and_nothing_else(trained, text, flag):
+def test_stdout_is_the_prompt_and_its_continuation_and_nothing_else(trained, flag):
     result = sample(trained, "--prompt", PROMPT, flag)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == text(PROMPT, 100)[0]
+    assert result.stdout == texts_of(trained, PROMPT, 100)[0]
     assert len(result.stdout) == 32  # as much as fits the context
     assert ("KV cache: off" in result.stderr) == (flag == "--no-kv_cache")
 
 
-def test_filters_and_seed_reach_the_sampler(trained, text):
+def test_filters_and_seed_reach_the_sampler(trained):
     flags = ["--temperature", "0.7", "--top_k", "9", "--top_p", "0.8", "--seed", "5", "--max_new_tokens", "12"]
     result = sample(trained, "--prompt", PROMPT, *flags)
-    assert result.stdout == text(PROMPT, 12, temperature=0.7, top_k=9, top_p=0.8, seed=5)[0]
+    assert result.stdout == texts_of(trained, PROMPT, 12, temperature=0.7, top_k=9, top_p=0.8, seed=5)[0]
 
 
-def test_samples_are_separated_by_a_line_and_are_the_rows_of_one_batch(trained, text):
+def test_samples_are_separated_by_a_line_and_are_the_rows_of_one_batch(trained):
     result = sample(trained, "--prompt", PROMPT, "--num_samples", "3")
-    assert result.stdout.split("\n---------------\n") == text(PROMPT, 100, rows=3)
+    assert result.stdout.split("\n---------------\n") == texts_of(trained, PROMPT, 100, rows=3)
 
 
 def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
@@ -82,23 +57,23 @@ def test_no_new_tokens_prints_the_prompt(trained):
         assert (result.returncode, result.stdout) == (0, prompt)
 
 
-def test_an_empty_prompt_starts_from_a_newline_and_says_so(trained, text):
+def test_an_empty_prompt_starts_from_a_newline_and_says_so(trained):
     result = sample(trained, "--prompt", "")
-    assert result.stdout == text("\n", 100)[0]
+    assert result.stdout == texts_of(trained, "\n", 100)[0]
     assert "prompt is empty" in result.stderr
 
 
-def test_a_prompt_from_a_file(trained, text, tmp_path):
+def test_a_prompt_from_a_file(trained, tmp_path):
     (tmp_path / "p.txt").write_bytes(PROMPT.encode())
     result = sample(trained, "--prompt", f"FILE:{tmp_path / 'p.txt'}")
-    assert result.stdout == text(PROMPT, 100)[0]
+    assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
-def test_it_needs_the_checkpoint_only(trained, text, tmp_path):
+def test_it_needs_the_checkpoint_only(trained, tmp_path):
     (tmp_path / "elsewhere.pt").write_bytes((trained / "ckpt.pt").read_bytes())
     flags = ["--ckpt", tmp_path / "elsewhere.pt", "--device", "cpu", "--prompt", PROMPT]
     result = run(ROOT / "sample.py", *flags, cwd=tmp_path)
-    assert result.stdout == text(PROMPT, 100)[0]
+    assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
 def test_characters_stream_as_they_come(trained):
@@ -156,74 +131,32 @@ def test_verify_matches_over_seeds_filters_and_samples(trained):
         assert f"{rows} of {rows} samples match" in result.stderr or "near-tie" in result.stderr
 
 
-class Broken:
-    """Put around a model, makes its cached path wrong: one head's first key is lost after the prefill."""
+BREAK_THE_CACHE = """
+import runpy
+import model
 
-    def __init__(self, model):
-        attn = model.transformer.h[0].attn
-        write = attn.cache.write
+def forgetful(cache, pos, k, v, num_slots, update=model.KVCache.update):
+    views = update(cache, pos, k, v, num_slots)
+    if pos[0, 0] > 0:
+        cache.value[:, :, 0] = 100
+    return views
 
-        def forgetful(pos, k, v, end):
-            views = write(pos, k, v, end)
-            if pos[0] > 0:
-                attn.cache.key[:, 0, 0] = 0
-            return views
-
-        attn.cache.write = forgetful
-
-
-def test_verify_finds_a_broken_cache_and_exits_1(trained, capsys):
-    model, chars = load_model(trained / "ckpt.pt")
-    idx = torch.tensor([[chars.index(c) for c in PROMPT]]).repeat(8, 1)
-
-    def verified(model, kv_cache):
-        ours = model.generate(idx, 19, seed=3, kv_cache=kv_cache).tolist()
-        return verify(model, list(idx), ours, range(8), 19, not kv_cache, {"seed": 3})
-
-    assert verified(model, True) and verified(model, False)
-    model = lively(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
-    assert verified(model, True) and verified(model, False)
-    Broken(model)
-    for kv_cache in (True, False):
-        capsys.readouterr()
-        assert not verified(model, kv_cache)
-        assert "DIFFERENT" in capsys.readouterr().err
+model.KVCache.update = forgetful
+runpy.run_path("sample.py", run_name="__main__")
+"""
 
 
-def test_a_near_tie_is_told_from_a_difference():
-    """Two ids whose scores, noise and all, are 5e-5 apart are one; 1e-3 apart they are not; nor is a third id."""
-    model = lively(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
-    prefix, sampling = [3, 1], dict(seed=9, temperature=0.8, top_k=None, top_p=None)
-    noise = gumbel_noise(9, torch.tensor([2]), torch.tensor([5]), 11)[0]
-    with torch.no_grad():
-        score = model(torch.tensor([prefix]))[0][0, -1] + 0.8 * noise[0]
-        winner, second = score.topk(2).indices.tolist()
-        x = model.features(torch.tensor([prefix]))[0, -1]
-
-        def move(gap):  # along x, so that this logit alone changes
-            now = (model.lm_head(x) + 0.8 * noise[0])[winner] - (model.lm_head(x) + 0.8 * noise[0])[second]
-            model.lm_head.weight[second] += (now - gap) * x / (x @ x)
-
-        for gap, expected in ((5e-5, True), (1e-3, False), (-5e-5, True)):
-            move(gap)
-            assert near_tie(model, prefix, 2, 5, (winner, second), **sampling) is expected
-        assert not near_tie(model, prefix, 2, 5, (winner, score.argmin().item()), **sampling)
-        assert not near_tie(model, prefix, 2, 6, (winner, second), **sampling)
-
-
-def test_a_tie_at_the_edge_of_top_k_is_a_near_tie():
-    """Which of two equal logits stays in the set is a matter of rounding, whatever the noise does afterwards."""
-    model = lively(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
-    with torch.no_grad():
-        x = model.features(torch.tensor([[3, 1]]))[0, -1]
-        model.lm_head.weight[4] = model.lm_head.weight[7] = 20 * x / (x @ x)
-        logits = model(torch.tensor([[3, 1]]))[0][:, -1]
-    filters = dict(seed=9, temperature=1.0, top_k=1, top_p=None)
-    for step in range(20):
-        noise = gumbel_noise(9, torch.tensor([0]), torch.tensor([step]), 11)[0]
-        assert sample_token(logits, noise, 1.0, top_k=1).item() == 4
-        assert near_tie(model, [3, 1], 0, step, (4, 7), **filters)
-        assert not near_tie(model, [3, 1], 0, step, (4, 2), **filters)
+def test_verify_of_a_broken_cache_exits_1(tmp_path):
+    chars = "abcdefghijklmnopqrstuvw"
+    args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
+    content = {"model": lively(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
+    save_checkpoint(tmp_path / "ckpt.pt", content)
+    for flag, how in (("--kv_cache", "without"), ("--no-kv_cache", "with")):
+        flags = ["--out_dir", tmp_path, "--device", "cpu", "--prompt", "cache", "--verify", flag]
+        assert f"compared with those {how} the cache: 1 of 1 samples match" in ok(run("sample.py", *flags)).stderr
+        result = run("-c", BREAK_THE_CACHE, *flags)
+        assert result.returncode == 1 and "Traceback" not in result.stderr
+        assert re.search(rf"DIFFERENT at row 0, new token \d+: id \d+ and id \d+ {how} the cache", result.stderr)
 
 
 @pytest.mark.slow
@@ -237,43 +170,33 @@ def test_verify_matches_for_20_seeds_on_a_real_size(data_dir, tmp_path):
         assert "1 of 1 samples match" in result.stderr or "near-tie" in result.stderr
 
 
-# -- nanoGPT checkpoints -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nanogpt(trained, tmp_path):
-    """The model of `trained` as nanoGPT would have saved it: no characters, seven model_args, a pickled meta."""
-    ckpt = torch.load(trained / "ckpt.pt", weights_only=True)
-    fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-    args = {name: ckpt["model_args"][name] for name in fields}
-    model = {f"_orig_mod.{key}": value for key, value in ckpt["model"].items()}
-    torch.save({"model": model, "model_args": args, "optimizer": {}, "iter_num": 1}, tmp_path / "ckpt.pt")
-    itos = dict(enumerate(ckpt["chars"]))
-    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return tmp_path
+# -- sample.py --compile -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_nanogpt_checkpoint_with_its_meta_gives_the_same_text(trained, text, nanogpt):
-    flags = ["--ckpt", nanogpt / "ckpt.pt", "--meta", nanogpt / "meta.pkl"]
-    assert sample(trained, *flags, "--prompt", PROMPT).stdout == text(PROMPT, 100)[0]
-    assert_one_line(sample(trained, "--ckpt", nanogpt / "ckpt.pt"), "--meta")
+def test_sample_compiles_once_and_the_next_run_loads(trained, tmp_path):
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    flags = ["--out_dir", trained, "--device", "cpu", "--prompt", "First ", "--compile", "--draft", "ngram", "--verify"]
+    for expected in (1, 0):
+        result = run("sample.py", *flags, env=env, timeout=600)
+        assert result.returncode == 0 and "1 of 1 samples match" in result.stderr, result.stderr
+        assert result.stderr.count("compiling") == expected
+        assert re.search(r"draft: \d+ of \d+ guesses accepted", result.stderr)
+    (program,) = tmp_path.glob("decode-*.pt2")
+    program.write_bytes(program.read_bytes()[:1000])  # damaged: made again
+    result = run("sample.py", *flags, env=env, timeout=600)
+    assert result.returncode == 0 and "1 of 1 samples match" in result.stderr, result.stderr
+    assert result.stderr.count("compiling") == 1
 
 
-def test_a_meta_that_would_run_code_does_not(nanogpt):
-    for content in (pickle.dumps(Bomb(nanogpt / "harm")), pickle.dumps({"itos": Bomb(nanogpt / "harm")}), b"", b"\x80"):
-        (nanogpt / "meta.pkl").write_bytes(content)
-        with pytest.raises(ValueError, match=r"meta\.pkl"):
-            load_model(nanogpt / "ckpt.pt", nanogpt / "meta.pkl")
-    assert not (nanogpt / "harm").exists()
-
-
-@pytest.mark.parametrize("meta", [{"itos": {0: "a"}}, {"itos": 3}, {}, {"itos": {0: 1}}, {"itos": {1: "a"}}], ids=str)
-def test_a_meta_that_does_not_fit_is_refused(nanogpt, meta):
-    (nanogpt / "meta.pkl").write_bytes(pickle.dumps(meta))
-    with pytest.raises(ValueError, match=r"characters|meta"):
-        load_model(nanogpt / "ckpt.pt", nanogpt / "meta.pkl")
+@pytest.mark.slow
+def test_without_a_compiler_one_line_says_so_and_the_text_is_the_same(trained, tmp_path):
+    flags = ["--out_dir", trained, "--device", "cpu", "--prompt", "First "]
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "/nowhere/c++", "PATH": str(tmp_path)}
+    result = run("sample.py", *flags, "--compile", env=env)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
+    assert result.stdout == run("sample.py", *flags).stdout
+    assert len([line for line in result.stderr.splitlines() if "decoding without --compile" in line]) == 1
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -304,10 +227,8 @@ def test_a_meta_that_does_not_fit_is_refused(nanogpt, meta):
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
-    import sample
-
     with pytest.raises(SystemExit) as stop:
-        sample.parse_args(flags)
+        parse_args(flags)
     captured = capsys.readouterr()
     assert stop.value.code == 2 and captured.out == ""
     assert len(captured.err.strip().splitlines()) == 1
@@ -335,86 +256,6 @@ def test_mistakes_are_one_line(trained, flags, words):
     result = sample(trained, *flags)
     assert_one_line(result, *words)
     assert result.stdout == ""
-
-
-def test_checkpoints_that_are_broken_or_malicious(trained, tmp_path):
-    whole = (trained / "ckpt.pt").read_bytes()
-    ckpt = torch.load(trained / "ckpt.pt", weights_only=True)
-    torch.save({**ckpt, "config": Bomb(tmp_path / "harm")}, tmp_path / "bomb.pt")
-    torch.save({**ckpt, "chars": ckpt["chars"][:-1]}, tmp_path / "vocabulary.pt")
-    torch.save({**ckpt, "chars": ["ab"] * 65}, tmp_path / "chars.pt")
-    torch.save({**ckpt, "chars": 65}, tmp_path / "number.pt")
-    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "empty.pt").write_bytes(b"")
-    (tmp_path / "json.pt").write_text(json.dumps({"model": 1}), encoding="utf-8")
-    for name in ("bomb", "vocabulary", "chars", "number", "cut", "empty", "json"):
-        with pytest.raises(ValueError) as error:
-            load_model(tmp_path / f"{name}.pt")
-        assert "\n" not in str(error.value) and f"{name}.pt" in str(error.value)
-    assert_one_line(sample(trained, "--ckpt", tmp_path / "bomb.pt"), "bomb.pt", "not loaded")
-    assert not (tmp_path / "harm").exists()
-
-
-# -- sample.py --explain -----------------------------------------------------------------------------------------------
-
-
-def shapes(printed):
-    """[{name: shape}] of each call in what --explain printed."""
-    calls = re.split(r"^(?:prefill|decode).*$", printed, flags=re.MULTILINE)[1:]
-    return [dict(re.findall(r"^    (\S.*?\S) +(\(.*?\)|none)", call, flags=re.MULTILINE)) for call in calls]
-
-
-def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained, text):
-    """T, then 1, characters of 2 heads of 16 are fed, and T, T + 1, T + 2 attended over."""
-    result = sample(trained, "--prompt", PROMPT, "--explain")
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    T, calls = len(PROMPT), shapes(result.stdout)
-    vocab_size = load_model(trained / "ckpt.pt")[0].config.vocab_size
-    assert len(calls) == 3
-    for fed, held, call in zip((T, 1, 1), (T, T + 1, T + 2), calls):
-        assert call == {
-            "wte": f"(1, {fed}, 32)",
-            "c_attn": f"(1, {fed}, 96)",
-            "new k, v": f"(1, 2, {fed}, 16)",
-            "key_cache": f"(1, {held}, 16)",
-            "queries": f"(1, 2, {fed}, 16)",
-            "keys, values": f"(1, 2, {held}, 16)",
-            "scores": f"(1, 2, {fed}, {held})",
-            "mask": f"({T}, {T})" if fed > 1 else "none",
-            "attention": f"(1, {fed}, 32)",
-            "mlp": f"(1, {fed}, 32)",
-            "lm_head": f"(1, {vocab_size})",
-            "sampled": "(1,)",
-        }
-    sampled = re.findall(r"sampled +\(1,\) +('.*?'|\".\")", result.stdout)
-    assert result.stdout.count("fed at the next step") == 2
-    assert [ast.literal_eval(char) for char in sampled] == list(text(PROMPT, 3)[0][T:])
-
-
-def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, capsys):
-    model, chars = load_model(trained / "ckpt.pt")
-    idx = torch.zeros(1, 31, dtype=torch.int64)
-    before = model.generate(idx[:, :5], 10, seed=1)
-    explain(model, chars, idx, seed=1)
-    printed = capsys.readouterr().out
-    assert "decode 1, pos 31" not in printed and "the context is full" in printed
-    assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)
-    assert not any(module._forward_hooks for module in model.modules())
-    assert "write" not in vars(model.transformer["h"][0].attn.cache)
-
-
-def test_attention_weights_are_the_same_row_by_row_as_all_at_once(trained):
-    model, _ = load_model(trained / "ckpt.pt")
-    idx = torch.arange(7)[None]
-    with torch.no_grad(), attention_weights(model, layer=1) as whole:
-        model(idx, pos=torch.arange(7))
-    with torch.no_grad(), attention_weights(model, layer=1) as steps:
-        model(idx[:, :6], pos=torch.arange(6))
-        model(idx[:, 6:], pos=torch.tensor([6]))
-    assert [weights.shape for weights in steps] == [(1, 2, 6, 6), (1, 2, 1, 7)]
-    torch.testing.assert_close(steps[1][:, :, 0], whole[0][:, :, -1])
-    torch.testing.assert_close(whole[0].sum(-1), torch.ones(1, 2, 7))
-    assert (whole[0].triu(1) == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT, run
 from matplotlib.image import imread
-from test_model import lively
 
-from checkpoint import save_checkpoint
+from helpers import ROOT, lively, ok, run, save_model
+from kvgpt.decoding.sampling import Sampling
+from kvgpt.decoding.verify import verify
 from model import GPTConfig
-from sample import verify
 
 pytestmark = pytest.mark.slow
 
@@ -83,9 +81,8 @@ def seen(model, tmp_path_factory):
         pytest.skip("no web/node_modules: run npm ci in web")
 
     out = tmp_path_factory.mktemp("out")
-    save_checkpoint(out / "ckpt.pt", dict(model=model.state_dict(), model_args=asdict(CONFIG), chars=CHARS))
-    result = run("export.py", "--format", "web", "--out_dir", out)
-    assert result.returncode == 0, result.stderr
+    save_model(out, model, CHARS)
+    ok(run("export.py", "--format", "web", "--out_dir", out))
     broken = {}
     for i, file in enumerate([*BROKEN, *DAMAGED]):
         copy = shutil.copytree(out / "web", out / f"broken{i}", copy_function=os.link)
@@ -127,7 +124,8 @@ def assert_text(model, text, prompt, steps, kv_cache, **sampling):
     prompt = torch.tensor([CHARS.index(char) for char in prompt or "\n"])
     ours = [CHARS.index(char) for char in text]
     assert ours[: len(prompt)] == prompt.tolist()
-    assert verify(model, [prompt], [ours], [0], steps, not kv_cache, sampling), text
+    same, lines = verify(model, [prompt], [ours], steps, not kv_cache, Sampling(**sampling))
+    assert same, (text, lines)
 
 
 @pytest.mark.parametrize("i", range(len(JOBS)))

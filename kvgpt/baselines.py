@@ -1,0 +1,199 @@
+"""Baselines for bench.py: a loop over heads, a padded compiled forward, transformers' generate, a copy in memory.
+
+Each of the first three computes with the weights of the model that it is given. The model must be in eval mode.
+"""
+
+import statistics
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kvgpt.decoding.sampling import Sampling
+from kvgpt.decoding.timing import Timing
+from kvgpt.storage.hf import to_transformers
+from model import decode_tokens
+
+# -- a loop over heads -------------------------------------------------------------------------------------------------
+
+
+class LoopHead(nn.Module):
+    """One head with three matrices of its own. Its cache grows by torch.cat, which copies all earlier slots."""
+
+    def __init__(self, query, key, value):
+        super().__init__()
+        self.query, self.key, self.value = query, key, value
+        self.clear_cache()
+
+    def clear_cache(self):
+        self.key_cache = self.value_cache = None
+
+    def forward(self, x, kv_cache):
+        """x `(B, T, C)` -> `(B, T, hs)`. With kv_cache, x also sees the cached positions and is cached itself."""
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if kv_cache:
+            if self.key_cache is not None:
+                k, v = torch.cat((self.key_cache, k), dim=1), torch.cat((self.value_cache, v), dim=1)
+            self.key_cache, self.value_cache = k, v
+        scores = q @ k.transpose(-2, -1) * k.size(-1) ** -0.5  # (B, T, t)
+        T, t = scores.shape[-2:]
+        visible = torch.ones(T, t, dtype=torch.bool, device=x.device).tril(t - T)
+        return F.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
+
+
+class PerHeadLoop(nn.Module):
+    """The model with attention as articles about KV caches write it: a Python loop over the heads of a layer.
+
+    kv_cache  keep keys and values in the heads; False feeds the whole context for every token
+    Raises ValueError for a network whose attention is not GPT-2's.
+    """
+
+    def __init__(self, model, kv_cache):
+        super().__init__()
+        config = model.config
+        own_keys = config.num_kv_heads == config.n_head and not config.qk_norm
+        if config.pos_emb != "learned" or not config.norm_first or not own_keys:
+            raise ValueError("the loop over heads computes GPT-2's attention only, and this model has another")
+        self.model = model
+        self.kv_cache = kv_cache
+        self.layers = nn.ModuleList()
+        for block in model.transformer["h"]:
+            linears = split_linear(block.attn.c_attn, 3 * config.n_head)  # queries, keys, values of all heads
+            heads = [LoopHead(*linears[i :: config.n_head]) for i in range(config.n_head)]
+            self.layers.append(nn.ModuleList(heads))
+
+    def clear_cache(self):
+        for heads in self.layers:
+            for head in heads:
+                head.clear_cache()
+
+    def num_cached(self):
+        """Return the number of cached positions."""
+        keys = self.layers[0][0].key_cache
+        return 0 if keys is None else keys.size(1)
+
+    def forward(self, idx):
+        """Return logits `(B, T, V)` for idx `(B, T)`. The first position is the one after the cached positions."""
+        start, parts = self.num_cached(), self.model.transformer
+        x = parts["wte"](idx) + parts["wpe"](torch.arange(start, start + idx.size(1), device=idx.device))
+        for block, heads in zip(parts["h"], self.layers):
+            normed = block.ln_1(x)
+            x = x + block.attn.c_proj(torch.cat([head(normed, self.kv_cache) for head in heads], dim=-1))
+            x = x + block.mlp(block.ln_2(x))
+        return self.model.lm_head(parts["ln_f"](x))
+
+    def next_logits(self, tokens, start, end):
+        """Return the logits `(B, V)` of the token after tokens[:, start:end]. See decode_tokens."""
+        if self.num_cached() == end - 1 - start:
+            start = end - 1  # feed the newest token only
+        else:
+            self.clear_cache()
+        return self(tokens[:, start:end])[:, -1]
+
+    def stream(self, idx, max_new_tokens, **sampling):
+        """Yield the new tokens, a block `(B, 1)` per step, like GPT.stream."""
+        self.clear_cache()
+        return decode_tokens(self.next_logits, self.model.config, idx, max_new_tokens, Sampling(**sampling))
+
+
+def split_linear(linear, num_parts):
+    """Return num_parts nn.Linear layers. Their outputs, concatenated, are the output of `linear`."""
+    biases = [None] * num_parts if linear.bias is None else linear.bias.detach().chunk(num_parts)
+    parts = []
+    for weight, bias in zip(linear.weight.detach().chunk(num_parts), biases):
+        part = nn.Linear(weight.size(1), weight.size(0), bias=bias is not None, device=weight.device)
+        part.weight = nn.Parameter(weight.clone())
+        part.bias = None if bias is None else nn.Parameter(bias.clone())
+        parts.append(part)
+    return parts
+
+
+# -- a compiled forward without a cache --------------------------------------------------------------------------------
+
+
+def padded_stream(model):
+    """Return stream(idx, max_new_tokens, **sampling) like GPT.stream: torch.compile instead of a cache.
+
+    Every step feeds a context padded to block_size, so that one compiled program serves all steps. Attention is causal,
+    so the padding changes no logits before it.
+    """
+    block_size = model.config.block_size
+    torch._dynamo.reset()  # every model recompiles the same code, and torch.compile gives up after eight times
+
+    @torch.compile(dynamic=False)
+    def logits_at(context, last):
+        return model.lm_head(model.hidden_states(context).index_select(1, last)[:, 0])
+
+    def next_logits(tokens, start, end):
+        context = F.pad(tokens[:, start:end], (0, block_size - (end - start)))
+        # a tensor, because torch.compile would compile again for every new integer
+        return logits_at(context, torch.tensor([end - start - 1], device=tokens.device))
+
+    def stream(idx, max_new_tokens, **sampling):
+        return decode_tokens(next_logits, model.config, idx, max_new_tokens, Sampling(**sampling))
+
+    return stream
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def transformers_model(model):
+    """Return the model as a class of transformers, after a check that both compute the same logits.
+
+    Raises ValueError if transformers is missing or has no class for this network.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("transformers is not installed: pip install transformers") from None
+    transformers.logging.set_verbosity_error()
+    hf, config = to_transformers(model), model.config
+    idx = torch.arange(min(8, config.block_size), device=model.lm_head.weight.device)[None] % config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3)
+    return hf
+
+
+def transformers_run(hf, **options):
+    """Return run(idx, max_new_tokens, seed, record), one generation by transformers' generate.
+
+    hf       a result of transformers_model
+    options  arguments of generate: use_cache, cache_implementation
+    record   called with the new tokens `(B, 1)` of each step
+    generate draws its own random numbers, so the tokens differ from the kit's for the same seed.
+    """
+    from transformers import StoppingCriteriaList
+
+    def run(idx, max_new_tokens, seed, record):
+        def after_step(ids, scores, **_):  # a stopping criterion that never stops
+            record(ids[:, -1:])
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        torch.manual_seed(seed)
+        hf.generate(
+            idx,
+            attention_mask=torch.ones_like(idx),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            top_k=0,
+            stopping_criteria=StoppingCriteriaList([after_step]),
+            **options,
+        )
+
+    return run
+
+
+# -- a copy in memory --------------------------------------------------------------------------------------------------
+
+
+def copy_bandwidth(device):
+    """Return the bytes per second that a copy of 256 MB reads and writes."""
+    source = torch.zeros(2**26, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(6):
+        timing = Timing(device)
+        target.copy_(source)
+        timing.record()
+        seconds += timing.times
+    return 2 * source.nbytes / statistics.median(seconds[1:])

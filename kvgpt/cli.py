@@ -1,0 +1,120 @@
+"""The command line of every script: parser, argument types, device, and errors as one line on stderr."""
+
+import argparse
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that keeps the line breaks of its description and reports an error in one line."""
+
+    def __init__(self, description, **options):
+        options = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False) | options
+        super().__init__(description=description, **options)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+def number(kind, interval):
+    """Return an argparse type: an int or a float within `interval`, which is written like "[0, 1)"."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+
+    def parse(text):
+        value = kind(text)
+        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
+        if not inside:
+            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
+    return parse
+
+
+def boolean(text):
+    """An argparse type: True, False, 1 or 0."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+def path(text):
+    """An argparse type: a path. An empty string is refused, because it is most likely an unset shell variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def pick_device(name):
+    """Return the torch.device for --device. Raises ValueError for a device that cannot be used here."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).tolist()
+    except Exception as error:  # every backend raises its own error
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0][:150]}") from None
+    return torch.device(name)
+
+
+# -- messages and exit codes -------------------------------------------------------------------------------------------
+
+
+def script():
+    return Path(sys.argv[0]).name
+
+
+def note(message):
+    """Print a line on stderr that begins with the name of the script."""
+    print(f"{script()}: {message}", file=sys.stderr)
+
+
+def fail(message, code=1):
+    """Exit with `code` and one line on stderr."""
+    if int(os.environ.get("RANK", 0)) == 0:  # of the processes that torchrun starts, rank 0 prints
+        note(message)
+    sys.exit(code)
+
+
+@contextmanager
+def one_line_errors():
+    """Turn a ValueError or FileNotFoundError inside the block into one line and exit code 1.
+
+    Wrap code that reads user-named files. An error anywhere else is a bug and keeps its traceback.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        fail(error)
+
+
+def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would fit"):
+    """Run a script's main(). Report I/O errors and out of memory in one line.
+
+    disk_hint    end of the message after a failed write
+    memory_hint  end of the message after a failed allocation
+    Exit codes: 1 after an error, 1 without a message if stdout is a closed pipe, 130 after Ctrl-C.
+    """
+    if sys.stdout is not None:
+        # UTF-8 whatever the code page of the terminal, and \n on Windows too
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
+    try:
+        main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is None:
+            sys.stdout = None  # stdout itself has failed: the interpreter must not flush it again
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        hint = f"; {disk_hint}" if disk_hint else ""
+        fail(f"cannot write {error.filename or 'its output'}: {error.strerror}{hint}")
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)):
+            raise
+        fail(f"out of memory: {memory_hint}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""Decoding beyond the plain loop of model.py: sampling, drafts, the compiled step, comparison, timing."""

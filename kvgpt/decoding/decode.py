@@ -1,0 +1,209 @@
+"""Decoder: generation with drafts, with a compiled step and for prompts of different lengths, in any combination.
+
+The tokens are those of GPT.generate for the same seed. decode_step (speculate.py) is the step, Decoder the loop.
+"""
+
+import torch
+
+from kvgpt.decoding.compile import compile_step
+from kvgpt.decoding.ngrams import ngram_table
+from kvgpt.decoding.sampling import Sampling, context_start, gumbel_noise
+from kvgpt.decoding.speculate import DecodeState, decode_step
+from model import eval_mode
+
+NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
+
+
+class Decoder:
+    """Continues prompts with a model.
+
+    draft    None: one token per step. "ngram": guess by `ngrams`, the counts in a checkpoint (see count_ngrams), or by
+             looking up the text so far if there are no counts
+    compile  decode with a step that is compiled for the model's present weights, and again after they change. Make a
+             new Decoder after replacing a module of the model
+    After a generation, `forwards` counts its steps, `offered` the guesses verified in them, `accepted` the right ones.
+    """
+
+    def __init__(self, model, draft=None, ngrams=None, compile=False):
+        if draft not in (None, "ngram"):
+            raise ValueError(f"draft={draft!r}: must be None or 'ngram'")
+        self.model = model
+        self.num_drafts = min(NUM_DRAFTS, model.config.block_size - 1) if draft else 0
+        self.table = None
+        if self.num_drafts and ngrams is not None:
+            self.table = ngram_table(ngrams, model.config.vocab_size, model.lm_head.weight.device)
+        self.compile = compile
+        self.modules = list(model.modules())
+        self.programs = {}  # (rows, filters or not): compiled step
+        self.programs_version = (None, None)  # the weights that are in the programs; see _program
+        self.forwards = self.offered = self.accepted = 0
+
+    def generate(self, prompts, max_new_tokens, **sampling):
+        """Return a list of int64 tensors, each a prompt and its continuation. The arguments are those of `stream`."""
+        with eval_mode(self.model):
+            blocks = list(self.stream(prompts, max_new_tokens, **sampling))
+        rows = torch.cat(blocks, dim=1) if blocks else [prompt.new_zeros(0) for prompt in prompts]
+        return [torch.cat((prompt, row[row >= 0])) for prompt, row in zip(prompts, rows)]
+
+    def stream(self, prompts, max_new_tokens, **sampling):
+        """Yield the new tokens of each step as a block `(B, n)`, n >= 1. The arguments are checked at the call.
+
+        prompts   B int64 tensors of one dimension, or the rows of one `(B, T)`. With overflow="slide" all of one length
+        sampling  temperature, top_k, top_p, seed, samples, overflow: see Sampling
+        A row that has ended gives -1. Rows end at different steps, because a longer prompt fills its context earlier.
+        """
+        sampling, block_size = Sampling(**sampling), self.model.config.block_size
+        lengths = [len(prompt) for prompt in prompts]
+        slides = sampling.overflow == "slide"
+        if slides and len(set(lengths)) > 1:
+            raise ValueError(
+                f"prompts of {sorted(set(lengths))} tokens cannot slide together: overflow='slide' needs equal lengths"
+            )
+        num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
+        context = [prompt[context_start(0, T, block_size) :] for prompt, T in zip(prompts, lengths)]
+        state = self._new_state(context, sampling)
+        self.forwards = self.offered = self.accepted = 0
+        if self.compile and any(num_new):
+            self._program(state)  # compile before anybody waits for the first token
+        owner = object()  # stands for this generation in the caches
+        blocks = self._decode(state, [len(row) for row in context], num_new, slides, owner)
+        return self.model.release_cache_after(blocks, owner)
+
+    def _new_state(self, context, sampling):
+        """Return a DecodeState for rows whose contexts are given."""
+        device, ends = self.model.lm_head.weight.device, [len(row) for row in context]
+        tokens = torch.zeros(len(context), self.model.config.block_size + 1, dtype=torch.int64, device=device)
+        for i, row in enumerate(context):
+            tokens[i, : len(row)] = row
+        end, cached, limit, first_new = torch.tensor([ends, [0] * len(ends), ends, ends], device=device)
+        filters = sampling.top_k, sampling.top_p
+        if self.compile and filters != (None, None):
+            filters = sampling.top_k or 2**31, sampling.top_p or 2.0  # a program has both filters; these two keep all
+        top_k, top_p = (None if x is None else torch.tensor(x, device=device) for x in filters)
+        seed = torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], device=device)
+        temperature = torch.tensor(float(sampling.temperature), device=device)
+        sample = sampling.sample_ids(len(context), device)
+        return DecodeState(tokens, end, cached, limit, first_new, sample, seed, temperature, top_k, top_p)
+
+    def _decode(self, state, ends, num_new, slides, owner):
+        """The loop of `stream`. `ends` and `first_new` are state.end and state.first_new as Python integers."""
+        model, block_size = self.model, self.model.config.block_size
+        full = block_size + 1 if slides else block_size  # "slide" samples one token from a full context, then moves it
+        first_new = ends
+        done, total = 0, max(num_new)  # new tokens per row: yielded so far, and in all
+        while done < total:
+            limits = [min(first + n, full) for first, n in zip(first_new, num_new)]
+            state.limit.copy_(torch.tensor(limits))
+            while ends != limits:
+                # one step; a prefill first, and again after another call has used the caches
+                cached = model.cached_lengths(owner)
+                if cached is None:
+                    step, cached = self._prefill(state, ends)
+                step(cached, first_new)
+                before, ends = ends, state.end.tolist()
+                model.set_cached_lengths([end - 1 for end in ends], owner)
+                self._count(cached, before, ends, limits)
+                # yield the new tokens that all unfinished rows have
+                live = [end - first for end, first, n in zip(ends, first_new, num_new) if end - first < n]
+                ready = min(live, default=total)
+                if ready > done:
+                    yield self._block(state, first_new, num_new, done, ready)
+                    done = ready
+            if done < total:  # every context is full: keep its newest half, which the next prefill caches again
+                shift = context_start(0, full, block_size)
+                state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
+                state.first_new -= shift
+                first_new = [first - shift for first in first_new]
+                ends = [full - shift] * len(ends)
+                state.end.copy_(torch.tensor(ends))
+                model.set_cached_lengths([], owner)
+
+    @torch.inference_mode()
+    def _prefill(self, state, ends):
+        """Cache all tokens of each row but the newest. The next step feeds the newest.
+
+        Returns (step, cache lengths). Call step(cache lengths, first_new) for every step.
+        """
+        lengths, chunk = [end - 1 for end in ends], self.num_drafts + 1
+        state.cached.zero_()
+        if self.compile:
+            run = self._program(state, weights_checked=True)(state, self.table)
+            if len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
+                for _ in range(lengths[0] // chunk):  # for a short prompt a few steps are faster than the forward
+                    run()
+                return lambda cached, first_new: run(), [lengths[0] // chunk * chunk] * len(ends)
+
+            def step(cached, first_new):
+                run()
+
+        else:
+            for block in self.model.transformer["h"]:
+                block.attn.allocate_cache(len(ends))
+            step = self._eager_step(state)
+        if any(lengths):
+            pos = torch.arange(max(lengths), device=state.end.device).expand(len(ends), -1)
+            with eval_mode(self.model):
+                self.model.cached_hidden_states(state.tokens[:, : max(lengths)], pos, lengths)
+        state.cached.copy_(state.end - 1)
+        return step, lengths
+
+    def _eager_step(self, state):
+        """Return decode_step for `state`, without a compiler. Computes the noise of up to 64 places at once."""
+        block_size, (B, _), V = self.model.config.block_size, state.tokens.shape, self.model.config.vocab_size
+        chunk = self.num_drafts + 1
+        stride = max(chunk, min(64, 2**22 // (B * V)))
+        noise, noise_first = None, []  # the noise at hand, and the place where each row's begins
+
+        @torch.inference_mode()
+        def step(cached, first_new):
+            nonlocal noise, noise_first
+            starts = [min(length, block_size - chunk) for length in cached]
+            places = [start + 1 - first for start, first in zip(starts, first_new)]
+            if noise is None or not all(0 <= p - f <= stride - chunk for p, f in zip(places, noise_first)):
+                noise_first = places
+                block = torch.tensor(noise_first)[:, None] + torch.arange(stride)
+                noise = gumbel_noise(state.seed.unbind(), state.sample, block.to(state.end.device), V)
+            offset = [p - f for p, f in zip(places, noise_first)]
+            if len(set(offset)) == 1:
+                step_noise = noise[:, offset[0] : offset[0] + chunk]
+            else:
+                step_noise = noise[torch.arange(B)[:, None], torch.tensor(offset)[:, None] + torch.arange(chunk)]
+            lengths = [start + chunk for start in starts]
+            with eval_mode(self.model):
+                decode_step(self.model, state, self.num_drafts, self.table, step_noise, lengths)
+
+        return step
+
+    def _block(self, state, first_new, num_new, begin, end):
+        """Return places begin..end of the continuations, `(B, end - begin)`; -1 where a row has ended before."""
+        if len(set(first_new)) == 1:
+            return state.tokens[:, first_new[0] + begin : first_new[0] + end].clone()
+        place = torch.arange(begin, end, device=state.end.device)
+        block = state.tokens.gather(1, (state.first_new[:, None] + place).clamp(max=state.tokens.size(1) - 1))
+        return block.masked_fill(place >= torch.tensor(num_new, device=place.device)[:, None], -1)
+
+    def _program(self, state, weights_checked=False):
+        """Return the compiled step for states of this shape; an earlier one if the weights are still the same.
+
+        weights_checked  compare version counters only. A generation compares all weights once, when it begins
+        """
+        # a fused optimizer does not change a tensor's _version, but model.train() before it changes weights_version
+        counters, versions = [cache.weights_version for cache in self.model.caches], self.programs_version[1]
+        if not weights_checked or counters != self.programs_version[0]:
+            weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
+            versions = [(id(p), p.data_ptr(), p._version) for p in weights]
+        if self.programs_version != (counters, versions):
+            self.programs_version, self.programs = (counters, versions), {}
+        kind = (len(state.end), state.top_k is not None)
+        if kind not in self.programs:
+            self.programs[kind] = compile_step(self.model, state, self.num_drafts, self.table)
+        return self.programs[kind]
+
+    def _count(self, cached, before, ends, limits):
+        """Add one step to forwards, offered and accepted."""
+        self.forwards += 1
+        for length, begin, end, limit in zip(cached, before, ends, limits):
+            if begin < limit:
+                fed = min(length, self.model.config.block_size - 1 - self.num_drafts) + self.num_drafts + 1
+                self.offered += max(0, min(fed, limit - 1) - begin)
+                self.accepted += end - begin - 1

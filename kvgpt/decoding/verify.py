@@ -1,0 +1,86 @@
+"""Comparison of two ways to decode: the same tokens, a near-tie, or a difference."""
+
+from dataclasses import replace
+
+import torch
+
+from kvgpt.decoding.sampling import gumbel_noise, sample_token, text_context_start
+from model import eval_mode
+
+# Rounding can reorder logits whose difference is below NEAR_TIE. A full and a cached forward differ by up to 5e-5.
+NEAR_TIE = 1e-4
+
+
+@torch.no_grad()
+def near_tie(model, context, sample, step, picks, sampling):
+    """Return whether rounding alone can explain two different picks after the same context.
+
+    context   token ids that the model sees
+    sample    index of the noise; step: index of the new token
+    picks     the two token ids
+    sampling  a Sampling
+    The picks are a near-tie if each of them wins after the logits move by at most NEAR_TIE in its favour.
+    """
+    with eval_mode(model):
+        logits = model(torch.tensor([context], device=model.lm_head.weight.device))[0][:, -1].float()
+    counters = (torch.tensor([i], device=logits.device) for i in (sample, step))
+    noise = gumbel_noise(sampling.seed, *counters, logits.size(-1))[:, 0]
+
+    # rounding also moves the probability at which top_p cuts
+    temperature, top_k, top_p = sampling.filters
+    edges = {top_p}
+    if top_p is not None and temperature > 0:
+        edges |= {min(1.0, top_p + NEAR_TIE / temperature), max(1e-9, top_p - NEAR_TIE / temperature)}
+    winners = set()
+    for favoured, other in (picks, picks[::-1]):
+        shifted = logits.clone()
+        shifted[:, favoured] += NEAR_TIE / 2
+        shifted[:, other] -= NEAR_TIE / 2
+        winners |= {sample_token(shifted, noise, temperature, top_k, edge).item() for edge in edges}
+    return set(picks) <= winners
+
+
+def first_difference(ours, theirs):
+    """Return the first index at which two lists differ, or None. A missing item differs."""
+    if ours == theirs:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+
+
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling):
+    """Compare texts with those of the plain loop, GPT.generate, on the same prompts.
+
+    prompts   B int64 tensors of one dimension
+    texts     B lists of ids: the prompts and their continuations
+    kv_cache  whether the plain loop uses the cache: the opposite of what made the texts
+    sampling  the Sampling that made the texts
+    Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
+    """
+    how = "with" if kv_cache else "without"
+    lines, num_equal = [], 0
+    samples = sampling.sample_ids(len(prompts), "cpu").tolist()
+    for T in sorted({len(prompt) for prompt in prompts}):
+        # generate the rows whose prompts have this length
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
+        settings = vars(replace(sampling, samples=[samples[row] for row in rows]))
+        idx = torch.stack([prompts[row] for row in rows])
+        plain = model.generate(idx, max_new_tokens, kv_cache=kv_cache, **settings).tolist()
+
+        # compare
+        for row, theirs in zip(rows, plain):
+            ours, place = texts[row], first_difference(texts[row], theirs)
+            num_equal += place is None
+            if place is None:
+                continue
+            picks = (*ours[place : place + 1], *theirs[place : place + 1])
+            ids = " and ".join(f"id {i}" for i in picks)
+            where = f"row {row}, new token {place - T}: {ids} {how} the cache"
+            context = ours[text_context_start(model.config.block_size, T, place) : place]
+            if len(picks) < 2 or not near_tie(model, context, samples[row], place - T, picks, sampling):
+                return False, [*lines, f"DIFFERENT at {where}"]
+            lines.append(
+                f"near-tie at {where}. Rounding decides between logits this close. All tokens before are equal."
+            )
+    num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
+    summary = f"{num_new} new tokens, compared with those {how} the cache: {num_equal} of {len(texts)} samples match"
+    return True, [*lines, summary]

@@ -1,0 +1,31 @@
+"""Files that are whole at every moment: the old content or the new one."""
+
+import os
+
+
+def write_atomically(files):
+    """Write {path: bytes}. Each path holds its old bytes or its new ones at any moment, even after a power cut.
+
+    All contents are written beside their paths first and renamed last, in the order given. An error before the first
+    rename leaves every old file in place. No error leaves a temporary file. Raises OSError.
+    """
+    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
+    try:
+        for path, content in files.items():
+            with open(temporary[path], "wb") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+        for path in files:
+            if path.is_dir():  # found before the first rename, so that no old file has been replaced yet
+                raise IsADirectoryError(0, "a folder is in the way", str(path))
+        for path in files:
+            os.replace(temporary[path], path)
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+    if hasattr(os, "O_DIRECTORY"):  # sync the folder, so that the rename survives; Windows has no such call
+        for parent in {path.parent for path in files}:
+            folder = os.open(parent, os.O_DIRECTORY)
+            os.fsync(folder)
+            os.close(folder)

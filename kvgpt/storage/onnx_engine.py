@@ -1,0 +1,228 @@
+"""ONNX files: a GPT with its KV cache as graph inputs and outputs, written here and run by ONNX Runtime."""
+
+import copy
+import itertools
+import json
+import logging
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from kvgpt.decoding.sampling import Sampling
+from kvgpt.storage.files import write_atomically
+from model import GPTConfig, decode_tokens
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class ConcatCache:
+    """A layer's cache inside a graph. Appends new keys and values to the past, `(B, nkv, past, hs)` each.
+
+    Replaces a layer's KVCache, of which a forward uses only `update`.
+    """
+
+    def __init__(self, key, value):
+        self.key, self.value = key, value
+
+    def update(self, pos, k, v, num_slots):
+        self.key = torch.cat((self.key, k), dim=2)
+        self.value = torch.cat((self.value, v), dim=2)
+        return self.key, self.value
+
+
+class GPTWithPast(nn.Module):
+    """A GPT that takes the KV cache as an argument and returns it. Its layers are a copy of the model's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = copy.deepcopy(model)
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values):
+        """Return the logits `(B, T, V)` and n_layer pairs (key, value), `(B, nkv, past + T, hs)` each.
+
+        input_ids        (B, T) int64
+        attention_mask   (B, past + T) int64: 0 where a slot holds padding
+        position_ids     (B, T) int64
+        past_key_values  n_layer pairs (key, value), `(B, nkv, past, hs)` each; past may be 0
+        """
+        caches = [ConcatCache(*pair) for pair in past_key_values]
+        for block, cache in zip(self.model.transformer["h"], caches):
+            block.attn.cache = cache
+        slot = torch.arange(attention_mask.size(1), device=input_ids.device)
+        query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
+        # Every query sees its own slot. A padded query would see none otherwise, and a softmax over nothing is NaN.
+        mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
+        x = self.model.hidden_states(input_ids, position_ids, num_slots=mask.size(-1), mask=mask)
+        return self.model.lm_head(x), [(cache.key, cache.value) for cache in caches]
+
+
+class GPTLogits(nn.Module):
+    """A GPT without cache: (token_ids) -> logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = copy.deepcopy(model)
+
+    def forward(self, token_ids):
+        return self.model(token_ids)[0]
+
+
+def write_onnx(model, chars, file, cached=True):
+    """Write the model to `file` atomically: one ONNX file of opset 20, dynamic in batch size and lengths.
+
+    model   a GPT on the CPU
+    chars   the vocabulary: token i is chars[i]
+    file    a Path
+    cached  with the KV cache as inputs `past_key_values.{i}.key|value` and outputs `present.{i}.key|value`. False:
+            (token_ids) -> logits
+    Inputs, outputs and axes have the names that Optimum and transformers.js use. The metadata holds the characters and
+    the model_args, so the file alone is enough to generate text. Raises OSError.
+    """
+    # example inputs, names and dynamic axes; no example size is 1, because the exporter would take 1 for a constant
+    config = model.config
+    batch, length, past = "batch_size", "sequence_length", "past_sequence_length"
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    if cached:
+        past_shape = (2, config.num_kv_heads, 5, config.head_size)
+        pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
+        inputs = (ids, torch.ones(2, 8, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1), pairs)
+        names = ["input_ids", "attention_mask", "position_ids"]
+        axes = [{0: batch, 1: length}, {0: batch, 1: f"{past} + {length}"}, {0: batch, 1: length}]
+        axes.append([({0: batch, 2: past},) * 2] * config.n_layer)
+        slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+    else:
+        inputs, names, axes, slots = (ids,), ["token_ids"], [{0: batch, 1: length}], []
+
+    # export
+    with quiet():
+        proto = torch.onnx.export(
+            (GPTWithPast if cached else GPTLogits)(model).eval(),
+            inputs,
+            input_names=names + [f"past_key_values.{slot}" for slot in slots],
+            output_names=["logits"] + [f"present.{slot}" for slot in slots],
+            dynamic_shapes=tuple(axes),
+            opset_version=20,
+            dynamo=True,
+            verbose=False,
+        ).model_proto
+
+    # clear the metadata of nodes: its stack traces hold absolute paths of this machine
+    for node in itertools.chain(proto.graph.node, *(function.node for function in proto.functions)):
+        del node.metadata_props[:]
+
+    # add the metadata of the file and write
+    for key, value in (("chars", chars), ("model_args", json.dumps(asdict(config)))):
+        proto.metadata_props.add(key=key, value=value)
+    write_atomically({file: proto.SerializeToString()})
+
+
+def quantize(file, to):
+    """Write the ONNX model in `file` again, to the file `to`, with int8 weights in its matrix products."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    with quiet():
+        quantize_dynamic(file, to, op_types_to_quantize=["MatMul"])
+
+
+@contextmanager
+def quiet():
+    """Silence warnings and log messages below the level ERROR inside the block.
+
+    The exporter's warnings address people who write graphs by hand.
+    """
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+class OnnxGPT:
+    """A file of write_onnx or quantize, run by ONNX Runtime on the CPU.
+
+    chars   the vocabulary: token i is chars[i]
+    config  the GPTConfig of the exported model
+    cached  whether the graph has the KV cache as inputs and outputs
+    past    the key and the value of each layer after the last call, OrtValues `(B, nkv, past, hs)`; empty without cache
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+
+    def __init__(self, file):
+        try:
+            import onnxruntime
+        except ImportError:
+            raise ValueError("ONNX Runtime is not installed: pip install onnxruntime") from None
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
+
+        # options
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if Path(file).stat().st_size < 2**24:
+            options.intra_op_num_threads = 1  # a second core wakes up too late for small models
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch between calls
+
+        # load
+        try:
+            self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            metadata = self.session.get_modelmeta().custom_metadata_map
+            self.chars, self.config = metadata["chars"], GPTConfig(**json.loads(metadata["model_args"]))
+        except KeyError as error:
+            raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
+        except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
+            raise ValueError(f"{file} cannot be read: {str(error).strip().splitlines()[0][:200]}") from None
+        self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
+        self.outputs = [output.name for output in self.session.get_outputs()]
+        self.cached = len(self.outputs) > 1
+        self.past = []
+
+    def __call__(self, idx, past=()):
+        """Return the logits `(B, T, V)`, a float32 tensor, for idx `(B, T)` int64 at the positions after `past`.
+
+        past  `self.past` after an earlier call with the same rows; empty: idx starts at position 0
+        """
+        if not self.cached:
+            return torch.from_numpy(self.session.run(None, {"token_ids": idx.numpy()})[0])
+        (B, T), config = idx.shape, self.config
+        empty = np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32)
+        past = past or [self.to_ort(empty) for _ in range(2 * config.n_layer)]
+        first = past[0].shape()[2]
+        inputs = {
+            "input_ids": idx.numpy(),
+            "attention_mask": np.ones((B, first + T), np.int64),
+            "position_ids": np.tile(np.arange(first, first + T), (B, 1)),
+        }
+        inputs = {name: self.to_ort(array) for name, array in inputs.items()}
+        inputs |= {name.replace("present", "past_key_values"): value for name, value in zip(self.outputs[1:], past)}
+        logits, *self.past = self.session.run_with_ort_values(self.outputs, inputs)
+        return torch.from_numpy(logits.numpy())
+
+    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
+        """Yield the new tokens, a block `(B, 1)` per step. Arguments and tokens are those of GPT.stream."""
+        past = []  # of this stream; self.past changes with every call
+
+        def next_logits(tokens, start, end):
+            nonlocal past
+            # decode: feed the newest token only. Prefill, also after the context has moved: feed the whole context.
+            decodes = bool(past) and past[0].shape()[2] == end - 1 - start
+            logits = self(tokens[:, end - 1 if decodes else start : end], past if decodes else ())
+            past = self.past if kv_cache else []
+            return logits[:, -1]
+
+        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
+
+    def cache_bytes(self):
+        """Return (used, reserved): the bytes of `past`, twice, because the arrays are as long as their content."""
+        used = sum(value.numpy().nbytes for value in self.past)
+        return used, used

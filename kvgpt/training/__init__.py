@@ -1,0 +1,1 @@
+"""Training behind train.py: settings, data, optimizers, the run folder, several processes."""

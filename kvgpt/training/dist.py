@@ -1,0 +1,59 @@
+"""Several processes per run."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from kvgpt.cli import pick_device
+
+
+class Ranks:
+    """The processes of a run. torchrun sets RANK and WORLD_SIZE; without it there is one process.
+
+    Every process runs all of train.py. Rank 0 alone prints, evaluates and writes.
+    """
+
+    def __init__(self):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main = self.rank == 0
+        if not self.is_main:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    def pick_device(self, name):
+        """Return this process's device: one GPU per process on a machine with GPUs. Raises ValueError."""
+        if self.world_size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+            name = f"cuda:{os.environ['LOCAL_RANK']}"
+        return pick_device(name)
+
+    def connect(self, device):
+        if self.world_size > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+    def wrap(self, model):
+        """Return the model to call in training: with several processes, it averages gradients over them."""
+        return DistributedDataParallel(model) if self.world_size > 1 else model
+
+    def sync_gradients(self, model, sync):
+        """Set whether the next forward and backward average the gradients. Only the last micro-step of a step does."""
+        if self.world_size > 1:
+            model.require_backward_grad_sync = sync
+
+    def all_reduce(self, value, op=dist.ReduceOp.SUM):
+        """Return a number reduced over all processes, by default its sum."""
+        if self.world_size == 1:
+            return value
+        value = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(value, op)
+        return value.item()
+
+    def finish(self, exit_code):
+        """Wait for all processes. All but rank 0 end here."""
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        if not self.is_main:
+            os._exit(exit_code)  # a thread of gloo can abort the process during the interpreter's own exit

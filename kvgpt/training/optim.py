@@ -1,0 +1,136 @@
+"""Optimizers and learning rate: Muon for the matrices of the blocks, AdamW for all other parameters.
+
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the update of a matrix orthogonal: all its singular
+values are moved towards 1. Directions with a small gradient are then learned as fast as those with a large one.
+AdamW updates embeddings, the head, norms and biases.
+"""
+
+import math
+
+import torch
+
+# A polynomial maps a singular value s to a s + b s^3 + c s^5. The three in turn bring every s in (1e-3, 1] near 1 as
+# fast as polynomials of this form can: the first steps of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
+POLYNOMIALS = ((8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518))
+
+
+def orthogonalize(x):
+    """Return the matrices x `(n, rows, cols)` with their singular values moved towards 1, by matrix products alone.
+
+    The polynomials are applied to gram = x x^T, the smaller product. x is multiplied by their product once, at the end.
+    That is two thirds of the work of multiplying x in each step.
+    """
+    wide = x if x.size(-2) <= x.size(-1) else x.mT
+    wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
+    gram, product = wide @ wide.mT, None
+    for a, b, c in POLYNOMIALS:
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = factor if product is None else factor @ product
+        gram = factor @ (gram @ factor)
+    wide = product @ wide
+    return wide if x.size(-2) <= x.size(-1) else wide.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with orthogonal updates, in float32, with one batched computation per matrix shape.
+
+    params  groups; group["parts"] are the sizes along dim 0 of the matrices that lie in one parameter, as q, k and v do
+            in c_attn. Each part is made orthogonal by itself, because they learn less when it is done together
+    A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. torch.optim.Muon works in
+    bfloat16, which most CPUs emulate, and does not know parts.
+    """
+
+    def __init__(self, params, lr, momentum=0.9):
+        super().__init__(params, dict(lr=lr, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        # update the momentum; collect the matrices by shape
+        by_shape = {}  # (rows, cols): [(matrix, its update, lr), ...]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's momentum
+                for matrix, part in zip(p.split(group["parts"]), update.split(group["parts"])):
+                    by_shape.setdefault(matrix.shape, []).append((matrix, part, group["lr"]))
+        # make the updates orthogonal, one batch per shape
+        for (rows, cols), entries in by_shape.items():
+            matrices, updates, rates = zip(*entries)
+            scale = math.sqrt(max(1, rows / cols))
+            for matrix, update, lr in zip(matrices, orthogonalize(torch.stack(updates)).unbind(), rates):
+                matrix.add_(update, alpha=-lr * scale)
+
+
+def configure_optimizers(model, config, device):
+    """Return [AdamW] or [AdamW, Muon], with every parameter in exactly one group.
+
+    group["peak_lr"] is the learning rate that the schedule multiplies. Weight decay applies to AdamW's matrices and
+    embeddings, not to biases and norms. Muon has none.
+    """
+    # Muon takes the matrices of the blocks
+    matrices = []
+    if config.optimizer == "muon":
+        matrices = [p for p in model.transformer["h"].parameters() if p.dim() == 2]
+    taken = {id(p) for p in matrices}
+
+    # AdamW takes all others
+    others = [p for p in model.parameters() if id(p) not in taken]
+    peak_lr = config.learning_rate
+    groups = [
+        dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=peak_lr),
+        dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0, peak_lr=peak_lr),
+    ]
+    betas, fused = (config.beta1, config.beta2), device.type in ("cpu", "cuda")
+    groups = [group for group in groups if group["params"]]
+    optimizers = [torch.optim.AdamW(groups, lr=peak_lr, betas=betas, fused=fused)]
+    if matrices:
+        optimizers.append(Muon(muon_groups(model, config.muon_learning_rate), lr=config.muon_learning_rate))
+
+    grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(map(id, model.parameters())), "a parameter is in no group, or in two"
+    return optimizers
+
+
+def muon_groups(model, peak_lr):
+    """Return Muon's parameter groups: the matrices of the blocks, grouped by their parts."""
+    by_parts = {}
+    for block in model.transformer["h"]:
+        kv = block.attn.n_kv_head * block.attn.head_size
+        for p in (p for p in block.parameters() if p.dim() == 2):
+            parts = (len(p),)
+            if p is block.attn.c_attn.weight:
+                parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
+            elif p is block.mlp.c_fc.weight and block.mlp.gated:
+                parts = (len(p) // 2,) * 2  # gate, up
+            by_parts.setdefault(parts, []).append(p)
+    return [dict(params=params, peak_lr=peak_lr, parts=parts) for parts, params in by_parts.items()]
+
+
+def lr_multiplier(step, config):
+    """Return the learning rate of a step as a share of its peak, 0 to 1.
+
+    Linear warm-up over warmup_iters; constant for the share lr_stable_frac of the steps that remain until
+    lr_decay_iters; then down to min_lr / learning_rate, along a cosine or a line.
+    """
+    floor = 0.1
+    if config.min_lr is not None:
+        floor = config.min_lr / config.learning_rate if config.learning_rate else 0.0
+    if step < config.warmup_iters:
+        return (step + 1) / (config.warmup_iters + 1)
+    remaining = max(1, (config.lr_decay_iters or config.max_iters) - config.warmup_iters)
+    stable = config.lr_stable_frac
+    progress = min(1.0, max(0.0, ((step - config.warmup_iters) / remaining - stable) / (1 - stable)))
+    if config.lr_decay == "cosine":
+        progress = 0.5 - 0.5 * math.cos(math.pi * progress)
+    return floor + (1 - progress) * (1 - floor)
+
+
+def set_lr(optimizers, multiplier):
+    """Set the learning rate of every group to its peak times the multiplier."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * multiplier

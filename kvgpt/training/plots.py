@@ -1,0 +1,41 @@
+"""Figures of a run."""
+
+import csv
+import math
+
+from kvgpt.storage.checkpoint import load_checkpoint
+
+X_LABELS = {"chars": "characters of training text", "seconds": "seconds, evaluations included"}
+
+
+def plot_loss(out_dir):
+    """Draw out_dir/loss.png from log.csv: losses over characters and over seconds, and the previous run's in gray."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
+    for axes, x in zip(figure.subplots(1, 2, sharey=True), X_LABELS):
+        for folder, color in ((out_dir / "previous", "tab:gray"), (out_dir, "tab:blue")):
+            if all((folder / name).exists() for name in ("log.csv", "last.pt")):
+                plot_run(axes, folder, x, color)
+        axes.set(xlabel=X_LABELS[x])
+        axes.grid(alpha=0.3)
+    figure.axes[0].set(ylabel="loss in nats per character")
+    figure.axes[1].legend()
+    figure.savefig(out_dir / "loss.png", dpi=110)
+
+
+def plot_run(axes, folder, x, color):
+    """Draw the train and val loss of one run over the log column x, and mark the best val loss."""
+    with open(folder / "log.csv", encoding="utf-8", newline="") as f:
+        rows = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(f)]
+    config = load_checkpoint(folder / "last.pt").training["config"]
+    name = f"{config['preset']}, {config['recipe']}"
+    scored = [row for row in rows if not math.isnan(row["val_loss"])]
+    train, val = [row["train_loss"] for row in rows], [row["val_loss"] for row in scored]
+    axes.plot([row[x] for row in rows], train, color=color, alpha=0.35, label=f"{name}: train")
+    axes.plot([row[x] for row in scored], val, "o-", ms=3, color=color, label=f"{name}: val")
+    best = min(scored, key=lambda row: row["val_loss"], default=None)
+    if best:
+        place = best[x], best["val_loss"]
+        axes.plot(*place, "*", ms=13, color=color)
+        axes.annotate(f"{best['val_loss']:.3f}", place, (-2, -13), textcoords="offset points")

@@ -1,0 +1,82 @@
+"""The folder of a run: its lock, its checkpoints, its log, and the run that was there before."""
+
+import csv
+import os
+import re
+from pathlib import Path
+
+from kvgpt.storage.checkpoint import save_checkpoint
+from kvgpt.storage.files import write_atomically
+
+LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s")
+LOG_ROW = re.compile(r"\d+,\d+,[\d.]+(,[^,]*){4}\r\n")
+
+
+class RunFolder:
+    """out_dir: ckpt.pt (best val loss), last.pt (latest step), log.csv, and `previous`, the run before."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.lock_file = None
+        self.header = {}
+
+    def lock(self):
+        """Make the folder and lock it. The operating system releases the lock when the process ends.
+
+        Raises ValueError if another process holds it.
+        """
+        if self.lock_file:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock_file = open(self.path / ".lock", "ab")  # noqa: SIM115
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(self.lock_file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another run is at work in {self.path}: stop it, or choose another --out_dir") from None
+
+    def begin(self, step, header):
+        """Prepare for a run that starts at `step`. Sets an earlier run aside if the new one starts at 0.
+
+        header  the part of a checkpoint that stays the same during the run
+        Returns (characters, seconds) that the log of this run has counted so far.
+        """
+        self.header = header
+        if not step:
+            self.set_aside()
+        return self.trim_log(step)
+
+    def set_aside(self):
+        """Move an earlier run to the folder `previous`, where it replaces the one before it."""
+        names, previous = ("last.pt", "ckpt.pt", "log.csv"), self.path / "previous"
+        if any((self.path / name).is_file() for name in names[:2]):  # a log without a checkpoint is not worth keeping
+            previous.mkdir(exist_ok=True)
+            for name in names:
+                (previous / name).unlink(missing_ok=True)  # no file of another run may stay beside the moved ones
+                if (self.path / name).is_file():
+                    os.replace(self.path / name, previous / name)
+            print(f"{self.path} held a run. It is now in {previous}. --init_from resume would have continued it.")
+
+    def trim_log(self, step):
+        """Cut log.csv back to whole rows up to `step`. Returns the characters and seconds of the last row."""
+        file, header, rows = self.path / "log.csv", ",".join(LOG_FIELDS) + "\r\n", []
+        if file.exists():
+            with open(file, encoding="utf-8", errors="replace", newline="") as f:
+                rows = [line for line in f if LOG_ROW.fullmatch(line) and int(line.split(",")[0]) <= step]
+        write_atomically({file: "".join([header, *rows]).encode()})
+        _, chars, seconds, *_ = rows[-1].split(",") if rows else ("0", "0", "0")
+        return int(chars), float(seconds)
+
+    def log(self, row):
+        with open(self.path / "log.csv", "a", encoding="utf-8", newline="") as f:
+            csv.DictWriter(f, LOG_FIELDS).writerow(row)
+
+    def save(self, name, state):
+        """Write a checkpoint of the TrainState, atomically. Raises OSError."""
+        save_checkpoint(self.path / name, self.header | state.state_dict())

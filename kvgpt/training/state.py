@@ -1,0 +1,84 @@
+"""State of a run: weights, optimizers and counters."""
+
+import math
+from contextlib import nullcontext
+
+import torch
+
+from kvgpt.training.optim import configure_optimizers
+
+
+class Diverged(Exception):
+    """The loss is no longer a finite number."""
+
+    def __init__(self, loss):
+        super().__init__(f"the loss is {loss}")
+
+
+def require_finite(loss):
+    """Return the loss. Raises Diverged if it is infinite or NaN."""
+    if not math.isfinite(loss):
+        raise Diverged(loss)
+    return loss
+
+
+class TrainState:
+    """The weights and everything that goes with them from step to step.
+
+    model             the GPT, for evaluation and checkpoints
+    train_model       the same weights as training calls them: compiled, or wrapped for several processes
+    device, dtype     where the forward runs, and in which dtype
+    optimizers        AdamW, or AdamW and Muon
+    scaler, autocast  for a dtype other than float32
+    step              steps done; `iter_num` in a checkpoint, which is nanoGPT's name
+    best_val_loss     of all evaluations
+    evals_since_best  evaluations since the best one
+    """
+
+    def __init__(self, model, config, device, dtype):
+        self.model = self.train_model = model
+        self.device, self.dtype = device, dtype
+        self.optimizers = configure_optimizers(model, config, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+        self.step, self.best_val_loss, self.evals_since_best = 0, math.inf, 0
+
+    def num_parameters(self):
+        return sum(p.numel() for p in self.model.parameters())
+
+    def record_evaluation(self, val_loss):
+        """Count an evaluation. Returns whether val_loss is the best so far."""
+        is_best = val_loss < self.best_val_loss
+        self.best_val_loss = min(val_loss, self.best_val_loss)
+        self.evals_since_best = 0 if is_best else self.evals_since_best + 1
+        return is_best
+
+    def state_dict(self):
+        """Return the part of a checkpoint that changes from step to step."""
+        return dict(
+            model=self.model.state_dict(),
+            optimizer=[optimizer.state_dict() for optimizer in self.optimizers],
+            scaler=self.scaler.state_dict(),
+            iter_num=self.step,
+            best_val_loss=self.best_val_loss,
+            evals_since_best=self.evals_since_best,
+        )
+
+    def load_training(self, ckpt):
+        """Continue the run of a Checkpoint, whose weights the model has already. Raises ValueError if it is damaged."""
+        saved = ckpt.training
+        try:
+            for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
+                # load_state_dict overwrites the settings of this run, such as weight_decay: restore them
+                wanted = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                optimizer.load_state_dict(state)
+                for group, settings in zip(optimizer.param_groups, wanted):
+                    group |= settings
+            if self.scaler.is_enabled() and saved["scaler"]:
+                self.scaler.load_state_dict(saved["scaler"])
+            self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
+            self.best_val_loss = float(ckpt.best_val_loss)
+            if not (isinstance(self.step, int) and self.step >= 0 and isinstance(self.evals_since_best, int)):
+                raise ValueError(f"iter_num={self.step!r}, evals_since_best={self.evals_since_best!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{ckpt.path} does not hold the state of this run ({error!r}): start a new run") from None

@@ -1,0 +1,208 @@
+"""Drafts and prompts of different lengths: other ways to the same tokens."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import (
+    CONTEXT,
+    DRAFTS,
+    MODELS,
+    NGRAMS,
+    V,
+    a_draft,
+    a_filter,
+    a_model,
+    a_seed,
+    assert_same_as_alone,
+    heads_of,
+    lively,
+    prompts,
+    without_minus_one,
+)
+from kvgpt.decoding.decode import Decoder
+from model import GPTConfig, clear_kv_cache
+
+
+@settings(max_examples=150)
+@given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), a_filter, a_seed, st.data())
+def test_prompts_of_any_lengths_get_the_tokens_that_each_gets_alone(model, draft, lengths, filters, seed, data):
+    steps = data.draw(st.integers(0, CONTEXT + 3))
+    samples = data.draw(st.lists(st.integers(0, 2**40), min_size=len(lengths), max_size=len(lengths)))
+    ragged = [prompts(1, n, seed % 997 + n)[0] for n in lengths]
+    decoder = Decoder(model, **draft)
+    got = decoder.generate(ragged, steps, seed=seed, samples=samples, **filters)
+    assert [len(row) for row in got] == [min(n + steps, CONTEXT) for n in lengths]
+    assert_same_as_alone(model, got, ragged, steps, samples, seed, filters)
+    assert all(head.key_cache is None for head in model.transformer.h[0].attn.heads)
+
+
+@given(a_model, a_draft, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
+def test_past_the_context_too(model, draft, length, steps, filters, seed):
+    idx = prompts(2, length, seed % 1000)
+    got = Decoder(model, **draft).generate(idx, steps, seed=seed, overflow="slide", **filters)
+    assert_same_as_alone(model, got, idx, steps, range(2), seed, filters, overflow="slide")
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5])
+def test_contexts_smaller_than_a_chunk(block_size):
+    model = lively(GPTConfig(block_size=block_size, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
+    for draft in DRAFTS.values():
+        for length in range(1, 2 * block_size + 2):
+            idx = prompts(2, length, length)
+            got = torch.stack(Decoder(model, **draft).generate(idx, 11, seed=5, overflow="slide"))
+            assert torch.equal(got, model.generate(idx, 11, seed=5, overflow="slide", kv_cache=False))
+            if length <= block_size:
+                got = torch.stack(Decoder(model, **draft).generate(idx, 11, seed=5))
+                assert torch.equal(got, model.generate(idx, 11, seed=5, kv_cache=False))
+
+
+@settings(max_examples=100)
+@given(a_model, a_draft, a_filter, a_seed, st.data())
+def test_whatever_happens_between_two_steps_changes_no_token(model, draft, filters, seed, data):
+    ragged = [prompts(1, n, n)[0] for n in (2, 5)]
+    decoder = Decoder(model, **draft)
+    others = [decoder.stream(prompts(2, 3, s), CONTEXT, seed=s) for s in range(2)]
+    plain = model.stream(prompts(2, 4), CONTEXT, seed=3)
+    disturbances = [
+        lambda: None,
+        lambda: model(prompts(4, 9), targets=prompts(4, 9)),
+        lambda: (model.train(), model.eval()),
+        lambda: clear_kv_cache(model),
+        lambda: model(prompts(2, 5, 9), pos=torch.arange(5)),
+        lambda: next(others[0], None),
+        lambda: next(others[1], None),
+        lambda: others[1].close(),
+        lambda: next(plain, None),
+        lambda: model.load_state_dict(model.state_dict()),
+        lambda: blocks[-1].zero_(),
+    ]
+    blocks, copies = [], []
+    for block in decoder.stream(ragged, CONTEXT, seed=seed, **filters):
+        blocks.append(block)
+        copies.append(block.clone())
+        data.draw(st.sampled_from(disturbances))()
+    assert_same_as_alone(model, without_minus_one(ragged, copies), ragged, CONTEXT, range(2), seed, filters)
+    for other in (*others, plain):
+        other.close()
+    clear_kv_cache(model)
+
+
+@given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), a_filter, a_seed)
+def test_blocks_are_what_each_step_adds_and_together_the_continuation(model, draft, lengths, filters, seed):
+    """A step adds 1 to num_drafts + 1 tokens per row. A block is longer only where rows waited for one that ended."""
+    decoder, ragged = Decoder(model, **draft), [prompts(1, n, n)[0] for n in lengths]
+    blocks = list(decoder.stream(ragged, CONTEXT, seed=seed, **filters))
+    for block in blocks:
+        assert block.dtype == torch.int64 and block.shape[0] == len(lengths) and block.size(1) >= 1
+        ended = (block[:, 0] >= 0) & (block[:, -1] < 0)
+        assert block.size(1) <= decoder.num_drafts + 1 or (len(set(lengths)) > 1 and ended.any())
+    if not blocks:
+        assert min(lengths) == CONTEXT
+        return
+    rows = torch.cat(blocks, dim=1)
+    assert rows.size(1) == CONTEXT - min(lengths)
+    for row, n in zip(rows, lengths):  # -1 stands behind the row's last token only
+        assert (row[: CONTEXT - n] >= 0).all() and (row[CONTEXT - n :] == -1).all()
+    again = Decoder(model, **draft).generate(ragged, CONTEXT, seed=seed, **filters)
+    for ours, theirs in zip(without_minus_one(ragged, blocks), again, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_same_as_alone(model, again, ragged, CONTEXT, range(len(lengths)), seed, filters)
+
+
+def test_an_accepted_draft_makes_a_block_longer():
+    """A Decoder that never guesses right would pass every test of longer blocks."""
+    blocks = list(Decoder(MODELS[0], "ngram", NGRAMS).stream(prompts(1, 3), CONTEXT, seed=1))
+    assert {block.size(1) for block in blocks} > {1} and len(blocks) < CONTEXT - 3
+
+
+@settings(max_examples=60)
+@given(a_model, st.lists(a_draft, min_size=1, max_size=2), a_filter, a_seed, st.lists(st.integers(0, 3), max_size=40))
+def test_streams_in_turn_take_the_cache_from_each_other_and_keep_their_tokens(model, drafts, filters, seed, turns):
+    """The plain loop and Decoders run on one model, in any order. The owner of the caches is the last one to step."""
+    ragged = [prompts(1, n, n)[0] for n in (2, 5)]
+    plain = [prompts(2, 4, 1), prompts(2, 4, 2)][: 3 - len(drafts)]
+    starts = [lambda idx=idx: model.stream(idx, CONTEXT, seed=seed, **filters) for idx in plain]
+    starts += [lambda d=d: Decoder(model, **d).stream(ragged, CONTEXT, seed=seed, **filters) for d in drafts]
+    streams, owners = [begin() for begin in starts], [None] * len(starts)
+    got = [[] for _ in starts]
+
+    def advance(i):
+        block = next(streams[i], None)
+        if block is None:  # the stream has ended, and has cleared the caches if they were still its own
+            assert model.cached_lengths(owners[i] or object()) is None
+            return False
+        got[i].append(block)
+        owner = model.caches[0].owner
+        assert owner is not None and owners[i] in (None, owner)
+        owners[i] = owner
+        lengths = model.cached_lengths(owner)
+        if i < len(plain):
+            assert lengths == [3 + len(got[i])] * 2
+        else:  # rows of a Decoder may be ahead of what it has given, by a step at most while both rows go on
+            num_new = sum(block.size(1) for block in got[i])
+            assert len(lengths) == 2 and all(m >= min(n + num_new, CONTEXT) - 1 for m, n in zip(lengths, (2, 5)))
+        others = [other for other in (*owners, None) if other is not owner]
+        assert all(model.cached_lengths(other) is None for other in others)
+        return True
+
+    for turn in turns:
+        advance(turn % len(streams))
+    for i in range(len(streams)):
+        while advance(i):
+            pass
+    assert len({id(owner) for owner in owners}) == len(owners)
+    for idx, blocks in zip(plain, got):
+        assert_same_as_alone(model, torch.cat((idx, *blocks), dim=1), idx, CONTEXT, range(2), seed, filters)
+    for blocks in got[len(plain) :]:
+        ours = without_minus_one(ragged, blocks)
+        assert_same_as_alone(model, ours, ragged, CONTEXT, range(2), seed, filters)
+    assert all(head.key_cache is None for head in heads_of(model))
+
+
+def test_a_row_that_has_ended_gives_minus_one():
+    model = MODELS[0]
+    stream = Decoder(model).stream([prompts(1, CONTEXT - 2)[0], prompts(1, CONTEXT - 5)[0]], 100, seed=1)
+    rows = torch.cat(list(stream), dim=1)
+    assert rows.shape == (2, 5) and (rows[0, 2:] == -1).all() and (rows[0, :2] >= 0).all() and (rows[1] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (([prompts(1, 3)[0], prompts(1, 4)[0]], 5, dict(overflow="slide")), "slide together"),
+        (([prompts(1, 3)[0], prompts(1, 0)[0]], 5, {}), "a prompt of 0 tokens"),
+        (([prompts(1, CONTEXT + 1)[0]], 5, {}), f"a prompt of {CONTEXT + 1} tokens"),
+        (([], 5, {}), "0 prompts"),
+        (([prompts(1, 3)[0]], 5, dict(samples=[1, 2])), "samples"),
+        (([prompts(1, 3)[0]], 5, dict(top_p=0.0)), "top_p"),
+    ],
+)
+def test_impossible_requests_are_refused_before_anything_is_made(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Decoder(MODELS[0]).stream(*arguments[:2], **arguments[2])
+    with pytest.raises(ValueError, match="draft='ngrams'"):
+        Decoder(MODELS[0], draft="ngrams")
+
+
+def test_fifty_generations_leave_nothing_behind():
+    model, decoder = MODELS[3], Decoder(MODELS[3], "ngram", NGRAMS)
+
+    def tensors():
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    def generate(seed):
+        model.generate(prompts(2, 3), CONTEXT, seed=seed)
+        decoder.generate(prompts(3, 4), CONTEXT, seed=seed)
+        decoder.generate(prompts(1, 4), 40, seed=seed, overflow="slide")
+        next(decoder.stream(prompts(1, 4), 40, seed=seed))  # abandoned
+
+    generate(0)
+    before = tensors()
+    for seed in range(50):
+        generate(seed)
+    assert tensors() <= before

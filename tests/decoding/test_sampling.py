@@ -1,0 +1,113 @@
+"""The sampler: filters, the Gumbel-max trick, and noise that is a pure function of its counters."""
+
+import itertools
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import a_seed
+from kvgpt.decoding.sampling import gumbel_noise, sample_token
+
+rows_of_logits = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
+
+
+@given(rows_of_logits, st.integers(1, 14), a_seed)
+def test_top_k_keeps_exactly_k_and_ties_go_to_the_lowest_id(values, k, seed):
+    """`logits < kth` as a filter keeps all that tie with the k-th."""
+    logits = torch.tensor([[round(v) for v in values]], dtype=torch.float32)  # many ties
+    kept = sorted(range(len(values)), key=lambda i: (-logits[0, i].item(), i))[:k]
+    noise = gumbel_noise(seed, torch.arange(1), torch.arange(300), len(values))[0]
+    picked = sample_token(logits.repeat(300, 1), noise, temperature=9.0, top_k=k).tolist()
+    assert set(picked) <= set(kept)
+    assert sample_token(logits, noise[:1], temperature=0, top_k=k).item() == kept[0]
+
+
+@given(rows_of_logits, st.floats(0.01, 1), a_seed)
+def test_top_p_keeps_the_token_that_crosses(values, p, seed):
+    logits = torch.tensor([values])
+    probs = torch.softmax(logits[0].double(), 0)
+    ranking = sorted(range(len(values)), key=lambda i: (-logits[0, i].item(), i))
+    before = [probs[ranking[:n]].sum().item() for n in range(len(values))]
+    surely = {i for i, mass in zip(ranking, before) if mass < p - 1e-5}
+    possibly = {i for i, mass in zip(ranking, before) if mass < p + 1e-5}
+    noise = gumbel_noise(seed, torch.arange(1), torch.arange(50), len(values))[0]
+    spread = noise + 1000 * torch.eye(len(values)).repeat(50, 1)[:50]  # each token in turn is the one the noise wants
+    picked = set(sample_token(logits.repeat(50, 1), spread, top_p=p).tolist())
+    assert surely <= picked <= possibly
+
+
+@given(rows_of_logits, st.floats(0.1, 3), a_seed)
+def test_the_pick_is_that_of_multinomials_race(values, temperature, seed):
+    """argmax(probs / Exp(1) noise), in another arithmetic."""
+    logits = torch.tensor([values]).double().repeat(20, 1)
+    noise = gumbel_noise(seed, torch.arange(1), torch.arange(20), len(values))[0]
+    race = torch.softmax(logits / temperature, -1) / torch.exp(-noise.double())
+    best = race.topk(2).values
+    clear = best[:, 0] / best[:, 1] > 1 + 1e-5
+    picked = sample_token(logits.float(), noise, temperature)
+    assert torch.equal(picked[clear], race.argmax(-1)[clear])
+
+
+def test_sampled_frequencies_are_the_softmax():
+    """Chi-squared over 40,000 picks, with and without filters; 99.9% of fair samplers stay below these bounds."""
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3)) * 1.5
+    n = 40_000
+    noise = gumbel_noise(11, torch.arange(200), torch.arange(200), 20).reshape(n, 20)
+    for filters, bound in ((dict(temperature=1.0), 43.8), (dict(temperature=0.8, top_k=6), 20.5)):
+        expected = torch.softmax(logits[0].double() / filters["temperature"], 0)
+        if "top_k" in filters:
+            expected[expected < expected.topk(6).values.min()] = 0
+            expected /= expected.sum()
+        counts = sample_token(logits.repeat(n, 1), noise, **filters).bincount(minlength=20).double()
+        live = expected > 0
+        assert counts[~live].sum() == 0
+        assert ((counts - n * expected)[live] ** 2 / (n * expected[live])).sum().item() < bound
+
+
+def test_noise_is_gumbel_finite_and_independent_over_every_counter():
+    """Neighbours in seed, sample, step and id must be uncorrelated; a hash that only adds counters is not."""
+    base = gumbel_noise(1, torch.arange(40), torch.arange(50), 60)
+    assert base.dtype == torch.float32 and base.shape == (40, 50, 60) and base.isfinite().all()
+    flat = base.flatten().double()
+    assert abs(flat.mean().item() - 0.5772) < 0.015  # Euler's constant; the standard error is 0.004
+    assert abs(flat.var().item() - torch.pi**2 / 6) < 0.05
+    uniform = torch.exp(-torch.exp(-flat))
+    counts = torch.histc(uniform, 64, 0, 1)
+    assert ((counts - len(flat) / 64) ** 2 / (len(flat) / 64)).sum().item() < 104  # 99.9% for 63 degrees of freedom
+    other_seeds = [gumbel_noise(s, torch.arange(40), torch.arange(50), 60) for s in (0, 2, 1 + 2**32, 1 + 2**63)]
+    neighbours = [base.roll(1, d) for d in range(3)] + other_seeds
+    for neighbour in neighbours:
+        correlation = torch.corrcoef(torch.stack((flat, neighbour.flatten().double())))[0, 1]
+        assert abs(correlation.item()) < 0.013  # four and a half standard errors
+    swapped = gumbel_noise(1, torch.arange(50), torch.arange(40), 60).transpose(0, 1)
+    assert (swapped == base).float().mean() < 0.03  # sample and step are not one counter
+
+
+def test_noise_is_the_same_in_any_block_order_and_batch():
+    samples, steps = torch.tensor([5, 0, 2**40]), torch.tensor([3, 100, 7])
+    block = gumbel_noise(99, samples, steps, 11)
+    for (i, sample), (j, step) in itertools.product(enumerate(samples), enumerate(steps)):
+        assert torch.equal(gumbel_noise(99, sample[None], step[None], 11)[0, 0], block[i, j])
+
+
+def reference_noise(seed, sample, step, token):
+    """The rule written out on Python integers: what another program, a web page say, has to compute."""
+
+    def mix(h):
+        h = ((h ^ (h >> 16)) * 0x7FEB352D) % 2**32
+        h = ((h ^ (h >> 15)) * 0x846CA68B) % 2**32
+        return h ^ (h >> 16)
+
+    h = 0
+    for counter in (seed % 2**32, seed // 2**32, sample, step, token):
+        h = mix(h ^ mix((counter + 0x9E3779B9) % 2**32))
+    return -math.log(-math.log1p(-min((h + 0.5) / 2**32, 1 - 2**-24)))
+
+
+@given(a_seed, st.integers(0, 2**32 - 1), st.integers(0, 2**20), st.integers(1, 70))
+def test_noise_follows_the_written_rule(seed, sample, step, vocab):
+    got = gumbel_noise(seed, torch.tensor([sample]), torch.tensor([step]), vocab)[0, 0]
+    expected = torch.tensor([reference_noise(seed, sample, step, token) for token in range(vocab)])
+    torch.testing.assert_close(got, expected, atol=3e-6, rtol=1e-5)

@@ -1,0 +1,52 @@
+"""Guesses: which are accepted, and honest counts of them."""
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, lively, prompts
+from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
+from kvgpt.decoding.ngrams import count_ngrams
+from model import GPTConfig
+
+
+def constant_model(token, context=CONTEXT):
+    """Predicts `token`, whatever came before."""
+    model = lively(GPTConfig(block_size=context, vocab_size=V, n_layer=1, n_head=2, n_embd=16, tie_weights=False))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.zero_() if "ln_f" not in name else p.fill_(1.0)
+        model.lm_head.weight[token] = 1.0
+        model.transformer.ln_f.weight.zero_()
+    return model
+
+
+def test_a_draft_that_knows_the_text_is_accepted_whole_and_a_wrong_one_never():
+    model = constant_model(4, context=64)
+    for text, right in ((4, True), (5, False)):
+        decoder = Decoder(model, "ngram", count_ngrams(np.full(100, text), V, 100))
+        (row,) = decoder.generate(prompts(1, 3), 20, temperature=0)
+        assert (row[3:] == 4).all() and len(row) == 23
+        assert decoder.accepted == (decoder.offered if right else 0)
+        assert decoder.forwards == (math.ceil(20 / (NUM_DRAFTS + 1)) if right else 20)
+        if right:
+            assert decoder.offered == 20 - decoder.forwards
+
+
+@given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=3), a_filter, a_seed)
+def test_every_token_is_a_forwards_own_or_an_accepted_guess(model, draft, lengths, filters, seed):
+    decoder = Decoder(model, **draft)
+    stream = decoder.stream([prompts(1, n, n)[0] for n in lengths], CONTEXT, seed=seed, **filters)
+    sizes = [block.size(1) for block in stream]
+    assert 0 <= decoder.accepted <= decoder.offered <= NUM_DRAFTS * decoder.forwards * len(lengths)
+    if len(lengths) == 1:
+        new = CONTEXT - lengths[0]
+        assert sum(sizes) == new == decoder.forwards + decoder.accepted
+        assert len(sizes) == decoder.forwards
+        assert max(sizes, default=0) <= decoder.num_drafts + 1
+        # what is left of the text, and of the context, clips a guess
+        ends = np.cumsum([lengths[0], *sizes])
+        assert decoder.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])

@@ -1,0 +1,113 @@
+"""verify finds what is broken, and takes a near-tie for what it is."""
+
+import torch
+
+from helpers import CONTEXT, MODELS, PROMPT, V, lively, prompts, tokens_differ
+from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
+from kvgpt.decoding.verify import near_tie, verify
+from kvgpt.storage.checkpoint import load_model
+from model import GPTConfig
+
+
+def test_a_difference_is_told_from_a_near_tie():
+    model = MODELS[sorted(MODELS)[0]]
+    ours = model.generate(prompts(1, 3), CONTEXT, seed=1)
+    theirs = ours.clone()
+    theirs[0, 5] = (theirs[0, 5] + 1) % V
+    assert tokens_differ(model, ours, ours, 3, [0], 1, {}) is None
+    assert tokens_differ(model, ours, theirs, 3, [0], 1, {}) == (0, 2)
+
+
+def break_cache(model):
+    """Make the cached path wrong: one head's first key is lost after the prefill."""
+    attn = model.transformer.h[0].attn
+    update = attn.cache.update
+
+    def forgetful(pos, k, v, num_slots):
+        views = update(pos, k, v, num_slots)
+        if pos[0, 0] > 0:
+            attn.cache.key[:, 0, 0] = 0
+        return views
+
+    attn.cache.update = forgetful
+
+
+def test_verify_finds_a_broken_cache(trained):
+    model, chars = load_model(trained / "ckpt.pt")
+    idx = torch.tensor([[chars.index(c) for c in PROMPT]]).repeat(8, 1)
+
+    def verified(model, kv_cache):
+        ours = model.generate(idx, 19, seed=3, kv_cache=kv_cache).tolist()
+        return verify(model, list(idx), ours, 19, not kv_cache, Sampling(seed=3))
+
+    def assert_verified(model):
+        for kv_cache in (True, False):
+            same, lines = verified(model, kv_cache)
+            assert same and "152 new tokens" in lines[-1] and not any("DIFFERENT" in line for line in lines)
+            assert "8 of 8 samples match" in lines[-1] or any("near-tie" in line for line in lines)
+
+    assert_verified(model)
+    model = lively(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    assert_verified(model)
+    break_cache(model)
+    for kv_cache in (True, False):
+        same, lines = verified(model, kv_cache)
+        assert not same and "DIFFERENT" in lines[-1]
+
+
+def test_verify_takes_each_row_for_its_own_sample_and_prompt():
+    """Rows are compared in groups of one length. A mix-up of rows would compare with the noise of another sample."""
+    model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
+    ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
+    texts = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
+    for kv_cache in (True, False):
+        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling)
+        assert same and lines == [
+            f"24 new tokens, compared with those {'with' if kv_cache else 'without'} the cache: 4 of 4 samples match"
+        ]
+        for row, step in ((0, 0), (1, 5), (2, 2), (3, 4)):
+            place = len(ragged[row]) + step
+            wrong = [list(text) for text in texts]
+            wrong[row][place] = (wrong[row][place] + 1) % V
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling)
+            assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]
+            wrong[row] = texts[row][:place]  # a text that ends too early
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling)
+            assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]
+
+
+def test_a_near_tie_is_told_from_a_difference():
+    """Two ids whose scores, noise and all, are 5e-5 apart are one; 1e-3 apart they are not; nor is a third id."""
+    model = lively(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
+    context, sampling = [3, 1], Sampling(seed=9, temperature=0.8)
+    noise = gumbel_noise(9, torch.tensor([2]), torch.tensor([5]), 11)[0]
+    with torch.no_grad():
+        score = model(torch.tensor([context]))[0][0, -1] + 0.8 * noise[0]
+        winner, second = score.topk(2).indices.tolist()
+        x = model.hidden_states(torch.tensor([context]))[0, -1]
+
+        def move(gap):  # along x, so that this logit alone changes
+            now = (model.lm_head(x) + 0.8 * noise[0])[winner] - (model.lm_head(x) + 0.8 * noise[0])[second]
+            model.lm_head.weight[second] += (now - gap) * x / (x @ x)
+
+        for gap, expected in ((5e-5, True), (1e-3, False), (-5e-5, True)):
+            move(gap)
+            assert near_tie(model, context, 2, 5, (winner, second), sampling) is expected
+        assert not near_tie(model, context, 2, 5, (winner, score.argmin().item()), sampling)
+        assert not near_tie(model, context, 2, 6, (winner, second), sampling)
+
+
+def test_a_tie_at_the_edge_of_top_k_is_a_near_tie():
+    """Which of two equal logits stays in the set is a matter of rounding, whatever the noise does afterwards."""
+    model = lively(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
+    with torch.no_grad():
+        x = model.hidden_states(torch.tensor([[3, 1]]))[0, -1]
+        model.lm_head.weight[4] = model.lm_head.weight[7] = 20 * x / (x @ x)
+        logits = model(torch.tensor([[3, 1]]))[0][:, -1]
+    sampling = Sampling(seed=9, top_k=1)
+    for step in range(20):
+        noise = gumbel_noise(9, torch.tensor([0]), torch.tensor([step]), 11)[0]
+        assert sample_token(logits, noise, 1.0, top_k=1).item() == 4
+        assert near_tie(model, [3, 1], 0, step, (4, 7), sampling)
+        assert not near_tie(model, [3, 1], 0, step, (4, 2), sampling)

@@ -1,0 +1,359 @@
+"""Shared by the tests: scripts run as a user runs them, lively models, comparisons of tokens, checkpoints and runs."""
+
+import contextlib
+import csv
+import hashlib
+import io
+import itertools
+import json
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from kvgpt.decoding.ngrams import count_ngrams
+from kvgpt.decoding.sampling import Sampling, text_context_start
+from kvgpt.decoding.verify import near_tie
+from kvgpt.storage.checkpoint import load_model, save_checkpoint
+from kvgpt.training.config import TrainConfig
+from kvgpt.training.dataset import Dataset
+from kvgpt.training.device import pick_dtype
+from kvgpt.training.state import TrainState
+from model import GPT, GPTConfig, Head
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# -- scripts in processes of their own ---------------------------------------------------------------------------------
+
+
+def run(*args, timeout=120, env=None, cwd=ROOT, **kwargs):
+    """Run `python ARGS` in the project's root. Returns the completed process, with its output as text."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **(env or {})},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=timeout,
+        **kwargs,
+    )
+
+
+def ok(result):
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def assert_one_line(result, *words, code=None):
+    """A user's mistake: an exit code that is not 0, nothing else, and one line on stderr that has the `words`."""
+    assert result.returncode != 0 if code is None else result.returncode == code, (result.returncode, result.stderr)
+    assert "Traceback" not in result.stderr, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert str(word) in result.stderr, (word, result.stderr)
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def saved(content):
+    """The bytes of torch.save."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+# -- train.py ----------------------------------------------------------------------------------------------------------
+
+TINY = "--recipe nanogpt --learning_rate 3e-3 --n_layer 2 --n_head 2 --n_embd 32 --block_size 32".split()
+TINY += "--batch_size 4 --device cpu".split()
+SMALL = "--recipe nanogpt --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu".split()
+# all that a resume has to carry over: dropout, micro-steps, warm-up and decay, and the state of both optimizers
+STATEFUL = [*SMALL, *"--recipe modern --dropout 0.2 --gradient_accumulation_steps 2 --warmup_iters 4".split()]
+BROKEN = "--learning_rate 1e30 --min_lr 1e30 --warmup_iters 0 --grad_clip 0".split()  # one such step ends in NaN
+HEADER = "step,chars,seconds,train_loss,val_loss,lr,tokens_per_s".split(",")
+CPU = torch.device("cpu")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def child(*flags, **kwargs):
+    """Run train.py in a process of its own, to its end."""
+    return run("train.py", *flags, env=ONE_THREAD | kwargs.pop("env", {}), **kwargs)
+
+
+def start(*flags, **kwargs):
+    """Start train.py in a process of its own."""
+    kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") | kwargs
+    env = {**os.environ, **ONE_THREAD, "PYTHONIOENCODING": "utf-8"}
+    return subprocess.Popen([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, env=env, **kwargs)
+
+
+def here(*flags):
+    """Like child, but in this process, which saves the import of torch. Still runs train.py as __main__."""
+    out, err, code = (*(io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "12"), 0)
+    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        sys.argv = ["train.py", *map(str, flags)]
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    except SystemExit as error:
+        code = error.code or 0
+        if isinstance(code, str):
+            err.write(f"{code}\n")
+            code = 1
+    finally:
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
+def torchrun(*flags, processes=2, **kwargs):
+    """Run train.py on several processes, to its end."""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py", *flags]
+    return run(*command, env=ONE_THREAD, **kwargs)
+
+
+def load(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def log(out_dir):
+    """The rows of log.csv. Asserts its header and rising steps."""
+    with open(out_dir / "log.csv", encoding="utf-8", newline="") as f:
+        reader = csv.DictReader(f)
+        rows = list(reader)
+    assert reader.fieldnames == HEADER
+    steps = [int(row["step"]) for row in rows]
+    assert all(a < b for a, b in itertools.pairwise(steps)), steps
+    return rows
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def same(a, b):
+    """Equal to the last bit: tensors, and plain values that hold tensors."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def assert_same_run(a, b):
+    a, b = load(a / "last.pt"), load(b / "last.pt")
+    assert a["iter_num"] == b["iter_num"]
+    assert same(a["model"], b["model"])
+    assert same(a["optimizer"], b["optimizer"])
+
+
+def assert_refused(out_dir, *flags, words=()):
+    """A resume that ends in one line and an exit code that is not 0, and changes nothing."""
+    before = contents(out_dir) if out_dir.exists() else None
+    try:
+        result = here("--init_from", "resume", "--out_dir", out_dir, "--max_iters", 61, *flags)
+    except Exception as error:
+        pytest.fail(f"{type(error).__name__}: {error}")
+    assert_one_line(result, *words)
+    assert result.stdout == ""
+    assert (contents(out_dir) if out_dir.exists() else None) == before
+
+
+def plain_val_loss(model, ids, block_size):
+    """The mean over all characters but the first, in double precision, of windows that are taken one by one."""
+    losses = []
+    for begin in range(0, len(ids) - 1, block_size):
+        window = torch.tensor(ids[begin : begin + block_size + 1].tolist())
+        with torch.no_grad():
+            logits = model.eval()(window[None, :-1])[0][0].double()
+        losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
+    assert len(losses) == len(ids) - 1
+    return sum(losses) / len(losses)
+
+
+def tiny_run(**settings):
+    """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
+    config = TrainConfig(**(sizes | settings))
+    text = "the quick brown fox jumps over the lazy dog\n" * 20
+    chars = "".join(sorted(set(text)))
+    ids = np.array([chars.index(char) for char in text], dtype="<u2")
+    torch.manual_seed(config.seed)
+    model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
+    state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
+    return config, Dataset(chars, ids[:-100], ids[-100:], sha256={}), state
+
+
+def write_data(folder, text):
+    """Write what data/prepare.py writes for `text`."""
+    chars = "".join(sorted(set(text)))
+    ids = np.array([chars.index(char) for char in text], dtype="<u2")
+    splits = {"train": ids[: int(0.9 * len(ids))].tobytes(), "val": ids[int(0.9 * len(ids)) :].tobytes()}
+    folder.mkdir()
+    for split, content in splits.items():
+        (folder / f"{split}.bin").write_bytes(content)
+    hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in {**splits, "chars": chars.encode()}.items()}
+    (folder / "meta.json").write_text(json.dumps({"chars": chars, "sha256": hashes}), encoding="utf-8")
+    return folder
+
+
+# -- sample.py ---------------------------------------------------------------------------------------------------------
+
+PROMPT = "First Mason:\n"
+
+
+def sample(out_dir, *flags, **kwargs):
+    """Run sample.py on the checkpoint in out_dir, on the CPU."""
+    return run("sample.py", "--out_dir", out_dir, "--device", "cpu", *flags, **kwargs)
+
+
+def texts_of(out_dir, prompt, steps, rows=1, **sampling):
+    """Return one text per row, prompt and continuation, by GPT.generate instead of sample.py's command line."""
+    model, chars = load_model(out_dir / "ckpt.pt")
+    idx = torch.tensor([[chars.index(c) for c in prompt]]).repeat(rows, 1)
+    out = model.generate(idx, steps, kv_cache=False, **{"seed": 1337, **sampling})
+    return ["".join(chars[i] for i in row) for row in out.tolist()]
+
+
+def write_nanogpt(out_dir, folder):
+    """Write the model in out_dir as nanoGPT would have saved it: no characters, seven model_args, a pickled meta."""
+    ckpt = load(out_dir / "ckpt.pt")
+    fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    args = {name: ckpt["model_args"][name] for name in fields}
+    weights = {f"_orig_mod.{key}": value for key, value in ckpt["model"].items()}
+    torch.save({"model": weights, "model_args": args, "optimizer": {}, "iter_num": 1}, folder / "ckpt.pt")
+    itos = dict(enumerate(ckpt["chars"]))
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+KINDS = [
+    dict(zip(("pos_emb", "norm_first", "n_kv_head"), values))
+    for values in itertools.product(("learned", "rope"), (True, False), (None, 2, 1))
+]
+# the modern recipe's
+KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
+
+
+def lively(config, seed=0):
+    """A GPT in eval mode whose weights are large enough for attention and tokens to differ from each other."""
+    torch.manual_seed(seed)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (p == 1))
+    return model
+
+
+def heads_of(model):
+    return [module for module in model.modules() if isinstance(module, Head)]
+
+
+V, CONTEXT = 23, 16
+MODELS = {
+    i: lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind), seed=i)
+    for i, kind in enumerate(KINDS)
+}
+FILTERS = [
+    dict(temperature=0),
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=5),
+    dict(temperature=1.3, top_p=0.8),
+    dict(temperature=1.0, top_k=7, top_p=0.6),
+]
+a_model = st.sampled_from(sorted(MODELS)).map(MODELS.get)
+a_filter = st.sampled_from(FILTERS)
+a_seed = st.integers(0, 2**64 - 1)
+
+
+def prompts(batch, length, seed=0):
+    return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tokens_differ(model, ours, theirs, T, samples, seed, filters):
+    """Where two generations differ by more than a near-tie: the first (row, step), or None."""
+    sampling = Sampling(seed=seed, **filters)
+    for row, (a, b) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True)):
+        assert len(a) == len(b)
+        step = next((i for i in range(len(a) - T) if a[T + i] != b[T + i]), None)
+        if step is None:
+            continue
+        context = a[text_context_start(model.config.block_size, T, T + step) : T + step]
+        if not near_tie(model, context, samples[row], step, (a[T + step], b[T + step]), sampling):
+            return row, step
+    return None
+
+
+# -- the Decoder -------------------------------------------------------------------------------------------------------
+
+TEXT = np.random.default_rng(0).choice(V, 3000, p=np.arange(V, 0, -1) / (V * (V + 1) / 2))
+NGRAMS = count_ngrams(TEXT, V, 1000)
+DRAFTS = {
+    "one token per step": dict(draft=None),
+    "look-up": dict(draft="ngram"),
+    "n-grams": dict(draft="ngram", ngrams=NGRAMS),
+}
+a_draft = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
+
+
+def assert_same_as_alone(model, got, ragged, steps, samples, seed, filters, **more):
+    """Assert that each row of `got` equals GPT.generate on its prompt alone, without the cache, up to a near-tie."""
+    for ours, prompt, i in zip(got, ragged, samples, strict=True):
+        theirs = model.generate(prompt[None], steps, kv_cache=False, samples=[i], seed=seed, **filters, **more)
+        assert tokens_differ(model, ours[None], theirs, len(prompt), [i], seed, filters) is None
+
+
+def without_minus_one(ragged, blocks):
+    """Return each prompt with its continuation, from the blocks of Decoder.stream."""
+    rows = torch.cat(blocks, dim=1)
+    return [torch.cat((prompt, row[row >= 0])) for prompt, row in zip(ragged, rows, strict=True)]
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+CHARS = "\n !abcdefgé😀"
+SIZE = dict(block_size=24, vocab_size=len(CHARS), n_layer=2, n_head=4, n_embd=32, bias=False)
+# networks that transformers' classes of these names compute, and one that no class of transformers computes
+GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")
+POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
+
+
+def tiny(**network):
+    """A lively model of SIZE, with the characters CHARS."""
+    return lively(GPTConfig(**(SIZE | network)))
+
+
+def save_model(folder, model, chars=CHARS):
+    """Write ckpt.pt with what export.py and sample.py need of a checkpoint."""
+    content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars)
+    save_checkpoint(folder / "ckpt.pt", content)
+
+
+def assert_tells_no_paths(files, *more):
+    """The files hold neither the project's path nor the user's home, nor the paths in `more`."""
+    for file in files:
+        for folder in (ROOT, Path.home(), *more):
+            assert str(folder).encode() not in file.read_bytes(), (file, folder)

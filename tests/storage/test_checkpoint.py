@@ -1,0 +1,268 @@
+"""Checkpoints: equal to the bit after a round trip, nanoGPT's too; damaged or hostile files in one line."""
+
+import io
+import json
+import math
+import pickle
+import warnings
+import zipfile
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
+
+from helpers import (
+    PROMPT,
+    Bomb,
+    assert_one_line,
+    lively,
+    load,
+    sample,
+    saved,
+    texts_of,
+    write_nanogpt,
+)
+from kvgpt.storage.checkpoint import load_checkpoint, load_model, save_checkpoint
+from model import GPTConfig
+from oracles import per_head_logits
+
+ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
+CONTENT = {
+    "model": lively(GPTConfig(**ARGS)).state_dict(),
+    "model_args": ARGS,
+    "chars": "abcé\n",
+    "ngrams": {"codes": torch.tensor([3, 17], dtype=torch.int32), "counts": torch.tensor([2, 9], dtype=torch.int32)},
+    "best_val_loss": 1.25,
+    "iter_num": 7,
+    "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0), "step": torch.tensor(7.0)}}},
+    "config": {"learning_rate": 1e-3, "device": "cpu"},
+}
+WHOLE = saved(CONTENT)
+
+
+def content_of(ckpt):
+    """Return the content of a Checkpoint in the layout of the file."""
+    named = dict(model=ckpt.weights, model_args=ckpt.model_args, chars=ckpt.chars, ngrams=ckpt.ngrams)
+    return {**named, "best_val_loss": ckpt.best_val_loss, **ckpt.training}
+
+
+def distinct_tensors():
+    """The tensors of CONTENT, tied weights once."""
+    tensors = [leaf for leaf in tree_leaves(CONTENT) if isinstance(leaf, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values()
+
+
+def with_bytes(content):
+    """Return `content` with each tensor as (dtype, shape, bytes), so that == compares bits, NaN included."""
+    if isinstance(content, torch.Tensor):
+        return content.dtype, tuple(content.shape), content.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(content, dict):
+        return {key: with_bytes(value) for key, value in content.items()}
+    return [with_bytes(value) for value in content] if isinstance(content, (list, tuple)) else content
+
+
+def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    save_checkpoint(path, CONTENT)
+    ckpt = load_checkpoint(path)
+    assert ckpt.path == path
+    assert with_bytes(content_of(ckpt)) == with_bytes(CONTENT)
+    assert with_bytes(ckpt.build_model().state_dict()) == with_bytes(CONTENT["model"])
+    model, chars = load_model(path)
+    assert with_bytes(model.state_dict()) == with_bytes(CONTENT["model"])
+    assert chars == CONTENT["chars"] and not model.training
+    assert vars(model.config) == vars(GPTConfig(**ARGS))
+    assert with_bytes(ckpt.checked_ngrams()) == with_bytes(CONTENT["ngrams"])
+
+
+def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
+    ckpt = load_checkpoint(tmp_path / "ckpt.pt")
+    assert (ckpt.chars, ckpt.ngrams, ckpt.training) == (None, None, {}) and math.isnan(ckpt.best_val_loss)
+    assert ckpt.checked_ngrams() is None
+    with pytest.raises(ValueError, match="--meta"):
+        ckpt.build_language_model()
+
+
+# -- nanoGPT's ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
+    """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
+    args = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=bias, vocab_size=31, dropout=0.1)
+    g = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g) * 0.4
+
+    state = {"transformer.wte.weight": random(31, 16), "transformer.wpe.weight": random(12, 16)}
+    for i in range(2):
+        sizes = {"attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
+        for name, size in {**sizes, "ln_1": (16,), "ln_2": (16,)}.items():
+            state[f"transformer.h.{i}.{name}.weight"] = random(*size)
+            if bias:
+                state[f"transformer.h.{i}.{name}.bias"] = random(size[0])
+        state[f"transformer.h.{i}.attn.bias"] = torch.tril(torch.ones(1, 1, 12, 12))
+    state["transformer.ln_f.weight"] = random(16)
+    if bias:
+        state["transformer.ln_f.bias"] = random(16)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    ckpt = {"model": {prefix + key: value for key, value in state.items()}, "model_args": args, "iter_num": 5}
+    torch.save({**ckpt, "optimizer": {}, "best_val_loss": torch.tensor(1.5), "config": {}}, tmp_path / "ckpt.pt")
+    model = load_checkpoint(tmp_path / "ckpt.pt").build_model().eval()
+    ids = torch.randint(31, (1, 12), generator=g)
+    expected = per_head_logits(state, args, ids[0].tolist())
+    torch.testing.assert_close(model(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def nanogpt(trained, tmp_path):
+    """A folder with the model of `trained` as nanoGPT would have saved it."""
+    return write_nanogpt(trained, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_nanogpt_checkpoint_with_its_meta_gives_the_same_text(trained, nanogpt):
+    flags = ["--ckpt", nanogpt / "ckpt.pt", "--meta", nanogpt / "meta.pkl"]
+    assert sample(trained, *flags, "--prompt", PROMPT).stdout == texts_of(trained, PROMPT, 100)[0]
+    assert_one_line(sample(trained, "--ckpt", nanogpt / "ckpt.pt"), "--meta")
+
+
+def test_a_meta_that_would_run_code_does_not(nanogpt):
+    for content in (pickle.dumps(Bomb(nanogpt / "harm")), pickle.dumps({"itos": Bomb(nanogpt / "harm")}), b"", b"\x80"):
+        (nanogpt / "meta.pkl").write_bytes(content)
+        with pytest.raises(ValueError, match=r"meta\.pkl"):
+            load_model(nanogpt / "ckpt.pt", nanogpt / "meta.pkl")
+    assert not (nanogpt / "harm").exists()
+
+
+@pytest.mark.parametrize("meta", [{"itos": {0: "a"}}, {"itos": 3}, {}, {"itos": {0: 1}}, {"itos": {1: "a"}}], ids=str)
+def test_a_meta_that_does_not_fit_is_refused(nanogpt, meta):
+    (nanogpt / "meta.pkl").write_bytes(pickle.dumps(meta))
+    with pytest.raises(ValueError, match=r"characters|meta"):
+        load_model(nanogpt / "ckpt.pt", nanogpt / "meta.pkl")
+
+
+# -- damaged and hostile files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        (b"", "truncated"),
+        (b"not a checkpoint at all", "damaged"),
+        (b"PK\x03\x04" + bytes(100), "damaged"),
+        (saved([1, 2]), "no GPT checkpoint"),
+        (saved({"model": {}}), "model_args"),
+        (saved({"model": {}, "model_args": {"n_layer": 1, "n_head": 1, "n_embd": 4, "vocab_size": 3}}), "weights"),
+        (saved({"model": {}, "model_args": {"n_layer": 0}}), "n_layer=0"),
+        (saved({"model": {}, "model_args": {"n_leyer": 2}}), "n_leyer"),
+        (saved({"model": 3, "model_args": {}}), "no GPT checkpoint"),
+        (saved({"model": {}, "model_args": 3}), "no GPT checkpoint"),
+        (saved({"model": {"lm_head.weight": 3}, "model_args": {}}), "no GPT checkpoint"),
+    ],
+    ids=range(11),
+)
+def test_what_is_no_checkpoint_is_a_one_line_value_error(tmp_path, content, word):
+    (tmp_path / "ckpt.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=word) as error:
+        load_checkpoint(tmp_path / "ckpt.pt").build_model()
+    assert "\n" not in str(error.value)
+
+
+def is_tensor_data(place):
+    """Return whether byte `place` of WHOLE belongs to the numbers of a tensor."""
+    with zipfile.ZipFile(io.BytesIO(WHOLE)) as archive:
+        for record in archive.infolist():
+            name, extra = (int.from_bytes(WHOLE[record.header_offset + i :][:2], "little") for i in (26, 28))
+            begin = record.header_offset + 30 + name + extra
+            if "/data/" in record.filename and begin <= place < begin + record.file_size:
+                return True
+    return False
+
+
+def is_intact(content):
+    """Return whether Python's zipfile, which compares names and checksums, accepts the file."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.testzip() is None
+    except Exception:  # it raises errors of many kinds
+        return False
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+@example(len(WHOLE) - 1)
+def test_a_cut_checkpoint_never_loads(tmp_path_factory, length):
+    path = tmp_path_factory.mktemp("cut") / "ckpt.pt"
+    path.write_bytes(WHOLE[:length])
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value) and "ckpt.pt" in str(error.value)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255))
+def test_a_checkpoint_with_an_altered_byte_loads_as_it_was_but_for_that_byte_of_a_tensor(
+    tmp_path_factory, place, change
+):
+    """Or the file does not load. torch compares no checksums, so a changed name or number in the pickle can pass."""
+    path, altered = tmp_path_factory.mktemp("altered") / "ckpt.pt", bytearray(WHOLE)
+    altered[place] ^= change
+    path.write_bytes(altered)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of another pickle protocol
+            got = content_of(load_checkpoint(path))
+    except ValueError as error:
+        assert "\n" not in str(error) and "ckpt.pt" in str(error)
+        return
+    if is_intact(altered):
+        assert with_bytes(got) == with_bytes(CONTENT)
+    if is_tensor_data(place):
+        pairs = zip(*(map(with_bytes, tree_leaves(content)) for content in (got, CONTENT)), strict=True)
+        changed = [(ours, theirs) for ours, theirs in pairs if ours != theirs]
+        assert changed  # two of them if the tensor is a tied weight
+        for ours, theirs in changed:
+            assert ours[:2] == theirs[:2]
+            assert [a ^ b for a, b in zip(ours[2], theirs[2], strict=True) if a != b] == [change]
+
+
+@pytest.mark.parametrize("change", [0, 255])
+def test_the_tests_of_damage_tell_damage_from_none(change):
+    """A place in tensor data is found, and zipfile notices a change there."""
+    places = [place for place in range(len(WHOLE)) if is_tensor_data(place)]
+    assert len(places) == sum(tensor.untyped_storage().nbytes() for tensor in distinct_tensors())
+    altered = bytearray(WHOLE)
+    altered[places[5]] ^= change
+    assert is_intact(altered) == (change == 0)
+
+
+def test_a_checkpoint_that_would_run_code_does_not(tmp_path):
+    (tmp_path / "a.pt").write_bytes(saved({"model": Bomb(tmp_path / "harm"), "model_args": {}}))
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Bomb(tmp_path / "harm"), protocol=2))
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(ValueError, match="not loaded"):
+            load_checkpoint(tmp_path / name)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_checkpoints_that_are_broken_or_malicious(trained, tmp_path):
+    whole = (trained / "ckpt.pt").read_bytes()
+    ckpt = load(trained / "ckpt.pt")
+    torch.save({**ckpt, "config": Bomb(tmp_path / "harm")}, tmp_path / "bomb.pt")
+    torch.save({**ckpt, "chars": ckpt["chars"][:-1]}, tmp_path / "vocabulary.pt")
+    torch.save({**ckpt, "chars": ["ab"] * 65}, tmp_path / "chars.pt")
+    torch.save({**ckpt, "chars": 65}, tmp_path / "number.pt")
+    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "json.pt").write_text(json.dumps({"model": 1}), encoding="utf-8")
+    for name in ("bomb", "vocabulary", "chars", "number", "cut", "empty", "json"):
+        with pytest.raises(ValueError) as error:
+            load_model(tmp_path / f"{name}.pt")
+        assert "\n" not in str(error.value) and f"{name}.pt" in str(error.value)
+    assert_one_line(sample(trained, "--ckpt", tmp_path / "bomb.pt"), "bomb.pt", "not loaded")
+    assert not (tmp_path / "harm").exists()

@@ -1,0 +1,197 @@
+"""kvgpt/storage/hf.py: folders as transformers itself reads and writes them."""
+
+import json
+import tempfile
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
+
+from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, contents, tiny
+from kvgpt.storage.hf import model_type, read_folder, write_folder
+from model import GPTConfig
+
+CONTEXT = SIZE["block_size"]
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        GPT2,
+        dict(GPT2, bias=True, activation="gelu_tanh"),
+        dict(GPT2, tie_weights=False, mlp_ratio=2.3),
+        STABLELM,
+        dict(STABLELM, qk_norm=True, mlp_ratio=3.3),
+        dict(STABLELM, qk_norm=True, n_kv_head=2, tie_weights=False),
+    ],
+    ids=str,
+)
+def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_path):
+    """Other logits, another text or another alphabet in transformers, or in the model that comes back."""
+    model = tiny(**network)
+    write_folder(model, CHARS, tmp_path)
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), AutoTokenizer.from_pretrained(tmp_path)
+    ids = torch.randint(len(CHARS), (2, CONTEXT), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(hf(ids).logits, model(ids)[0], atol=1e-4, rtol=0)
+    greedy = hf.generate(ids[:1, :5], max_length=CONTEXT, do_sample=False)
+    assert torch.equal(greedy, model.generate(ids[:1, :5], CONTEXT, temperature=0))
+
+    text = CHARS + CHARS[::-1] + "\n\n  \n"
+    assert tokenizer(text)["input_ids"] == [CHARS.index(char) for char in text]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("abZ")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in stored) == (not model.config.tie_weights)
+
+    back = read_folder(tmp_path)
+    assert back.chars == CHARS and back.path == tmp_path
+    with torch.no_grad():
+        assert torch.equal(back.build_model().eval()(ids)[0], model(ids)[0])
+
+
+def test_transformers_4_finds_its_settings_too(tmp_path):
+    """Settings that version 4 reads from the top level: it would take a quarter of each head for rotary, silently."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert (config["partial_rotary_factor"], config["rope_theta"]) == (1.0, 10000.0)
+    tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_a_folder_tells_nothing_of_the_machine_that_wrote_it(tmp_path):
+    """The temporary folder that transformers wrote to, in config.json or in the tokenizer's settings."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path)
+    assert_tells_no_paths(tmp_path.iterdir(), tmp_path, tempfile.gettempdir())
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_older_one(tmp_path):
+    """A folder is in the way of the new tokenizer.json: config and weights stay the pair that they were."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    before = contents(tmp_path)
+    with pytest.raises(OSError):
+        write_folder(tiny(**GPT2), CHARS, tmp_path)
+    assert contents(tmp_path) == before
+
+
+# -- models that were born in transformers -----------------------------------------------------------------------------
+
+SIZES = dict(vocab_size=len(CHARS), tie_word_embeddings=True)
+GPT2_SIZES = dict(SIZES, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4, activation_function="gelu")
+STABLELM_SIZES = dict(
+    SIZES,
+    max_position_embeddings=CONTEXT,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=96,
+    num_key_value_heads=2,
+    qk_layernorm=True,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0),
+)
+
+
+def foreign(folder, hf):
+    """A folder that transformers wrote from a model of its own, with our tokenizer."""
+    write_folder(tiny(), CHARS, folder)
+    for name, p in hf.named_parameters():
+        if "layernorm.norms" not in name and not (isinstance(hf, StableLmForCausalLM) and name.endswith("bias")):
+            torch.nn.init.normal_(p, std=0.3)
+    hf.save_pretrained(folder)
+    return hf.eval()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES | dict(n_inner=40, activation_function="gelu_new"))),
+        lambda: StableLmForCausalLM(StableLmConfig(**STABLELM_SIZES)),
+    ],
+    ids=["GPT-2", "GPT-2, a narrow MLP", "StableLM"],
+)
+def test_a_model_that_was_born_in_transformers_comes_in(make, tmp_path):
+    """A matrix transposed, split or placed otherwise than transformers means it."""
+    torch.manual_seed(3)
+    hf = foreign(tmp_path, make())
+    ours, ids = read_folder(tmp_path).build_model().eval(), torch.arange(CONTEXT)[None] % len(CHARS)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids)[0], hf(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_weights_in_several_files_come_in(tmp_path):
+    """Some of the files of a large model left out."""
+    hf = foreign(tmp_path, StableLmForCausalLM(StableLmConfig(**STABLELM_SIZES)))
+    whole = read_folder(tmp_path).weights
+    (tmp_path / "model.safetensors").unlink()
+    hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    parts = read_folder(tmp_path).weights
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def edit(folder, name, change):
+    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    change(content)
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ["damage", "words"],
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no"), "cannot be read"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "model"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(model_type="llama")), "llama"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(use_parallel_residual=True)), "parallel"),
+        (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_theta=5e5)), "theta"),
+        (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_type="yarn")), "yarn"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=3)), "layers.2"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=1)), "no place"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(hidden_size=48)), "fit"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.pop("hidden_size")), "hidden_size"),
+        (lambda folder: edit(folder, "tokenizer.json", lambda c: c["model"]["vocab"].update(the=99)), "single char"),
+    ],
+)
+def test_a_folder_that_is_no_network_of_ours_is_refused_in_one_line(damage, words, tmp_path):
+    """A network that computes something else, or a traceback."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path / "hf")
+    damage(tmp_path / "hf")
+    with pytest.raises(ValueError) as error:
+        read_folder(tmp_path / "hf").build_model()
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ["network", "word"],
+    [
+        (dict(norm_first=False), "norm_first"),
+        (dict(activation="swiglu"), "activation"),
+        (dict(qk_norm=True), "qk_norm"),
+        (dict(n_kv_head=2), "n_kv_head"),
+        (dict(pos_emb="rope"), "activation"),
+        (dict(STABLELM, bias=True), "bias"),
+    ],
+    ids=str,
+)
+def test_a_network_that_no_class_computes_is_refused_by_name(network, word):
+    """An export that computes something else than the model."""
+    with pytest.raises(ValueError, match=word):
+        model_type(GPTConfig(**(SIZE | network)))

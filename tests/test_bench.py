@@ -1,0 +1,153 @@
+"""bench.py and kvgpt/baselines.py: what is measured computes the same network, and gives the same tokens."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import VARIANTS, check_tokens, make_runs, timed
+from helpers import (
+    CONTEXT,
+    KINDS,
+    MODELS,
+    V,
+    a_filter,
+    a_seed,
+    assert_one_line,
+    lively,
+    ok,
+    prompts,
+    run,
+    tokens_differ,
+)
+from kvgpt.baselines import PerHeadLoop
+from model import GPTConfig
+
+SAME = "the same tokens as a forward without a cache: "
+BENCH_KEYS = set(
+    "shape variant batch tokens_per_s ttft_ms tpot_ms itl_p50_ms itl_p99_ms speedup_over_uncached cache_bytes".split()
+)
+
+
+# -- the loop over heads -----------------------------------------------------------------------------------------------
+
+
+def test_the_loop_over_heads_computes_the_same_network():
+    """A baseline that is slow, or fast, because it computes something else."""
+    for bias in (True, False):
+        model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, bias=bias))
+        idx = prompts(2, 9)
+        expected = model(idx)[0]
+        loop = PerHeadLoop(model, kv_cache=False)
+        for _ in range(2):
+            torch.testing.assert_close(loop(idx), expected, atol=1e-4, rtol=1e-4)
+        loop = PerHeadLoop(model, kv_cache=True)
+        parts = [loop(idx[:, begin:end]) for begin, end in ((0, 4), (4, 5), (5, 9))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+@given(st.booleans(), a_filter, a_seed, st.data())
+def test_the_loop_over_heads_draws_the_kits_own_noise(kv_cache, filters, seed, data):
+    """Another text than the model's, which no check of tokens could compare; a second run that finds a full cache."""
+    model, loop = MODELS[0], PerHeadLoop(MODELS[0], kv_cache)
+    for _ in range(2):
+        full = min(loop.num_cached() + 1, CONTEXT)  # the prompt whose newest token would fit behind an old cache
+        B, T = data.draw(st.integers(1, 3)), data.draw(st.just(full) | st.integers(1, CONTEXT))
+        idx, steps = prompts(B, T, seed % 997), data.draw(st.integers(0, 2 * CONTEXT))
+        settings = dict(seed=seed, overflow=data.draw(st.sampled_from(["stop", "slide"])), **filters)
+        ours = torch.cat((idx, *loop.stream(idx, steps, **settings)), dim=1)
+        theirs = model.generate(idx, steps, kv_cache=False, **settings)
+        assert tokens_differ(model, ours, theirs, T, range(B), seed, filters) is None
+
+
+# -- the check of tokens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["per_head_loop_uncached", "per_head_loop", "uncached", "eager"])
+def test_bench_notices_one_wrong_token(name, capsys):
+    """Figures for a text that is not the model's. The loops over heads draw the kit's noise and are checked too."""
+    model, idx = MODELS[0], prompts(2, 3)
+    _, new = timed(make_runs(model, None, [name])[name], idx, CONTEXT - 3, 0)
+    assert check_tokens(model, {name: [new]}, [idx]) == [SAME + name]
+    wrong = new.clone()
+    wrong[1, 4] = (wrong[1, 4] + 1) % V
+    for tokens, word in ((new[:, :-1], "12 new tokens in 2 rows"), (new[:1], "in 1 rows"), (wrong, "DIFFERENT")):
+        with pytest.raises(SystemExit) as error:
+            check_tokens(model, {name: [tokens]}, [idx])
+        said = capsys.readouterr().err
+        assert error.value.code == 1 and f"{name}, seed 0" in said and word in said
+    assert "row 1, new token 4" in said
+
+
+def test_a_variant_that_cannot_be_measured_is_named_with_the_reason(capsys):
+    """A row of another network, or none without a word. The reason is said once for all the rows it concerns."""
+    model = lively(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16, **KINDS[6]))
+    assert model.config.pos_emb == "rope"
+    names = ["per_head_loop_uncached", "per_head_loop", "eager", "draft", "hf", "hf_nocache"]
+    assert list(make_runs(model, None, names)) == ["eager"]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    for line, words in zip(
+        lines,
+        (
+            ["no per_head_loop_uncached, per_head_loop rows", "GPT-2's attention"],
+            ["no draft rows", "--ckpt"],
+            ["no hf, hf_nocache rows", "activation=gelu"],
+        ),
+    ):
+        assert all(word in line for word in words), line
+    with pytest.raises(SystemExit):
+        make_runs(model, None, ["draft", "hf"])
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_bench_writes_a_table_rows_and_checks_tokens(tmp_path):
+    """A row left out, or one whose tokens nobody has compared: the loops over heads are covered by the check."""
+    names = ["per_head_loop_uncached", "per_head_loop", "uncached", "eager"]
+    files = ["--csv", tmp_path / "b.csv", "--json", tmp_path / "b.json"]
+    shape = ["--shapes", "1/2/16/12", "--batch", "2", "--repeats", "2"]
+    result = ok(run("bench.py", *shape, "--variants", *names, *files))
+    rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
+    assert [row["variant"] for row in rows] == names and all(set(row) >= BENCH_KEYS for row in rows)
+    by_name = {row["variant"]: row for row in rows}
+    assert by_name["uncached"]["speedup_over_uncached"] == 1 and by_name["uncached"]["cache_bytes"] == 0
+    assert by_name["eager"]["cache_bytes"] == 2 * 1 * 2 * 8 * 12 * 2 * 4
+    assert SAME + ", ".join(names) + "\n" in result.stdout
+    assert len((tmp_path / "b.csv").read_text(encoding="utf-8").splitlines()) == 5
+
+
+@pytest.mark.slow
+def test_bench_mistakes_are_one_line(trained):
+    """A traceback, or minutes of work before the message."""
+    for flags, words in (
+        (["--shapes", "4/4/64"], ["4/4/64", "layers/heads/width/context"]),
+        (["--shapes", "4/3/64/32"], ["4/3/64/32", "multiple of n_head"]),
+        (["--shapes", "4/4/64/1"], ["4/4/64/1", "no room"]),
+        (["--shapes", "1/1/8/8", "--variants", "draft"], ["draft", "--ckpt"]),
+        (["--shapes", "1/1/8/8", "--ckpt", trained / "ckpt.pt"], ["--ckpt"]),
+        (["--ckpt", "/nowhere.pt"], ["/nowhere.pt"]),
+        (["--variants", "fastest"], ["fastest"]),
+        (["--plot", "speed.docx"], ["speed.docx", ".png"]),
+        (["--csv", "/proc/none/speed.csv"], ["/proc/none"]),
+    ):
+        result = run("bench.py", *flags)
+        assert_one_line(result, *words)
+        assert result.stdout == ""
+
+
+@pytest.mark.slow
+def test_bench_measures_every_variant_of_a_trained_model(trained, tmp_path):
+    """A variant that is left out, or whose tokens are not compared. transformers' draw their own noise."""
+    files = ["--csv", tmp_path / "b.csv", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"]
+    result = ok(run("bench.py", "--ckpt", trained / "ckpt.pt", "--repeats", "2", *files, timeout=400))
+    rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
+    assert [row["variant"] for row in rows] == list(VARIANTS), result.stderr
+    compared = [name for name in VARIANTS if not name.startswith("hf")]
+    assert len(compared) == 9 and SAME + ", ".join(compared) + "\n" in result.stdout
+    assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,100 @@
+"""kvgpt/training/meter.py: what log.csv says, and how progress is shown."""
+
+import contextlib
+import math
+import os
+
+import pytest
+import torch
+
+from helpers import SMALL, STATEFUL, child, here, load, log, ok, start, tiny_run
+from kvgpt.training.dist import Ranks
+from kvgpt.training.meter import Meter
+from kvgpt.training.state import Diverged
+
+# -- log.csv -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_says_what_was_trained(data_dir, tmp_path):
+    """A row's train_loss is the mean of the steps since the last row. Its chars count all micro-steps."""
+    ok(here(*STATEFUL, "--max_iters", 6, "--log_interval", 1, "--data_dir", data_dir, "--out_dir", tmp_path / "1"))
+    ok(here(*STATEFUL, "--max_iters", 6, "--log_interval", 3, "--data_dir", data_dir, "--out_dir", tmp_path / "3"))
+    each = [float(row["train_loss"]) for row in log(tmp_path / "1")]
+    rows = log(tmp_path / "3")
+    assert [row["step"] for row in rows] == ["3", "6"]
+    assert [float(row["train_loss"]) for row in rows] == pytest.approx([sum(each[:3]) / 3, sum(each[3:]) / 3], rel=1e-5)
+    assert [int(row["chars"]) for row in rows] == [3 * 2 * 2 * 16, 6 * 2 * 2 * 16]
+    assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 and float(row["lr"]) > 0 for row in rows)
+
+
+def test_a_meter_counts_on_from_the_log_of_an_interrupted_run():
+    config, _, state = tiny_run(gradient_accumulation_steps=3)
+    state.step = 5
+    meter = Meter(config, state, Ranks(), chars_before=1000, seconds_before=2.5)
+    for loss in (1.0, 2.0):
+        meter.update(torch.tensor(loss))
+    row = meter.row(7, lr=0.25)
+    assert (row["step"], row["lr"], row["train_loss"]) == (7, 0.25, 1.5)
+    assert row["chars"] == 1000 + 2 * 3 * 2 * 16
+    assert row["tokens_per_s"] > 0 and meter.seconds() >= 2.5
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_one_loss_that_is_not_finite_shows_in_the_row(loss, capsys):
+    """Also between others, and before the rows of an interval begin again."""
+    config, _, state = tiny_run()
+    meter = Meter(config, state, Ranks())
+    for value in (1.0, loss, 1.0):
+        meter.update(torch.tensor(value))
+    with pytest.raises(Diverged, match=str(loss)):
+        meter.row(3, lr=0.1)
+    assert capsys.readouterr().out == ""
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
+    flags = [*SMALL, "--max_iters", 4, "--log_interval", 2, "--data_dir", data_dir, "--out_dir", tmp_path]
+    result = ok(child(*flags))
+    assert "\r" not in result.stdout + result.stderr and "\x1b" not in result.stdout + result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[1:3]] == ["step 2/4", "step 4/4"]
+    ckpt = load(tmp_path / "last.pt")
+    text = result.stdout.split("A sample:\n\n")[1]
+    assert len(text.removesuffix("\n")) == 16 and set(text) <= set(ckpt["chars"])  # a full context
+
+
+@pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["terminal", "notebook"])
+def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(size, data_dir, tmp_path):
+    pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, size)
+    flags = [*SMALL, "--max_iters", 4, "--log_interval", 1, "--data_dir", data_dir, "--out_dir", tmp_path]
+    process = start(*flags, stderr=follower)
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux says EIO, others an empty read, when the process is gone
+        while part := os.read(leader, 4096):
+            shown += part
+    stdout = process.communicate(timeout=60)[0]
+    os.close(leader)
+    assert process.returncode == 0
+    assert b"\r" in shown and b"4/4" in shown and b"%|" in shown and b"loss" in shown
+    assert "\r" not in stdout and "step 1/4" not in stdout and "A sample:" in stdout
+
+
+def test_a_line_shows_the_row_and_the_val_loss_of_the_last_evaluation(capsys):
+    config, _, state = tiny_run(max_iters=4)
+    meter = Meter(config, state, Ranks())
+    for step, val_loss in ((1, {}), (2, {"val_loss": 2.25}), (3, {})):
+        meter.update(torch.tensor(float(step)))
+        meter.show(meter.row(step, lr=0.1) | val_loss)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" tokens/s")[0].rpartition(", ")[0] for line in lines] == [
+        "step 1/4: loss 1.0000, val -",
+        "step 2/4: loss 2.0000, val 2.2500",
+        "step 3/4: loss 3.0000, val 2.2500",
+    ]
+    assert all(line.endswith(" s left") for line in lines)

@@ -1,0 +1,168 @@
+"""kvgpt/training/run_folder.py: checkpoints, log.csv, the lock, and the run that was there before."""
+
+import time
+
+import numpy as np
+import pytest
+
+from helpers import (
+    BROKEN,
+    HEADER,
+    SMALL,
+    STATEFUL,
+    TINY,
+    assert_one_line,
+    assert_same_run,
+    child,
+    contents,
+    here,
+    load,
+    log,
+    ok,
+    run,
+    start,
+)
+from kvgpt.training.run_folder import RunFolder
+
+# -- the run before ----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_sets_an_earlier_one_aside(out, data_dir):
+    """A forgotten --init_from resume must not cost the run. The run in `previous` can be resumed."""
+    before = contents(out)
+    result = run("train.py", "--data_dir", data_dir, "--out_dir", out, *TINY, "--max_iters", "5")
+    assert result.returncode == 0 and "previous" in result.stdout, result.stderr
+    kept = contents(out / "previous")
+    assert {name: kept[name] for name in ("ckpt.pt", "last.pt", "log.csv")} == {
+        name: before[name] for name in ("ckpt.pt", "last.pt", "log.csv")
+    }
+    resumed = run("train.py", "--init_from", "resume", "--out_dir", out / "previous", "--max_iters", "61")
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_previous_holds_one_run_and_a_run_that_saved_nothing_is_none(out, data_dir):
+    """A run that broke before its first save leaves only a log, and no part of the run before."""
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", out, "--max_iters", 2]
+    first = contents(out)
+    assert here(*flags, *BROKEN).returncode != 0
+    assert contents(out).keys() == {"log.csv"}
+    assert contents(out / "previous") == first
+    ok(here(*flags, "--plot"))
+    assert contents(out / "previous") == first and (out / "loss.png").stat().st_size > 0
+    second = {name: content for name, content in contents(out).items() if name in first}
+    (out / "log.csv").unlink()
+    ok(here(*flags))
+    assert contents(out / "previous") == {name: second[name] for name in ("ckpt.pt", "last.pt")}
+
+
+# -- log.csv -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_log_stops_no_resume(out):
+    before = log(out)
+    with open(out / "log.csv", "ab") as f:
+        f.write(b"\xff\xfe\n6,1,abc,1,1,1,1\r\n")
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
+    after = log(out)
+    assert after[: len(before)] == before and int(after[-1]["step"]) == 61
+
+
+def test_rows_past_the_checkpoint_are_cut_on_resume(out):
+    """A run that was killed had logged steps that its last.pt does not have. They come again."""
+    before = log(out)
+    assert [row["step"] for row in before] == ["20", "40", "60"]
+    with open(out / "log.csv", "a", encoding="utf-8", newline="") as f:
+        f.write("80,10240,9.5,3.0,,0.001,1000\r\n100,12800,9.9,2.9,2.9,0.001,1000\r\n")
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 90))
+    rows = log(out)
+    assert rows[:3] == before
+    assert [row["step"] for row in rows] == ["20", "40", "60", "80", "90"] and rows[3]["seconds"] != "9.5"
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+
+
+def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
+    """Whole rows stay as they are. A row cut anywhere is dropped."""
+    whole = ",".join(HEADER) + "\r\n20,2560,0.031,4.1,,0.001,47711\r\n40,5120,0.054,3.7,3.6,0.002,85681\r\n"
+    rows, path = whole.splitlines(), tmp_path / "log.csv"
+    for cut in range(whole.index("\r\n40,") + 2, len(whole) + 1):
+        path.write_bytes(whole[:cut].encode())
+        try:
+            RunFolder(tmp_path).trim_log(60)
+        except Exception as error:
+            pytest.fail(f"after {whole[:cut].splitlines()[-1]!r}: {type(error).__name__}: {error}")
+        kept = path.read_bytes().decode().splitlines()
+        assert kept in (rows[:2], rows), whole[:cut].splitlines()[-1]
+
+
+# -- the folder and its lock -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["file/out", "file"])
+def test_an_out_dir_that_cannot_be_made_is_one_line(name, data_dir, tmp_path):
+    (tmp_path / "file").write_text("here first")
+    result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / name, "--max_iters", "1")
+    assert_one_line(result, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+@pytest.mark.slow
+def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir, tmp_path):
+    """The lock needs no cleaning up, because kill -9 frees it."""
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 10**6, "--log_interval", 1]
+    process = start(*flags, "--save_interval", 2)
+    with process:
+        for line in process.stdout:
+            if line.startswith("step 4/"):
+                break
+        for more in (flags, ["--init_from", "resume", "--out_dir", tmp_path]):
+            assert_one_line(child(*more), tmp_path, "another run")
+        assert not (tmp_path / "previous").exists()
+        process.kill()
+    ok(child("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", load(tmp_path / "last.pt")["iter_num"] + 2))
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_last_is_written_at_every_save_interval(data_dir, tmp_path):
+    """With save_interval 3 and no evaluation before step 8, a run killed at step 8 leaves step 6 behind."""
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--save_interval", 3, "--eval_interval", 1000]
+    process = start(*flags, "--max_iters", 10**6, "--log_interval", 1)
+    for line in process.stdout:
+        if line.startswith("step 8/"):
+            process.kill()
+            break
+    process.communicate(timeout=60)
+    assert load(tmp_path / "last.pt")["iter_num"] % 3 == 0 and load(tmp_path / "last.pt")["iter_num"] >= 6
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_one(data_dir, tmp_path):
+    """kill -9, at least 20 times, from the first import to the last save. Each time the folder can be resumed."""
+    flags = [*STATEFUL, "--save_interval", 7, "--eval_interval", 11, "--log_interval", 3, "--data_dir", data_dir]
+    steps, out, rng = 1500, tmp_path / "out", np.random.default_rng(0)
+    ok(child(*flags, "--max_iters", steps, "--out_dir", tmp_path / "whole"))
+    kills, progress = 0, set()
+    while not (out / "last.pt").exists() or load(out / "last.pt")["iter_num"] < steps:
+        assert kills < 300, "it gets nowhere"
+        resume = ["--init_from", "resume"] if (out / "last.pt").exists() else []
+        process = start(*flags, *resume, "--max_iters", steps, "--out_dir", out)
+        if kills < 25 or not resume:
+            for line in process.stdout:  # mostly past the imports, which take longer than anything else
+                if line.startswith("step") or rng.random() < 0.1:
+                    break
+            time.sleep(rng.uniform(0, 0.25))
+            process.kill()
+            kills += 1
+        _, stderr = process.communicate(timeout=120)
+        assert "Traceback" not in stderr and "train.py:" not in stderr, stderr
+        if (out / "last.pt").exists():
+            progress.add(load(out / "last.pt")["iter_num"])
+            log(out)
+    assert kills >= 20 and len(progress) > 5
+    assert_same_run(tmp_path / "whole", out)
+    assert [row["step"] for row in log(out)] == [row["step"] for row in log(tmp_path / "whole")]
+    assert not [path for path in out.iterdir() if path.suffix == ".tmp"]

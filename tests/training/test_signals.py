@@ -1,0 +1,50 @@
+"""kvgpt/training/signals.py: the signals that stop a run."""
+
+import os
+import signal
+
+import pytest
+
+from helpers import run
+from kvgpt.training.dist import Ranks
+from kvgpt.training.signals import StopSignals
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_is_a_number_to_poll(name, restored_signals):
+    stop, number = StopSignals(Ranks()), getattr(signal, name)
+    assert stop.poll() == 0
+    os.kill(os.getpid(), number)
+    assert stop.poll() == stop.poll() == number
+
+
+def test_the_first_of_several_signals_counts(restored_signals):
+    """The exit code of a run is that of the signal that stopped it."""
+    stop = StopSignals(Ranks())
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.poll() == signal.SIGTERM
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the signals of Unix")
+def test_a_second_signal_ends_the_process_at_once():
+    code = """
+import os, signal
+from kvgpt.training.dist import Ranks
+from kvgpt.training.signals import StopSignals
+stop = StopSignals(Ranks())
+os.kill(os.getpid(), signal.SIGTERM)
+print(stop.poll(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here", flush=True)
+"""
+    result = run("-c", code)
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, f"{int(signal.SIGTERM)}\n")
+
+
+def test_nohup_keeps_a_run_alive(restored_signals):
+    """nohup makes the process ignore SIGHUP. A handler would undo that, and the run would end with the terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopSignals(Ranks())
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.poll() == 0

@@ -1,0 +1,164 @@
+"""kvgpt/training/state.py: checkpoints of a run, and resumes."""
+
+import contextlib
+import itertools
+import json
+import pickle
+import shutil
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import (
+    STATEFUL,
+    Bomb,
+    assert_refused,
+    assert_same_run,
+    child,
+    contents,
+    here,
+    load,
+    log,
+    ok,
+    plain_val_loss,
+    same,
+)
+from model import GPT, GPTConfig
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_hold_tensors_and_plain_values_under_the_promised_keys(trained, data_dir):
+    plain = (dict, OrderedDict, list, tuple, str, int, float, bool, type(None), torch.Tensor)
+
+    def walk(value):
+        assert type(value) in plain, type(value)
+        parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value if type(value) is list else ()
+        for part in parts:
+            walk(part)
+
+    for name in ("ckpt.pt", "last.pt"):
+        ckpt = load(trained / name)
+        keys = (
+            "model model_args optimizer iter_num best_val_loss evals_since_best config chars data_sha256 ngrams scaler"
+        )
+        assert set(ckpt) == set(keys.split())
+        walk(ckpt)
+        weights = sum(p.nbytes for p in GPT(GPTConfig(**ckpt["model_args"])).parameters())
+        assert 0 < sum(part.nbytes for part in ckpt["ngrams"].values()) <= weights / 8
+        text = np.fromfile(data_dir / "train.bin", dtype="<u2")
+        most = int(ckpt["ngrams"]["counts"].argmax())
+        code, base = int(ckpt["ngrams"]["codes"][most]), len(ckpt["chars"])
+        digits = [code // base**i % base for i in (3, 2, 1, 0)]
+        times = sum(text[i : i + 4].tolist() == digits for i in range(len(text) - 3))
+        assert times == ckpt["ngrams"]["counts"][most]
+        assert ckpt["chars"] == json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
+        assert ckpt["iter_num"] == 60
+
+
+def test_ckpt_has_the_best_loss_and_last_the_latest(out, data_dir):
+    """A worse evaluation must not replace the best weights. The plain loop checks the losses of both files."""
+    ids = np.fromfile(data_dir / "val.bin", dtype="<u2")
+    before = contents(out)
+    worse = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()
+    ok(here("--init_from", "resume", "--out_dir", out, *worse))
+    assert (out / "ckpt.pt").read_bytes() == before["ckpt.pt"] != (out / "last.pt").read_bytes()
+    best, worst = (float(row["val_loss"]) for row in log(out) if row["val_loss"])
+    assert best < worst
+    for name, loss in (("ckpt.pt", best), ("last.pt", worst)):
+        ckpt = load(out / name)
+        model = GPT(GPTConfig(**ckpt["model_args"]))
+        model.load_state_dict(ckpt["model"])
+        assert ckpt["best_val_loss"] == best
+        assert plain_val_loss(model, ids, 32) == pytest.approx(loss, rel=1e-5)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def test_ten_steps_and_ten_after_a_resume_are_twenty_to_the_last_bit(data_dir, tmp_path):
+    """Weights, optimizer and random numbers, with dropout and micro-steps. The settings come from the checkpoint."""
+    flags = [*STATEFUL, "--lr_decay_iters", 20, "--data_dir", data_dir]
+    ok(child(*flags, "--max_iters", 20, "--out_dir", tmp_path / "whole"))
+    ok(child(*flags, "--max_iters", 10, "--out_dir", tmp_path / "halves"))
+    config = load(tmp_path / "halves" / "last.pt")["config"]
+    result = ok(child("--init_from", "resume", "--out_dir", tmp_path / "halves", "--max_iters", 20))
+    assert "resuming" in result.stdout and "steps 10..20" in result.stdout
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    assert [int(row["step"]) for row in log(tmp_path / "halves")] == [10, 20]
+    resumed = load(tmp_path / "halves" / "last.pt")["config"]
+    assert resumed == config | {"max_iters": 20, "init_from": "resume"}
+
+
+@pytest.mark.parametrize("flag, values", [("weight_decay", (0, 0.9)), ("beta1", (0.1, 0.99)), ("beta2", (0.1, 0.999))])
+def test_a_resume_with_another_optimizer_setting_uses_it(flag, values, out, tmp_path):
+    """Not the checkpoint's: optimizer.load_state_dict brings the old weight_decay and betas back."""
+    for value in values:
+        copy = shutil.copytree(out, tmp_path / str(value))
+        ok(here("--init_from", "resume", "--out_dir", copy, "--max_iters", 63, f"--{flag}", value))
+    a, b = (load(tmp_path / str(value) / "last.pt") for value in values)
+    assert (a["config"][flag], b["config"][flag]) == values
+    assert not same(a["model"], b["model"])
+
+
+def test_a_resume_with_another_dropout_or_learning_rate_uses_it(out, tmp_path):
+    results = []
+    for flags in ([], ["--dropout", "0.5"], ["--learning_rate", "0.01"], ["--grad_clip", "0.001"], ["--seed", "1"]):
+        copy = shutil.copytree(out, tmp_path / "-".join(["copy", *flags]))
+        ok(here("--init_from", "resume", "--out_dir", copy, "--max_iters", 63, *flags))
+        results.append(load(copy / "last.pt"))
+    assert all(not same(a["model"], b["model"]) for a, b in itertools.combinations(results, 2))
+    assert results[1]["model_args"]["dropout"] == 0.5
+
+
+# -- a last.pt that cannot be resumed ----------------------------------------------------------------------------------
+
+
+def test_resume_of_nothing_is_refused(tmp_path):
+    assert_refused(tmp_path / "nowhere", words=[tmp_path / "nowhere", "no checkpoint"])
+    assert_refused(tmp_path, words=["no checkpoint"])
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+def test_a_truncated_last_checkpoint_is_refused(share, out):
+    raw = (out / "last.pt").read_bytes()
+    (out / "last.pt").write_bytes(raw[: int(share * len(raw))])
+    assert_refused(out, words=[out / "last.pt"])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"hello\n",
+        b"\x00" * 100,
+        b"\x80\x02.",
+        b"\x80\x02]q\x00.",
+        b"0" * 50,
+        b"\xff" * 50,
+        b"Q.",
+        b"PK\x03\x04" + b"\x00" * 60,
+    ],
+    ids=range(8),
+)
+def test_a_last_checkpoint_that_is_something_else_is_refused(raw, out):
+    (out / "last.pt").write_bytes(raw)
+    assert_refused(out, words=[out / "last.pt"])
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "in the config of a good run"])
+def test_a_malicious_last_checkpoint_is_refused_and_runs_nothing(kind, out, tmp_path):
+    ckpt, trap = load(out / "last.pt"), tmp_path / "trap"
+    if kind == "pickle":
+        (out / "last.pt").write_bytes(pickle.dumps(Bomb(trap), protocol=2))
+    elif kind == "torch":
+        torch.save(Bomb(trap), out / "last.pt")
+    else:
+        ckpt["config"]["trap"] = Bomb(trap)
+        torch.save(ckpt, out / "last.pt")
+    assert_refused(out, words=[out / "last.pt"])
+    assert not trap.exists()
+    with contextlib.suppress(Exception):
+        torch.load(out / "last.pt", weights_only=False)
+    assert trap.exists()  # the trap works
