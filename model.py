@@ -502,7 +502,7 @@ class GPT(nn.Module):
         positions = torch.arange(self.config.block_size, device=idx.device)
 
         def uncached_logits(tokens, start, end):
-            with eval_mode(self):
+            with torch.inference_mode(), eval_mode(self):
                 return self.lm_head(self.hidden_states(tokens[:, start:end])[:, -1])
 
         def cached_logits(tokens, start, end):
@@ -512,7 +512,7 @@ class GPT(nn.Module):
             decodes = self.cached_lengths(owner) == [end - 1 - start] * B
             first = end - 1 if decodes else start
             pos = positions[first - start : end - start].expand(B, -1)
-            with eval_mode(self):
+            with torch.inference_mode(), eval_mode(self):
                 x = self.cached_hidden_states(tokens[:, first:end], pos, [end - start] * B, owner)
                 return self.lm_head(x[:, -1])
 
@@ -532,8 +532,9 @@ class GPT(nn.Module):
 def decode_tokens(next_logits, config, idx, max_new_tokens, sampling):
     """Return an iterator over the continuation of idx `(B, T)`, a block of new tokens `(B, 1)` per step.
 
-    next_logits(tokens, start, end) returns the logits `(B, V)` of the token after tokens[:, start:end]. This is the one
-    loop that samples a token per step: with and without the cache, in PyTorch and in other engines.
+    next_logits(tokens, start, end) returns the logits `(B, V)` of the token after tokens[:, start:end], without a
+    gradient. This is the one loop that samples a token per step: with and without the cache, in PyTorch and in other
+    engines.
     Raises ValueError for invalid arguments.
     """
     B, T = idx.shape
@@ -546,10 +547,9 @@ def decode_tokens(next_logits, config, idx, max_new_tokens, sampling):
         start = 0
         for end, noise in zip(range(T, T + num_new), noises):  # end: index of the new token
             start = context_start(start, end, config.block_size)
-            with torch.inference_mode():
-                logits = next_logits(tokens, start, end)
-                tokens[:, end] = sample_token(logits, noise, *sampling.filters)
-            yield tokens[:, end : end + 1].clone()
+            new = sample_token(next_logits(tokens, start, end), noise, *sampling.filters)
+            tokens[:, end] = new
+            yield new[:, None]
 
     return steps()
 

@@ -82,6 +82,7 @@ class PerHeadLoop(nn.Module):
             x = x + block.mlp(block.ln_2(x))
         return self.model.lm_head(parts["ln_f"](x))
 
+    @torch.inference_mode()
     def next_logits(self, tokens, start, end):
         """Return the logits `(B, V)` of the token after tokens[:, start:end]. See decode_tokens."""
         if self.num_cached() == end - 1 - start:
@@ -124,8 +125,11 @@ def padded_stream(model):
     def logits_at(context, last):
         return model.lm_head(model.hidden_states(context).index_select(1, last)[:, 0])
 
+    @torch.inference_mode()
     def next_logits(tokens, start, end):
-        context = F.pad(tokens[:, start:end], (0, block_size - (end - start)))
+        context = tokens[:, start : start + block_size]  # the slots after `end` are the padding
+        if context.size(1) < block_size:
+            context = F.pad(context, (0, block_size - context.size(1)))
         # a tensor, because torch.compile would compile again for every new integer
         return logits_at(context, torch.tensor([end - start - 1], device=tokens.device))
 

@@ -184,6 +184,7 @@ class OnnxGPT:
             raise ValueError(f"{file} cannot be read: {str(error).strip().splitlines()[0][:200]}") from None
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         self.outputs = [output.name for output in self.session.get_outputs()]
+        self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
         self.cached = len(self.outputs) > 1
         self.past = []
 
@@ -195,29 +196,31 @@ class OnnxGPT:
         if not self.cached:
             return torch.from_numpy(self.session.run(None, {"token_ids": idx.numpy()})[0])
         (B, T), config = idx.shape, self.config
-        empty = np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32)
-        past = past or [self.to_ort(empty) for _ in range(2 * config.n_layer)]
-        first = past[0].shape()[2]
+        first = past[0].shape()[2] if past else 0
+        if not past:
+            empty = np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32)
+            past = [self.to_ort(empty) for _ in range(2 * config.n_layer)]
         inputs = {
             "input_ids": idx.numpy(),
             "attention_mask": np.ones((B, first + T), np.int64),
-            "position_ids": np.tile(np.arange(first, first + T), (B, 1)),
+            "position_ids": np.arange(first, first + T)[None].repeat(B, axis=0),
         }
         inputs = {name: self.to_ort(array) for name, array in inputs.items()}
-        inputs |= {name.replace("present", "past_key_values"): value for name, value in zip(self.outputs[1:], past)}
+        inputs |= zip(self.past_inputs, past)
         logits, *self.past = self.session.run_with_ort_values(self.outputs, inputs)
         return torch.from_numpy(logits.numpy())
 
     def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
         """Yield the new tokens, a block `(B, 1)` per step. Arguments and tokens are those of GPT.stream."""
-        past = []  # of this stream; self.past changes with every call
+        past, past_length = [], 0  # of this stream; self.past changes with every call
 
         def next_logits(tokens, start, end):
-            nonlocal past
-            # decode: feed the newest token only. Prefill, also after the context has moved: feed the whole context.
-            decodes = bool(past) and past[0].shape()[2] == end - 1 - start
+            nonlocal past, past_length
+            # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
+            decodes = past_length == end - 1 - start > 0
             logits = self(tokens[:, end - 1 if decodes else start : end], past if decodes else ())
-            past = self.past if kv_cache else []
+            if kv_cache:
+                past, past_length = self.past, end - start
             return logits[:, -1]
 
         return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
