@@ -70,16 +70,16 @@ def check(name, model, ids, logits, greedy, exact=True):
     difference = (model(ids)[0] - logits).abs().max().item()
     prompt = ids[:1, :T]
     ours, theirs = model.generate(prompt, block_size, temperature=0)[0].tolist(), greedy(prompt)
-    place = first_difference(ours, theirs)
-    num_equal = block_size if place is None else place
+    position = first_difference(ours, theirs)
+    num_equal = block_size if position is None else position
     line = f"{name}: logits within {difference:.1e} of PyTorch's"
     line += f", greedy text the same for {num_equal - T} of {block_size - T}"
     tie = False
-    if place is not None:
-        picks = ours[place], theirs[place]
-        tie = near_tie(model, ours[:place], 0, place - T, picks, Sampling(temperature=0, seed=0))
+    if position is not None:
+        picks = ours[position], theirs[position]
+        tie = near_tie(model, ours[:position], 0, position - T, picks, Sampling(temperature=0, seed=0))
     print(line + (", then a near-tie" if tie else ""), flush=True)
-    if exact and (difference > NEAR_TIE or not (place is None or tie)):
+    if exact and (difference > NEAR_TIE or not (position is None or tie)):
         fail(f"{name} is not the model: the logits must be within {NEAR_TIE}, and the greedy text the same")
 
 

@@ -252,12 +252,12 @@ def report(config, itemsize, timing, rows, prompts, cache_bytes):
     cache_bytes  (used, reserved), or None without a cache
     """
     produced = sum(map(len, rows)) - sum(map(len, prompts))
-    figures, num_steps, places = timing.summary(produced), len(timing.times), sum(timing.sizes)
+    figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
     line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
     if num_steps > 1:
         line += f", TPOT {figures['tpot_ms']:.3f} ms"
         line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
-        line += f" per chunk of {places / num_steps:.2f}" if places > num_steps else ""
+        line += f" per chunk of {per_row / num_steps:.2f}" if per_row > num_steps else ""
     note(f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s")
     if cache_bytes is None:
         note("KV cache: off")

@@ -148,22 +148,22 @@ class Decoder:
         return step, lengths
 
     def _eager_step(self, state):
-        """Return decode_step for `state`, without a compiler. Computes the noise of up to 64 places at once."""
+        """Return decode_step for `state`, without a compiler. Computes the noise of up to 64 steps at once."""
         block_size, (B, _), V = self.model.config.block_size, state.tokens.shape, self.model.config.vocab_size
         chunk = self.num_drafts + 1
         stride = max(chunk, min(64, 2**22 // (B * V)))
-        noise, noise_first = None, []  # the noise at hand, and the place where each row's begins
+        noise, noise_first = None, []  # the noise at hand, and the step where each row's begins
 
         @torch.inference_mode()
         def step(cached, first_new):
             nonlocal noise, noise_first
             starts = [min(length, block_size - chunk) for length in cached]
-            places = [start + 1 - first for start, first in zip(starts, first_new)]
-            if noise is None or not all(0 <= p - f <= stride - chunk for p, f in zip(places, noise_first)):
-                noise_first = places
+            steps = [start + 1 - first for start, first in zip(starts, first_new)]
+            if noise is None or not all(0 <= p - f <= stride - chunk for p, f in zip(steps, noise_first)):
+                noise_first = steps
                 block = torch.tensor(noise_first)[:, None] + torch.arange(stride)
                 noise = gumbel_noise(state.seed.unbind(), state.sample, block.to(state.end.device), V)
-            offset = [p - f for p, f in zip(places, noise_first)]
+            offset = [p - f for p, f in zip(steps, noise_first)]
             if len(set(offset)) == 1:
                 step_noise = noise[:, offset[0] : offset[0] + chunk]
             else:
@@ -175,12 +175,12 @@ class Decoder:
         return step
 
     def _block(self, state, first_new, num_new, begin, end):
-        """Return places begin..end of the continuations, `(B, end - begin)`; -1 where a row has ended before."""
+        """Return new tokens begin..end of every row, `(B, end - begin)`; -1 where a row has ended before."""
         if len(set(first_new)) == 1:
             return state.tokens[:, first_new[0] + begin : first_new[0] + end].clone()
-        place = torch.arange(begin, end, device=state.end.device)
-        block = state.tokens.gather(1, (state.first_new[:, None] + place).clamp(max=state.tokens.size(1) - 1))
-        return block.masked_fill(place >= torch.tensor(num_new, device=place.device)[:, None], -1)
+        step = torch.arange(begin, end, device=state.end.device)
+        block = state.tokens.gather(1, (state.first_new[:, None] + step).clamp(max=state.tokens.size(1) - 1))
+        return block.masked_fill(step >= torch.tensor(num_new, device=step.device)[:, None], -1)
 
     def _program(self, state, weights_checked=False):
         """Return the compiled step for states of this shape; an earlier one if the weights are still the same.

@@ -16,10 +16,10 @@ def count_ngrams(ids, vocab_size, limit):
     if vocab_size ** (ORDER + 1) >= 2**63:
         return None
     ids = np.asarray(ids[: 2**24], dtype=np.int64)
-    num_places = max(0, len(ids) - ORDER)
-    code = np.zeros(num_places, dtype=np.int64)
+    num_positions = max(0, len(ids) - ORDER)
+    code = np.zeros(num_positions, dtype=np.int64)
     for i in range(ORDER + 1):
-        code = code * vocab_size + ids[i : i + num_places]
+        code = code * vocab_size + ids[i : i + num_positions]
     codes, counts = np.unique(code, return_counts=True)
     frequent = np.sort(np.argsort(-counts, kind="stable")[:limit])
     frequent = frequent[counts[frequent] > 1]
@@ -76,9 +76,9 @@ def ngram_table(ngrams, vocab_size, device):
         probs = (seen - discount + discount.sum(1, keepdim=True) * backoff[suffix_row]) / total
         # contexts that end in one of these point to its row from now on
         suffix = all_contexts % base**length
-        place = torch.searchsorted(contexts, suffix).clamp(max=max(0, len(contexts) - 1))
+        index = torch.searchsorted(contexts, suffix).clamp(max=max(0, len(contexts) - 1))
         first_row = sum(map(len, tables))
-        rows = torch.where(contexts[place] == suffix, first_row + place, rows)
+        rows = torch.where(contexts[index] == suffix, first_row + index, rows)
         tables.append(probs)
         backoff = torch.cat(tables)
     return rows.int().to(device), backoff.clamp(min=1e-12).log().float().to(device)

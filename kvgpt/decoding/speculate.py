@@ -1,7 +1,7 @@
 """Speculative decoding: guess the next tokens, verify all guesses in one forward, keep those that are right.
 
 The tokens are those of GPT.generate for the same seed. The sampler's noise fixes the token that the model picks at each
-place, so a guess is either that token or not. Everything before the first wrong guess is kept.
+position, so a guess is either that token or not. Everything before the first wrong guess is kept.
 
 The noise is known before the logits are. A guess from n-grams is the token that the n-gram table picks with the same
 noise. Shared noise raises the share of right guesses above that of the table's likeliest tokens. Prior art: Daliri,
@@ -20,7 +20,7 @@ from model import causal_mask
 
 @dataclass
 class DecodeState:
-    """Rows that are being continued, each at its own place. decode_step uses this state and the caches only.
+    """Rows that are being continued, each at its own position. decode_step uses this state and the caches only.
 
     The order of the fields is the order of a compiled program's inputs. A step writes tokens, end and cached.
     """
@@ -72,10 +72,10 @@ def decode_step(model, state, num_drafts, table, noise=None, lengths=None):
 
     # accept: a pick is final if every token fed before it was right. The last pick has no guess to compare with.
     right = known | (picks == chunk[:, 1:])
-    place = torch.arange(num_drafts + 1, device=first.device)
-    first_wrong = torch.where(right & (place < num_drafts), num_drafts, place).amin(1)
+    index = torch.arange(num_drafts + 1, device=first.device)
+    first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
 
-    # append: the pick of place i belongs to slot first + i + 1, and `end` is one past the last final pick. Slots past
+    # append: the pick of index i belongs to slot first + i + 1, and `end` is one past the last final pick. Slots past
     # `cached` hold keys of wrong guesses. The next chunks overwrite these slots before any query sees them.
     state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
     state.end.copy_(torch.minimum(first[:, 0] + first_wrong + 2, state.limit).maximum(state.end))

@@ -68,15 +68,15 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling):
 
         # compare
         for row, theirs in zip(rows, plain):
-            ours, place = texts[row], first_difference(texts[row], theirs)
-            num_equal += place is None
-            if place is None:
+            ours, position = texts[row], first_difference(texts[row], theirs)
+            num_equal += position is None
+            if position is None:
                 continue
-            picks = (*ours[place : place + 1], *theirs[place : place + 1])
+            picks = (*ours[position : position + 1], *theirs[position : position + 1])
             ids = " and ".join(f"id {i}" for i in picks)
-            where = f"row {row}, new token {place - T}: {ids} {how} the cache"
-            context = ours[text_context_start(model.config.block_size, T, place) : place]
-            if len(picks) < 2 or not near_tie(model, context, samples[row], place - T, picks, sampling):
+            where = f"row {row}, new token {position - T}: {ids} {how} the cache"
+            context = ours[text_context_start(model.config.block_size, T, position) : position]
+            if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
                 return False, [*lines, f"DIFFERENT at {where}"]
             lines.append(
                 f"near-tie at {where}. Rounding decides between logits this close. All tokens before are equal."

@@ -36,6 +36,6 @@ def plot_run(axes, folder, x, color):
     axes.plot([row[x] for row in scored], val, "o-", ms=3, color=color, label=f"{name}: val")
     best = min(scored, key=lambda row: row["val_loss"], default=None)
     if best:
-        place = best[x], best["val_loss"]
-        axes.plot(*place, "*", ms=13, color=color)
-        axes.annotate(f"{best['val_loss']:.3f}", place, (-2, -13), textcoords="offset points")
+        point = best[x], best["val_loss"]
+        axes.plot(*point, "*", ms=13, color=color)
+        axes.annotate(f"{best['val_loss']:.3f}", point, (-2, -13), textcoords="offset points")
