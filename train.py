@@ -292,6 +292,7 @@ def main():
     )
     counted = (0, 0.0)
     if ranks.is_main:
+        run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
         counted = run.begin(state.step, header)

@@ -96,7 +96,7 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
 
     disk_hint    end of the message after a failed write
     memory_hint  end of the message after a failed allocation
-    Exit codes: 1 after an error, 1 without a message if stdout is a closed pipe, 130 after Ctrl-C.
+    Exit codes: 1 after an error, 130 after Ctrl-C. A closed pipe is reported only with a disk_hint.
     """
     if sys.stdout is not None:
         # UTF-8 whatever the code page of the terminal, and \n on Windows too
@@ -108,7 +108,7 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
     except OSError as error:
         if error.filename is None:
             sys.stdout = None  # stdout itself has failed: the interpreter must not flush it again
-        if isinstance(error, BrokenPipeError):
+        if isinstance(error, BrokenPipeError) and not disk_hint:  # `head` has read enough, and nothing is lost
             sys.exit(1)
         hint = f"; {disk_hint}" if disk_hint else ""
         fail(f"cannot write {error.filename or 'its output'}: {error.strerror}{hint}")

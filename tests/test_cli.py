@@ -207,6 +207,16 @@ def test_a_reader_that_has_gone_ends_a_script_without_a_word(lines, script):
 
 
 @unix
+def test_a_reader_that_has_gone_is_one_line_where_there_is_something_to_say(script):
+    """A run of train.py ends there, and its user must hear that the checkpoints are whole."""
+    read, write = os.pipe()
+    os.close(read)
+    process = script("print(1)", options=", disk_hint='older files are whole'", stdout=write)
+    os.close(write)
+    assert_one_line(finish(process), "cannot write its output: Broken pipe; older files are whole", code=1)
+
+
+@unix
 def test_ctrl_c_is_exit_code_130_without_a_word(script):
     process = script("print('ready', flush=True)", "time.sleep(60)")
     assert process.stdout.readline() == b"ready\n"

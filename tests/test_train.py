@@ -177,6 +177,7 @@ def test_a_modern_run_begins_at_the_uniform_guess_and_has_every_parameter_in_one
 def train_here(tmp_path, restored_signals):
     """A function: train(...) in this process, in tmp_path / "out". Returns its result."""
     run = RunFolder(tmp_path / "out")
+    run.path.mkdir()
     run.lock()
 
     def train_here(config, data, state):

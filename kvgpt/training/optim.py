@@ -116,9 +116,9 @@ def lr_multiplier(step, config):
     Linear warm-up over warmup_iters; constant for the share lr_stable_frac of the steps that remain until
     lr_decay_iters; then down to min_lr / learning_rate, along a cosine or a line.
     """
-    floor = 0.1
-    if config.min_lr is not None:
-        floor = config.min_lr / config.learning_rate if config.learning_rate else 0.0
+    if not config.learning_rate:  # 0 turns Muon off too
+        return 0.0
+    floor = 0.1 if config.min_lr is None else config.min_lr / config.learning_rate
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     remaining = max(1, (config.lr_decay_iters or config.max_iters) - config.warmup_iters)

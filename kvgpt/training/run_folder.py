@@ -21,13 +21,12 @@ class RunFolder:
         self.header = {}
 
     def lock(self):
-        """Make the folder and lock it. The operating system releases the lock when the process ends.
+        """Lock the folder, which exists. The operating system releases the lock when the process ends.
 
         Raises ValueError if another process holds it.
         """
         if self.lock_file:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
         self.lock_file = open(self.path / ".lock", "ab")  # noqa: SIM115
         try:
             if os.name == "nt":

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CPU
+from helpers import CPU, SMALL, here, load, ok, same
 from kvgpt.training.config import TrainConfig
 from kvgpt.training.optim import POLYNOMIALS, configure_optimizers, lr_multiplier, orthogonalize, set_lr
 from model import GPT, GPTConfig
@@ -146,3 +146,11 @@ def test_muon_is_momentum_made_orthogonal_for_q_k_and_v_apart(kv_heads):
             optimizer.step()
         for name, p in matrices.items():
             torch.testing.assert_close(p.detach(), expected[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_learning_rate_of_0_stops_muon_too(data_dir, tmp_path):
+    """Muon has a peak of its own. `--learning_rate 0` must leave every weight as it was, with the modern recipe too."""
+    flags = [*SMALL, "--recipe", "modern", "--learning_rate", 0, "--data_dir", data_dir]
+    for steps in (1, 5):
+        ok(here(*flags, "--max_iters", steps, "--out_dir", tmp_path / str(steps)))
+    assert same(*(load(tmp_path / str(steps) / "last.pt")["model"] for steps in (1, 5)))

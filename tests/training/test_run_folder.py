@@ -1,6 +1,7 @@
 """kvgpt/training/run_folder.py: checkpoints, log.csv, the lock, and the run that was there before."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,8 +103,15 @@ def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
 def test_an_out_dir_that_cannot_be_made_is_one_line(name, data_dir, tmp_path):
     (tmp_path / "file").write_text("here first")
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / name, "--max_iters", "1")
-    assert_one_line(result, tmp_path / "file")
+    assert_one_line(result, "cannot write", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "here first"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system where no folder can be made")
+def test_an_out_dir_where_no_folder_can_be_made_is_one_line_that_says_so(data_dir):
+    """The system calls it "no such file", which must not pass for a missing input."""
+    result = here(*SMALL, "--data_dir", data_dir, "--out_dir", "/proc/none", "--max_iters", "1")
+    assert_one_line(result, "cannot write /proc/none", "older checkpoints are whole")
 
 
 @pytest.mark.slow
