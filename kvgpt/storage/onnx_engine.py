@@ -219,7 +219,7 @@ class OnnxGPT:
             # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
             decodes = past_length == end - 1 - start > 0
             logits = self(tokens[:, end - 1 if decodes else start : end], past if decodes else ())
-            if kv_cache:
+            if kv_cache and self.cached:
                 past, past_length = self.past, end - start
             return logits[:, -1]
 

@@ -174,3 +174,13 @@ def test_streams_of_one_engine_do_not_mix(exported, data):
             texts[turn][1].append(next(streams[turn]))
     for expected, blocks in texts:
         assert torch.equal(torch.cat(blocks, dim=1), expected)
+
+
+def test_a_graph_without_a_cache_gets_the_whole_context_at_every_step(tmp_path):
+    """kv_cache is True by default. A stream that believed it would feed the newest token alone."""
+    model = tiny(**STABLELM)
+    write_onnx(model, CHARS, tmp_path / "model.onnx", cached=False)
+    engine, idx = OnnxGPT(tmp_path / "model.onnx"), torch.arange(3)[None]
+    assert not engine.cached
+    ours = torch.cat((idx, *engine.stream(idx, 9, seed=4)), dim=1)
+    assert torch.equal(ours, model.generate(idx, 9, seed=4))
