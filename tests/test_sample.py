@@ -76,6 +76,7 @@ def test_it_needs_the_checkpoint_only(trained, tmp_path):
     assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
+@pytest.mark.slow
 def test_characters_stream_as_they_come(trained):
     """On a terminal every character arrives in a write of its own, and a newline ends the text."""
     parent, child = pytest.importorskip("pty").openpty()
@@ -146,6 +147,7 @@ runpy.run_path("sample.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_verify_of_a_broken_cache_exits_1(tmp_path):
     chars = "abcdefghijklmnopqrstuvw"
     args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)

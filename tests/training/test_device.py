@@ -105,6 +105,7 @@ def test_the_flag_compiles_the_step_of_a_run(captured, data_dir, tmp_path):
         assert (captured() > 10) == expected == ("--compile: compiling" in result.stderr)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_a_run_says_so_and_trains(data_dir, tmp_path):
     env = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # nothing compiled earlier
     flags = [*SMALL, "--max_iters", 2, "--compile", "--data_dir", data_dir, "--out_dir", tmp_path / "out"]

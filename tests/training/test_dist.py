@@ -12,7 +12,8 @@ from helpers import ONE_THREAD, ROOT, SMALL, STATEFUL, assert_same_run, contents
 from kvgpt.training.dist import Ranks
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("nanogpt", marks=pytest.mark.slow), "modern"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nanogpt", "modern"])
 def test_two_processes_train_as_one_does_on_the_same_global_batch(recipe, data_dir, tmp_path):
     """Losses, gradients (which AdamW has seen) and weights. Each resumes the run that the other began."""
     flags = [*SMALL, "--gradient_accumulation_steps", 2, "--batch_size", 4, "--log_interval", 1, "--data_dir", data_dir]
