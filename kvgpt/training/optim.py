@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum with orthogonal updates, in float32, with one batched computation per matrix shape.
 
     params  groups; group["parts"] are the sizes along dim 0 of the matrices that lie in one parameter, as q, k and v do
-            in c_attn. Each part is made orthogonal by itself, because they learn less when it is done together
+            in c_attn. Each part is made orthogonal by itself, because q, k and v learn less from one joint update
     A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. torch.optim.Muon works in
     bfloat16, which most CPUs emulate, and does not know parts.
     """
