@@ -30,8 +30,9 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# a process per core, because torch gains little from a second thread in models this small
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n auto --maxprocesses 8
 
 check: test
 	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
