@@ -1,4 +1,4 @@
-# make demo    environment, data, a short training run on the CPU, and a sample that is checked against no cache
+# make demo    environment, a text with and without the cache, a short training run on the CPU, and a sample of it
 # make test    environment, lint, the fast tests
 # make check   make test, and the slow tests
 # make web     out/web: a page that generates in the browser, from the model in out
@@ -6,8 +6,9 @@ PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
 SOURCES = model.py train.py $(wildcard kvgpt/*.py kvgpt/*/*.py)
+PROMPT = --prompt "O Romeo, " --seed 183 --device cpu
 
-.PHONY: demo test check web lint data
+.PHONY: demo box test check web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -21,10 +22,23 @@ data: .venv/installed
 	$(BIN)/python data/prepare.py
 
 $(DEMO)/ckpt.pt: .venv/installed $(SOURCES) | data
-	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 1000 --eval_interval 250 --out_dir $(DEMO)
+	@echo; echo "2 of 4: a short training run. It stops when the val loss no longer falls."
+	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 600 --eval_interval 100 --patience 2 \
+	    --log_interval 100 --out_dir $(DEMO)
 
-demo: data $(DEMO)/ckpt.pt
-	$(BIN)/python sample.py --out_dir $(DEMO) --device cpu --kv_cache --verify
+box: .venv/installed
+	@echo; echo "1 of 4: the same prompt without and with the KV cache, by the model in assets/shakespeare.pt"
+	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --no-kv_cache
+	@echo
+	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --kv_cache --verify
+
+demo: box $(DEMO)/ckpt.pt
+	@echo; echo "3 of 4: a text by the model that was just trained"
+	$(BIN)/python sample.py --out_dir $(DEMO) --device cpu --seed 1 --overflow slide --max_new_tokens 400
+	@echo; echo "4 of 4: try next, for example"
+	@echo '  $(BIN)/python sample.py --prompt "O Romeo, " --explain             every shape on the way through the cache'
+	@echo '  $(BIN)/python sample.py --out_dir $(DEMO) --seed 2               another text by the new model'
+	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: two minutes, a better text'
 
 lint: .venv/installed
 	$(BIN)/ruff check .

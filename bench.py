@@ -1,8 +1,8 @@
 """Measure decoding: with and without a cache, compiled, with drafts, and beside other implementations.
 
-    python bench.py                                        three shapes, weights from a fixed seed
-    python bench.py --ckpt out/ckpt.pt --plot bench.png    a trained model, real prompts, drafts too
-    python bench.py --shapes 6/8/256/256 --batch 16
+    python bench.py                                     the model in out, or the one that comes with the code
+    python bench.py --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
+    python bench.py --shapes 6/8/256/256 --batch 16     random weights in the layout of train.py's default model
 
 Every variant generates to the end of the context (per_head_loop: 200 tokens at most) with the same weights. After a
 warm-up the variants run in turn, --repeats times. Figures are medians. Every variant except transformers' must give the
@@ -13,8 +13,10 @@ import argparse
 import copy
 import csv
 import json
+import math
 import statistics
 import tempfile
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 
 from kvgpt.baselines import PerHeadLoop, copy_bandwidth, padded_stream, transformers_model, transformers_run
-from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_device, run_main
+from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
@@ -52,6 +54,10 @@ COLUMNS = ("shape", "variant", "batch", *FIGURES, "speedup_over_uncached", "cach
 PER_HEAD_STEPS = 200  # new tokens per run of the loop over heads: the length that articles about KV caches measure
 PROMPT = 8  # characters of a real prompt; random weights start from one token
 SLOW = 30.0  # seconds; see integrated_timing
+NETWORKS = {  # of --shapes: the networks of train.py's recipes
+    "modern": dict(pos_emb="rope", qk_norm=True, activation="swiglu", bias=False),
+    "nanogpt": dict(activation="gelu_tanh"),
+}
 
 
 # -- the variants ------------------------------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ def draft_decoder(model, ngrams, compile):
 def onnx_stream(model):
     """Return the stream of the model as an ONNX file. Raises ValueError if a package is missing."""
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             file = Path(folder) / "model.onnx"
             write_onnx(copy.deepcopy(model).cpu(), "", file)
             engine = OnnxGPT(file)
@@ -217,11 +223,12 @@ def check_tokens(model, tokens, prompts):
                 fail(f"{run}: {new.size(1)} new tokens in {len(new)} rows, expected {steps} in {B}")
             logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, T - 1 :]
             counters = (torch.arange(n, device=idx.device) for n in (B, steps))
-            picks = sample_token(logits, gumbel_noise(seed, *counters, logits.size(-1)))
+            sampling = Sampling(seed=seed)
+            picks = sample_token(logits, gumbel_noise(seed, *counters, logits.size(-1)), *sampling.filters)
             for row, step in (picks != new).nonzero().tolist():
                 context = [*idx[row].tolist(), *new[row, :step].tolist()]
                 pair, where = (new[row, step].item(), picks[row, step].item()), f"{run}, row {row}, new token {step}"
-                if not near_tie(model, context, row, step, pair, Sampling(seed=seed)):
+                if not near_tie(model, context, row, step, pair, sampling):
                     fail(f"DIFFERENT from a forward without a cache: {where}")
                 near_ties.append(f"near-tie: {where}")
     return [f"the same tokens as a forward without a cache: {', '.join(names)}", *near_ties] if names else []
@@ -347,42 +354,46 @@ def table(rows):
 
 
 def plot(file, curves, rows):
-    """Draw two panels per shape: the latency of a step against its position, and tokens per second."""
+    """Draw a panel per shape: the milliseconds of a step against its position, a labelled line per variant."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(curves), 2, figsize=(12, 4 * len(curves)), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(len(curves), figsize=(10, 5 * len(curves)), squeeze=False, layout="constrained")
     colors = dict(zip(VARIANTS, plt.get_cmap("tab20").colors))
-    for (left, right), (shape, variants) in zip(axes, curves.items()):
-        # milliseconds per step
-        for name, curve in variants.items():
-            style = "--" if name in UNCACHED else "-"
-            left.plot(list(curve), list(curve.values()), style, label=name, color=colors[name], lw=1.5)
-        left.set(title=f"{shape}: milliseconds per step", xlabel="position at the end of the step", yscale="log")
-        left.grid(alpha=0.3)
+    for axis, (shape, variants) in zip(axes[:, 0], curves.items()):
+        speeds = {row["variant"]: row["tokens_per_s"] for row in rows if row["shape"] == shape}
+        top = 1.05 * max(np.quantile(list(curve.values()), 0.98) for curve in variants.values())  # without outliers
+        last_label = -math.inf
+        for name, curve in sorted(variants.items(), key=lambda item: smoothed(item[1])[-1]):
+            ends, heights = list(curve), smoothed(curve)
+            axis.plot(ends, heights, "--" if name in UNCACHED else "-", color=colors[name], lw=2)
+            last_label = max(heights[-1], last_label + top / 24)  # labels of close lines stand above each other
+            label = f" {name}: {speeds[name]:,.0f} tokens/s"
+            axis.annotate(label, (ends[-1], last_label), color=colors[name], va="center", annotation_clip=False)
+        title = f"{shape}, batch {rows[0]['batch']}: milliseconds per step"
+        axis.set(title=title, xlabel="position at the end of the step", ylim=(0, max(top, last_label)))
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=110, facecolor="white", bbox_inches="tight")
 
-        # tokens per second
-        bars = sorted((row["tokens_per_s"], row["variant"]) for row in rows if row["shape"] == shape)
-        speeds, names = zip(*bars)
-        drawn = right.barh(names, speeds, color=[colors[name] for name in names])
-        right.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=8)
-        title = f"{shape}, batch {rows[0]['batch']}: tokens/s"
-        right.set(title=title, xscale="log", xlim=(min(speeds) / 2, max(speeds) * 2))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    figure.savefig(file, dpi=110, facecolor="white")
+
+def smoothed(curve, width=9):
+    """Return the running median of a {position: milliseconds}, because single steps are noisy."""
+    values = list(curve.values())
+    return [statistics.median(values[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(values))]
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
 def shape_config(text):
-    """An argparse type: layers/heads/width/context."""
+    """An argparse type: layers/heads/width/context. The recipe of the config is not chosen yet."""
     layers, heads, width, context = (int(part) for part in text.split("/"))
-    sizes = dict(block_size=context, vocab_size=65, n_layer=layers, n_head=heads, n_embd=width)
     try:
-        config = GPTConfig(**sizes, activation="gelu_tanh")
+        config = GPTConfig(block_size=context, vocab_size=65, n_layer=layers, n_head=heads, n_embd=width)
+        for network in NETWORKS.values():
+            replace(config, **network)
         require_room(config)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
@@ -401,20 +412,21 @@ def parse_args():
     variants = "\n".join(f"  {name:24} {text}" for name, text in VARIANTS.items())
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
     add = parser.add_argument
-    add("--shapes", nargs="+", type=shape_config, metavar="L/H/C/S", help="default: 4/4/64/32 4/4/128/256 6/6/384/256")
-    add("--ckpt", nargs="+", type=path, metavar="FILE", help="trained models instead of shapes, with drafts")
+    add("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the model in the box")
+    add("--shapes", nargs="+", type=shape_config, metavar="L/H/C/S", help="random weights of these shapes instead")
+    add("--recipe", choices=NETWORKS, default="modern", help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="default: all")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
     add("--device", default="auto", help="cpu, cuda; auto: cuda where there is one (default: auto)")
     add("--csv", type=path, default="out/bench.csv", metavar="FILE", help="default: out/bench.csv")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
-    add("--plot", type=path, metavar="FILE", help="draw latency against position, and tokens/s (matplotlib)")
+    add("--plot", type=path, metavar="FILE", help="draw the time of a step against its position (matplotlib)")
     args = parser.parse_args()
     if args.shapes and args.ckpt:
         parser.error("--shapes has random weights, --ckpt trained ones: give one of them")
-    if not args.ckpt and set(args.variants) <= {"draft", "compile+draft"}:
-        parser.error("a draft needs the n-grams of a trained model: give its --ckpt")
+    if args.shapes and set(args.variants) <= {"draft", "compile+draft"}:
+        parser.error("a draft needs the n-grams of a trained model: leave out --shapes")
     return args
 
 
@@ -436,7 +448,7 @@ def check_outputs(args):
 def models(args, device):
     """Yield (shape, model, ngrams, prompts) per model to measure. See measure for the prompts."""
     seen = []
-    for file in args.ckpt or ():
+    for file in () if args.shapes else args.ckpt or [pick_checkpoint(None, None)]:
         with one_line_errors():
             checkpoint = load_checkpoint(file)
             model, chars = checkpoint.build_language_model()
@@ -446,10 +458,10 @@ def models(args, device):
         seen.append(shape_name(model.config))
         again = f" ({seen.count(seen[-1])})" if seen.count(seen[-1]) > 1 else ""
         yield seen[-1] + again, model.to(device), ngrams, [idx.to(device) for idx in prompts]
-    for config in () if args.ckpt else args.shapes or map(shape_config, ("4/4/64/32", "4/4/128/256", "6/6/384/256")):
+    for config in args.shapes or ():
         torch.manual_seed(1337)
         prompts = [torch.full((args.batch, 1), seed % config.vocab_size, device=device) for seed in range(args.repeats)]
-        yield shape_name(config), GPT(config).to(device).eval(), None, prompts
+        yield shape_name(config), GPT(replace(config, **NETWORKS[args.recipe])).to(device).eval(), None, prompts
 
 
 def shape_name(config):

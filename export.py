@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
+from kvgpt.cli import Parser, fail, one_line_errors, path, pick_checkpoint, run_main
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
@@ -220,8 +220,8 @@ def parse_args():
         required=True,
         help="output format; the files go to a folder of that name in --out_dir",
     )
-    add("--out_dir", type=path, default="out", help="default: out")
-    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir")
+    add("--out_dir", type=path, help="default: out")
+    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the model in the box")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint")
     add("--int8", action="store_true", help="with onnx: also model_int8.onnx, a quarter of the size")
     add("--cacheless", action="store_true", help="with onnx: also model_cacheless.onnx, (token_ids) -> logits")
@@ -240,13 +240,13 @@ def main():
     if args.format == "hf" and int(importlib.metadata.version("transformers").split(".")[0]) < 5:
         fail("--format hf needs transformers 5 or newer (version 4 can read its folders): pip install -U transformers")
     with one_line_errors():
-        checkpoint = load_checkpoint(args.ckpt or Path(args.out_dir) / "ckpt.pt", args.meta)
+        checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, _ = checkpoint.build_language_model()
         if args.format == "hf":
             model_type(model.config)
     if args.cacheless and model.config.block_size < 3:
         fail(f"--cacheless needs a context of 3 at least, and this model's is {model.config.block_size}")
-    FORMATS[args.format](checkpoint, model, Path(args.out_dir) / args.format, args)
+    FORMATS[args.format](checkpoint, model, Path(args.out_dir or "out") / args.format, args)
 
 
 if __name__ == "__main__":

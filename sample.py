@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_device, run_main
+from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.explain import explain
@@ -51,7 +51,12 @@ def parse_args(argv=None):
         help="new characters per sample (default: until the context is full; 1000 with --overflow slide)",
     )
     # sampling
-    add("--temperature", type=number(float, "[0, 1e30)"), default=1.0, help="0 is greedy (default: 1.0)")
+    add(
+        "--temperature",
+        type=number(float, "[0, 1e30)"),
+        default=Sampling.temperature,
+        help=f"0 is greedy, 1 the model's own distribution (default: {Sampling.temperature})",
+    )
     add("--top_k", type=number(int, f"[1, {2**31})"), metavar="K", help="sample from the K likeliest characters")
     add(
         "--top_p",
@@ -88,7 +93,7 @@ def parse_args(argv=None):
         help="onnx runs the file of export.py --format onnx by ONNX Runtime (default: torch)",
     )
     # files and device
-    add("--out_dir", type=path, default="out", help="folder of ckpt.pt and of onnx/model.onnx (default: out)")
+    add("--out_dir", type=path, help="folder of ckpt.pt and of onnx/model.onnx (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, one of nanoGPT, or a .onnx file")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl that belongs to a nanoGPT checkpoint")
     add("--device", default="auto", help="cpu, cuda or mps; auto takes cuda if there is one (default: auto)")
@@ -131,20 +136,19 @@ def open_engine(args):
     model   the GPT that --verify compares with; None if it is not needed
     Raises FileNotFoundError or ValueError with one line.
     """
-    checkpoint = args.ckpt or Path(args.out_dir) / "ckpt.pt"
     if args.engine == "torch":
         device = pick_device(args.device)
-        ckpt = load_checkpoint(checkpoint, args.meta)
+        ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, chars = ckpt.build_language_model()
         model.to(device, getattr(torch, args.dtype))
         return model, model, chars, ckpt.checked_ngrams() if args.draft else None
 
-    file = args.ckpt or Path(args.out_dir) / "onnx" / "model.onnx"
+    file = args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx"
     engine, model = OnnxGPT(file), None
     if args.kv_cache and not engine.cached:
         raise ValueError(f"{file} has no cache in its graph: give --no-kv_cache")
     if args.verify:
-        checkpoint = Path(args.out_dir) / "ckpt.pt"
+        checkpoint = pick_checkpoint(None, args.out_dir)
         model, chars = load_model(checkpoint)
         if (chars, model.config) != (engine.chars, engine.config):
             raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
@@ -312,9 +316,15 @@ def main():
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
     if args.verify and num_new:
-        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling)
+        began = time.perf_counter()
+        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, chars)
+        seconds = timing.times[-1], time.perf_counter() - began
+        cached, uncached = seconds if args.kv_cache else seconds[::-1]
         for line in lines:
             note(f"verify: {line}")
+        if same:
+            speedup = f"{uncached / cached:.1f} times as fast with it"
+            note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
         sys.exit(0 if same else 1)
 
 

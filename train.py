@@ -176,13 +176,13 @@ def train(config, data, state, ranks, run, meter, signals):
         if evaluating:
             row["val_loss"] = val_loss(config, data, state, ranks)
             if state.record_evaluation(row["val_loss"]) and ranks.is_main:
-                run.save("ckpt.pt", state)
+                run.save_best(state)
         elif saving:  # raise Diverged if the last update broke the weights, which no loss has shown yet
             val_loss(config, data, state, ranks, limit=config.block_size + 1)
         if ranks.is_main:
             run.log(row | {"seconds": meter.seconds()})  # first, because a resume drops rows after last.pt's step
             if saving:
-                run.save("last.pt", state)
+                run.save_latest(state)
         meter.show(row)
         if config.patience and state.evals_since_best >= config.patience:
             break

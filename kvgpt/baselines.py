@@ -180,6 +180,7 @@ def transformers_run(hf, **options):
             attention_mask=torch.ones_like(idx),
             max_new_tokens=max_new_tokens,
             do_sample=True,
+            temperature=Sampling.temperature,
             top_k=0,
             stopping_criteria=StoppingCriteriaList([after_step]),
             **options,

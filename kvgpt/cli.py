@@ -6,6 +6,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that keeps the line breaks of its description and reports an error in one line."""
@@ -58,6 +60,18 @@ def pick_device(name):
     except Exception as error:  # every backend raises its own error
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0][:150]}") from None
     return torch.device(name)
+
+
+def pick_checkpoint(ckpt, out_dir):
+    """Return the path of the checkpoint to read, from the flags --ckpt and --out_dir. None is a flag that is not given.
+
+    Without both flags the path is out/ckpt.pt. Without that file it is MODEL_IN_THE_BOX, which a line on stderr says.
+    """
+    file = Path(ckpt or Path(out_dir or "out") / "ckpt.pt")
+    if ckpt or out_dir or file.is_file():
+        return file
+    note(f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}, a model that comes with the code")
+    return MODEL_IN_THE_BOX
 
 
 # -- messages and exit codes -------------------------------------------------------------------------------------------
@@ -113,7 +127,8 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
         hint = f"; {disk_hint}" if disk_hint else ""
         fail(f"cannot write {error.filename or 'its output'}: {error.strerror}{hint}")
     except (MemoryError, RuntimeError) as error:
-        if not (isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)):
+        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
+        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
             raise
         fail(f"out of memory: {memory_hint}")
     except KeyboardInterrupt:

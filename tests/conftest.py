@@ -1,6 +1,5 @@
 """Fixtures and hypothesis profiles."""
 
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -43,10 +42,9 @@ def out(trained, tmp_path):
 
 @pytest.fixture
 def restored_signals():
-    """Puts the handlers of SIGINT, SIGTERM and SIGHUP back after the test."""
-    if os.name == "nt":
-        pytest.skip("needs the signals of Unix")
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Puts the handlers of SIGINT, SIGTERM and, where there is one, SIGHUP back after the test."""
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)

@@ -32,6 +32,12 @@ from model import GPT, GPTConfig, Head
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Windows lacks the signals and terminals of Unix. It reports other errors for the same bad path, and it cannot replace
+# or remove an open file. Packages of torch for Windows have lacked libuv, which torchrun needs.
+# macOS has no /proc and no /dev/full. Its file names are UTF-8.
+unix = pytest.mark.skipif(os.name == "nt", reason="needs Unix: signals, terminals, file system errors or torchrun")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, /dev/full or file names of any bytes")
+
 # -- scripts in processes of their own ---------------------------------------------------------------------------------
 
 
@@ -106,7 +112,8 @@ def start(*flags, **kwargs):
 
 def here(*flags):
     """Like child, but in this process, which saves the import of torch. Still runs train.py as __main__."""
-    out, err, code = (*(io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "12"), 0)
+    text = dict(encoding="utf-8", newline="\n", write_through=True)  # as run() reads it: \n on Windows too
+    out, err, code = io.TextIOWrapper(io.BytesIO(), **text), io.TextIOWrapper(io.BytesIO(), **text), 0
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         sys.argv = ["train.py", *map(str, flags)]

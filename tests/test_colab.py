@@ -1,49 +1,204 @@
-"""colab.ipynb, as it lies in the repository and as it runs, headless and shortened."""
+"""colab.ipynb: the outputs that it holds, and a shortened run of its cells.
 
+python tests/test_colab.py [FLAGS]    runs the notebook and stores its outputs in it; FLAGS are added to train.py's
+
+The script needs tiny Shakespeare in data/, from data/prepare.py. It leaves data/ and out/ as they are.
+"""
+
+import json
 import os
 import re
 import shutil
+import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbformat.v4 import new_output
 
-from helpers import ROOT
-
+ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script, which finds no helpers
 NOTEBOOK = ROOT / "colab.ipynb"
+FIGURES = ["curves", "triangle", "rows", "attention", "loss"]  # ids of the cells that draw one
 
 
-def test_it_is_stripped_wants_a_gpu_and_names_one_repository():
-    """Outputs of somebody's run, a session without a GPU, a badge of another repository, or a torch beside Colab's."""
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def copy_project(folder):
+    """Copy the project to `folder`, without what a run has made."""
+    made = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
+    shutil.copytree(ROOT, folder, ignore=made)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def execute(folder, train_flags="", own_text="", timeout=None):
+    """Return the notebook, executed in `folder`, with the sources of its cells changed.
+
+    train_flags  added to the commands that run train.py
+    own_text     the value of OWN_TEXT
+    timeout      in seconds per cell
+    Raises nbclient's CellExecutionError for a cell or a command that fails.
+    """
+    notebook = nbformat.read(NOTEBOOK, 4)
+    for cell in code_cells(notebook):
+        cell.source = cell.source.replace('OWN_TEXT = ""', f"OWN_TEXT = {own_text!r}")
+        cell.source = re.sub(r"(!python train\.py.*)", rf"\1 {train_flags}", cell.source)
+        # IPython goes on after a command that has failed
+        cell.source = re.sub(r"^( *)(!.*)", r"\1\2\n\1assert _exit_code == 0", cell.source, flags=re.MULTILINE)
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=resources).execute()
+    return notebook
+
+
+def clean(outputs, folder):
+    """Return the outputs without the path of `folder` and without progress bars, as one stream per name."""
+    cleaned = []
+    for output in outputs:
+        if output.output_type == "stream" and cleaned and cleaned[-1].get("name") == output.name:
+            cleaned[-1].text += output.text
+        else:
+            cleaned.append(new_output("stream", name=output.name, text=output.text) if "name" in output else output)
+    for output in cleaned:
+        if output.output_type == "stream":
+            text = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", output.text.replace("\r\n", "\n"))
+            text = re.sub(r"[^\n]*\r", "", text)  # a bar rewrites its line
+            text = re.sub(r"^.*\d%\|.*\n?", "", text, flags=re.MULTILINE)  # the last state of a bar
+            output.text = text.replace(f"{folder}{os.sep}", "").replace(str(folder), ".")
+    return cleaned
+
+
+def store_outputs(train_flags):
+    """Execute the notebook in a copy of the project with tiny Shakespeare. Write its outputs into the notebook."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+    from prepare import CORPUS_SHA256, CORPUS_URL
+
+    meta = json.loads((ROOT / "data" / "meta.json").read_text(encoding="utf-8"))
+    if meta["sha256"]["text"] != CORPUS_SHA256:
+        sys.exit("data/ does not hold tiny Shakespeare: run python data/prepare.py first")
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent).resolve() / "kit"
+        copy_project(folder)
+        for name in ("train.bin", "val.bin"):
+            shutil.copy(ROOT / "data" / name, folder / "data")
+        (folder / "data" / "meta.json").write_text(json.dumps(meta | {"source": CORPUS_URL}), encoding="utf-8")
+        executed = execute(folder, train_flags)
+        notebook = nbformat.read(NOTEBOOK, 4)
+        for cell, done in zip(code_cells(notebook), code_cells(executed)):
+            cell.outputs, cell.execution_count = clean(done.outputs, folder), done.execution_count
+    nbformat.write(notebook, NOTEBOOK)
+
+
+# -- what the notebook holds -------------------------------------------------------------------------------------------
+
+
+def printed(cell):
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def drawing(notebook):
+    """Return the id of the cell of every figure."""
+    return [
+        cell.id for cell in code_cells(notebook) for output in cell.outputs if "image/png" in output.get("data", ())
+    ]
+
+
+def lasting_lines(notebook):
+    """Return the lines printed by the cells before training. Lines with a time or with torch's version are left out."""
+    cells = code_cells(notebook)
+    cells = cells[: [cell.id for cell in cells].index("prepare")]
+    changing = re.compile(r" \d[\d,.]* (ms|s)\b|^torch ")
+    return {cell.id: [line for line in printed(cell).splitlines() if not changing.search(line)] for cell in cells}
+
+
+@pytest.fixture(scope="module")
+def stored():
     notebook = nbformat.read(NOTEBOOK, 4)
     nbformat.validate(notebook)
-    assert notebook.metadata["accelerator"] == "GPU"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
-    repository = re.search(r'^REPO = "https://github.com/(.*?)"', code[0].source).group(1)
-    badge = f"colab.research.google.com/github/{repository}/blob/main/colab.ipynb"
-    assert badge in notebook.cells[0].source and badge in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not re.search(r"pip install.*\btorch\b", "".join(cell.source for cell in code))  # Colab has its own
+    return notebook
+
+
+def test_it_asks_for_a_gpu_and_names_one_repository(stored):
+    """A session without a GPU, a badge of another repository, or a torch beside Colab's."""
+    assert stored.metadata["accelerator"] == "GPU"
+    sources = "\n".join(cell.source for cell in code_cells(stored))
+    repository = re.search(r'^REPO = "https://github.com/(.*?)"', sources, re.MULTILINE).group(1)
+    assert f"colab.research.google.com/github/{repository}/blob/main/colab.ipynb" in stored.cells[0].source
+    assert not re.search(r"pip install.*\btorch\b", sources)  # Colab has its own
+
+
+def test_it_holds_no_code_for_tests_and_waits_for_nobody(stored):
+    """A reader meets the harness, or "Run all" stops at a dialog."""
+    text = "\n".join(cell.source for cell in stored.cells)
+    assert not re.search(r"QUICK|_exit_code|\bassert\b", text)
+    assert '\nOWN_TEXT = ""\nUPLOAD = False\n' in f"\n{text}" and "input(" not in text
+
+
+def test_its_outputs_are_those_of_one_run_from_top_to_bottom(stored):
+    """Cells without outputs, outputs of cells that ran out of order, a missing figure, or a file too large to show."""
+    cells = code_cells(stored)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert drawing(stored) == FIGURES
+    silent = {cell.id for cell in cells if not cell.outputs}
+    assert silent == {"own"}
+    assert all(len(printed(cell).splitlines()) < 60 for cell in cells)
+    assert NOTEBOOK.stat().st_size < 1_500_000
+
+
+def test_its_outputs_hold_no_error_no_warning_and_no_trace_of_a_machine(stored):
+    """A traceback, a deprecation, a failed download, a progress bar, or the path or the name of somebody's machine."""
+    outputs = [output for cell in code_cells(stored) for output in cell.outputs]
+    assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs)
+    text = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
+    assert not re.search(r"warning|error|traceback|\r|\x1b|%\|", text, re.IGNORECASE)
+    assert not re.search(r"(^|[\s\"'=(])(/\w|~/|[A-Z]:\\|file:)", text)
+    for private in (ROOT, Path.home(), tempfile.gettempdir()):
+        assert str(private) not in text
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
+
+
+def test_its_text_outputs_agree_with_each_other(stored):
+    """Outputs in which the cache changed the text or an old row, or saved no work."""
+    text = {cell.id: printed(cell) for cell in code_cells(stored)}
+    assert_true_outputs(text)
+
+
+def assert_true_outputs(text):
+    """text: what each cell has printed, by id."""
+    context, prompt = int(re.search(r"context of (\d+)", text["model"]).group(1)), len("O Romeo, ")
+    steps = context - prompt
+    without = sum(range(prompt, context))  # a step reads all characters before the new one
+    assert f"without the cache: {without:,} positions for {steps} new characters" in text["triangle"]
+    assert f"with the cache: {context - 1} positions for {steps} new characters" in text["triangle"]
+    shapes = r"empty: None\nprefill of positions 0 to 8: \(1, 9, \d+\)\ndecode of position 9: \(1, 10, \d+\)\n"
+    assert re.match(shapes, text["head"])
+    assert "equal to the last bit: 24 of 24 steps" in text["check"] and "(allclose): True" in text["check"]
+    assert "equal: True" in text["equal"] and "1 of 1 samples match" in text["equal"]
+    assert "best val loss" in text["train"] and text["trained"].startswith("O Romeo, ")
+    assert "model.onnx: logits within" in text["export"]
 
 
 @pytest.mark.slow
-def test_every_cell_runs(tmp_path, monkeypatch):
-    """A cell that fails, draws nothing, shows other shapes than the cache has, or fills the page with progress."""
-    folder = tmp_path / "kit"
-    skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
-    shutil.copytree(ROOT, folder, ignore=skip)
-    monkeypatch.setenv("KIT_QUICK", "1")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    notebook = nbformat.read(folder / "colab.ipynb", 4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert sum("image/png" in output.get("data", ()) for output in outputs) == 3
-    assert "equal: True" in text and "4 of 4 samples match" in text
-    assert re.search(r"before: None\nprefill: \(1, 9, \d+\)\ndecode at 9: \(1, 10, \d+\)", text)
-    assert "cleared: None" in text and "model.onnx: logits within" in text
-    for cell in notebook.cells:  # a bar rewrites its line, and the notebook keeps every version of it
-        said = "".join(output.text for output in cell.get("outputs", ()) if output.output_type == "stream")
-        assert len(re.split(r"[\r\n]+", said)) < 60, cell.source
+def test_every_cell_runs_and_prints_what_is_stored(stored, tmp_path):
+    """A cell or a command that fails, a page full of progress, or stored outputs of other code or another model."""
+    folder = tmp_path.resolve() / "kit"
+    copy_project(folder)
+    shorter = "--preset lecture --max_iters 100 --eval_interval 50"
+    notebook = execute(folder, shorter, own_text="data/sample.txt", timeout=300)
+    for cell in code_cells(notebook):
+        assert len(re.split(r"[\r\n]+", printed(cell))) < 60, cell.source  # a notebook keeps every state of a bar
+        cell.outputs = clean(cell.outputs, folder)
+    text = {cell.id: printed(cell) for cell in code_cells(notebook)}
+    assert drawing(notebook) == FIGURES
+    assert_true_outputs(text)
+    assert "best val loss" in text["own"] and (folder / "out" / "own" / "ckpt.pt").exists()
+    assert lasting_lines(notebook) == lasting_lines(stored), "store new outputs: python tests/test_colab.py"
+
+
+if __name__ == "__main__":
+    store_outputs(" ".join(sys.argv[1:]))

@@ -11,13 +11,13 @@ import pytest
 
 from helpers import ROOT, ok, run
 
-SCRIPTS = {"train", "sample", "bench", "export", "prepare"}
+SCRIPTS = {"train", "sample", "bench", "export", "prepare", "draw"}
 FOLDERS = ["decoding", "storage", "training"]  # each may import from those before it
 
 
 def source_files():
     """Every .py file of the project but the tests, as {module name: path}."""
-    files = {file.stem: file for folder in (ROOT, ROOT / "data") for file in folder.glob("*.py")}
+    files = {file.stem: file for folder in (ROOT, ROOT / "data", ROOT / "assets") for file in folder.glob("*.py")}
     for file in (ROOT / "kvgpt").rglob("*.py"):
         parts = file.relative_to(ROOT).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prepare
-from helpers import ROOT, assert_one_line, ok, run
+from helpers import ROOT, assert_one_line, linux, ok, run, unix
 
 SAMPLE = ROOT / "data" / "sample.txt"
 CLOSED = "http://127.0.0.1:9"
@@ -186,6 +186,7 @@ def test_without_data_dir_the_files_go_beside_the_script(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"kit", "in.txt"}
 
 
+@linux
 def test_a_file_name_that_is_not_utf8(tmp_path):
     """A traceback from printing the name of a file from a Latin-1 system."""
     path = tmp_path / os.fsdecode(b"caf\xe9.txt")
@@ -303,6 +304,7 @@ def test_a_bad_text(raw, word, old, tmp_path):
     assert result.stdout == "" and snapshot(old) == before
 
 
+@unix
 @pytest.mark.parametrize("name", ["missing.txt", "", "folder", "folder/below", "file/below", "loop", "long" * 99])
 def test_an_input_that_cannot_be_read(name, old, tmp_path):
     """A traceback for a path that is not that of a readable file, one that goes round in symbolic links among them."""
@@ -333,7 +335,14 @@ def test_flags_that_do_not_exist(args, word, old):
     assert snapshot(old) == before
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/dev/full", "/dev/full/below", "/proc/below"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "file",
+        pytest.param("file/below", marks=unix),
+        *(pytest.param(place, marks=linux) for place in ("/dev/full", "/dev/full/below", "/proc/below")),
+    ],
+)
 def test_a_data_dir_that_cannot_be_written(place, tmp_path):
     """A traceback when the folder cannot be made (places that fail for root, too)."""
     (tmp_path / "file").write_bytes(b"precious")
@@ -395,6 +404,7 @@ def test_url_downloads_again_when_another_is_asked_for_a_file_is_damaged_or_forc
     assert len(asked) == 4
 
 
+@unix
 def test_the_bar_shows_on_a_terminal(serve, tmp_path):
     """No bar where a person waits."""
     url, _ = serve(answer(BODY))

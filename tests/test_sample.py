@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers import PROMPT, ROOT, assert_one_line, lively, ok, run, sample, texts_of
+from helpers import PROMPT, ROOT, assert_one_line, linux, lively, ok, run, sample, texts_of, unix
 from kvgpt.storage.checkpoint import save_checkpoint
 from model import GPTConfig
 from sample import parse_args
@@ -76,10 +76,11 @@ def test_it_needs_the_checkpoint_only(trained, tmp_path):
     assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
+@unix
 @pytest.mark.slow
 def test_characters_stream_as_they_come(trained):
     """On a terminal every character arrives in a write of its own, and a newline ends the text."""
-    parent, child = pytest.importorskip("pty").openpty()
+    parent, child = os.openpty()
     command = [sys.executable, "sample.py", "--out_dir", str(trained), "--device", "cpu", "--prompt", "O"]
     command += ["--overflow", "slide", "--max_new_tokens", "2000"]  # long enough for any scheduler to let us read
     process = subprocess.Popen(command, cwd=ROOT, stdout=child, stderr=subprocess.PIPE)
@@ -99,6 +100,7 @@ def test_characters_stream_as_they_come(trained):
     assert len(reads) > 20  # not one lump at the end
 
 
+@linux
 @pytest.mark.parametrize("script", [["sample.py", "--prompt", "O"], ["data/prepare.py", "--force"]])
 def test_a_full_disk_behind_stdout_is_one_line(script, trained, tmp_path):
     flags = {"sample.py": ["--out_dir", str(trained)], "data/prepare.py": ["--data_dir", str(tmp_path)]}[script[0]]

@@ -33,6 +33,7 @@ from helpers import (
     same,
     start,
     tiny_run,
+    unix,
     write_data,
 )
 from kvgpt.training.config import TrainConfig
@@ -227,6 +228,7 @@ def test_the_loop_ends_at_max_iters_and_begins_at_the_step_of_its_state(train_he
     assert state.step == load(tmp_path / "out" / "last.pt")["iter_num"] == 9
 
 
+@unix
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_the_loop_returns_the_signal_that_stopped_it(name, at, train_here, tmp_path):
@@ -348,6 +350,7 @@ def interrupt(data_dir, tmp_path_factory):
     return interrupt
 
 
+@unix
 @stop_signals
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(number, interrupt, data_dir, tmp_path):
     """The step in progress is finished and saved. No batch is trained twice."""
@@ -364,6 +367,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(number, in
     assert [int(row["step"]) for row in log(out)][-1] == stopped + 8
 
 
+@unix
 @stop_signals
 def test_the_line_that_says_how_to_resume_can_be_pasted(number, interrupt):
     """An out_dir with a space needs quotes."""
@@ -372,6 +376,7 @@ def test_the_line_that_says_how_to_resume_can_be_pasted(number, interrupt):
     assert words == ["--init_from", "resume", "--out_dir", str(out)]
 
 
+@unix
 @pytest.mark.slow
 def test_a_signal_that_comes_while_a_line_is_printed_is_a_saved_stop_too(data_dir, tmp_path):
     """A signal sent in response to a line arrives at the end of a step, after the decision whether to save. Here nobody

@@ -16,7 +16,8 @@ import torch
 class Sampling:
     """The settings of one generation. Raises ValueError, naming the field, for an invalid value.
 
-    temperature  0 is greedy: the token with the largest logit, ties to the lowest id
+    temperature  0 is greedy: the token with the largest logit, ties to the lowest id. 1 samples from the model's
+                 distribution, and less than 1 favours likely tokens
     top_k        sample from the k likeliest tokens
     top_p        sample from the fewest likeliest tokens whose probabilities add up to top_p
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
@@ -24,7 +25,7 @@ class Sampling:
     overflow     "stop" ends at a full context. "slide" goes on: see `context_start`
     """
 
-    temperature: float = 1.0
+    temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -90,7 +91,7 @@ def text_context_start(block_size, prompt_length, end):
     return start
 
 
-def sample_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
+def sample_token(logits, noise, temperature, top_k=None, top_p=None):
     """Pick tokens, `(...,)` int64, from logits and Gumbel noise, `(..., V)` each.
 
     argmax(logits / temperature + noise) has the distribution softmax(logits / temperature): the Gumbel-max trick.

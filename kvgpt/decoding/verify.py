@@ -47,13 +47,14 @@ def first_difference(ours, theirs):
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling):
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names):
     """Compare texts with those of the plain loop, GPT.generate, on the same prompts.
 
     prompts   B int64 tensors of one dimension
     texts     B lists of ids: the prompts and their continuations
     kv_cache  whether the plain loop uses the cache: the opposite of what made the texts
     sampling  the Sampling that made the texts
+    names     the name of each token id in the report
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
     how = "with" if kv_cache else "without"
@@ -73,8 +74,8 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling):
             if position is None:
                 continue
             picks = (*ours[position : position + 1], *theirs[position : position + 1])
-            ids = " and ".join(f"id {i}" for i in picks)
-            where = f"row {row}, new token {position - T}: {ids} {how} the cache"
+            pair = ", but ".join(repr(names[i]) for i in picks)
+            where = f"row {row}, new token {position - T}: {pair} {how} the cache"
             context = ours[text_context_start(model.config.block_size, T, position) : position]
             if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
                 return False, [*lines, f"DIFFERENT at {where}"]

@@ -149,7 +149,7 @@ def write_folder(model, chars, folder):
     Raises ValueError if no class of transformers computes what this model does, OSError if files cannot be written.
     """
     hf, tokenizer = to_transformers(model), hf_tokenizer(chars, model.config.block_size)
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
         # transformers and tokenizers make the files that they will read
         try:
             hf.save_pretrained(made)

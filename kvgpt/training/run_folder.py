@@ -76,6 +76,10 @@ class RunFolder:
         with open(self.path / "log.csv", "a", encoding="utf-8", newline="") as f:
             csv.DictWriter(f, LOG_FIELDS).writerow(row)
 
-    def save(self, name, state):
-        """Write a checkpoint of the TrainState, atomically. Raises OSError."""
-        save_checkpoint(self.path / name, self.header | state.state_dict())
+    def save_best(self, state):
+        """Write ckpt.pt, the weights of the TrainState, atomically. Raises OSError."""
+        save_checkpoint(self.path / "ckpt.pt", self.header | state.state_dict(with_optimizers=False))
+
+    def save_latest(self, state):
+        """Write last.pt, the whole TrainState, atomically. Raises OSError."""
+        save_checkpoint(self.path / "last.pt", self.header | state.state_dict(with_optimizers=True))

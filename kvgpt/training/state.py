@@ -53,16 +53,19 @@ class TrainState:
         self.evals_since_best = 0 if is_best else self.evals_since_best + 1
         return is_best
 
-    def state_dict(self):
-        """Return the part of a checkpoint that changes from step to step."""
-        return dict(
-            model=self.model.state_dict(),
-            optimizer=[optimizer.state_dict() for optimizer in self.optimizers],
-            scaler=self.scaler.state_dict(),
-            iter_num=self.step,
-            best_val_loss=self.best_val_loss,
-            evals_since_best=self.evals_since_best,
-        )
+    def state_dict(self, with_optimizers):
+        """Return the part of a checkpoint that changes from step to step.
+
+        with_optimizers  False gives half of the bytes, enough to generate text and too little to resume the run
+        """
+        state = dict(model=self.model.state_dict(), iter_num=self.step, best_val_loss=self.best_val_loss)
+        if with_optimizers:
+            state |= dict(
+                optimizer=[optimizer.state_dict() for optimizer in self.optimizers],
+                scaler=self.scaler.state_dict(),
+                evals_since_best=self.evals_since_best,
+            )
+        return state
 
     def load_training(self, ckpt):
         """Continue the run of a Checkpoint, whose weights the model has already. Raises ValueError if it is damaged."""

@@ -34,7 +34,7 @@ def test_top_p_keeps_the_token_that_crosses(values, p, seed):
     possibly = {i for i, mass in zip(ranking, before) if mass < p + 1e-5}
     noise = gumbel_noise(seed, torch.arange(1), torch.arange(50), len(values))[0]
     spread = noise + 1000 * torch.eye(len(values)).repeat(50, 1)[:50]  # each token in turn is the one the noise wants
-    picked = set(sample_token(logits.repeat(50, 1), spread, top_p=p).tolist())
+    picked = set(sample_token(logits.repeat(50, 1), spread, 1.0, top_p=p).tolist())
     assert surely <= picked <= possibly
 
 

@@ -39,7 +39,7 @@ def test_verify_finds_a_broken_cache(trained):
 
     def verified(model, kv_cache):
         ours = model.generate(idx, 19, seed=3, kv_cache=kv_cache).tolist()
-        return verify(model, list(idx), ours, 19, not kv_cache, Sampling(seed=3))
+        return verify(model, list(idx), ours, 19, not kv_cache, Sampling(seed=3), chars)
 
     def assert_verified(model):
         for kv_cache in (True, False):
@@ -59,10 +59,11 @@ def test_verify_finds_a_broken_cache(trained):
 def test_verify_takes_each_row_for_its_own_sample_and_prompt():
     """Rows are compared in groups of one length. A mix-up of rows would compare with the noise of another sample."""
     model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
+    names = [chr(ord("a") + i) for i in range(V)]
     ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
     texts = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
     for kv_cache in (True, False):
-        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling)
+        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling, names)
         assert same and lines == [
             f"24 new tokens, compared with those {'with' if kv_cache else 'without'} the cache: 4 of 4 samples match"
         ]
@@ -70,10 +71,11 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt():
             place = len(ragged[row]) + step
             wrong = [list(text) for text in texts]
             wrong[row][place] = (wrong[row][place] + 1) % V
-            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling)
-            assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, names)
+            picks = f"{names[wrong[row][place]]!r}, but {names[texts[row][place]]!r}"
+            assert not same and f"DIFFERENT at row {row}, new token {step}: {picks} " in lines[-1]
             wrong[row] = texts[row][:place]  # a text that ends too early
-            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling)
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, names)
             assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]
 
 

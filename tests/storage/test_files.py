@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, here, load, log, ok
+from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, here, load, log, ok, unix
 from kvgpt.storage.checkpoint import save_checkpoint
 from kvgpt.storage.files import write_atomically
 
@@ -53,6 +53,7 @@ def test_a_folder_that_is_not_there_is_an_os_error_that_names_the_file(tmp_path)
     assert contents(tmp_path) == {"a": b"old"}
 
 
+@unix
 def test_a_checkpoint_is_written_beside_synced_and_renamed(tmp_path):
     """The sync comes before the rename. A power cut could leave an empty file under the good name otherwise."""
     path, calls = tmp_path / "last.pt", []

@@ -15,7 +15,7 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, contents, tiny
+from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, contents, tiny, unix
 from kvgpt.storage.hf import model_type, read_folder, write_folder
 from model import GPTConfig
 
@@ -132,6 +132,7 @@ def test_a_model_that_was_born_in_transformers_comes_in(make, tmp_path):
         torch.testing.assert_close(ours(ids)[0], hf(ids).logits, atol=1e-4, rtol=0)
 
 
+@unix
 def test_weights_in_several_files_come_in(tmp_path):
     """Some of the files of a large model left out."""
     hf = foreign(tmp_path, StableLmForCausalLM(StableLmConfig(**STABLELM_SIZES)))

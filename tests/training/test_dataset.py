@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helpers import CPU, SMALL, assert_one_line, assert_refused, here, load, ok, plain_val_loss, write_data
+from helpers import CPU, SMALL, assert_one_line, assert_refused, here, load, ok, plain_val_loss, unix, write_data
 from kvgpt.training.dataset import evaluate
 from model import GPT, GPTConfig
 
@@ -53,6 +53,7 @@ def test_data_that_is_not_prepared_is_one_line_that_says_what_to_run(missing, da
     assert not (tmp_path / "out").exists()
 
 
+@unix
 def test_a_data_dir_that_is_a_file_is_one_line(tmp_path):
     """Not NotADirectoryError's "cannot write": nothing is written there."""
     (tmp_path / "text.txt").write_text("abc")

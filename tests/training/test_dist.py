@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from helpers import ONE_THREAD, ROOT, SMALL, STATEFUL, assert_same_run, contents, here, load, log, ok, torchrun
+from helpers import ONE_THREAD, ROOT, SMALL, STATEFUL, assert_same_run, contents, here, load, log, ok, torchrun, unix
 from kvgpt.training.dist import Ranks
 
 
+@unix
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nanogpt", "modern"])
 def test_two_processes_train_as_one_does_on_the_same_global_batch(recipe, data_dir, tmp_path):
@@ -38,6 +39,7 @@ def test_two_processes_train_as_one_does_on_the_same_global_batch(recipe, data_d
     assert [int(row["step"]) for row in log(one)] == [int(row["step"]) for row in log(two)] == list(range(1, 8))
 
 
+@unix
 @pytest.mark.slow
 def test_two_processes_resume_to_the_bit_with_dropout(data_dir, tmp_path):
     flags = [*STATEFUL, "--lr_decay_iters", 8, "--data_dir", data_dir]
@@ -47,6 +49,7 @@ def test_two_processes_resume_to_the_bit_with_dropout(data_dir, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
+@unix
 def test_a_batch_that_cannot_be_shared_is_named_once(data_dir, tmp_path):
     result = torchrun(*SMALL, "--batch_size", 3, "--data_dir", data_dir, "--out_dir", tmp_path / "out")
     assert result.returncode != 0 and not (tmp_path / "out").exists()
@@ -54,6 +57,7 @@ def test_a_batch_that_cannot_be_shared_is_named_once(data_dir, tmp_path):
     assert len(lines) == 1 and "--batch_size 3" in lines[0], result.stderr
 
 
+@unix
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
     flags = [*STATEFUL, "--max_iters", 10**6, "--log_interval", 5, "--data_dir", data_dir, "--out_dir", tmp_path]

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from helpers import SMALL, STATEFUL, child, here, load, log, ok, start, tiny_run
+from helpers import SMALL, STATEFUL, child, here, load, log, ok, start, tiny_run, unix
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
 from kvgpt.training.state import Diverged
@@ -66,10 +66,11 @@ def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
     assert len(text.removesuffix("\n")) == 16 and set(text) <= set(ckpt["chars"])  # a full context
 
 
+@unix
 @pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["terminal", "notebook"])
 def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(size, data_dir, tmp_path):
-    pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
-    leader, follower = pty.openpty()
+    termios = pytest.importorskip("termios")
+    leader, follower = os.openpty()
     termios.tcsetwinsize(follower, size)
     flags = [*SMALL, "--max_iters", 4, "--log_interval", 1, "--data_dir", data_dir, "--out_dir", tmp_path]
     process = start(*flags, stderr=follower)

@@ -1,7 +1,6 @@
 """kvgpt/training/run_folder.py: checkpoints, log.csv, the lock, and the run that was there before."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from helpers import (
     child,
     contents,
     here,
+    linux,
     load,
     log,
     ok,
@@ -107,7 +107,7 @@ def test_an_out_dir_that_cannot_be_made_is_one_line(name, data_dir, tmp_path):
     assert (tmp_path / "file").read_text() == "here first"
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system where no folder can be made")
+@linux
 def test_an_out_dir_where_no_folder_can_be_made_is_one_line_that_says_so(data_dir):
     """The system calls it "no such file", which must not pass for a missing input."""
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", "/proc/none", "--max_iters", "1")

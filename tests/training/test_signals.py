@@ -5,9 +5,11 @@ import signal
 
 import pytest
 
-from helpers import run
+from helpers import run, unix
 from kvgpt.training.dist import Ranks
 from kvgpt.training.signals import StopSignals
+
+pytestmark = unix
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -26,7 +28,6 @@ def test_the_first_of_several_signals_counts(restored_signals):
     assert stop.poll() == signal.SIGTERM
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs the signals of Unix")
 def test_a_second_signal_ends_the_process_at_once():
     code = """
 import os, signal

@@ -1,0 +1,217 @@
+"""Draw the pictures of the README: the animation of two runs, the work with and without a cache, and one step.
+
+    python assets/draw.py
+
+Writes typing.svg, work.svg and step.svg beside this file. The animation shows times measured on this machine, so run
+this on an idle one. The colours follow the reader's light or dark theme.
+"""
+
+import sys
+import time
+from html import escape
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # model.py and kvgpt are beside this script's folder
+
+from kvgpt.cli import MODEL_IN_THE_BOX, run_main
+from kvgpt.storage.checkpoint import load_model
+from kvgpt.storage.files import write_atomically
+
+HERE = Path(__file__).resolve().parent
+PROMPT, SEED = "O Romeo, ", 183  # a text that ends with a sentence
+STYLE = """
+text { font: 14px ui-sans-serif, system-ui, sans-serif; fill: #1f2328 }
+.mono, .typed tspan { font-family: ui-monospace, Menlo, Consolas, monospace }
+.small { font-size: 12px } .title { font-size: 16px; font-weight: 600 } .quiet { fill: #59636e }
+.middle { text-anchor: middle } .end { text-anchor: end }
+.frame { fill: none; stroke: #d1d9e0 } .line { stroke: #59636e; fill: none; stroke-width: 1.5 }
+.computed { fill: #bf3989 } .cached { fill: #54aeff; opacity: .35 } .new { fill: #bf3989 }
+.box { fill: #ddf4ff; stroke: #54aeff } .weights { fill: #fff8c5; stroke: #d4a72c }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .quiet { fill: #9198a1 } .frame { stroke: #3d444d } .line { stroke: #9198a1 }
+.computed, .new { fill: #f778ba } .box { fill: #0d2d4d; stroke: #388bfd } .weights { fill: #3d2e00; stroke: #9e6a03 }
+}
+"""
+
+
+def svg(width, height, title, parts, style=""):
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" xml:space="preserve">'
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def text(x, y, content, kind=""):
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(content)}</text>'
+
+
+def rect(x, y, width, height, kind, radius=0):
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" class="{kind}"/>'
+
+
+# -- the animation -----------------------------------------------------------------------------------------------------
+
+
+def timed_run(model, idx, kv_cache):
+    """Return (ids, arrivals): the new tokens, and the seconds from the start to each of them."""
+    ids, arrivals, start = [], [], time.perf_counter()
+    for block in model.stream(idx, model.config.block_size, kv_cache=kv_cache, seed=SEED):
+        ids.append(block.item())
+        arrivals.append(time.perf_counter() - start)
+    return ids, arrivals
+
+
+def measure(model, idx, repeats=9):
+    """Return (ids, {kv_cache: arrivals}) of the run with the median time, the two ways in turn."""
+    runs = {True: [], False: []}
+    for _ in range(repeats):
+        for kv_cache in runs:
+            runs[kv_cache].append(timed_run(model, idx, kv_cache))
+    median = {kv_cache: sorted(all_, key=lambda run: run[1][-1])[repeats // 2] for kv_cache, all_ in runs.items()}
+    assert median[True][0] == median[False][0]
+    return median[True][0], {kv_cache: arrivals for kv_cache, (_, arrivals) in median.items()}
+
+
+def typing(model, chars):
+    """Draw two panels in which the same text is typed, with and without the cache, at the measured times."""
+    prompt = [chars.index(char) for char in PROMPT]
+    ids, arrivals = measure(model, torch.tensor([prompt]))
+    slowdown = 10
+    end = {kv_cache: slowdown * times[-1] for kv_cache, times in arrivals.items()}
+    duration = max(end.values()) + 4  # seconds of one round; the finished text stays for 4 of them
+
+    def appear(name, seconds):
+        share = 100 * seconds / duration
+        return (
+            f"@keyframes {name} {{ 0%, {share:.2f}% {{ fill-opacity: 0 }} "
+            f"{min(share + 0.01, 100):.2f}%, 100% {{ fill-opacity: 1 }} }}\n"
+            f"#{name} {{ animation: {name} {duration:.2f}s infinite }}\n"
+        )
+
+    text_of = PROMPT + "".join(chars[i] for i in ids)
+    lines, width, height = text_of.split("\n"), 470, 0
+    parts, style = [], ""
+    positions = {True: len(prompt) + len(ids) - 1, False: sum(range(len(prompt), len(prompt) + len(ids)))}
+    for kv_cache, left in ((False, 0), (True, width + 20)):
+        side, n, y = "with" if kv_cache else "without", 0, 62
+        parts.append(text(left + 16, 28, f"{side} the cache", "title"))
+        for line in lines:
+            spans = ""
+            for char in line:
+                name, step = f"{side}{n}", n - len(prompt)
+                spans += f'<tspan id="{name}">{escape(char)}</tspan>' if step >= 0 else escape(char)
+                if step >= 0:
+                    style += appear(name, slowdown * arrivals[kv_cache][step])
+                n += 1
+            n += 1  # the newline
+            parts.append(f'<text x="{left + 16}" y="{y}" class="mono typed">{spans}</text>')
+            y += 20
+        total = f"{arrivals[kv_cache][-1]:.2f} s, {positions[kv_cache]:,} positions computed per layer"
+        parts.append(f'<text x="{left + 16}" y="{y + 10}" id="{side}total" class="small">{total}</text>')
+        style += appear(f"{side}total", end[kv_cache])
+        height = y + 24
+    parts += [rect(left, 4, width, height - 4, "frame", 8) for left in (0.5, width + 19.5)]
+    note = f"{model.config.n_layer} layers, {model.config.n_embd} wide, on a CPU; time slowed {slowdown} times"
+    parts.append(text(width + 10, height + 22, note, "small quiet middle"))
+    style += "@media (prefers-reduced-motion: reduce) { tspan, text { animation: none !important } }\n"
+    return svg(2 * width + 20, height + 34, "The same text, typed without and with the KV cache", parts, style)
+
+
+# -- the work ----------------------------------------------------------------------------------------------------------
+
+
+def work():
+    """Draw which positions each step computes: a triangle without the cache, the prompt and a diagonal with it."""
+    sequence, cell = PROMPT + "what is", 20
+    T, N = len(PROMPT), len(sequence)
+    steps, size = range(T, N), N * cell
+    parts = []
+    for left, kv_cache in ((60, False), (60 + size + 110, True)):
+        parts.append(text(left, 24, f"{'with' if kv_cache else 'without'} the cache", "title"))
+        for position, char in enumerate(sequence[:-1]):
+            parts.append(text(left + (position + 0.5) * cell, 62, char.replace(" ", "␣"), "mono middle"))
+        for row, end in enumerate(steps):
+            y = 74 + row * cell
+            name = "prefill" if kv_cache and row == 0 else f"step {row}"
+            parts.append(text(left - 10, y + 15, name, "small quiet end"))
+            first = 0 if row == 0 or not kv_cache else end - 1
+            for position in range(end):
+                kind = "computed" if position >= first else "cached"
+                parts.append(rect(left + position * cell + 1, y + 1, cell - 2, cell - 2, kind, 3))
+            parts.append(text(left + end * cell + 6, y + 15, f"gives {sequence[end]!r}", "small quiet"))
+        total = N - 1 if kv_cache else sum(steps)
+        parts.append(text(left, 74 + len(steps) * cell + 24, f"{total} positions computed", ""))
+    y = 74 + len(steps) * cell + 56
+    parts += [rect(60, y - 12, 14, 14, "computed", 3), text(82, y, "computed: query, key and value of this position")]
+    parts += [rect(440, y - 12, 14, 14, "cached", 3), text(462, y, "kept: its key and value are read from the cache")]
+    title = "Without a cache every step computes all positions. With a cache a step computes one."
+    return svg(60 + 2 * size + 210, y + 16, title, parts)
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+def step():
+    """Draw one attention layer in one decode step, for the default model after the prompt."""
+    parts = [
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 L8 4 L0 8 z" fill="#59636e"/></marker></defs>'
+    ]
+
+    def box(x, y, width, label, shape, kind="box"):
+        parts.append(rect(x, y, width, 44, kind, 6))
+        parts.append(text(x + width / 2, y + 19, label, "middle"))
+        parts.append(text(x + width / 2, y + 36, shape, "mono small middle quiet"))
+
+    def arrow(*points):
+        path = "M" + " L".join(f"{x} {y}" for x, y in points)
+        parts.append(f'<path d="{path}" class="line" marker-end="url(#tip)"/>')
+
+    # the new token's query, key and value
+    box(10, 128, 110, "x, new token", "(1, 1, 128)")
+    box(150, 128, 100, "c_attn", "128 → 384", "weights")
+    box(290, 30, 120, "q", "(1, 4, 1, 32)")
+    box(290, 128, 120, "k", "(1, 4, 1, 32)")
+    box(290, 226, 120, "v", "(1, 4, 1, 32)")
+    arrow((120, 150), (148, 150))
+    for y in (52, 150, 248):
+        arrow((250, 150), (270, 150), (270, y), (288, y))
+
+    # the buffers: slots of the positions so far, the new one last
+    for y, name in ((128, "key_cache"), (226, "value_cache")):
+        arrow((410, y + 22), (438, y + 22))
+        parts.append(text(440, y - 8, f"{name}: slots 0 .. 9", "small"))
+        for slot in range(14):
+            kind = "new" if slot == 9 else "cached" if slot < 9 else "frame"
+            parts.append(rect(440 + 18 * slot, y + 6, 15, 32, kind, 2))
+        parts.append(text(440 + 18 * 9 + 7, y + 54, "9", "small middle"))
+        parts.append(text(440 + 18 * 14 + 2, y + 26, "…", ""))
+
+    # attention over all slots
+    box(440, 30, 250, "softmax(q · keys / √32)", "(1, 4, 1, 10)")
+    arrow((410, 52), (438, 52))
+    arrow((600, 118), (600, 76))
+    box(740, 128, 130, "weights · values", "(1, 4, 1, 32)")
+    arrow((690, 52), (805, 52), (805, 126))
+    arrow((720, 248), (805, 248), (805, 174))
+    box(900, 128, 100, "c_proj", "128 → 128", "weights")
+    arrow((870, 150), (898, 150))
+    arrow((1000, 150), (1028, 150))
+    parts.append(text(1034, 155, "y (1, 1, 128)", "mono small"))
+    caption = "The step writes slot 9 of both buffers, then reads slots 0 to 9. It computes no older key or value."
+    parts.append(text(10, 312, caption, "quiet"))
+    return svg(1140, 326, "One layer in one decode step: write one slot, read all of them", parts)
+
+
+def main():
+    model, chars = load_model(MODEL_IN_THE_BOX)
+    pictures = {"typing.svg": typing(model, chars), "work.svg": work(), "step.svg": step()}
+    write_atomically({HERE / name: content.encode() for name, content in pictures.items()})
+    for name, content in pictures.items():
+        print(f"{HERE / name}: {len(content) / 1e3:.0f} KB")
+
+
+if __name__ == "__main__":
+    run_main(main)
