@@ -124,7 +124,7 @@ def typing(model, chars):
 
 def work():
     """Draw which positions each step computes: a triangle without the cache, the prompt and a diagonal with it."""
-    sequence, cell = PROMPT + "what is", 20
+    sequence, cell = PROMPT + "we know", 20
     T, N = len(PROMPT), len(sequence)
     steps, size = range(T, N), N * cell
     parts = []
@@ -134,7 +134,7 @@ def work():
             parts.append(text(left + (position + 0.5) * cell, 62, char.replace(" ", "␣"), "mono middle"))
         for row, end in enumerate(steps):
             y = 74 + row * cell
-            name = "prefill" if kv_cache and row == 0 else f"step {row}"
+            name = f"step {row + 1}" if not kv_cache else f"decode {row}" if row else "prefill"
             parts.append(text(left - 10, y + 15, name, "small quiet end"))
             first = 0 if row == 0 or not kv_cache else end - 1
             for position in range(end):
@@ -172,8 +172,8 @@ def step():
     # the new token's query, key and value
     box(10, 128, 110, "x, new token", "(1, 1, 128)")
     box(150, 128, 100, "c_attn", "128 → 384", "weights")
-    box(290, 30, 120, "q", "(1, 4, 1, 32)")
-    box(290, 128, 120, "k", "(1, 4, 1, 32)")
+    box(290, 30, 120, "q, rotated", "(1, 4, 1, 32)")
+    box(290, 128, 120, "k, rotated", "(1, 4, 1, 32)")
     box(290, 226, 120, "v", "(1, 4, 1, 32)")
     arrow((120, 150), (148, 150))
     for y in (52, 150, 248):

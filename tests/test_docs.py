@@ -2,8 +2,8 @@
 
 python tests/test_docs.py     writes docs/flags.md
 
-Blocks: `sh` and `python` run, in order, one shell per file. `text` is shown. `console` is shown too, except a line that
-begins with "$ ": a user's mistake, followed by the message on stderr.
+Blocks: `sh` and `python` run, in order, one shell per file. `py` is an excerpt of model.py. `text` is shown. `console`
+is shown too, except a line that begins with "$ ": a user's mistake, followed by the message on stderr.
 """
 
 import ast
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script
 FLAGS = ROOT / "docs" / "flags.md"
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ("data/prepare.py", "train.py", "sample.py", "bench.py", "export.py")
-LANGUAGES = {"sh", "python", "text", "console"}
+LANGUAGES = {"sh", "python", "py", "text", "console"}
 ELSEWHERE = {"start_pos", "forward_cached"}  # names in the code of others
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
@@ -235,6 +235,15 @@ def test_the_names_in_its_code_exist(file):
     for name in named_code(read(file)):
         for part in name.split("."):
             assert re.search(rf"\b{part}\b", sources), name
+
+
+@every_file
+def test_its_excerpts_are_in_the_model(file):
+    """A copy of code that has changed since."""
+    lines = {line.split("  # ")[0].strip() for line in read(ROOT / "model.py").splitlines()}
+    for language, content in blocks(read(file)):
+        for line in content.splitlines() if language == "py" else ():
+            assert line.split("  # ")[0].strip() in lines, line
 
 
 # -- an environment with few packages, made without a network ----------------------------------------------------------
