@@ -361,7 +361,8 @@ def plot(file, curves, rows):
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(len(curves), figsize=(10, 5 * len(curves)), squeeze=False, layout="constrained")
-    colors = dict(zip(VARIANTS, plt.get_cmap("tab20").colors))
+    tab20 = plt.get_cmap("tab20").colors
+    colors = dict(zip(VARIANTS, tab20[::2] + tab20[1::2]))  # dark ones first
     for axis, (shape, variants) in zip(axes[:, 0], curves.items()):
         speeds = {row["variant"]: row["tokens_per_s"] for row in rows if row["shape"] == shape}
         top = 1.05 * max(np.quantile(list(curve.values()), 0.98) for curve in variants.values())  # without outliers
