@@ -253,7 +253,7 @@ def build(config, data, source, device, dtype):
     return state
 
 
-def describe(config, state, ranks, meter):
+def describe(config, state, ranks):
     """Return the first line of a run's output."""
     config_line = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
     others = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
@@ -261,7 +261,7 @@ def describe(config, state, ranks, meter):
         f"{'resuming' if state.step else 'training'} preset {config.preset}, recipe {config.recipe}, "
         f"on {state.device}{others} in {str(state.dtype).removeprefix('torch.')}: "
         f"{config_line}, {state.num_parameters() / 1e6:.2f}M parameters; "
-        f"steps {state.step}..{config.max_iters} of {meter.chars_per_step:,} characters"
+        f"steps {state.step}..{config.max_iters} of {config.chars_per_step:,} characters"
     )
 
 
@@ -296,8 +296,8 @@ def main():
         with one_line_errors():
             run.lock()
         counted = run.begin(state.step, header)
+    print(describe(config, state, ranks), flush=True)
     meter = Meter(config, state, ranks, *counted)
-    print(describe(config, state, ranks, meter), flush=True)
 
     # train
     signals = StopSignals(ranks)

@@ -83,6 +83,10 @@ class TrainConfig:
     compile: bool = flag(False, boolean, "torch.compile the training step")
     plot: bool = flag(False, boolean, "draw loss.png in --out_dir at the end; needs matplotlib")
 
+    @property
+    def chars_per_step(self):
+        return self.gradient_accumulation_steps * self.batch_size * self.block_size
+
     def model_args(self):
         """Return the fields that GPTConfig has too."""
         return {name: getattr(self, name) for name in MODEL_FLAGS}

@@ -21,7 +21,7 @@ class Meter:
     def __init__(self, config, state, ranks, chars_before=0, seconds_before=0.0):
         self.ranks, self.max_iters = ranks, config.max_iters
         self.first_step, self.chars_before, self.seconds_before = state.step, chars_before, seconds_before
-        self.chars_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
+        self.chars_per_step = config.chars_per_step
         self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
         self.rates = []  # tokens per second, per row
         self.last_val_loss = math.nan
