@@ -23,6 +23,7 @@ from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.explain import explain
 from kvgpt.decoding.sampling import Sampling, text_context_start
+from kvgpt.decoding.stop import cut_at_stop, num_undecided
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import verify
 from kvgpt.storage.checkpoint import load_checkpoint, load_model
@@ -50,6 +51,7 @@ def parse_args(argv=None):
         metavar="N",
         help="new characters per sample (default: until the context is full; 1000 with --overflow slide)",
     )
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat it for several")
     # sampling
     add(
         "--temperature",
@@ -103,7 +105,7 @@ def parse_args(argv=None):
     add("--verify", action="store_true", help="also generate the other way, with or without the cache, and compare")
     add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
     args = parser.parse_args(argv)
-    args.prompt = args.prompt or ["\n"]
+    args.prompt, args.stop = args.prompt or ["\n"], args.stop or []
     refuse_conflicts(args, parser.error)
     return args
 
@@ -115,8 +117,11 @@ def refuse_conflicts(args, error):
         error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
     if args.verify and args.dtype != "float32":
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+    if "" in args.stop:
+        error("--stop needs a text, and this one is empty")
     not_plain = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
-    if args.explain and (any(not_plain) or len(args.prompt) > 1 or args.overflow != "stop"):
+    not_plain += (len(args.prompt) > 1, args.overflow != "stop", args.stop)
+    if args.explain and any(not_plain):
         error("--explain shows one prompt and the plain cache: leave out flags that change either")
     if args.engine == "onnx":
         torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
@@ -176,6 +181,14 @@ def read_prompt(prompt, chars):
     return [ids[char] for char in prompt]
 
 
+def check_stops(stops, chars):
+    """Exit with one line for a stop text that the model cannot write."""
+    for stop in stops:
+        unknown = sorted(set(stop) - set(chars))
+        if unknown:
+            fail(f"--stop {stop!r} would never end a text: the model never saw {', '.join(map(repr, unknown[:20]))}")
+
+
 def choose_num_new(args, lengths, block_size):
     """Return the number of new tokens per row, capped where the shortest prompt fills the context.
 
@@ -221,25 +234,35 @@ def start_generation(args, engine, ngrams, prompts, num_new, sampling):
     return engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **settings), None
 
 
-def write_stream(stream, rows, chars, timing, engine, num_new):
+def write_stream(stream, rows, chars, stops, timing, engine, num_new):
     """Write the first row to stdout as its characters arrive, then the other rows. Extends `rows`, lists of ids.
 
     Returns the engine's cache_bytes() after the last step.
     """
-    cache_bytes = None
+    cache_bytes, lengths = None, [len(row) for row in rows]  # of the prompts
+    running = set(range(len(rows)))  # the rows that have met no stop text
     sys.stdout.write("".join(chars[i] for i in rows[0]))
     sys.stdout.flush()
+    written = lengths[0]
     for block in stream:
         new = block.tolist()
         timing.record(block.size(1))
-        for row, tokens in zip(rows, new):
-            row += [token for token in tokens if token >= 0]  # -1: this row has ended
-        for token in new[0]:
-            if token >= 0:
-                sys.stdout.write(chars[token])
-                sys.stdout.flush()
-        if sum(timing.sizes) == num_new:
+        for i in sorted(running):
+            rows[i] += [token for token in new[i] if token >= 0]  # -1: this row's context is full
+            if stops:
+                num_tokens = len(rows[i])
+                rows[i] = cut_at_stop(rows[i], lengths[i], chars, stops)
+                running -= {i} if len(rows[i]) < num_tokens else set()
+        last = not running or sum(timing.sizes) == num_new
+        if last:
             cache_bytes = engine.cache_bytes()  # before the stream ends and releases the cache
+        text = "".join(chars[i] for i in rows[0][written:])
+        wait = 0 if last or 0 not in running else num_undecided(text, stops)
+        sys.stdout.write(text[: len(text) - wait])
+        sys.stdout.flush()
+        written += len(text) - wait
+        if not running:
+            break
     for row in rows[1:]:
         sys.stdout.write(SEPARATOR + "".join(chars[i] for i in row))
     if sys.stdout.isatty():
@@ -248,12 +271,13 @@ def write_stream(stream, rows, chars, timing, engine, num_new):
     return cache_bytes
 
 
-def report(config, itemsize, timing, rows, prompts, cache_bytes):
+def report(config, itemsize, timing, rows, prompts, cache_bytes, stopped):
     """Print what a generation cost.
 
     itemsize     bytes per number in the cache
     rows         the texts, prompts included
     cache_bytes  (used, reserved), or None without a cache
+    stopped      whether stop texts have ended rows
     """
     produced = sum(map(len, rows)) - sum(map(len, prompts))
     figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
@@ -266,11 +290,13 @@ def report(config, itemsize, timing, rows, prompts, cache_bytes):
     if cache_bytes is None:
         note("KV cache: off")
         return
+    note(f"KV cache: {cache_bytes[0]:,} bytes used of {cache_bytes[1]:,} reserved")
+    if stopped:  # texts of different lengths
+        return
     cached = max(map(len, rows)) - 1  # the last token is never fed
     cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
     factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(rows))
     formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
-    note(f"KV cache: {cache_bytes[0]:,} bytes used of {cache_bytes[1]:,} reserved")
     note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
 
 
@@ -285,6 +311,7 @@ def main():
     with one_line_errors():
         engine, model, chars, ngrams = open_engine(args)
     prompts = [read_prompt(prompt, chars) for prompt in args.prompt]
+    check_stops(args.stop, chars)
     num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size)
 
     # one row per sample: the samples of the first prompt, then those of the next
@@ -303,13 +330,13 @@ def main():
         stream, decoder = start_generation(args, engine, ngrams, prompts, num_new, sampling)
     loaded = time.perf_counter() - began
     timing = Timing(torch.device(device))
-    cache_bytes = write_stream(stream, rows, chars, timing, engine, num_new)
+    cache_bytes = write_stream(stream, rows, chars, args.stop, timing, engine, num_new)
 
     # report on stderr
     if timing.times:
         print(file=sys.stderr)
         itemsize = getattr(torch, args.dtype).itemsize
-        report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None)
+        report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None, bool(args.stop))
         note(f"loading: {loaded:.1f} s for the model{' and the compiled step' if args.compile else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered
@@ -317,7 +344,8 @@ def main():
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
     if args.verify and num_new:
         began = time.perf_counter()
-        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, chars)
+        num_new = sum(timing.sizes)  # fewer after a stop text
+        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, chars, args.stop)
         seconds = timing.times[-1], time.perf_counter() - began
         cached, uncached = seconds if args.kv_cache else seconds[::-1]
         for line in lines:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvgpt.decoding.sampling import gumbel_noise, sample_token, text_context_start
+from kvgpt.decoding.stop import cut_at_stop
 from model import eval_mode
 
 # Rounding can reorder logits whose difference is below NEAR_TIE. A full and a cached forward differ by up to 5e-5.
@@ -47,7 +48,7 @@ def first_difference(ours, theirs):
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names):
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names, stops=()):
     """Compare texts with those of the plain loop, GPT.generate, on the same prompts.
 
     prompts   B int64 tensors of one dimension
@@ -55,6 +56,7 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names):
     kv_cache  whether the plain loop uses the cache: the opposite of what made the texts
     sampling  the Sampling that made the texts
     names     the name of each token id in the report
+    stops     the stop texts that ended the texts
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
     how = "with" if kv_cache else "without"
@@ -69,7 +71,8 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names):
 
         # compare
         for row, theirs in zip(rows, plain):
-            ours, position = texts[row], first_difference(texts[row], theirs)
+            ours, theirs = texts[row], cut_at_stop(theirs, T, names, stops)
+            position = first_difference(ours, theirs)
             num_equal += position is None
             if position is None:
                 continue

@@ -1,0 +1,23 @@
+"""Stop texts: a continuation ends before the first of them."""
+
+
+def cut_at_stop(ids, first, names, stops):
+    """Return `ids` up to the first stop text in ids[first:], or all of them.
+
+    ids    a list of token ids: a prompt of `first` tokens and its continuation
+    names  names[i] is the character of token i
+    stops  a list of strings
+    A stop text counts if the continuation alone contains it. The prompt never ends a text.
+    """
+    text = "".join(names[i] for i in ids[first:])
+    found = [text.find(stop) for stop in stops]
+    return ids[: first + min((at for at in found if at >= 0), default=len(text))]
+
+
+def num_undecided(text, stops):
+    """Return how many characters at the end of `text` may be the beginning of a stop text.
+
+    These characters wait until the next ones decide.
+    """
+    lengths = [k for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])]
+    return max(lengths, default=0)

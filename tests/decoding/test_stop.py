@@ -1,0 +1,70 @@
+"""Stop texts: each row ends before the first of them, on every path, and no part of one is printed."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import assert_one_line, ok, sample, texts_of
+from kvgpt.decoding.stop import cut_at_stop, num_undecided
+
+NAMES = "abc"
+a_text = st.text(NAMES, max_size=30)
+some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
+
+
+def before(text, stops):
+    """The text before the first stop text, by another way than cut_at_stop: a regular expression."""
+    return re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0] if stops else text
+
+
+@given(a_text, a_text, some_stops)
+def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
+    """The last stop text instead, one of the prompt, or one that begins in the prompt."""
+    ids = [NAMES.index(char) for char in prompt + text]
+    kept = cut_at_stop(ids, len(prompt), NAMES, stops)
+    assert "".join(NAMES[i] for i in kept) == prompt + before(text, stops)
+
+
+@given(a_text, some_stops)
+def test_what_is_printed_early_is_never_taken_back(text, stops):
+    """A character of a stop text on the screen. A text that waits although nothing can follow that would stop it."""
+    whole = before(text, stops)
+    for end in range(len(text) + 1):
+        if len(before(text[:end], stops)) < end:
+            break
+        wait = num_undecided(text[:end], stops)
+        assert whole.startswith(text[: end - wait])
+        if wait:  # some continuation does stop here
+            assert any(before(text[:end] + stop[k:], stops) == text[: end - wait] for stop in stops for k in [wait])
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
+def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
+    """A row that stops all others, one that goes on, or a stop text that drafts jump over."""
+    texts = texts_of(trained, "First ", 100, rows=4)
+    stops = [texts[0][12:14], texts[2][20:22]]
+    expected = ["First " + before(text[len("First ") :], stops) for text in texts]
+    assert len(set(map(len, expected))) > 1
+    stop_flags = [word for stop in stops for word in ("--stop", stop)]
+    result = ok(sample(trained, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
+    assert result.stdout == "\n---------------\n".join(expected)
+    assert "4 of 4 samples match" in result.stderr
+
+
+def test_a_generation_ends_when_all_rows_have_stopped(trained):
+    """Minutes of generation after the last stop text."""
+    text = texts_of(trained, "First ", 100)[0]
+    result = ok(sample(trained, "--prompt", "First ", "--stop", text[8], "--max_new_tokens", "20"))
+    assert result.stdout == "First " + before(text[6:], [text[8]])
+    used, reserved = (
+        int(n.replace(",", "")) for n in re.search(r"([\d,]+) bytes used of ([\d,]+)", result.stderr).groups()
+    )
+    assert used < reserved / 2
+
+
+def test_a_stop_text_that_cannot_occur_is_one_line(trained):
+    assert_one_line(sample(trained, "--stop", "O#"), "--stop 'O#'", "'#'")
+    assert_one_line(sample(trained, "--stop", ""), "--stop", "empty", code=2)
+    assert_one_line(sample(trained, "--stop", "O", "--explain"), "--explain")
