@@ -238,20 +238,20 @@ def bench(shape, model, ngrams, prompts, names):
     """Measure one model. Returns (rows, curves, remarks).
 
     rows    a dict of COLUMNS per variant
-    curves  {variant: step_times}
+    curves  {variant: token_times}
     """
     config, (B, T) = model.config, prompts[0].shape
     timings, tokens = measure(make_runs(model, ngrams, names), prompts, config.block_size)
     if not timings:
         fail("nothing could be measured")
     rows = make_rows(shape, model, timings, B, T, integrated=timings.keys() - tokens.keys())
-    curves = {name: step_times(runs, T) for name, runs in timings.items()}
+    curves = {name: token_times(runs, T) for name, runs in timings.items()}
     remarks = check_tokens(model, tokens, prompts) + row_remarks(rows)
     exact = [row for row in rows if row["variant"] in KV_CACHE]
     if exact:
         best = max(exact, key=lambda row: row["tokens_per_s"])
         name = best["variant"]
-        remarks += [compare_with_peers(rows, best), *compare_steps(curves[name], config.block_size)]
+        remarks += [compare_with_peers(rows, best), *compare_positions(curves[name], config.block_size)]
         remarks.append(compare_with_copy(model, B, timings[name][0], prompts[0].device))
     return rows, curves, remarks
 
@@ -286,13 +286,13 @@ def bytes_per_slot(model, B):
     return 2 * config.n_layer * config.num_kv_heads * config.head_size * B * model.lm_head.weight.element_size()
 
 
-def step_times(timings, T):
-    """Return {position: median milliseconds of a step that ended there}. The first step, a prefill, is left out."""
+def token_times(timings, T):
+    """Return {position: median milliseconds per token of a step that ended there}, without the first step, a prefill."""
     gaps = {}
     for timing in timings:
         ends = T + np.cumsum(timing.sizes)
-        for end, gap in zip(ends[1:].tolist(), np.diff(timing.times).tolist()):
-            gaps.setdefault(end, []).append(gap * 1e3)
+        for end, gap, size in zip(ends[1:].tolist(), np.diff(timing.times).tolist(), timing.sizes[1:]):
+            gaps.setdefault(end, []).append(gap * 1e3 / size)
     return {end: statistics.median(times) for end, times in sorted(gaps.items())}
 
 
@@ -315,14 +315,14 @@ def compare_with_peers(rows, best):
     return ", ".join([f"fastest with these tokens: {best['variant']}", *ratios])
 
 
-def compare_steps(curve, block_size):
-    """Return a remark that compares an early step with the last ones, if the context is long enough for both."""
+def compare_positions(curve, block_size):
+    """Return a remark that compares early tokens with the last ones, if the context is long enough for both."""
     early = [ms for end, ms in curve.items() if 12 <= end <= 20]
     late = [ms for end, ms in curve.items() if end > block_size - 8]
     if not early or not late or block_size <= 28:
         return []
     early, late = statistics.median(early), statistics.median(late)
-    return [f"a step near position 16: {early:.3f} ms, near the last: {late:.3f} ms, {late / early:.2f}x"]
+    return [f"a token near position 16: {early:.3f} ms, near the last: {late:.3f} ms, {late / early:.2f}x"]
 
 
 def compare_with_copy(model, B, timing, device):
@@ -354,7 +354,7 @@ def table(rows):
 
 
 def plot(file, curves, rows):
-    """Draw a panel per shape: the milliseconds of a step against its position, a labelled line per variant."""
+    """Draw a panel per shape: milliseconds per token against the position, a labelled line per variant."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -373,8 +373,8 @@ def plot(file, curves, rows):
             last_label = max(heights[-1], last_label + top / 24)  # labels of close lines stand above each other
             label = f" {name}: {speeds[name]:,.0f} tokens/s"
             axis.annotate(label, (ends[-1], last_label), color=colors[name], va="center", annotation_clip=False)
-        title = f"{shape}, batch {rows[0]['batch']}: milliseconds per step"
-        axis.set(title=title, xlabel="position at the end of the step", ylim=(0, max(top, last_label)))
+        title = f"{shape}, batch {rows[0]['batch']}: milliseconds per token"
+        axis.set(title=title, xlabel="position of the token", ylim=(0, max(top, last_label)))
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110, facecolor="white", bbox_inches="tight")
 
@@ -422,7 +422,7 @@ def parse_args():
     add("--device", default="auto", help="cpu, cuda; auto: cuda where there is one (default: auto)")
     add("--csv", type=path, default="out/bench.csv", metavar="FILE", help="default: out/bench.csv")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
-    add("--plot", type=path, metavar="FILE", help="draw the time of a step against its position (matplotlib)")
+    add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
     args = parser.parse_args()
     if args.shapes and args.ckpt:
         parser.error("--shapes has random weights, --ckpt trained ones: give one of them")
