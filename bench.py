@@ -287,7 +287,7 @@ def bytes_per_slot(model, B):
 
 
 def token_times(timings, T):
-    """Return {position: median milliseconds per token of a step that ended there}, without the first step, a prefill."""
+    """Return {position: median milliseconds per token of steps that ended there}, without the first step, a prefill."""
     gaps = {}
     for timing in timings:
         ends = T + np.cumsum(timing.sizes)

@@ -351,7 +351,7 @@ def main():
         for line in lines:
             note(f"verify: {line}")
         if same:
-            speedup = f"{uncached / cached:.1f} times as fast with it"
+            speedup = f"{uncached / cached:.1f} times as fast"
             note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
         sys.exit(0 if same else 1)
 
