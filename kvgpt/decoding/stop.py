@@ -9,6 +9,8 @@ def cut_at_stop(ids, first, names, stops):
     stops  a list of strings
     A stop text counts if the continuation alone contains it. The prompt never ends a text.
     """
+    if not stops:
+        return ids
     text = "".join(names[i] for i in ids[first:])
     found = [text.find(stop) for stop in stops]
     return ids[: first + min((at for at in found if at >= 0), default=len(text))]
