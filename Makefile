@@ -1,7 +1,7 @@
-# make demo    environment, a text with and without the cache, a short training run on the CPU, and a sample of it
+# make demo    environment, a text with and without the cache (make box), a short training run, and a sample of it
 # make test    environment, lint, the fast tests
 # make check   make test, and the slow tests
-# make web     out/web: a page that generates in the browser, from the model in out
+# make web     out/web: a page that generates in the browser, from out/ckpt.pt or the model in assets
 PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
@@ -22,7 +22,7 @@ data: .venv/installed
 	$(BIN)/python data/prepare.py
 
 $(DEMO)/ckpt.pt: .venv/installed $(SOURCES) | data
-	@echo; echo "2 of 4: a short training run. It stops when the val loss no longer falls."
+	@echo; echo "2 of 4: a short training run. It ends after two evaluations without a better val loss, or at step 600."
 	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 600 --eval_interval 100 --patience 2 \
 	    --log_interval 100 --out_dir $(DEMO)
 
