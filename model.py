@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from kvgpt.decoding.sampling import Sampling, context_start, sample_token
+from kvgpt.decoding.threads import StepThreads
 
 
 @dataclass
@@ -502,10 +503,12 @@ class GPT(nn.Module):
         """
         owner = object()  # stands for this generation in the caches
         positions = torch.arange(self.config.block_size, device=idx.device)
+        threads = StepThreads(sum(p.numel() for p in self.parameters()))
 
         def uncached_logits(tokens, start, end):
-            with torch.inference_mode(), eval_mode(self):
-                return self.lm_head(self.hidden_states(tokens[:, start:end])[:, -1])
+            context = tokens[:, start:end]
+            with torch.inference_mode(), eval_mode(self), threads.for_tokens(context.numel()):
+                return self.lm_head(self.hidden_states(context)[:, -1])
 
         def cached_logits(tokens, start, end):
             # Decode feeds the newest token. Prefill feeds the whole context: in the first step, after the context has
@@ -514,7 +517,7 @@ class GPT(nn.Module):
             decodes = self.cached_lengths(owner) == [end - 1 - start] * B
             first = end - 1 if decodes else start
             pos = positions[first - start : end - start].expand(B, -1)
-            with torch.inference_mode(), eval_mode(self):
+            with torch.inference_mode(), eval_mode(self), threads.for_tokens(pos.numel()):
                 x = self.cached_hidden_states(tokens[:, first:end], pos, [end - start] * B, owner)
                 return self.lm_head(x[:, -1])
 
@@ -574,13 +577,12 @@ def eval_mode(model):
 class Linear(nn.Linear):
     """nn.Linear with another order of multiplication for a few rows on a CPU.
 
-    x W^T of one row runs on one core in torch. W x^T with at least two columns runs on all cores. A decode step of
-    6 layers, 384 wide, is 1.5 times as fast on two cores.
+    x W^T of one row runs on one core in torch. W x^T with at least two columns runs on all cores.
     """
 
     def forward(self, x):
         large = self.in_features * self.out_features >= 2**17  # below, waking a second thread costs more than it saves
-        few = large and x.numel() <= 8 * self.in_features
+        few = large and x.numel() <= 8 * self.in_features and torch.get_num_threads() > 1
         if few and torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
             rows = x.reshape(-1, self.in_features)
             y = self.weight @ (rows if len(rows) > 1 else rows.repeat(2, 1)).t()

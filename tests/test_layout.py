@@ -85,9 +85,9 @@ def test_kvgpt_never_imports_a_script():
     assert {name: found & SCRIPTS for name, found in IMPORTS.items() if name not in SCRIPTS and found & SCRIPTS} == {}
 
 
-def test_the_model_needs_only_the_sampler():
+def test_the_model_needs_only_the_sampler_and_the_threads():
     """A network that cannot be read without the rest of the kit."""
-    assert IMPORTS["model"] == {"kvgpt.decoding.sampling"}
+    assert IMPORTS["model"] == {"kvgpt.decoding.sampling", "kvgpt.decoding.threads"}
 
 
 def test_no_module_imports_itself_by_way_of_others():

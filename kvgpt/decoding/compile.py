@@ -83,12 +83,14 @@ def aot_compile(model, num_drafts, args):
 
     # options of the compiler
     work = sum(p.nbytes for p in model.parameters()) * args[0][0].size(0) * (num_drafts + 1)
+    large = work >= 2**25  # smaller steps end before a second thread wakes up
     options = {
         "freezing": True,  # weights are constants, laid out for the loops that read them
         "max_autotune": True,
         "max_autotune_gemm_backends": "CPP",  # matrix products as C++ loops instead of library calls
         "aot_inductor.allow_stack_allocation": True,  # saves a third of a step at n_embd=64
-        "cpp.threads": torch.get_num_threads() if work >= 2**25 else 1,  # small steps end before a thread wakes up
+        "cpp.threads": torch.get_num_threads() if large else 1,
+        "cpp.dynamic_threads": large,  # StepThreads sets their number
     }
 
     # load

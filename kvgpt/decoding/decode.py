@@ -9,6 +9,7 @@ from kvgpt.decoding.compile import compile_step
 from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.sampling import Sampling, context_start, gumbel_noise
 from kvgpt.decoding.speculate import DecodeState, decode_step
+from kvgpt.decoding.threads import StepThreads
 from model import eval_mode
 
 NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
@@ -33,6 +34,7 @@ class Decoder:
         if self.num_drafts and ngrams is not None:
             self.table = ngram_table(ngrams, model.config.vocab_size, model.lm_head.weight.device)
         self.compile = compile
+        self.threads = StepThreads(sum(p.numel() for p in model.parameters()))
         self.modules = list(model.modules())
         self.programs = {}  # (rows, filters or not): compiled step
         self.programs_version = (None, None)  # the weights that are in the programs; see _program
@@ -91,6 +93,7 @@ class Decoder:
         full = block_size + 1 if slides else block_size  # "slide" samples one token from a full context, then moves it
         first_new = ends
         done, total = 0, max(num_new)  # new tokens per row: yielded so far, and in all
+        num_fed = len(ends) * (self.num_drafts + 1)
         while done < total:
             limits = [min(first + n, full) for first, n in zip(first_new, num_new)]
             state.limit.copy_(torch.tensor(limits))
@@ -99,7 +102,8 @@ class Decoder:
                 cached = model.cached_lengths(owner)
                 if cached is None:
                     step, cached = self._prefill(state, ends)
-                step(cached, first_new)
+                with self.threads.for_tokens(num_fed):
+                    step(cached, first_new)
                 before, ends = ends, state.end.tolist()
                 model.set_cached_lengths([end - 1 for end in ends], owner)
                 self._count(cached, before, ends, limits)
@@ -142,7 +146,7 @@ class Decoder:
             step = self._eager_step(state)
         if any(lengths):
             pos = torch.arange(max(lengths), device=state.end.device).expand(len(ends), -1)
-            with eval_mode(self.model):
+            with eval_mode(self.model), self.threads.for_tokens(pos.numel()):
                 self.model.cached_hidden_states(state.tokens[:, : max(lengths)], pos, lengths)
         state.cached.copy_(state.end - 1)
         return step, lengths

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from kvgpt.decoding.sampling import Sampling
+from kvgpt.decoding.threads import StepThreads
 from kvgpt.storage.files import write_atomically
 from model import GPTConfig, decode_tokens
 
@@ -166,24 +167,27 @@ class OnnxGPT:
         if not Path(file).is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
 
-        # options
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        if Path(file).stat().st_size < 2**24:
-            options.intra_op_num_threads = 1  # a second core wakes up too late for small models
-        options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch between calls
+        def session(num_threads):
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3
+            options.intra_op_num_threads = num_threads
+            options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch's threads
+            return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
-        # load
         try:
-            self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-            metadata = self.session.get_modelmeta().custom_metadata_map
+            file_size = Path(file).stat().st_size
+            self.sessions = {1: session(1)}  # by number of threads
+            if file_size >= 2**24:  # for small models a second thread wakes up too late
+                self.sessions[torch.get_num_threads()] = session(torch.get_num_threads())
+            self.threads = StepThreads(file_size // 4)
+            metadata = self.sessions[1].get_modelmeta().custom_metadata_map
             self.chars, self.config = metadata["chars"], GPTConfig(**json.loads(metadata["model_args"]))
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
             raise ValueError(f"{file} cannot be read: {str(error).strip().splitlines()[0][:200]}") from None
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
-        self.outputs = [output.name for output in self.session.get_outputs()]
+        self.outputs = [output.name for output in self.sessions[1].get_outputs()]
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
         self.cached = len(self.outputs) > 1
         self.past = []
@@ -193,8 +197,9 @@ class OnnxGPT:
 
         past  `self.past` after an earlier call with the same rows; empty: idx starts at position 0
         """
+        session = self.sessions[1 if torch.get_num_threads() == 1 else max(self.sessions)]
         if not self.cached:
-            return torch.from_numpy(self.session.run(None, {"token_ids": idx.numpy()})[0])
+            return torch.from_numpy(session.run(None, {"token_ids": idx.numpy()})[0])
         (B, T), config = idx.shape, self.config
         first = past[0].shape()[2] if past else 0
         if not past:
@@ -207,7 +212,7 @@ class OnnxGPT:
         }
         inputs = {name: self.to_ort(array) for name, array in inputs.items()}
         inputs |= zip(self.past_inputs, past)
-        logits, *self.past = self.session.run_with_ort_values(self.outputs, inputs)
+        logits, *self.past = session.run_with_ort_values(self.outputs, inputs)
         return torch.from_numpy(logits.numpy())
 
     def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
@@ -218,7 +223,9 @@ class OnnxGPT:
             nonlocal past, past_length
             # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
             decodes = past_length == end - 1 - start > 0
-            logits = self(tokens[:, end - 1 if decodes else start : end], past if decodes else ())
+            fed = tokens[:, end - 1 if decodes else start : end]
+            with self.threads.for_tokens(fed.numel()):
+                logits = self(fed, past if decodes else ())
             if kv_cache and self.cached:
                 past, past_length = self.past, end - start
             return logits[:, -1]
