@@ -12,7 +12,7 @@ PROMPT = --prompt "O Romeo, " --seed 183 --device cpu
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "installing requirements.txt and the dev tools into .venv; torch is large, this can take minutes"
 	$(BIN)/python -m pip install --quiet -r requirements.txt --group dev

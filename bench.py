@@ -9,14 +9,12 @@ warm-up the variants run in turn, --repeats times. Figures are medians. Every va
 tokens of a forward without a cache. Otherwise bench.py fails. A shape is layers/heads/width/context.
 """
 
-import argparse
 import copy
 import csv
 import json
 import math
 import statistics
 import tempfile
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -54,7 +52,7 @@ COLUMNS = ("shape", "variant", "batch", *FIGURES, "speedup_over_uncached", "cach
 PER_HEAD_STEPS = 200  # new tokens per run of the loop over heads: the length that articles about KV caches measure
 PROMPT = 8  # characters of a real prompt; random weights start from one token
 SLOW = 30.0  # seconds; see integrated_timing
-NETWORKS = {  # of --shapes: the networks of train.py's recipes
+NETWORKS = {  # the networks of train.py's recipes
     "modern": dict(pos_emb="rope", qk_norm=True, activation="swiglu", bias=False),
     "nanogpt": dict(activation="gelu_tanh"),
 }
@@ -354,7 +352,10 @@ def table(rows):
 
 
 def plot(file, curves, rows):
-    """Draw a panel per shape: milliseconds per token against the position, a labelled line per variant."""
+    """Draw a panel per shape: milliseconds per token against the position, a labelled line per variant.
+
+    Variants that end with the prefill have no line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -365,7 +366,9 @@ def plot(file, curves, rows):
     colors = dict(zip(VARIANTS, tab20[::2] + tab20[1::2]))  # dark ones first
     for axis, (shape, variants) in zip(axes[:, 0], curves.items()):
         speeds = {row["variant"]: row["tokens_per_s"] for row in rows if row["shape"] == shape}
-        top = 1.05 * max(np.quantile(list(curve.values()), 0.98) for curve in variants.values())  # without outliers
+        variants = {name: curve for name, curve in variants.items() if curve}
+        tops = [np.quantile(list(curve.values()), 0.98) for curve in variants.values()]  # without outliers
+        top = 1.05 * max(tops, default=1.0)
         last_label = -math.inf
         for name, curve in sorted(variants.items(), key=lambda item: smoothed(item[1])[-1]):
             ends, heights = list(curve), smoothed(curve)
@@ -388,20 +391,25 @@ def smoothed(curve, width=9):
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def shape_config(text):
-    """An argparse type: layers/heads/width/context. The recipe of the config is not chosen yet."""
+def shape(text):
+    """An argparse type: layers/heads/width/context, as four integers."""
     layers, heads, width, context = (int(part) for part in text.split("/"))
+    return layers, heads, width, context
+
+
+shape.__name__ = "layers/heads/width/context"  # argparse says "invalid layers/heads/width/context value"
+
+
+def shape_config(shape, recipe):
+    """Return the GPTConfig of a shape in the network of a recipe. Raises ValueError for a shape that it cannot have."""
+    layers, heads, width, context = shape
+    sizes = dict(block_size=context, vocab_size=65, n_layer=layers, n_head=heads, n_embd=width)
     try:
-        config = GPTConfig(block_size=context, vocab_size=65, n_layer=layers, n_head=heads, n_embd=width)
-        for network in NETWORKS.values():
-            replace(config, **network)
+        config = GPTConfig(**sizes, **NETWORKS[recipe])
         require_room(config)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+        raise ValueError(f"--shapes {'/'.join(map(str, shape))}: {error}") from None
     return config
-
-
-shape_config.__name__ = "layers/heads/width/context"  # argparse says "invalid layers/heads/width/context value"
 
 
 def require_room(config):
@@ -414,8 +422,8 @@ def parse_args():
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
     add = parser.add_argument
     add("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the model in the box")
-    add("--shapes", nargs="+", type=shape_config, metavar="L/H/C/S", help="random weights of these shapes instead")
-    add("--recipe", choices=NETWORKS, default="modern", help="network of --shapes, as in train.py (default: modern)")
+    add("--shapes", nargs="+", type=shape, metavar="L/H/C/S", help="random weights of these shapes instead")
+    add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="default: all")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
@@ -428,45 +436,61 @@ def parse_args():
         parser.error("--shapes has random weights, --ckpt trained ones: give one of them")
     if args.shapes and set(args.variants) <= {"draft", "compile+draft"}:
         parser.error("a draft needs the n-grams of a trained model: leave out --shapes")
+    if args.recipe and not args.shapes:
+        parser.error("--recipe goes with --shapes: a checkpoint has its own network")
+    try:
+        args.shapes = [shape_config(shape, args.recipe or "modern") for shape in args.shapes or ()]
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
 def check_outputs(args):
     """Exit if a file cannot be written. The check comes first, because a run takes minutes."""
+    outputs = [Path(file).resolve() for file in (args.csv, args.json, args.plot) if file]
+    taken = [Path(file).resolve() for file in args.ckpt or ()]
+    for i, file in enumerate(outputs):
+        if file in outputs[:i] + taken:
+            fail(f"{file} has two uses: name another file for --csv, --json or --plot")
     if args.plot:
         try:
-            from matplotlib.figure import Figure
+            import matplotlib  # noqa: F401
         except ImportError:
             fail("--plot needs matplotlib: pip install matplotlib")
-        suffixes = Figure().canvas.get_supported_filetypes()
-        if Path(args.plot).suffix.lstrip(".") not in suffixes:
-            fail(f"--plot {args.plot} must end in one of .{', .'.join(suffixes)}")
-    for file in filter(None, (args.csv, args.json, args.plot)):
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        suffixes = (".png", ".svg", ".pdf", ".jpg")
+        if Path(args.plot).suffix not in suffixes:
+            fail(f"--plot {args.plot} must end in one of {', '.join(suffixes)}")
+    for file in outputs:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
         open(file, "ab").close()
+        if is_new:
+            file.unlink()
 
 
 def models(args, device):
-    """Yield (shape, model, ngrams, prompts) per model to measure. See measure for the prompts."""
+    """Yield (shape, model, ngrams, prompts) per model to measure. See measure for the prompts.
+
+    Raises FileNotFoundError or ValueError with one line.
+    """
     seen = []
     for file in () if args.shapes else args.ckpt or [pick_checkpoint(None, None)]:
-        with one_line_errors():
-            checkpoint = load_checkpoint(file)
-            model, chars = checkpoint.build_language_model()
-            ngrams = checkpoint.checked_ngrams()
-            require_room(model.config)
+        checkpoint = load_checkpoint(file)
+        model, chars = checkpoint.build_language_model()
+        ngrams = checkpoint.checked_ngrams()
+        require_room(model.config)
         prompts = real_prompts(chars, args.batch, args.repeats, min(PROMPT, model.config.block_size // 2))
-        seen.append(shape_name(model.config))
-        again = f" ({seen.count(seen[-1])})" if seen.count(seen[-1]) > 1 else ""
-        yield seen[-1] + again, model.to(device), ngrams, [idx.to(device) for idx in prompts]
-    for config in args.shapes or ():
+        yield shape_name(model.config, seen), model.to(device), ngrams, [idx.to(device) for idx in prompts]
+    for config in args.shapes:
         torch.manual_seed(1337)
         prompts = [torch.full((args.batch, 1), seed % config.vocab_size, device=device) for seed in range(args.repeats)]
-        yield shape_name(config), GPT(replace(config, **NETWORKS[args.recipe])).to(device).eval(), None, prompts
+        yield shape_name(config, seen), GPT(config).to(device).eval(), None, prompts
 
 
-def shape_name(config):
-    return f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
+def shape_name(config, seen):
+    """Return the shape as text and append it to `seen`, a list. A shape that was seen before gets a number."""
+    seen.append(f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}")
+    return seen[-1] + (f" ({seen.count(seen[-1])})" if seen.count(seen[-1]) > 1 else "")
 
 
 def real_prompts(chars, batch, repeats, length):
@@ -478,23 +502,8 @@ def real_prompts(chars, batch, repeats, length):
     return [ids[torch.arange(r * batch, (r + 1) * batch) % len(ids)] for r in range(repeats)]
 
 
-def main():
-    args = parse_args()
-    check_outputs(args)
-    with one_line_errors():
-        device = pick_device(args.device)
-
-    # measure
-    rows, curves = [], {}
-    for shape, model, ngrams, prompts in models(args, device):
-        note(f"measuring {shape} ..")
-        new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants)
-        rows += new_rows
-        print("\n".join([table(new_rows), *remarks, ""]), flush=True)
-    threads = f"{torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__} on {device} ({threads}), float32, medians of {args.repeats} runs in turn")
-
-    # write
+def write(args, rows, curves):
+    """Write the files that the flags name."""
     with open(args.csv, "w", encoding="utf-8", newline="") as f:
         writer = csv.DictWriter(f, COLUMNS)
         writer.writeheader()
@@ -503,6 +512,25 @@ def main():
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if args.plot:
         plot(args.plot, curves, rows)
+
+
+def main():
+    args = parse_args()
+    check_outputs(args)
+    with one_line_errors():
+        device = pick_device(args.device)
+        measured = list(models(args, device))  # reads every file before the first minutes pass
+
+    # measure
+    rows, curves = [], {}
+    for shape, model, ngrams, prompts in measured:
+        note(f"measuring {shape} ..")
+        new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants)
+        rows += new_rows
+        print("\n".join([table(new_rows), *remarks, ""]), flush=True)
+        write(args, rows, curves)
+    threads = f"{torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__} on {device} ({threads}), float32, medians of {args.repeats} runs in turn")
 
 
 if __name__ == "__main__":

@@ -221,7 +221,12 @@ def parse_args():
         help="output format; the files go to a folder of that name in --out_dir",
     )
     add("--out_dir", type=path, help="default: out")
-    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the model in the box")
+    add(
+        "--ckpt",
+        type=path,
+        metavar="FILE",
+        help="default: ckpt.pt in --out_dir; without both, the model in the box",
+    )
     add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint")
     add("--int8", action="store_true", help="with onnx: also model_int8.onnx, a quarter of the size")
     add("--cacheless", action="store_true", help="with onnx: also model_cacheless.onnx, (token_ids) -> logits")

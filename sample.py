@@ -27,7 +27,7 @@ from kvgpt.decoding.stop import cut_at_stop, num_undecided
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import verify
 from kvgpt.storage.checkpoint import load_checkpoint, load_model
-from kvgpt.storage.onnx_engine import OnnxGPT
+from kvgpt.storage.onnx_engine import OnnxGPT, weights_sha256
 
 SEPARATOR = "\n---------------\n"  # between samples
 
@@ -117,6 +117,8 @@ def refuse_conflicts(args, error):
         error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
     if args.verify and args.dtype != "float32":
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+    if args.meta and not (args.ckpt or args.out_dir):
+        error("--meta belongs to a checkpoint of nanoGPT: name that, too, with --ckpt")
     if "" in args.stop:
         error("--stop needs a text, and this one is empty")
     not_plain = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
@@ -155,7 +157,7 @@ def open_engine(args):
     if args.verify:
         checkpoint = pick_checkpoint(None, args.out_dir)
         model, chars = load_model(checkpoint)
-        if (chars, model.config) != (engine.chars, engine.config):
+        if weights_sha256(model) != engine.weights_sha256:
             raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
     return engine, model, engine.chars, None
 
@@ -163,7 +165,7 @@ def open_engine(args):
 def read_prompt(prompt, chars):
     """Return the prompt's token ids. Exits with one line for a file that cannot be read, or an unknown character."""
     if prompt.startswith("FILE:"):
-        name = prompt.removeprefix("FILE:")
+        name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs the name of a file behind the colon")
         try:
             prompt = Path(name).read_bytes().decode("utf-8-sig")
         except OSError as error:
@@ -186,7 +188,8 @@ def check_stops(stops, chars):
     for stop in stops:
         unknown = sorted(set(stop) - set(chars))
         if unknown:
-            fail(f"--stop {stop!r} would never end a text: the model never saw {', '.join(map(repr, unknown[:20]))}")
+            never = ", ".join(map(repr, unknown[:20]))
+            fail(f"--stop {stop!r} would never end a text, because the model never saw {never}: leave it out")
 
 
 def choose_num_new(args, lengths, block_size):
@@ -237,7 +240,7 @@ def start_generation(args, engine, ngrams, prompts, num_new, sampling):
 def write_stream(stream, rows, chars, stops, timing, engine, num_new):
     """Write the first row to stdout as its characters arrive, then the other rows. Extends `rows`, lists of ids.
 
-    Returns the engine's cache_bytes() after the last step.
+    Returns (cache_bytes, stopped): the engine's cache_bytes() after the last step, and whether a stop text was met.
     """
     cache_bytes, lengths = None, [len(row) for row in rows]  # of the prompts
     running = set(range(len(rows)))  # the rows that have met no stop text
@@ -268,7 +271,7 @@ def write_stream(stream, rows, chars, stops, timing, engine, num_new):
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
-    return cache_bytes
+    return cache_bytes, len(running) < len(rows)
 
 
 def report(config, itemsize, timing, rows, prompts, cache_bytes, stopped):
@@ -330,19 +333,21 @@ def main():
         stream, decoder = start_generation(args, engine, ngrams, prompts, num_new, sampling)
     loaded = time.perf_counter() - began
     timing = Timing(torch.device(device))
-    cache_bytes = write_stream(stream, rows, chars, args.stop, timing, engine, num_new)
+    cache_bytes, stopped = write_stream(stream, rows, chars, args.stop, timing, engine, num_new)
 
     # report on stderr
     if timing.times:
         print(file=sys.stderr)
         itemsize = getattr(torch, args.dtype).itemsize
-        report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None, bool(args.stop))
+        report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None, stopped)
         note(f"loading: {loaded:.1f} s for the model{' and the compiled step' if args.compile else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
-    if args.verify and num_new:
+    if args.verify and not num_new:
+        note("verify: no new tokens, so there is nothing to compare")
+    elif args.verify:
         began = time.perf_counter()
         num_new = sum(timing.sizes)  # fewer after a stop text
         same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, chars, args.stop)
@@ -350,7 +355,7 @@ def main():
         cached, uncached = seconds if args.kv_cache else seconds[::-1]
         for line in lines:
             note(f"verify: {line}")
-        if same:
+        if same and num_new > 1:
             speedup = f"{uncached / cached:.1f} times as fast"
             note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
         sys.exit(0 if same else 1)

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # model.py and kvgpt are beside this script's folder
 
-from kvgpt.cli import MODEL_IN_THE_BOX, run_main
+from kvgpt.cli import MODEL_IN_THE_BOX, Parser, run_main
 from kvgpt.storage.checkpoint import load_model
 from kvgpt.storage.files import write_atomically
 
@@ -206,6 +206,7 @@ def step():
 
 
 def main():
+    Parser(__doc__).parse_args()
     model, chars = load_model(MODEL_IN_THE_BOX)
     pictures = {"typing.svg": typing(model, chars), "work.svg": work(), "step.svg": step()}
     write_atomically({HERE / name: content.encode() for name, content in pictures.items()})

@@ -16,6 +16,14 @@ class Parser(argparse.ArgumentParser):
         options = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False) | options
         super().__init__(description=description, **options)
 
+    def parse_args(self, args=None, namespace=None):
+        parsed = super().parse_args(args, namespace)
+        for action in self._actions:  # Python 3.11 turns the value of "--flag=--" into an empty list
+            value = getattr(parsed, action.dest, None)
+            if value == [] or (isinstance(value, list) and [] in value):
+                self.error(f"argument {'/'.join(action.option_strings)}: expected a value other than '--'")
+        return parsed
+
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
@@ -65,10 +73,15 @@ def pick_device(name):
 def pick_checkpoint(ckpt, out_dir):
     """Return the path of the checkpoint to read, from the flags --ckpt and --out_dir. None is a flag that is not given.
 
-    Without both flags the path is out/ckpt.pt. Without that file it is MODEL_IN_THE_BOX, which a line on stderr says.
+    Without both flags the path is out/ckpt.pt. Where no run has left a file, it is MODEL_IN_THE_BOX, which a line on
+    stderr says. Raises FileNotFoundError for a run that has no ckpt.pt yet.
     """
     file = Path(ckpt or Path(out_dir or "out") / "ckpt.pt")
-    if ckpt or out_dir or file.is_file():
+    last, folder = file.with_name("last.pt"), file.parent
+    if not ckpt and last.is_file() and not os.path.lexists(file):
+        raise FileNotFoundError(f"no checkpoint at {file}, because no evaluation was made yet: name it, --ckpt {last}")
+    broken = os.path.lexists(file) or (os.path.lexists(folder) and not folder.is_dir())  # load_checkpoint says how
+    if ckpt or out_dir or broken or not MODEL_IN_THE_BOX.is_file():
         return file
     note(f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}, a model that comes with the code")
     return MODEL_IN_THE_BOX
@@ -125,7 +138,9 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
         if isinstance(error, BrokenPipeError) and not disk_hint:  # `head` has read enough, and nothing is lost
             sys.exit(1)
         hint = f"; {disk_hint}" if disk_hint else ""
-        fail(f"cannot write {error.filename or 'its output'}: {error.strerror}{hint}")
+        # a script with a disk_hint reads its files inside one_line_errors
+        what = f"write {error.filename or 'its output'}" if hint or not error.filename else f"use {error.filename}"
+        fail(f"cannot {what}: {error.strerror}{hint}")
     except (MemoryError, RuntimeError) as error:
         words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
         if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):

@@ -56,6 +56,24 @@ def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_
     assert NOTE not in own.stderr and own.stdout == ok(run(script, *flags, "--out_dir", trained)).stdout
 
 
+@pytest.mark.parametrize("left", ["last.pt", "a link", "a folder", "a file"])
+def test_a_run_without_a_checkpoint_is_never_passed_over(left, trained, tmp_path):
+    """The text of another model, given out as the user's own."""
+    out = tmp_path / "out"
+    if left == "a file":
+        out.write_text("", encoding="utf-8")
+    else:
+        out.mkdir()
+    if left == "last.pt":
+        shutil.copy(trained / "last.pt", out)
+    elif left == "a link":
+        (out / "ckpt.pt").symlink_to("nowhere.pt")
+    elif left == "a folder":
+        (out / "ckpt.pt").mkdir()
+    result = run(ROOT / "sample.py", "--device", "cpu", cwd=tmp_path)
+    assert_one_line(result, "ckpt.pt", *(["--ckpt out/last.pt"] if left == "last.pt" else []))
+
+
 @pytest.mark.slow
 def test_export_and_bench_use_it_too(tmp_path):
     """A command of the README that needs a training first."""
@@ -66,6 +84,11 @@ def test_export_and_bench_use_it_too(tmp_path):
     flags = ["--engine", "onnx", "--prompt", "O ", "--max_new_tokens", "40", "--verify"]
     result = ok(run(ROOT / "sample.py", *flags, cwd=tmp_path))
     assert NOTE in result.stderr and "1 of 1 samples match" in result.stderr
+    ckpt = torch.load(MODEL_IN_THE_BOX, weights_only=True)
+    ckpt["model"]["lm_head.weight"] = ckpt["model"]["lm_head.weight"] + 1e-3
+    torch.save(ckpt, tmp_path / "out" / "ckpt.pt")
+    assert_one_line(run(ROOT / "sample.py", *flags, cwd=tmp_path), "of another model: export it again")
+    (tmp_path / "out" / "ckpt.pt").unlink()
     result = ok(run(ROOT / "bench.py", "--variants", "eager", "draft", "--repeats", "1", cwd=tmp_path))
     assert NOTE in result.stderr and "4/4/128/256" in result.stdout
 

@@ -67,6 +67,7 @@ def test_a_path_is_any_text_but_the_empty_one():
         ("--siz 3", ["--siz 3"]),  # an abbreviation would mean another flag after the next release
         ("--flag=perhaps", ["--flag", "'perhaps'"]),
         ("stray", ["stray"]),
+        ("--size=--", ["--size", "'--'"]),  # Python 3.11 makes an empty list of it
     ],
 )
 def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys):

@@ -1,19 +1,21 @@
-"""Stop texts: a continuation ends before the first of them."""
+"""Stop texts: a continuation ends before the stop text that is complete first."""
 
 
 def cut_at_stop(ids, first, names, stops):
-    """Return `ids` up to the first stop text in ids[first:], or all of them.
+    """Return `ids` up to the stop text that is complete first in ids[first:], or all of them.
 
     ids    a list of token ids: a prompt of `first` tokens and its continuation
     names  names[i] is the character of token i
     stops  a list of strings
-    A stop text counts if the continuation alone contains it. The prompt never ends a text.
+    A stop text counts if the continuation alone contains it. The prompt never ends a text. The stop text that is
+    complete first wins, so that a text ends at the same place whether its characters arrive singly or in blocks. Of
+    those complete at the same character, the longest wins.
     """
     if not stops:
         return ids
     text = "".join(names[i] for i in ids[first:])
-    found = [text.find(stop) for stop in stops]
-    return ids[: first + min((at for at in found if at >= 0), default=len(text))]
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return ids[: first + min(found, default=(0, len(text)))[1]]
 
 
 def num_undecided(text, stops):

@@ -22,8 +22,7 @@ class StepThreads:
 
     def __init__(self, num_params):
         self.num_params = num_params
-        self.all_threads = torch.get_num_threads()
-        self.search = fastest(self.all_threads)
+        self.search = fastest(torch.get_num_threads())
         self.choice = next(self.search)
 
     @contextmanager
@@ -32,14 +31,14 @@ class StepThreads:
 
         The block receives the number.
         """
-        work = num_tokens * self.num_params
-        large = self.all_threads > 1 and work >= SMALL_STEP
+        before, work = torch.get_num_threads(), num_tokens * self.num_params
+        large = before > 1 and work >= SMALL_STEP
         torch.set_num_threads(self.choice if large else 1)
         began, began_on_core = time.perf_counter(), time.thread_time()
         try:
             yield torch.get_num_threads()
         finally:
-            torch.set_num_threads(self.all_threads)
+            torch.set_num_threads(before)
         if large:
             seconds, on_core = time.perf_counter() - began, time.thread_time() - began_on_core
             self.choice = self.search.send((seconds, on_core / seconds, seconds / work))

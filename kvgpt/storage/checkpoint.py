@@ -51,7 +51,8 @@ class Checkpoint:
     def build_language_model(self):
         """Return (model in eval mode, chars). Raises ValueError if the characters do not fit the model."""
         if self.chars is None:
-            raise ValueError(f"{self.path} has no characters in it: for a nanoGPT checkpoint give its --meta meta.pkl")
+            where = "nanoGPT keeps them in meta.pkl, and sample.py and export.py take --meta meta.pkl"
+            raise ValueError(f"{self.path} has no characters in it: {where}")
         model = self.build_model()
         if isinstance(self.chars, str) and any(0xD800 <= ord(char) < 0xE000 for char in self.chars):
             raise ValueError(f"{self.path} is damaged: half a surrogate pair is no character")

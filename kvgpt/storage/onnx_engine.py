@@ -1,6 +1,7 @@
 """ONNX files: a GPT with its KV cache as graph inputs and outputs, written here and run by ONNX Runtime."""
 
 import copy
+import hashlib
 import itertools
 import json
 import logging
@@ -73,6 +74,14 @@ class GPTLogits(nn.Module):
         return self.model(token_ids)[0]
 
 
+def weights_sha256(model):
+    """Return a hash of the weights of a GPT: 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def write_onnx(model, chars, file, cached=True):
     """Write the model to `file` atomically: one ONNX file of opset 20, dynamic in batch size and lengths.
 
@@ -117,7 +126,8 @@ def write_onnx(model, chars, file, cached=True):
         del node.metadata_props[:]
 
     # add the metadata of the file and write
-    for key, value in (("chars", chars), ("model_args", json.dumps(asdict(config)))):
+    metadata = {"chars": chars, "model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
+    for key, value in metadata.items():
         proto.metadata_props.add(key=key, value=value)
     write_atomically({file: proto.SerializeToString()})
 
@@ -154,6 +164,7 @@ class OnnxGPT:
 
     chars   the vocabulary: token i is chars[i]
     config  the GPTConfig of the exported model
+    weights_sha256  the hash of the weights that were exported; None in files of earlier versions
     cached  whether the graph has the KV cache as inputs and outputs
     past    the key and the value of each layer after the last call, OrtValues `(B, nkv, past, hs)`; empty without cache
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
@@ -182,6 +193,7 @@ class OnnxGPT:
             self.threads = StepThreads(file_size // 4)
             metadata = self.sessions[1].get_modelmeta().custom_metadata_map
             self.chars, self.config = metadata["chars"], GPTConfig(**json.loads(metadata["model_args"]))
+            self.weights_sha256 = metadata.get("weights_sha256")
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions

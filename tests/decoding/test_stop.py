@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import assert_one_line, ok, sample, texts_of
@@ -15,8 +15,12 @@ some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
 
 
 def before(text, stops):
-    """The text before the first stop text, by another way than cut_at_stop: a regular expression."""
-    return re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0] if stops else text
+    """The text before the stop text that is complete first, by another way than cut_at_stop: character by character."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
 
 
 @given(a_text, a_text, some_stops)
@@ -25,6 +29,19 @@ def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
     ids = [NAMES.index(char) for char in prompt + text]
     kept = cut_at_stop(ids, len(prompt), NAMES, stops)
     assert "".join(NAMES[i] for i in kept) == prompt + before(text, stops)
+
+
+@given(a_text, some_stops, st.lists(st.integers(1, 4), min_size=30))
+@example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
+def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
+    """Drafts, which bring several characters at once, past the end that single characters give."""
+    ids, kept = [NAMES.index(char) for char in text], []
+    for size in sizes:
+        block, ids = ids[:size], ids[size:]
+        kept, grown = cut_at_stop(kept + block, 0, NAMES, stops), len(kept) + len(block)
+        if len(kept) < grown:
+            break
+    assert "".join(NAMES[i] for i in kept) == before(text, stops)
 
 
 @given(a_text, some_stops)
