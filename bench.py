@@ -3,6 +3,7 @@
     python bench.py                                     the model in out, or the one that comes with the code
     python bench.py --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python bench.py --shapes 6/8/256/256 --batch 16     random weights in the layout of train.py's default model
+    python bench.py --busy                              each row again while train.py runs in another process
 
 Every variant generates to the end of the context (per_head_loop: 200 tokens at most) with the same weights. After a
 warm-up the variants run in turn, --repeats times. Figures are medians. Every variant except transformers' must give the
@@ -14,7 +15,11 @@ import csv
 import json
 import math
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -46,9 +51,10 @@ VARIANTS = {
     "hf_static": "the same with its static cache",
 }
 UNCACHED = ("per_head_loop_uncached", "uncached", "uncached+compile", "hf_nocache")
+OURS = ("uncached", "eager", "compile", "draft", "compile+draft", "onnx")  # the ways of sample.py
 KV_CACHE = ("eager", "compile", "draft", "compile+draft")  # the variants that use the KVCache of the model
 FIGURES = ("tokens_per_s", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms")  # see Timing.summary
-COLUMNS = ("shape", "variant", "batch", *FIGURES, "speedup_over_uncached", "cache_bytes", "integrated")
+COLUMNS = ("shape", "variant", "batch", *FIGURES, "speedup_over_uncached", "cache_bytes", "integrated", "busy_share")
 PER_HEAD_STEPS = 200  # new tokens per run of the loop over heads: the length that articles about KV caches measure
 PROMPT = 8  # characters of a real prompt; random weights start from one token
 SLOW = 30.0  # seconds; see integrated_timing
@@ -181,6 +187,28 @@ def measure(runs, prompts, block_size):
     return timings, tokens
 
 
+@contextmanager
+def training_beside():
+    """Train a model in another process inside the block, by train.py as a user would start it, on data/sample.txt."""
+    here = Path(__file__).resolve().parent
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "log.txt"
+        data = ["--data_dir", folder]
+        prepare = [sys.executable, here / "data" / "prepare.py", "--input", here / "data" / "sample.txt", *data]
+        subprocess.run(prepare, check=True, capture_output=True)
+        endless = ["--max_iters", str(10**9), "--eval_interval", str(10**9), "--out_dir", folder]
+        train = [sys.executable, here / "train.py", "--device", "cpu", *data, *endless]
+        with open(log, "wb") as f, subprocess.Popen(train, stdout=f, stderr=f) as process:
+            try:
+                while b"step" not in log.read_bytes():
+                    if process.poll() is not None:
+                        fail(f"--busy: train.py has ended: {log.read_text(encoding='utf-8').strip()[-200:]}")
+                    time.sleep(0.1)
+                yield
+            finally:
+                process.kill()
+
+
 def is_slow(run, idx, steps):
     """Return whether an uncached run would take over SLOW seconds. A mean step costs about half of the last one."""
     longest = idx[:, :1].repeat(1, idx.size(1) + steps - 1)
@@ -232,17 +260,26 @@ def check_tokens(model, tokens, prompts):
     return [f"the same tokens as a forward without a cache: {', '.join(names)}", *near_ties] if names else []
 
 
-def bench(shape, model, ngrams, prompts, names):
+def bench(shape, model, ngrams, prompts, names, busy=False):
     """Measure one model. Returns (rows, curves, remarks).
 
+    busy    measure the kit's variants again beside a training
     rows    a dict of COLUMNS per variant
     curves  {variant: token_times}
     """
     config, (B, T) = model.config, prompts[0].shape
-    timings, tokens = measure(make_runs(model, ngrams, names), prompts, config.block_size)
+    runs = make_runs(model, ngrams, names)
+    timings, tokens = measure(runs, prompts, config.block_size)
     if not timings:
         fail("nothing could be measured")
     rows = make_rows(shape, model, timings, B, T, integrated=timings.keys() - tokens.keys())
+    if busy:
+        with training_beside():
+            beside, _ = measure({name: runs[name] for name in tokens if name in OURS}, prompts, config.block_size)
+        for row in rows:
+            runs_beside = beside.get(row["variant"], [])
+            speeds = [timing.summary(B * sum(timing.sizes))["tokens_per_s"] for timing in runs_beside]
+            row["busy_share"] = statistics.median(speeds) / row["tokens_per_s"] if speeds else None
     curves = {name: token_times(runs, T) for name, runs in timings.items()}
     remarks = check_tokens(model, tokens, prompts) + row_remarks(rows)
     exact = [row for row in rows if row["variant"] in KV_CACHE]
@@ -274,6 +311,7 @@ def make_rows(shape, model, timings, B, T, integrated):
         row["speedup_over_uncached"] = row["tokens_per_s"] / uncached if uncached else None
         row["cache_bytes"] = 0 if name in UNCACHED else num_slots * bytes_per_slot(model, B)
         row["integrated"] = name in integrated
+        row["busy_share"] = None  # measured by --busy
         rows.append(row)
     return rows
 
@@ -301,6 +339,8 @@ def row_remarks(rows):
         remarks.append(f"per_head_loop rows stop after {PER_HEAD_STEPS} new tokens and are not compiled")
     if any(name.startswith("hf") for name in names):
         remarks.append("hf rows draw their own random numbers and are not compiled")
+    if any(row["busy_share"] for row in rows):
+        remarks.append("busy: the speed beside a default train.py, as a share of the speed alone")
     remarks += [f"* {row['variant']}: measured at 12 positions and integrated" for row in rows if row["integrated"]]
     return remarks
 
@@ -337,7 +377,8 @@ def compare_with_copy(model, B, timing, device):
 def table(rows):
     """Return the rows as aligned text."""
     header = ("shape", "variant", "tokens/s", "TTFT ms", "TPOT ms", "ITL p50", "ITL p99", "x uncached", "cache KB")
-    lines = [header]
+    busy = any(row["busy_share"] for row in rows)
+    lines = [header + ("busy",) * busy]
     for row in rows:
         speed, *latencies = (row[key] for key in FIGURES)
         speedup = row["speedup_over_uncached"]
@@ -345,6 +386,7 @@ def table(rows):
             (row["shape"], row["variant"] + "*" * row["integrated"], f"{speed:,.0f}")
             + tuple(f"{latency:.3f}" for latency in latencies)
             + ("" if speedup is None else f"{speedup:.2f}", f"{row['cache_bytes'] / 1024:,.0f}")
+            + (f"{row['busy_share']:.0%}" if row["busy_share"] else "",) * busy
         )
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = ([cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(x, widths))] for x in lines)
@@ -427,6 +469,7 @@ def parse_args():
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="default: all")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
+    add("--busy", action="store_true", help="measure this kit's variants again beside a training")
     add("--device", default="auto", help="cpu, cuda; auto: cuda where there is one (default: auto)")
     add("--csv", type=path, default="out/bench.csv", metavar="FILE", help="default: out/bench.csv")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
@@ -525,7 +568,7 @@ def main():
     rows, curves = [], {}
     for shape, model, ngrams, prompts in measured:
         note(f"measuring {shape} ..")
-        new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants)
+        new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants, args.busy)
         rows += new_rows
         print("\n".join([table(new_rows), *remarks, ""]), flush=True)
         write(args, rows, curves)

@@ -1,6 +1,7 @@
 """bench.py and kvgpt/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +122,19 @@ def test_bench_writes_a_table_rows_and_checks_tokens(tmp_path):
     assert by_name["eager"]["cache_bytes"] == 2 * 1 * 2 * 8 * 12 * 2 * 4
     assert SAME + ", ".join(names) + "\n" in result.stdout
     assert len((tmp_path / "b.csv").read_text(encoding="utf-8").splitlines()) == 5
+
+
+@linux
+@pytest.mark.slow
+def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
+    """A share of nothing; a training that runs on for ever."""
+    flags = ["--shapes", "1/2/16/12", "--variants", "eager", "hf", "--repeats", "1", "--busy"]
+    result = ok(run("bench.py", *flags, "--csv", tmp_path / "b.csv", "--json", tmp_path / "b.json"))
+    eager, hf = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
+    assert eager["busy_share"] > 0 and hf["busy_share"] is None
+    assert "beside a default train.py" in result.stdout
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not [command for command in commands if b"--max_iters\x001000000000" in command]
 
 
 @linux
