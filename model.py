@@ -502,7 +502,16 @@ class GPT(nn.Module):
         Call model.eval() first. In train mode every step prefills, because the return to train mode empties the caches.
         """
         owner = object()  # stands for this generation in the caches
-        positions = torch.arange(self.config.block_size, device=idx.device)
+        next_logits = self.next_logits(kv_cache, owner)
+        blocks = decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
+        return self.release_cache_after(blocks, owner)
+
+    def next_logits(self, kv_cache, owner):
+        """Return the function that `decode_tokens` calls at every step, with the cache or without.
+
+        owner  an object that stands for one generation in the caches
+        """
+        positions = torch.arange(self.config.block_size, device=self.lm_head.weight.device)
         threads = StepThreads(sum(p.numel() for p in self.parameters()))
 
         def uncached_logits(tokens, start, end):
@@ -521,9 +530,7 @@ class GPT(nn.Module):
                 x = self.cached_hidden_states(tokens[:, first:end], pos, [end - start] * B, owner)
                 return self.lm_head(x[:, -1])
 
-        next_logits = cached_logits if kv_cache else uncached_logits
-        blocks = decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
-        return self.release_cache_after(blocks, owner)
+        return cached_logits if kv_cache else uncached_logits
 
     def release_cache_after(self, blocks, owner):
         """Yield from `blocks`, then clear the caches if they still belong to `owner`."""

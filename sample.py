@@ -5,6 +5,7 @@
     python sample.py --prompt FILE:start.txt --verify              both, compared character by character
     python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as this kit can
     python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
+    python sample.py --engine hf --ckpt FOLDER --verify            is the cache of a model of transformers right?
 
 The text goes to stdout. The report of time and memory goes to stderr.
 """
@@ -27,7 +28,10 @@ from kvgpt.decoding.stop import cut_at_stop, num_undecided
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import verify
 from kvgpt.storage.checkpoint import load_checkpoint, load_model
+from kvgpt.storage.hf_engine import HuggingFaceGPT
 from kvgpt.storage.onnx_engine import OnnxGPT, weights_sha256
+from kvgpt.storage.vocabulary import character_vocabulary, tokenizer_vocabulary
+from model import GPTConfig
 
 SEPARATOR = "\n---------------\n"  # between samples
 
@@ -90,13 +94,13 @@ def parse_args(argv=None):
     add("--compile", action="store_true", help="compile the decode step first; pays for long texts")
     add(
         "--engine",
-        choices=("torch", "onnx"),
+        choices=("torch", "onnx", "hf"),
         default="torch",
-        help="onnx runs the file of export.py --format onnx by ONNX Runtime (default: torch)",
+        help="onnx: ONNX Runtime, a file of export.py; hf: transformers, any causal model (default: torch)",
     )
     # files and device
-    add("--out_dir", type=path, help="folder of ckpt.pt and of onnx/model.onnx (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, one of nanoGPT, or a .onnx file")
+    add("--out_dir", type=path, help="folder of ckpt.pt, onnx/model.onnx and hf (default: out)")
+    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, nanoGPT's, a .onnx file, an hf folder")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl that belongs to a nanoGPT checkpoint")
     add("--device", default="auto", help="cpu, cuda or mps; auto takes cuda if there is one (default: auto)")
     dtypes = ("float32", "bfloat16", "float16")
@@ -125,22 +129,24 @@ def refuse_conflicts(args, error):
     not_plain += (len(args.prompt) > 1, args.overflow != "stop", args.stop)
     if args.explain and any(not_plain):
         error("--explain shows one prompt and the plain cache: leave out flags that change either")
-    if args.engine == "onnx":
+    if args.engine != "torch":
         torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
         torch_only += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
         torch_only += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
         if torch_only:
-            error(f"{torch_only[0]} goes with --engine torch, not with onnx")
+            error(f"{torch_only[0]} goes with --engine torch, not with {args.engine}")
+    if args.engine == "hf" and args.stop:
+        error("--stop goes with models whose tokens are characters, not with --engine hf")
 
 
 # -- model and prompts -------------------------------------------------------------------------------------------------
 
 
 def open_engine(args):
-    """Return (engine, model, chars, ngrams).
+    """Return (engine, model, vocabulary, ngrams).
 
-    engine  generates: a GPT or an OnnxGPT
-    model   the GPT that --verify compares with; None if it is not needed
+    engine  generates: a GPT, an OnnxGPT or a HuggingFaceGPT
+    model   --verify compares with its plain loop; None if that is not needed
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "torch":
@@ -148,7 +154,11 @@ def open_engine(args):
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, chars = ckpt.build_language_model()
         model.to(device, getattr(torch, args.dtype))
-        return model, model, chars, ckpt.checked_ngrams() if args.draft else None
+        return model, model, character_vocabulary(chars), ckpt.checked_ngrams() if args.draft else None
+
+    if args.engine == "hf":
+        engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
+        return engine, engine, tokenizer_vocabulary(engine.tokenizer, engine.config.vocab_size), None
 
     file = args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx"
     engine, model = OnnxGPT(file), None
@@ -159,10 +169,10 @@ def open_engine(args):
         model, chars = load_model(checkpoint)
         if weights_sha256(model) != engine.weights_sha256:
             raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
-    return engine, model, engine.chars, None
+    return engine, model, character_vocabulary(engine.chars), None
 
 
-def read_prompt(prompt, chars):
+def read_prompt(prompt, vocabulary):
     """Return the prompt's token ids. Exits with one line for a file that cannot be read, or an unknown character."""
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs the name of a file behind the colon")
@@ -173,14 +183,10 @@ def read_prompt(prompt, chars):
         except UnicodeDecodeError:
             fail(f"the prompt in {name} is not UTF-8")
     if not prompt:
-        prompt = "\n" if "\n" in chars else chars[0]
+        prompt = "\n" if "\n" in vocabulary.names or len(vocabulary.names[0]) > 1 else vocabulary.names[0]
         note(f"the prompt is empty: starting from {prompt!r}")
-    ids = {char: i for i, char in enumerate(chars)}
-    unknown = sorted(set(prompt) - set(ids))
-    if unknown:
-        known = repr(chars if len(chars) <= 200 else f"{chars[:200]}...")
-        fail(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {known}")
-    return [ids[char] for char in prompt]
+    with one_line_errors():
+        return vocabulary.encode(prompt)
 
 
 def check_stops(stops, chars):
@@ -198,17 +204,18 @@ def choose_num_new(args, lengths, block_size):
     lengths  of the prompts. Exits with one line for prompts that the context cannot hold.
     """
     asked, longest = args.max_new_tokens, max(lengths)
-    for flag, active in (("--overflow slide", args.overflow == "slide"), ("--engine onnx", args.engine == "onnx")):
-        if active and len(set(lengths)) > 1:
-            counts = " and ".join(str(n) for n in sorted(set(lengths)))
-            fail(f"{flag} takes prompts of one length in a batch, and these have {counts} characters")
+    unit = "tokens" if args.engine == "hf" else "characters"
+    equal = ["--overflow slide"] * (args.overflow == "slide") + [f"--engine {args.engine}"] * (args.engine != "torch")
+    if equal and len(set(lengths)) > 1:
+        counts = " and ".join(str(n) for n in sorted(set(lengths)))
+        fail(f"{equal[0]} takes prompts of one length in a batch, and these have {counts} {unit}")
     if args.overflow == "slide":
         return 1000 if asked is None else asked
     if asked == 0:
         return 0
     if longest >= block_size:
         fail(
-            f"the prompt has {longest} characters and the context {block_size}: at most {block_size - 1} leave room "
+            f"the prompt has {longest} {unit} and the context {block_size}: at most {block_size - 1} leave room "
             f"for a new one (--overflow slide takes the newest {max(1, block_size // 2)} of a longer prompt)"
         )
     most = block_size - min(lengths)
@@ -237,16 +244,16 @@ def start_generation(args, engine, ngrams, prompts, num_new, sampling):
     return engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **settings), None
 
 
-def write_stream(stream, rows, chars, stops, timing, engine, num_new):
-    """Write the first row to stdout as its characters arrive, then the other rows. Extends `rows`, lists of ids.
+def write_stream(stream, rows, vocabulary, stops, timing, engine, num_new):
+    """Write the first row to stdout as its tokens arrive, then the other rows. Extends `rows`, lists of ids.
 
     Returns (cache_bytes, stopped): the engine's cache_bytes() after the last step, and whether a stop text was met.
     """
     cache_bytes, lengths = None, [len(row) for row in rows]  # of the prompts
     running = set(range(len(rows)))  # the rows that have met no stop text
-    sys.stdout.write("".join(chars[i] for i in rows[0]))
+    sys.stdout.write(vocabulary.decode(rows[0]))
     sys.stdout.flush()
-    written = lengths[0]
+    before, written = 0, lengths[0]  # tokens of the first row: where the last piece of text began, and where it ended
     for block in stream:
         new = block.tolist()
         timing.record(block.size(1))
@@ -254,20 +261,27 @@ def write_stream(stream, rows, chars, stops, timing, engine, num_new):
             rows[i] += [token for token in new[i] if token >= 0]  # -1: this row's context is full
             if stops:
                 num_tokens = len(rows[i])
-                rows[i] = cut_at_stop(rows[i], lengths[i], chars, stops)
+                rows[i] = cut_at_stop(rows[i], lengths[i], vocabulary.names, stops)
                 running -= {i} if len(rows[i]) < num_tokens else set()
         last = not running or sum(timing.sizes) == num_new
         if last:
             cache_bytes = engine.cache_bytes()  # before the stream ends and releases the cache
-        text = "".join(chars[i] for i in rows[0][written:])
-        wait = 0 if last or 0 not in running else num_undecided(text, stops)
-        sys.stdout.write(text[: len(text) - wait])
+        # the text of a token depends on the tokens before it
+        text = vocabulary.decode(rows[0][before:])[len(vocabulary.decode(rows[0][before:written])) :]
+        waits = not last and 0 in running
+        if waits and stops:  # tokens are characters
+            text = text[: len(text) - num_undecided(text, stops)]
+            before = written = written + len(text)
+        elif waits and text.endswith("\ufffd"):  # a part of a character
+            text = ""
+        else:
+            before, written = written, len(rows[0])
+        sys.stdout.write(text)
         sys.stdout.flush()
-        written += len(text) - wait
         if not running:
             break
     for row in rows[1:]:
-        sys.stdout.write(SEPARATOR + "".join(chars[i] for i in row))
+        sys.stdout.write(SEPARATOR + vocabulary.decode(row))
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
@@ -298,6 +312,8 @@ def report(config, itemsize, timing, rows, prompts, cache_bytes, stopped):
         return
     cached = max(map(len, rows)) - 1  # the last token is never fed
     cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
+    if not isinstance(config, GPTConfig):  # a model of transformers may keep anything in its cache
+        return
     factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(rows))
     formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
     note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
@@ -312,18 +328,18 @@ def main():
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
     with one_line_errors():
-        engine, model, chars, ngrams = open_engine(args)
-    prompts = [read_prompt(prompt, chars) for prompt in args.prompt]
-    check_stops(args.stop, chars)
+        engine, model, vocabulary, ngrams = open_engine(args)
+    prompts = [read_prompt(prompt, vocabulary) for prompt in args.prompt]
+    check_stops(args.stop, vocabulary.names)
     num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size)
 
     # one row per sample: the samples of the first prompt, then those of the next
-    device = "cpu" if args.engine == "onnx" else model.lm_head.weight.device
+    device = model.lm_head.weight.device if args.engine == "torch" else "cpu"
     prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     if args.explain:
-        explain(model, chars, prompts[0][None], min(3, num_new), **vars(sampling))
+        explain(model, vocabulary.names, prompts[0][None], min(3, num_new), **vars(sampling))
         return
 
     # generate
@@ -333,7 +349,7 @@ def main():
         stream, decoder = start_generation(args, engine, ngrams, prompts, num_new, sampling)
     loaded = time.perf_counter() - began
     timing = Timing(torch.device(device))
-    cache_bytes, stopped = write_stream(stream, rows, chars, args.stop, timing, engine, num_new)
+    cache_bytes, stopped = write_stream(stream, rows, vocabulary, args.stop, timing, engine, num_new)
 
     # report on stderr
     if timing.times:
@@ -350,7 +366,7 @@ def main():
     elif args.verify:
         began = time.perf_counter()
         num_new = sum(timing.sizes)  # fewer after a stop text
-        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, chars, args.stop)
+        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, vocabulary.names, args.stop)
         seconds = timing.times[-1], time.perf_counter() - began
         cached, uncached = seconds if args.kv_cache else seconds[::-1]
         for line in lines:

@@ -23,7 +23,7 @@ def near_tie(model, context, sample, step, picks, sampling):
     The picks are a near-tie if each of them wins after the logits move by at most NEAR_TIE in its favour.
     """
     with eval_mode(model):
-        logits = model(torch.tensor([context], device=model.lm_head.weight.device))[0][:, -1].float()
+        logits = model(torch.tensor([context], device=next(model.parameters()).device))[0][:, -1].float()
     counters = (torch.tensor([i], device=logits.device) for i in (sample, step))
     noise = gumbel_noise(sampling.seed, *counters, logits.size(-1))[:, 0]
 
@@ -41,6 +41,15 @@ def near_tie(model, context, sample, step, picks, sampling):
     return set(picks) <= winners
 
 
+def logits_after(model, ids, T, kv_cache):
+    """Return the logits `(V,)` of the plain loop after `ids`, the first T of which are the prompt."""
+    tokens, block_size = torch.tensor([ids], device=next(model.parameters()).device), model.config.block_size
+    next_logits = model.next_logits(kv_cache, owner=object())
+    for end in range(T, len(ids) + 1):
+        logits = next_logits(tokens, text_context_start(block_size, T, end), end)
+    return logits[0].float()
+
+
 def first_difference(ours, theirs):
     """Return the first index at which two lists differ, or None. A missing item differs."""
     if ours == theirs:
@@ -49,8 +58,9 @@ def first_difference(ours, theirs):
 
 
 def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names, stops=()):
-    """Compare texts with those of the plain loop, GPT.generate, on the same prompts.
+    """Compare texts with those of the plain loop, `model.generate`, on the same prompts.
 
+    model     a GPT or a HuggingFaceGPT
     prompts   B int64 tensors of one dimension
     texts     B lists of ids: the prompts and their continuations
     kv_cache  whether the plain loop uses the cache: the opposite of what made the texts
@@ -78,7 +88,12 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names, sto
                 continue
             picks = (*ours[position : position + 1], *theirs[position : position + 1])
             pair = ", but ".join(repr(names[i]) for i in picks)
-            where = f"row {row}, new token {position - T}: {pair} {how} the cache"
+            where = f"row {row}, new token {position - T}: {pair} {how} the cache. Logits of the two: "
+            where += "; ".join(
+                f"{word} the cache " + " and ".join(f"{logits[i]:.5f}" for i in picks)
+                for word, kv in (("with", True), ("without", False))
+                for logits in [logits_after(model, ours[:position], T, kv)]
+            )
             context = ours[text_context_start(model.config.block_size, T, position) : position]
             if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
                 return False, [*lines, f"DIFFERENT at {where}"]

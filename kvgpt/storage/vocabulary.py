@@ -1,0 +1,46 @@
+"""Text to token ids and back: a token is a character, or a piece of a word."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Vocabulary:
+    """names   the name of each token id in messages
+    encode  text -> list of ids. Raises ValueError, with one line, for a text that has none
+    decode  list of ids -> text
+    """
+
+    names: Sequence[str]
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+
+def character_vocabulary(chars):
+    """Return the Vocabulary in which token i is chars[i]."""
+    ids = {char: i for i, char in enumerate(chars)}
+
+    def encode(text):
+        unknown = sorted(set(text) - set(ids))
+        if unknown:
+            known = repr(chars if len(chars) <= 200 else f"{chars[:200]}...")
+            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {known}")
+        return [ids[char] for char in text]
+
+    return Vocabulary(chars, encode, lambda tokens: "".join(chars[i] for i in tokens))
+
+
+def tokenizer_vocabulary(tokenizer, vocab_size):
+    """Return the Vocabulary of a tokenizer of transformers. A model may have more ids than its tokenizer."""
+    names = [tokenizer.convert_ids_to_tokens(i) if i < len(tokenizer) else None for i in range(vocab_size)]
+
+    def encode(text):
+        ids = tokenizer(text).input_ids
+        if not ids:
+            raise ValueError(f"the tokenizer makes no token of {text[:40]!r}: give another --prompt")
+        return ids
+
+    def decode(tokens):
+        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return Vocabulary([name or f"<{i}>" for i, name in enumerate(names)], encode, decode)

@@ -1,0 +1,109 @@
+"""sample.py --engine hf: other people's models, and the caches of transformers, through the kit's loop and --verify."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from helpers import ROOT, assert_one_line, ok, run
+
+transformers = pytest.importorskip("transformers")
+
+BLOCK_SIZE = 48
+TEXT = (ROOT / "data" / "sample.txt").read_text(encoding="utf-8")
+COMMON = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=BLOCK_SIZE)
+CONFIGS = {
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=BLOCK_SIZE),
+    "llama": dict(intermediate_size=64, num_key_value_heads=2, **COMMON),
+    "gpt_neox": dict(intermediate_size=64, **COMMON),
+    "mistral": dict(intermediate_size=64, num_key_value_heads=1, sliding_window=8, **COMMON),
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32, **COMMON),
+    "bloom": dict(hidden_size=32, n_layer=2, n_head=4),
+}
+BREAK_THE_CACHE = """
+import runpy, sys
+from transformers import DynamicCache
+update = DynamicCache.update
+def broken(self, key, value, *args, **kwargs):
+    keys, values = update(self, key, value, *args, **kwargs)
+    return keys.roll(1, dims=-2), values  # every key at the place of another value
+DynamicCache.update = broken
+sys.argv = ["sample.py", *sys.argv[1:]]
+runpy.run_path("sample.py", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte-level BPE of 400 tokens, so that a token is a word, a part of one, or a part of a character."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(TEXT.splitlines(keepends=True), vocab_size=400, special_tokens=["<|end|>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<|end|>")
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request, tokenizer, tmp_path_factory):
+    """A folder that transformers wrote: random weights, large enough for texts that vary."""
+    path = tmp_path_factory.mktemp(request.param)
+    config = transformers.AutoConfig.for_model(request.param, vocab_size=400, **CONFIGS[request.param])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(5)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def hf(folder, *flags):
+    return run("sample.py", "--engine", "hf", "--ckpt", folder, "--max_new_tokens", "30", *flags)
+
+
+@pytest.mark.slow
+def test_the_text_is_that_of_generate_and_the_cache_changes_nothing(folder, tokenizer):
+    """A position, a mask or a token off by one in the loop; a prompt cut or joined wrongly."""
+    prompt = "The cat sat — né"
+    result = ok(hf(folder, "--prompt", prompt, "--temperature", "0", "--verify"))
+    assert "1 of 1 samples match" in result.stderr or "near-tie" in result.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, **greedy)
+    expected = tokenizer.decode(theirs[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert result.stdout == expected and expected.startswith(prompt)
+    flags = ["--prompt", prompt, "--num_samples", "3", "--verify"]
+    sampled = ok(hf(folder, *flags, "--no-kv_cache"))
+    assert sampled.stdout == ok(hf(folder, *flags)).stdout and sampled.stdout != result.stdout
+
+
+@pytest.mark.slow
+def test_a_broken_cache_is_found_and_its_logits_are_shown(folder):
+    """A comparison of the cache with itself."""
+    flags = ["--engine", "hf", "--ckpt", folder, "--prompt", "The cat", "--max_new_tokens", "30", "--verify"]
+    result = run("-c", BREAK_THE_CACHE, *flags)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    found = re.search(
+        r"DIFFERENT at row 0, new token \d+: .*, but .* without the cache\. Logits of the two: "
+        r"with the cache (\S+) and (\S+); without the cache (\S+) and (\S+)\n",
+        result.stderr,
+    )
+    ours, theirs, ours_plain, theirs_plain = map(float, found.groups())
+    assert (ours, theirs) != (ours_plain, theirs_plain)
+
+
+@pytest.mark.slow
+def test_mistakes_are_one_line(folder, tmp_path):
+    assert_one_line(hf(tmp_path), "no model of transformers", tmp_path)
+    assert_one_line(hf(folder, "--draft", "ngram"), "--draft", "hf", code=2)
+    assert_one_line(hf(folder, "--stop", "The"), "--stop", "hf", code=2)
+    assert_one_line(
+        hf(folder, "--prompt", "The cat", "--prompt", "The cat and the dog"), "prompts of one length", "tokens"
+    )
+    assert_one_line(hf(folder, "--prompt", "The cat sat. " * 1000), "tokens", "leave room")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}), encoding="utf-8")
+    assert_one_line(hf(tmp_path), "cannot be read", tmp_path)
