@@ -35,7 +35,10 @@ def tokenizer_vocabulary(tokenizer, vocab_size):
     names = [tokenizer.convert_ids_to_tokens(i) if i < len(tokenizer) else None for i in range(vocab_size)]
 
     def encode(text):
-        ids = tokenizer(text).input_ids
+        try:
+            ids = tokenizer(text).input_ids
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ValueError(f"the tokenizer refuses {text[:40]!r}: {error}") from None
         if not ids:
             raise ValueError(f"the tokenizer makes no token of {text[:40]!r}: give another --prompt")
         return ids

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from helpers import ROOT, assert_one_line, ok, run
+from kvgpt.storage.hf import hf_tokenizer
+from kvgpt.storage.vocabulary import tokenizer_vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,6 +96,16 @@ def test_a_broken_cache_is_found_and_its_logits_are_shown(folder):
     )
     ours, theirs, ours_plain, theirs_plain = map(float, found.groups())
     assert (ours, theirs) != (ours_plain, theirs_plain)
+
+
+def test_a_text_and_its_tokens_there_and_back():
+    """A token without a name, a character that the tokenizer does not know, a text without a token."""
+    vocabulary = tokenizer_vocabulary(hf_tokenizer("abc\n", 8), 6)
+    assert vocabulary.encode("cab\n") == [2, 0, 1, 3] and vocabulary.decode([2, 0, 1, 3]) == "cab\n"
+    assert vocabulary.names == ["a", "b", "c", "\n", "<4>", "<5>"]
+    for text in ("d", ""):
+        with pytest.raises(ValueError, match="tokenizer"):
+            vocabulary.encode(text)
 
 
 @pytest.mark.slow
