@@ -109,6 +109,7 @@ def test_a_text_and_its_tokens_there_and_back():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 def test_mistakes_are_one_line(folder, tmp_path):
     assert_one_line(hf(tmp_path), "no model of transformers", tmp_path)
     assert_one_line(hf(folder, "--draft", "ngram"), "--draft", "hf", code=2)
