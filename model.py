@@ -1,8 +1,8 @@
 """GPT-2's network, with a key/value cache in every attention Head.
 
 Reading order: GPTConfig, Head (attention of one head over its cache), KVCache (the buffers of a layer),
-CausalSelfAttention (writes and reads the cache), MLP, Block, GPT, decode_tokens (the generation loop). The sampler is
-in kvgpt/decoding/sampling.py.
+CausalSelfAttention (writes and reads the cache), MLP, Block, GPT (next_logits decides what to feed), decode_tokens (the
+generation loop). The sampler is in kvgpt/decoding/sampling.py.
 
 Shapes: B rows per batch, T positions per call, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head,
 hs = C / nh (head size), V = vocab_size.
@@ -506,11 +506,12 @@ class GPT(nn.Module):
         blocks = decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
         return self.release_cache_after(blocks, owner)
 
-    def next_logits(self, kv_cache, owner):
-        """Return the function that `decode_tokens` calls at every step, with the cache or without.
+    def next_logits(self, kv_cache, owner=None):
+        """Return the function that `decode_tokens` calls at every step. It feeds the model, through the cache or not.
 
-        owner  an object that stands for one generation in the caches
+        owner  see `cached_lengths`; None: an object of its own
         """
+        owner = owner or object()
         positions = torch.arange(self.config.block_size, device=self.lm_head.weight.device)
         threads = StepThreads(sum(p.numel() for p in self.parameters()))
 

@@ -183,7 +183,7 @@ def read_prompt(prompt, vocabulary):
         except UnicodeDecodeError:
             fail(f"the prompt in {name} is not UTF-8")
     if not prompt:
-        prompt = "\n" if "\n" in vocabulary.names or len(vocabulary.names[0]) > 1 else vocabulary.names[0]
+        prompt = vocabulary.start
         note(f"the prompt is empty: starting from {prompt!r}")
     with one_line_errors():
         return vocabulary.encode(prompt)

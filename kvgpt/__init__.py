@@ -2,10 +2,10 @@
 
 cli.py        command line: parser, argument types, error messages
 baselines.py  other implementations that bench.py measures
-decoding/     sampling, n-grams and drafts, the compiled step, comparison, timing, --explain
+decoding/     sampling, threads, n-grams and drafts, the compiled step, stop texts, comparison, timing, --explain
 training/     settings, data, optimizers, the run folder, signals, several processes
-storage/      checkpoints, Hugging Face folders, ONNX files
+storage/      checkpoints, Hugging Face folders, ONNX files, vocabularies
 
-The scripts import kvgpt. kvgpt imports model.py. model.py imports the sampler, decoding/sampling.py, and nothing else
-from here. No module here imports a script.
+The scripts import kvgpt. kvgpt imports model.py. model.py imports decoding/sampling.py and decoding/threads.py, and
+nothing else from here. No module here imports a script.
 """

@@ -44,7 +44,7 @@ def near_tie(model, context, sample, step, picks, sampling):
 def logits_after(model, ids, T, kv_cache):
     """Return the logits `(V,)` of the plain loop after `ids`, the first T of which are the prompt."""
     tokens, block_size = torch.tensor([ids], device=next(model.parameters()).device), model.config.block_size
-    next_logits = model.next_logits(kv_cache, owner=object())
+    next_logits = model.next_logits(kv_cache)
     for end in range(T, len(ids) + 1):
         logits = next_logits(tokens, text_context_start(block_size, T, end), end)
     return logits[0].float()
@@ -89,11 +89,9 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names, sto
             picks = (*ours[position : position + 1], *theirs[position : position + 1])
             pair = ", but ".join(repr(names[i]) for i in picks)
             where = f"row {row}, new token {position - T}: {pair} {how} the cache. Logits of the two: "
-            where += "; ".join(
-                f"{word} the cache " + " and ".join(f"{logits[i]:.5f}" for i in picks)
-                for word, kv in (("with", True), ("without", False))
-                for logits in [logits_after(model, ours[:position], T, kv)]
-            )
+            both_ways = [logits_after(model, ours[:position], T, kv) for kv in (True, False)]
+            cached, uncached = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both_ways)
+            where += f"{cached} with the cache, {uncached} without"
             context = ours[text_context_start(model.config.block_size, T, position) : position]
             if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
                 return False, [*lines, f"DIFFERENT at {where}"]

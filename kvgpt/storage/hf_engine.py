@@ -27,7 +27,9 @@ class HuggingFaceGPT(nn.Module):
         except ImportError:
             raise ValueError("transformers is not installed: pip install transformers") from None
         if not Path(folder, "config.json").is_file():
-            raise FileNotFoundError(f"no model of transformers at {folder}: config.json is missing")
+            raise FileNotFoundError(
+                f"no model of transformers at {folder}, because config.json is missing: name its folder with --ckpt"
+            )
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
@@ -47,8 +49,8 @@ class HuggingFaceGPT(nn.Module):
         """Return the logits `(B, T, V)` of idx `(B, T)`, computed without a cache, and None: see GPT.forward."""
         return self.hf(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False).logits, None
 
-    def next_logits(self, kv_cache, owner=None):
-        """Return the function that decode_tokens calls at every step. The cache is the caller's own; see `past`."""
+    def next_logits(self, kv_cache):
+        """Return the function that decode_tokens calls at every step. With kv_cache it leaves its cache in `past`."""
         threads, past_length = StepThreads(sum(p.numel() for p in self.parameters())), 0
 
         def logits_after(tokens, start, end):

@@ -162,11 +162,12 @@ def quiet():
 class OnnxGPT:
     """A file of write_onnx or quantize, run by ONNX Runtime on the CPU.
 
-    chars   the vocabulary: token i is chars[i]
-    config  the GPTConfig of the exported model
-    weights_sha256  the hash of the weights that were exported; None in files of earlier versions
-    cached  whether the graph has the KV cache as inputs and outputs
-    past    the key and the value of each layer after the last call, OrtValues `(B, nkv, past, hs)`; empty without cache
+    chars           the vocabulary: token i is chars[i]
+    config          the GPTConfig of the exported model
+    weights_sha256  the hash of the exported weights; None in files of earlier versions
+    cached          whether the graph has the KV cache as inputs and outputs
+    past            the keys and values of all layers after the last call, OrtValues `(B, nkv, past, hs)`. Without a
+                    cache the list is empty.
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
 
@@ -178,7 +179,7 @@ class OnnxGPT:
         if not Path(file).is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
 
-        def session(num_threads):
+        def session(num_threads):  # the number is fixed when a session is made
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 3
             options.intra_op_num_threads = num_threads

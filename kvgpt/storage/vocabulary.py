@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 @dataclass
 class Vocabulary:
-    """names   the name of each token id in messages
+    """How a model reads and writes text.
+
+    names   the name of each token id in messages
     encode  text -> list of ids. Raises ValueError, with one line, for a text that has none
     decode  list of ids -> text
+    start   the text that stands for an empty prompt
     """
 
     names: Sequence[str]
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    start: str = "\n"
 
 
 def character_vocabulary(chars):
@@ -27,7 +31,10 @@ def character_vocabulary(chars):
             raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {known}")
         return [ids[char] for char in text]
 
-    return Vocabulary(chars, encode, lambda tokens: "".join(chars[i] for i in tokens))
+    def decode(tokens):
+        return "".join(chars[i] for i in tokens)
+
+    return Vocabulary(chars, encode, decode, start="\n" if "\n" in chars else chars[0])
 
 
 def tokenizer_vocabulary(tokenizer, vocab_size):
