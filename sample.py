@@ -91,7 +91,7 @@ def parse_args(argv=None):
     )
     # speed
     add("--draft", choices=("ngram",), help="guess the next characters from n-grams and verify them in one forward")
-    add("--compile", action="store_true", help="compile the decode step first; pays for long texts")
+    add("--compile", action="store_true", help="decode by the step in C, which takes a second to compile")
     add(
         "--engine",
         choices=("torch", "onnx", "hf"),

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,6 +325,9 @@ DRAFTS = {
     "n-grams": dict(draft="ngram", ngrams=NGRAMS),
 }
 a_draft = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+WAYS = DRAFTS | ({} if needs_compiler.args[0] else {f"{k}, compiled": v | {"compile": True} for k, v in DRAFTS.items()})
+a_way = st.sampled_from(sorted(WAYS)).map(WAYS.get)
 
 
 def assert_same_as_alone(model, got, ragged, steps, samples, seed, filters, **more):

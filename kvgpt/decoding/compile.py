@@ -1,209 +1,229 @@
-"""The compiled step: decode_step as machine code, without Python between its operations.
+"""The compiled step: step.c, compiled for the shape of a model and bound to its weights.
 
-CPU: torch.export and AOTInductor write C++ for exactly these shapes, with the weights packed into the program. CUDA:
-torch.compile, replayed as a CUDA graph.
+The program holds the shape and no weights. A model of a known shape starts at once, whatever its weights are.
 """
 
+import ctypes
 import hashlib
 import os
+import subprocess
 import sys
+import tempfile
 import time
-import warnings
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
-import model as model_module
-from kvgpt.decoding.speculate import DecodeState, decode_step
+from kvgpt.decoding.ngrams import LOOK_UP_ORDER, ORDER
+from kvgpt.decoding.sampling import gumbel_noise
+from kvgpt.decoding.speculate import DecodeState
 from model import eval_mode
 
-KEPT_PROGRAMS = 30  # compiled programs that stay in the cache folder, the most recently used ones
+SOURCE = Path(__file__).with_name("step.c")
+LANES = 16  # outputs per panel of packed weights, as in step.c
+FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
+WORK_PER_THREAD = 2**18  # multiply-adds per step: for fewer, waiting for another thread takes longer than it saves
+WORK_PER_CALL = 2**25  # multiply-adds: a call takes milliseconds, so that a stream flows and Ctrl-C is heard
+PAUSE = 0.1  # seconds on one thread after another process has taken a core
 
 
 class CompileError(RuntimeError):
-    """A compiler is missing or has failed. The text is one line."""
+    """The compiler is missing, or the program does not compute what the model computes. The text is one line."""
 
 
-def compile_step(model, state, num_drafts, table):
-    """Compile decode_step for the model's weights and for states of this batch size.
+def compile_step(model, num_drafts, table):
+    """Compile the decode step for the model's shape, or load it, and give it the model's present weights.
 
-    Returns bind(state, table), which returns a function that runs one step on that state. The program has caches of its
-    own. bind() empties the program's caches and gives them to the model.
+    Returns bind(state), which empties the model's caches and returns run(max_steps). run appends tokens to the rows of
+    `state` in up to max_steps steps, and returns the numbers of steps, guesses offered and guesses accepted.
     Raises CompileError.
     """
-    attentions = [block.attn for block in model.transformer["h"]]
-    for attn in attentions:
-        attn.allocate_cache(len(state.end))
-    buffers = [(attn.cache.key, attn.cache.value) for attn in attentions]
-    args = [list(vars(state).values()), table, [tensor for pair in buffers for tensor in pair]]
-    try:
-        with torch.no_grad(), eval_mode(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of the compiler about itself
-            start = (capture_cuda_graph if state.end.is_cuda else aot_compile)(model, num_drafts, args)
-    except Exception as error:  # torch raises many types for a missing or failing compiler
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CompileError(f"the decode step cannot be compiled here ({why[:200]})") from error
-    finally:
-        for attn in attentions:
-            attn.cache.clear()  # tracing has left its own tensors there
+    if model.lm_head.weight.dtype != torch.float32:
+        raise CompileError(f"the compiled step computes in float32, and the model is in {model.lm_head.weight.dtype}")
+    library = load_library(shape_macros(model))
+    weights = Pointers(model_tensors(model))
+    tables = Pointers([table[0], table[1], torch.tensor(len(table[0]))]) if table else None
+    num_params = sum(p.numel() for p in model.parameters())
+    caches = Pointers([])
 
-    def bind(state, table):
-        for attn, (key, value) in zip(attentions, buffers):
-            attn.cache.clear()
-            attn.cache.key, attn.cache.value = key, value
-        return start(state, table)
-
-    return bind
-
-
-class StepModule(torch.nn.Module):
-    """decode_step as a module. Everything that a step writes is an input, as torch.export demands."""
-
-    def __init__(self, model, num_drafts):
-        super().__init__()
-        self.model = model
-        self.num_drafts = num_drafts
-
-    def forward(self, state, table, buffers):
-        for cache, key, value in zip(self.model.caches, buffers[::2], buffers[1::2]):
+    def bind(state):
+        nonlocal caches
+        B = len(state.end)
+        if not caches.tensors or len(caches.tensors[0]) != B:  # large buffers are kept, because making them takes long
+            for block in model.transformer["h"]:
+                block.attn.allocate_cache(B)
+            caches = Pointers([x for cache in model.caches for x in (cache.key, cache.value)])
+        model.clear_caches()
+        for cache, key, value in zip(model.caches, caches.tensors[::2], caches.tensors[1::2]):
             cache.key, cache.value = key, value
-        decode_step(self.model, DecodeState(*state), self.num_drafts, table)
+        rows = Pointers(list(vars(state).values()))
+        work = num_params * B * (num_drafts + 1)
+        by_rows = B >= 8 * torch.get_num_threads()
+        alone_until = 0.0
 
-
-# -- CPU ---------------------------------------------------------------------------------------------------------------
-
-
-def aot_compile(model, num_drafts, args):
-    """Compile the step ahead of time, or load the program of an earlier run.
-
-    Programs are kept in the cache folder of torch's compiler ($TORCHINDUCTOR_CACHE_DIR).
-    """
-    from torch._inductor.codecache import cache_dir  # the import makes the folder and takes a second
-
-    # options of the compiler
-    work = sum(p.nbytes for p in model.parameters()) * args[0][0].size(0) * (num_drafts + 1)
-    large = work >= 2**25  # smaller steps end before a second thread wakes up
-    options = {
-        "freezing": True,  # weights are constants, laid out for the loops that read them
-        "max_autotune": True,
-        "max_autotune_gemm_backends": "CPP",  # matrix products as C++ loops instead of library calls
-        "aot_inductor.allow_stack_allocation": True,  # saves a third of a step at n_embd=64
-        "cpp.threads": torch.get_num_threads() if large else 1,
-        "cpp.dynamic_threads": large,  # StepThreads sets their number
-    }
-
-    # load
-    path = Path(cache_dir()) / f"decode-{program_key(model, num_drafts, args, options)}.pt2"
-    trial_inputs = [x.clone() for x in torch.utils._pytree.tree_leaves(args) if x is not None]
-    try:
-        program = load_program(path, trial_inputs)
-    except RuntimeError:  # there is none, or it is damaged: compile
-        with announced():
-            exported = torch.export.export(StepModule(model, num_drafts), tuple(args))
-            sdpa = torch.ops.aten.scaled_dot_product_attention.default
-            exported = exported.run_decompositions({sdpa: decomposed_sdpa})
-            write_program(exported, path, options)
-        program = load_program(path, trial_inputs)
-
-    def start(state, table):
-        inputs = [x for x in (*vars(state).values(), *(table or ()), *args[2]) if x is not None]
-        return lambda: program.run(inputs)
-
-    return start
-
-
-def program_key(model, num_drafts, args, options):
-    """Return a hash of everything that shapes the program: torch, chip, options, shapes, weights and source code."""
-    shapes = [x if x is None else (x.shape, x.dtype) for x in torch.utils._pytree.tree_leaves(args)]
-    parts = (torch.__version__, torch.backends.cpu.get_cpu_capability(), options, num_drafts, shapes, model.config)
-    key = hashlib.sha256(repr(parts).encode())
-    for weight in model.parameters():
-        key.update(weight.detach().contiguous().view(torch.uint8).numpy())
-    # the network, and every file beside this one: a step is traced through several of them
-    for file in (Path(model_module.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
-        key.update(file.read_bytes())
-    return key.hexdigest()[:32]
-
-
-def write_program(exported, path, options):
-    """Compile an exported step and write it to `path`, whole or not at all. Removes the oldest programs beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.pt2")
-    # The first compilation in a process decides whether later ones get a C++ or a Python wrapper. A step compiled after
-    # an ordinary torch.compile would be slower, so forget that decision.
-    with suppress(AttributeError):
-        torch._inductor.codegen.common.device_codegens.pop("cpu", None)
-        torch._inductor.codegen.common.init_backend_registration.cache_clear()
-    try:
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    programs = sorted(path.parent.glob("decode-*.pt2"), key=lambda file: file.stat().st_mtime)
-    for old in programs[:-KEPT_PROGRAMS]:
-        old.unlink(missing_ok=True)
-
-
-def load_program(path, inputs):
-    """Return the program in the file, after one run that loads it completely. Raises RuntimeError."""
-    if not path.exists():
-        raise RuntimeError(f"no program at {path}")
-    program = torch._inductor.aoti_load_package(str(path)).loader
-    program.run(inputs)
-    path.touch()
-    return program
-
-
-def decomposed_sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Compute scaled_dot_product_attention from operations that the compiler fuses into loops.
-
-    For a few queries the loops beat a call of the kernel: 60 us per step instead of 90 at 4 layers, 4 heads, 256 slots.
-    """
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    score = (q[:, :, :, None] * k[:, :, None]).sum(-1) * q.size(-1) ** -0.5  # (B, nh, T, slots)
-    score = score.masked_fill(~attn_mask, -1e30)
-    weight = (score - score.amax(-1, keepdim=True)).exp()
-    return (weight[..., None] * v[:, :, None]).sum(-2) / weight.sum(-1, keepdim=True)  # (B, nh, T, hs)
-
-
-@contextmanager
-def announced():
-    """Say on stderr that a compilation begins and how long it took."""
-    began = time.perf_counter()
-    print("--compile: compiling the decode step, kept for the next run ...", file=sys.stderr, flush=True)
-    yield
-    print(f"--compile: done in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-
-
-# -- CUDA --------------------------------------------------------------------------------------------------------------
-
-
-def capture_cuda_graph(model, num_drafts, args):
-    """Compile the step for CUDA and capture it as a graph. The graph reads and writes a state of its own."""
-    own = torch.utils._pytree.tree_map(lambda x: x if x is None else x.clone(), args[0])
-    step = torch.compile(StepModule(model, num_drafts), fullgraph=True, dynamic=False)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with announced(), torch.cuda.stream(side):
-        for _ in range(3):  # compile and warm up, because a capture allows no compilation and no lazy initialization
-            step(own, *args[1:])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(own, *args[1:])
-
-    def start(state, table):
-        pairs = [pair for pair in zip(own, vars(state).values()) if pair[0] is not None]
-
-        def run():
-            for mine, theirs in pairs:
-                mine.copy_(theirs)
-            graph.replay()
-            for mine, theirs in pairs[:3]:  # tokens, end, cached
-                theirs.copy_(mine)
+        def run(max_steps, last_logits=None):
+            nonlocal alone_until
+            threads = min(torch.get_num_threads(), max(1, work // WORK_PER_THREAD))
+            if time.perf_counter() < alone_until and not by_rows:
+                threads = 1
+            counters = (ctypes.c_int64 * 3)()
+            inputs = (weights.array, caches.array, rows.array, tables and tables.array)
+            numbers = (B, threads, int(by_rows), max_steps, num_drafts)
+            stalled = library.decode(*inputs, *numbers, counters, last_logits and ctypes.c_void_p(last_logits.array[0]))
+            if stalled < 0:
+                raise MemoryError("the compiled step needs more memory than there is")
+            if stalled:
+                alone_until = time.perf_counter() + PAUSE
+            return list(counters)
 
         return run
 
-    return start
+    check_program(model, bind)
+    return bind
+
+
+def steps_per_call(model, rows, num_drafts):
+    """Return how many steps fill a call of some milliseconds."""
+    return max(1, WORK_PER_CALL // (sum(p.numel() for p in model.parameters()) * rows * (num_drafts + 1)))
+
+
+class Pointers:
+    """Addresses of tensors as C reads them, NULL for None. Keeps the tensors alive."""
+
+    def __init__(self, tensors):
+        self.tensors = [x if x is None else x.detach().contiguous() for x in tensors]
+        addresses = [0 if x is None else x.data_ptr() for x in self.tensors]
+        self.array = (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def shape_macros(model):
+    """Return the macros of step.c for the shape of the model."""
+    config = model.config
+    return dict(
+        N_LAYER=config.n_layer,
+        N_HEAD=config.n_head,
+        N_KV_HEAD=config.num_kv_heads,
+        N_EMBD=config.n_embd,
+        HIDDEN=model.transformer["h"][0].mlp.c_proj.in_features,
+        VOCAB_SIZE=config.vocab_size,
+        BLOCK_SIZE=config.block_size,
+        GATED=int(config.activation == "swiglu"),
+        GELU_TANH=int(config.activation == "gelu_tanh"),
+        POST_LN=int(not config.norm_first),
+        NGRAM_ORDER=ORDER,
+        LOOK_UP_ORDER=LOOK_UP_ORDER,
+    )
+
+
+def load_library(macros):
+    """Return step.c, compiled with these macros. Raises CompileError.
+
+    The program is kept beside Python's own compiled files. Its name holds a hash of everything that shapes it, and a
+    hash of its content.
+    """
+    command, target = find_compiler()
+    command = [*command, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
+    folder, key = SOURCE.parent / "__pycache__", sha256(repr((command, target, SOURCE.read_bytes())).encode())
+    for file in folder.glob(f"step-{key}-*.so"):
+        if file.stem.endswith(sha256(file.read_bytes())):  # a damaged program could do anything
+            return ctypes.CDLL(str(file))
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        made = Path(temporary) / "step.so"
+        done = subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, text=True)
+        if done.returncode:
+            why = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+            raise CompileError(f"{command[0]} cannot compile the decode step ({why.strip()[:200]})")
+        program = made.read_bytes()
+        library = ctypes.CDLL(str(made))
+    with suppress(OSError):  # a folder that cannot be written: compile again next time
+        folder.mkdir(exist_ok=True)
+        partial = folder / f"step-{key}.{os.getpid()}"
+        partial.write_bytes(program)
+        os.replace(partial, folder / f"step-{key}-{sha256(program)}.so")  # whole, as another process may be reading it
+    print(f"--compile: compiled the decode step in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    return library
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+@lru_cache
+def find_compiler():
+    """Return the command of a C compiler for this chip, and the macros that it defines, which name chip and version.
+
+    $CC, if it is set, is the only one that is tried. Raises CompileError.
+    """
+    for name in [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]:
+        for chip in ("-march=native", "-mcpu=native"):  # Clang on ARM knows the second
+            command = [*name.split(), chip]
+            try:
+                target = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True)
+            except OSError:
+                break
+            if target.returncode == 0:
+                return command, target.stdout
+    raise CompileError("no C compiler works here: install gcc or clang, or name one in $CC")
+
+
+# -- the weights -------------------------------------------------------------------------------------------------------
+
+
+def model_tensors(model):
+    """Return the weights in the order of `Model` in step.c. Matrices are packed, see `packed`."""
+    net, layers = model.transformer, model.transformer["h"]
+    wpe = net["wpe"].weight if "wpe" in net else None
+    tensors = [net["wte"].weight, wpe, *(model.rope or (None, None)), *linear(model.lm_head)]
+    norms = [norm for block in layers for norm in (block.ln_1, block.ln_2)]
+    for norm in [*norms, net["ln_f"]] if model.config.norm_first else [None, *norms]:
+        tensors += affine(norm)
+    for block in layers:
+        attn, mlp = block.attn, block.mlp
+        q_norm, k_norm = (attn.q_norm, attn.k_norm) if attn.qk_norm else (None, None)
+        tensors += [*linear(attn.c_attn), *affine(q_norm), *affine(k_norm)]
+        tensors += [*linear(attn.c_proj), *linear(mlp.c_fc), *linear(mlp.c_proj)]
+    return tensors
+
+
+def affine(norm):
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def linear(layer):
+    """Return the packed weight and the padded bias of a Linear layer."""
+    N, K = layer.weight.shape
+    pad = -N % LANES
+    panels = F.pad(layer.weight.detach(), (0, 0, 0, pad)).view(-1, LANES, K).transpose(1, 2)  # (panels, K, LANES)
+    return panels.contiguous(), None if layer.bias is None else F.pad(layer.bias.detach(), (0, pad))
+
+
+@torch.no_grad()
+def check_program(model, bind):
+    """Generate a short text with the program. Raises CompileError unless `model` gives the same logits and tokens.
+
+    step.c spells out the network of model.py once more, so an edit of model.py would otherwise go unnoticed.
+    """
+    block_size, V, seed = model.config.block_size, model.config.vocab_size, 1
+    length, end = max(1, min(8, block_size // 2)), min(24, block_size + 1)
+    tokens = torch.zeros(1, block_size + 1, dtype=torch.int64)
+    tokens[0, :length] = torch.arange(length) % V
+    numbers = [torch.tensor([n]) for n in (length, 0, end, length, 0)]
+    state = DecodeState(tokens, *numbers, torch.tensor([seed, 0]), torch.tensor(1.0), None, None)
+    last_logits = Pointers([torch.zeros(V)])
+    bind(state)(end, last_logits)
+    model.clear_caches()
+    with eval_mode(model):
+        logits = model(tokens[:, : end - 1])[0][0, length - 1 :]
+    scores = logits + gumbel_noise(seed, torch.tensor([0]), torch.arange(end - length), V)[0]
+    loss = scores.amax(1) - scores.gather(1, tokens[0, length:end, None])[:, 0]  # 0 where the pick is the same
+    error = (logits[-1] - last_logits.tensors[0]).abs().max() / (1 + logits[-1].abs().max())
+    if not bool(max(loss.max(), error) < 1e-3):
+        raise CompileError(f"{SOURCE.name} computes another network than model.py")

@@ -5,7 +5,8 @@ The tokens are those of GPT.generate for the same seed. decode_step (speculate.p
 
 import torch
 
-from kvgpt.decoding.compile import compile_step
+from kvgpt.decoding.compile import compile_step, steps_per_call
+from kvgpt.decoding.cuda_graph import graph_step
 from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.sampling import Sampling, context_start, gumbel_noise
 from kvgpt.decoding.speculate import DecodeState, decode_step
@@ -20,7 +21,7 @@ class Decoder:
 
     draft    None: one token per step. "ngram": guess by `ngrams`, the counts in a checkpoint (see count_ngrams), or by
              looking up the text so far if there are no counts
-    compile  decode with a step that is compiled for the model's present weights, and again after they change. Make a
+    compile  decode with a compiled step. It gets the model's present weights, and new ones after they change. Make a
              new Decoder after replacing a module of the model
     After a generation, `forwards` counts its steps, `offered` the guesses verified in them, `accepted` the right ones.
     """
@@ -36,8 +37,7 @@ class Decoder:
         self.compile = compile
         self.threads = StepThreads(sum(p.numel() for p in model.parameters()))
         self.modules = list(model.modules())
-        self.programs = {}  # (rows, filters or not): compiled step
-        self.programs_version = (None, None)  # the weights that are in the programs; see _program
+        self.program, self.program_weights = None, None  # the compiled step, and its weights; see _bind
         self.forwards = self.offered = self.accepted = 0
 
     def generate(self, prompts, max_new_tokens, **sampling):
@@ -66,7 +66,7 @@ class Decoder:
         state = self._new_state(context, sampling)
         self.forwards = self.offered = self.accepted = 0
         if self.compile and any(num_new):
-            self._program(state)  # compile before anybody waits for the first token
+            self._compiled()  # before anybody waits for the first token
         owner = object()  # stands for this generation in the caches
         blocks = self._decode(state, [len(row) for row in context], num_new, slides, owner)
         return self.model.release_cache_after(blocks, owner)
@@ -78,10 +78,7 @@ class Decoder:
         for i, row in enumerate(context):
             tokens[i, : len(row)] = row
         end, cached, limit, first_new = torch.tensor([ends, [0] * len(ends), ends, ends], device=device)
-        filters = sampling.top_k, sampling.top_p
-        if self.compile and filters != (None, None):
-            filters = sampling.top_k or 2**31, sampling.top_p or 2.0  # a program has both filters; these two keep all
-        top_k, top_p = (None if x is None else torch.tensor(x, device=device) for x in filters)
+        top_k, top_p = (None if x is None else torch.tensor(x, device=device) for x in (sampling.top_k, sampling.top_p))
         seed = torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], device=device)
         temperature = torch.tensor(float(sampling.temperature), device=device)
         sample = sampling.sample_ids(len(context), device)
@@ -93,20 +90,16 @@ class Decoder:
         full = block_size + 1 if slides else block_size  # "slide" samples one token from a full context, then moves it
         first_new = ends
         done, total = 0, max(num_new)  # new tokens per row: yielded so far, and in all
-        num_fed = len(ends) * (self.num_drafts + 1)
         while done < total:
             limits = [min(first + n, full) for first, n in zip(first_new, num_new)]
             state.limit.copy_(torch.tensor(limits))
             while ends != limits:
-                # one step; a prefill first, and again after another call has used the caches
-                cached = model.cached_lengths(owner)
-                if cached is None:
-                    step, cached = self._prefill(state, ends)
-                with self.threads.for_tokens(num_fed):
-                    step(cached, first_new)
-                before, ends = ends, state.end.tolist()
+                # a prefill, which is needed again after another call has used the caches; then steps
+                if model.cached_lengths(owner) is None:
+                    step = self._compiled_step(state) if self.compile else self._eager_step(state, ends)
+                step(first_new)
+                ends = state.end.tolist()
                 model.set_cached_lengths([end - 1 for end in ends], owner)
-                self._count(cached, before, ends, limits)
                 # yield the new tokens that all unfinished rows have
                 live = [end - first for end, first, n in zip(ends, first_new, num_new) if end - first < n]
                 ready = min(live, default=total)
@@ -122,45 +115,30 @@ class Decoder:
                 state.end.copy_(torch.tensor(ends))
                 model.set_cached_lengths([], owner)
 
-    @torch.inference_mode()
-    def _prefill(self, state, ends):
-        """Cache all tokens of each row but the newest. The next step feeds the newest.
+    def _eager_step(self, state, ends):
+        """Cache all tokens of each row but the newest. Return decode_step for `state`, without a compiler.
 
-        Returns (step, cache lengths). Call step(cache lengths, first_new) for every step.
+        Computes the noise of up to 64 steps at once.
         """
-        lengths, chunk = [end - 1 for end in ends], self.num_drafts + 1
-        state.cached.zero_()
-        if self.compile:
-            run = self._program(state, weights_checked=True)(state, self.table)
-            if len(set(ends)) == 1 and lengths[0] <= 4 * chunk:
-                for _ in range(lengths[0] // chunk):  # for a short prompt a few steps are faster than the forward
-                    run()
-                return lambda cached, first_new: run(), [lengths[0] // chunk * chunk] * len(ends)
-
-            def step(cached, first_new):
-                run()
-
-        else:
-            for block in self.model.transformer["h"]:
-                block.attn.allocate_cache(len(ends))
-            step = self._eager_step(state)
-        if any(lengths):
-            pos = torch.arange(max(lengths), device=state.end.device).expand(len(ends), -1)
-            with eval_mode(self.model), self.threads.for_tokens(pos.numel()):
-                self.model.cached_hidden_states(state.tokens[:, : max(lengths)], pos, lengths)
-        state.cached.copy_(state.end - 1)
-        return step, lengths
-
-    def _eager_step(self, state):
-        """Return decode_step for `state`, without a compiler. Computes the noise of up to 64 steps at once."""
         block_size, (B, _), V = self.model.config.block_size, state.tokens.shape, self.model.config.vocab_size
         chunk = self.num_drafts + 1
         stride = max(chunk, min(64, 2**22 // (B * V)))
         noise, noise_first = None, []  # the noise at hand, and the step where each row's begins
 
+        # prefill
+        lengths = [end - 1 for end in ends]
+        for block in self.model.transformer["h"]:
+            block.attn.allocate_cache(B)
+        if any(lengths):
+            pos = torch.arange(max(lengths), device=state.end.device).expand(B, -1)
+            with torch.inference_mode(), eval_mode(self.model), self.threads.for_tokens(pos.numel()):
+                self.model.cached_hidden_states(state.tokens[:, : max(lengths)], pos, lengths)
+        state.cached.copy_(state.end - 1)
+
         @torch.inference_mode()
-        def step(cached, first_new):
+        def step(first_new):
             nonlocal noise, noise_first
+            cached, ends = state.cached.tolist(), state.end.tolist()
             starts = [min(length, block_size - chunk) for length in cached]
             steps = [start + 1 - first for start, first in zip(starts, first_new)]
             if noise is None or not all(0 <= p - f <= stride - chunk for p, f in zip(steps, noise_first)):
@@ -173,8 +151,27 @@ class Decoder:
             else:
                 step_noise = noise[torch.arange(B)[:, None], torch.tensor(offset)[:, None] + torch.arange(chunk)]
             lengths = [start + chunk for start in starts]
-            with eval_mode(self.model):
+            with eval_mode(self.model), self.threads.for_tokens(B * chunk):
                 decode_step(self.model, state, self.num_drafts, self.table, step_noise, lengths)
+            self._count(state, cached, ends)
+
+        return step
+
+    def _compiled_step(self, state):
+        """Return the compiled step for `state`. The first call makes one step, because somebody waits for a token."""
+        run, num_steps = self._compiled(weights_checked=True)(state), 1
+        per_call = steps_per_call(self.model, len(state.end), self.num_drafts)
+        state.cached.zero_()  # the first step prefills
+
+        def step(first_new):
+            nonlocal num_steps
+            forwards, offered, accepted = run(num_steps)
+            self.forwards, self.offered, self.accepted = (
+                self.forwards + forwards,
+                self.offered + offered,
+                self.accepted + accepted,
+            )
+            num_steps = per_call
 
         return step
 
@@ -186,27 +183,29 @@ class Decoder:
         block = state.tokens.gather(1, (state.first_new[:, None] + step).clamp(max=state.tokens.size(1) - 1))
         return block.masked_fill(step >= torch.tensor(num_new, device=step.device)[:, None], -1)
 
-    def _program(self, state, weights_checked=False):
-        """Return the compiled step for states of this shape; an earlier one if the weights are still the same.
+    def _compiled(self, weights_checked=False):
+        """Return the bind function of the compiled step, an earlier one if the weights are still the same.
 
         weights_checked  compare version counters only. A generation compares all weights once, when it begins
         """
         # a fused optimizer does not change a tensor's _version, but model.train() before it changes weights_version
-        counters, versions = [cache.weights_version for cache in self.model.caches], self.programs_version[1]
-        if not weights_checked or counters != self.programs_version[0]:
+        counters, versions = [cache.weights_version for cache in self.model.caches], None
+        if self.program:
+            versions = self.program_weights[1]
+        if not weights_checked or not self.program or counters != self.program_weights[0]:
             weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
             versions = [(id(p), p.data_ptr(), p._version) for p in weights]
-        if self.programs_version != (counters, versions):
-            self.programs_version, self.programs = (counters, versions), {}
-        kind = (len(state.end), state.top_k is not None)
-        if kind not in self.programs:
-            self.programs[kind] = compile_step(self.model, state, self.num_drafts, self.table)
-        return self.programs[kind]
+        if self.program_weights != (counters, versions):
+            compiled = graph_step if self.model.lm_head.weight.is_cuda else compile_step
+            self.program = compiled(self.model, self.num_drafts, self.table)
+            # packing and trying the program has not changed the weights
+            self.program_weights = ([cache.weights_version for cache in self.model.caches], versions)
+        return self.program
 
-    def _count(self, cached, before, ends, limits):
-        """Add one step to forwards, offered and accepted."""
+    def _count(self, state, cached, before):
+        """Add one eager step to the counts. `cached` and `before` were state.cached and state.end before it."""
         self.forwards += 1
-        for length, begin, end, limit in zip(cached, before, ends, limits):
+        for length, begin, end, limit in zip(cached, before, state.end.tolist(), state.limit.tolist()):
             if begin < limit:
                 fed = min(length, self.model.config.block_size - 1 - self.num_drafts) + self.num_drafts + 1
                 self.offered += max(0, min(fed, limit - 1) - begin)

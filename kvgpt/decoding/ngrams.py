@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 ORDER = 3  # context length: an n-gram is ORDER tokens and the token that follows them
+LOOK_UP_ORDER = 3  # tokens of the text so far that a match has at most, where there are no counts
 
 
 def count_ngrams(ids, vocab_size, limit):
@@ -45,40 +46,32 @@ def valid_ngrams(ngrams, vocab_size):
 
 
 def ngram_table(ngrams, vocab_size, device):
-    """Return (rows, logits): log-probabilities of the next token after every known context.
+    """Return (contexts, logits): the known contexts, and the log-probabilities of the next token after each of them.
 
-    logits  (R, vocab_size) float32 log-probabilities, one row per known context of 0 to ORDER tokens
-    rows    int32, ((vocab_size + 1) ** n,): for a context of n tokens, the row of its longest known ending. The index
-            is a number in base vocab_size + 1 whose digits are the tokens + 1, the newest token last. A digit of 0
-            means no token. n is ORDER, or less where the table would exceed 2**22 entries.
+    contexts  (R,) int64, ascending. A context of 0 to ORDER tokens is a number in base vocab_size + 1 whose digits are
+              the tokens + 1, the newest token last. A longer context has a larger number. If a context is known, its
+              endings are known, too
+    logits    (R, vocab_size) float32
     The estimate is interpolated absolute discounting with discount 0.75 (Ney, Essen and Kneser 1994).
     """
     base = vocab_size + 1
     codes, counts = ngrams["codes"].long(), ngrams["counts"].double()
     tokens = [codes // vocab_size**i % vocab_size for i in range(ORDER, -1, -1)]
-    order = max(n for n in range(1, ORDER + 1) if base**n <= 2**22)
-    all_contexts = torch.arange(base**order)
-    rows = torch.zeros_like(all_contexts)
-    # `backoff` holds the estimates for all shorter contexts; it starts as one row, the uniform distribution
-    backoff = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64)
-    tables = []
-    for length in range(order + 1):
+    known = torch.zeros(0, dtype=torch.int64)
+    # `probs` holds the estimates for all shorter contexts; the empty context falls back on the uniform distribution
+    probs = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64)
+    for length in range(ORDER + 1):
         # the contexts of this length that occur, and the row of each context's suffix, which is one token shorter
         context = sum(((tokens[ORDER - 1 - i] + 1) * base**i for i in range(length)), torch.zeros_like(codes))
         contexts, row = context.unique(return_inverse=True)
-        suffix_row = rows[contexts % base ** max(0, length - 1)]
-        if (len(contexts) + len(backoff)) * vocab_size > 2**23:  # at most 32 MB
+        suffix_row = torch.searchsorted(known, contexts % base ** max(0, length - 1))
+        if (len(contexts) + len(known)) * vocab_size > 2**23:  # at most 32 MB
             break
         # interpolate the discounted counts with the estimate for the suffix
         seen = torch.zeros(len(contexts), vocab_size, dtype=torch.float64)
         seen.index_put_((row, tokens[-1]), counts, accumulate=True)
-        discount, total = 0.75 * (seen > 0), seen.sum(1, keepdim=True).clamp(min=1)
-        probs = (seen - discount + discount.sum(1, keepdim=True) * backoff[suffix_row]) / total
-        # contexts that end in one of these point to its row from now on
-        suffix = all_contexts % base**length
-        index = torch.searchsorted(contexts, suffix).clamp(max=max(0, len(contexts) - 1))
-        first_row = sum(map(len, tables))
-        rows = torch.where(contexts[index] == suffix, first_row + index, rows)
-        tables.append(probs)
-        backoff = torch.cat(tables)
-    return rows.int().to(device), backoff.clamp(min=1e-12).log().float().to(device)
+        discount, total = 0.75 * (seen > 0), seen.sum(1, keepdim=True)
+        estimate = (seen - discount + discount.sum(1, keepdim=True) * probs[suffix_row]) / total
+        known = torch.cat((known, contexts))
+        probs = torch.cat((probs, estimate)) if length else estimate
+    return known.to(device), probs.clamp(min=1e-12).log().float().to(device)

@@ -8,12 +8,12 @@ noise. Shared noise raises the share of right guesses above that of the table's 
 Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
-from kvgpt.decoding.ngrams import ORDER
+from kvgpt.decoding.ngrams import LOOK_UP_ORDER, ORDER
 from kvgpt.decoding.sampling import gumbel_noise, sample_token
 from model import causal_mask
 
@@ -82,33 +82,31 @@ def decode_step(model, state, num_drafts, table, noise=None, lengths=None):
     state.cached.copy_(torch.minimum(first[:, 0] + num_drafts + 1, state.end - 1))
 
 
-def guess_from_ngrams(state, slots, chunk, known, noise, rows, logits):
+def guess_from_ngrams(state, slots, chunk, known, noise, contexts, logits):
     """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after the other."""
-    base = logits.size(-1) + 1
-    order = round(math.log(len(rows), base))  # rows has base ** order entries
-    # the tokens + 1 before each guess; 0 where the text has not begun
-    before = slots[:, :1] - torch.arange(max(0, order - 1), 0, -1, device=slots.device)
-    text = state.tokens.gather(1, before.clamp(min=0)) + 1
-    digits = list(torch.cat((torch.where(before >= 0, text, 0), chunk[:, :1] + 1), dim=1).unbind(1))
+    power = (logits.size(-1) + 1) ** torch.arange(ORDER, device=slots.device)
+    # the tokens + 1 before the first guess, newest first; 0 where the text has not begun
+    before = slots[:, :1] - torch.arange(ORDER, device=slots.device)
+    digits = torch.where(before >= 0, state.tokens.gather(1, before.clamp(min=0)) + 1, 0)
     for i in range(1, chunk.size(1) - 1):
-        code = 0
-        for digit in digits[-order:]:
-            code = code * base + digit
-        guess = sample_token(logits[rows[code]], noise[:, i - 1], state.temperature, state.top_k, state.top_p)
+        codes = F.pad((digits * power).cumsum(1), (1, 0))  # of the newest 0, 1, ... ORDER tokens
+        row = torch.searchsorted(contexts, codes).clamp(max=len(contexts) - 1)
+        longest = torch.where(contexts[row] == codes, row, 0).amax(1)  # a longer context has a later row
+        guess = sample_token(logits[longest], noise[:, i - 1], state.temperature, state.top_k, state.top_p)
         chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], guess)
-        digits.append(chunk[:, i] + 1)
+        digits = torch.cat((chunk[:, i : i + 1] + 1, digits[:, :-1]), dim=1)
 
 
 def guess_from_text(state, slots, chunk, known):
     """Fill the unknown tokens of chunk[:, 1:-1] with the continuation of an earlier match of the newest tokens.
 
-    The longest match of up to ORDER tokens wins, and the latest of equally long ones. This is prompt lookup decoding
-    (Saxena 2023).
+    The longest match of up to LOOK_UP_ORDER tokens wins, and the latest of equally long ones. This is prompt lookup
+    decoding (Saxena 2023).
     """
     text, end = state.tokens, state.end[:, None]
     slot = torch.arange(text.size(1), device=text.device)
     same, length = slot < end, 0  # length of the match that ends before each slot
-    for back in range(1, ORDER + 1):
+    for back in range(1, LOOK_UP_ORDER + 1):
         newest = text.gather(1, (end - back).clamp(min=0))
         same = same & (slot >= back) & (end >= back) & (text.roll(back, dims=1) == newest)
         length = length + same

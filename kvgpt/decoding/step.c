@@ -1,0 +1,590 @@
+/* The decode step of sample.py --compile, in C: the network of model.py, its sampler, and guesses.
+
+The tokens are those of GPT.generate for the same seed. compile.py compiles this file for one shape, passed as macros
+(N_LAYER, N_EMBD, ...), and calls `decode` with pointers to the weights and to the buffers of the model's KVCaches.
+
+Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
+feeds the newest token of each row, and speculative decoding feeds guesses behind it.
+
+Sums run in one order for any number of tokens and threads. So a row gets the same bits in any batch, with or without
+guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
+
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define LANES 16
+#define PAD(n) (((n) + LANES - 1) / LANES * LANES)
+#define HEAD_SIZE (N_EMBD / N_HEAD)
+#define GROUP (N_HEAD / N_KV_HEAD) /* query heads per key/value head */
+#define C_ATTN ((N_HEAD + 2 * N_KV_HEAD) * HEAD_SIZE)
+#define C_FC (GATED ? 2 * HIDDEN : HIDDEN)
+/* floats per token in each buffer: rows are padded, because matmul writes whole vectors */
+#define X PAD(N_EMBD)
+#define QKV PAD(C_ATTN)
+#define FC (PAD(C_FC) + LANES)
+#define V PAD(VOCAB_SIZE)
+
+#define MAX_TOKENS 64   /* per forward: their activations stay in the cache of a core */
+#define MAX_GUESSES 7   /* per row and step: with the newest token two tiles of a matrix product */
+#define TILE 6          /* tokens per tile: 6 x 4 vectors of sums and 4 of weights fit AVX-512's 32 registers */
+#define STALL 1e-3      /* seconds of waiting for another thread that mean that another process has its core */
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
+#define INLINE static inline __attribute__((always_inline))
+
+/* -- what Python passes: structs of pointers, in the order of compile.py ------------------------------------------- */
+
+typedef struct {
+    const float *weight, *bias; /* NULL: no bias. A norm without a weight is the identity */
+} Params;
+
+typedef struct {
+    Params c_attn, q_norm, k_norm, attn_proj, c_fc, mlp_proj;
+} Layer;
+
+typedef struct {
+    const float *wte, *wpe, *cos, *sin; /* NULL: other positions. cos and sin are model.rope, (BLOCK_SIZE, HEAD_SIZE) */
+    Params lm_head;
+    Params norm[2 * N_LAYER + 1]; /* before attention, before the MLP, ..., before lm_head */
+    Layer layer[N_LAYER];
+} Model;
+
+typedef struct {
+    float *key, *value; /* (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE), the buffers of KVCache */
+} Cache;
+
+typedef struct { /* DecodeState in speculate.py */
+    int64_t *tokens, *end, *cached, *limit, *first_new, *sample, *seed;
+    float *temperature;
+    int64_t *top_k; /* NULL: no filter */
+    float *top_p;
+} State;
+
+typedef struct { /* ngram_table in ngrams.py */
+    const int64_t *contexts;
+    const float *logits;
+    const int64_t *num_contexts;
+} Table;
+
+/* -- vectors ------------------------------------------------------------------------------------------------------- */
+
+INLINE vec load(const float *x) { return *(const vec *)x; }
+
+INLINE void store(float *x, vec v) { *(vec *)x = v; }
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec choose(ivec where, vec x, vec y) { return (vec)((where & (ivec)x) | (~where & (ivec)y)); }
+
+INLINE vec larger(vec x, vec y) { return choose(x > y, x, y); }
+
+INLINE vec smaller(vec x, vec y) { return choose(x < y, x, y); }
+
+/* The sum of all lanes, by halves: sixteen additions after each other would take longer than the product before them. */
+INLINE float total(vec v) {
+    typedef float half __attribute__((vector_size(4 * LANES / 2), aligned(4)));
+    typedef float quarter __attribute__((vector_size(4 * LANES / 4), aligned(4)));
+    half h = *(half *)&v + *((half *)&v + 1);
+    quarter q = *(quarter *)&h + *((quarter *)&h + 1);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2. The Taylor polynomial of degree 7 is exact to 2 units in the last place. */
+INLINE vec vexp(vec x) {
+    x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+    vec n = (x * 1.442695041f + 12582912.0f) - 12582912.0f; /* rounds to an integer: 1.5 * 2^23 has no fraction bits */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;      /* ln(2) in two parts, of which the first times n is exact */
+    vec p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+}
+
+/* log(x) = n ln(2) + 2 artanh(s), s = (m - 1) / (m + 1), for x = m 2^n > 0 with m from sqrt(1/2) to sqrt(2). */
+INLINE vec vlog(vec x) {
+    ivec n = ((ivec)x - 0x3f3504f3) >> 23; /* 0x3f3504f3 holds the bits of sqrt(1/2) */
+    vec m = (vec)((ivec)x - (n << 23));
+    vec s = (m - 1.0f) / (m + 1.0f), z = s * s;
+    vec p = splat(2.0f / 11);
+    p = p * z + 2.0f / 9;
+    p = p * z + 2.0f / 7;
+    p = p * z + 2.0f / 5;
+    p = p * z + 2.0f / 3;
+    vec power = __builtin_convertvector(n, vec);
+    return power * 0.693359375f + (s * 2.0f + (s * z * p - power * 2.12194440e-4f));
+}
+
+INLINE float sum(const float *x, int n) {
+    vec sums = {0};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) sums += load(x + i);
+    float sum = total(sums);
+    for (; i < n; i++) sum += x[i];
+    return sum;
+}
+
+INLINE float dot(const float *x, const float *y, int n) {
+    vec sums = {0};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) sums += load(x + i) * load(y + i);
+    float sum = total(sums);
+    for (; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int parts; /* threads that share the forwards of these rows */
+    int alone; /* set after a stall: part 0 goes on without the others */
+    atomic_int waiting, round, stalled;
+    int first_row, end_row, next_row; /* next_row: the first row after those of the present forward */
+    int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the present forward */
+    int num_picks, last_pick, fed[MAX_TOKENS], picks[MAX_TOKENS]; /* fed[j]: the fed token behind which pick j stands */
+    float *x, *qkv, *y, *fc, *noise, *logits;                   /* MAX_TOKENS rows each */
+    int64_t steps, offered, accepted;
+} Group;
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+/* Wait until all parts of the group are here. */
+static void barrier(Group *g) {
+    if (g->parts == 1) return;
+    int round = atomic_load(&g->round);
+    if (atomic_fetch_add(&g->waiting, 1) == g->parts - 1) {
+        atomic_store(&g->waiting, 0);
+        atomic_store(&g->round, round + 1);
+        return;
+    }
+    for (int spins = 0; spins < 20000; spins++)
+        if (atomic_load_explicit(&g->round, memory_order_acquire) != round) return;
+    for (double began = seconds(); atomic_load(&g->round) == round; sched_yield())
+        if (seconds() - began > STALL) atomic_store(&g->stalled, 1);
+}
+
+typedef struct {
+    Group *group;
+    int part; /* computes share part / parts of the outputs of each matrix product, and of the heads */
+    int max_steps, num_drafts;
+    const Model *model;
+    const Cache *cache;
+    const State *state;
+    const Table *table;
+    atomic_int *go; /* 0: wait, 1: work, -1: end */
+    float *in, *hidden; /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
+} Worker;
+
+/* -- the network --------------------------------------------------------------------------------------------------- */
+
+/* The inner loop of matmul: `tokens` x `panels` vectors of sums stay in registers. Both numbers are constants in every
+ * call. */
+INLINE void tile(int tokens, int panels, const float *x, int ldx, int K, const float *weight, const float *bias,
+                 const float *residual, float *y, int ldy) {
+    vec sums[TILE][4];
+    for (int i = 0; i < tokens; i++)
+        for (int p = 0; p < panels; p++) sums[i][p] = bias ? load(bias + p * LANES) : splat(0);
+    for (int k = 0; k < K; k++) {
+        vec w[4];
+        for (int p = 0; p < panels; p++) w[p] = load(weight + ((size_t)p * K + k) * LANES);
+        for (int i = 0; i < tokens; i++)
+            for (int p = 0; p < panels; p++) sums[i][p] += x[i * ldx + k] * w[p];
+    }
+    for (int i = 0; i < tokens; i++)
+        for (int p = 0; p < panels; p++) {
+            float *out = y + i * ldy + p * LANES;
+            store(out, residual ? sums[i][p] + load(residual + i * ldy + p * LANES) : sums[i][p]);
+        }
+}
+
+/* y = x W^T + bias + residual for n tokens, x (n, K), y (n, N). W (N, K) is packed: LANES outputs form a panel, and a
+ * panel holds its weights as (K, LANES). A part of the group computes some of the panels. */
+static void matmul(const Worker *w, int n, const float *x, int ldx, int K, Params params, int N, const float *residual,
+                   float *y, int ldy) {
+    int panels = PAD(N) / LANES, quads = (panels + 3) / 4;
+    int p = 4 * (quads * w->part / w->group->parts), end = 4 * (quads * (w->part + 1) / w->group->parts);
+    end = end < panels ? end : panels;
+    for (int wide; p < end; p += wide ? 4 : 1) {
+        wide = end - p >= 4;
+        const float *weight = params.weight + (size_t)p * K * LANES;
+        const float *bias = params.bias ? params.bias + p * LANES : NULL;
+        for (int i = 0, tiles = (n + TILE - 1) / TILE, tokens; i < n; i += tokens, tiles--) {
+            tokens = (n - i + tiles - 1) / tiles; /* tiles of about the same size */
+            const float *from = x + i * ldx, *plus = residual ? residual + i * ldy + p * LANES : NULL;
+            float *to = y + i * ldy + p * LANES;
+#define CASE(t)                                                                                                        \
+    case t:                                                                                                            \
+        if (wide) tile(t, 4, from, ldx, K, weight, bias, plus, to, ldy);                                               \
+        else tile(t, 1, from, ldx, K, weight, bias, plus, to, ldy);                                                    \
+        break
+            switch (tokens) { CASE(1); CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); }
+#undef CASE
+        }
+    }
+}
+
+/* LayerNorm of n numbers; y may be x. */
+INLINE void layer_norm(const float *x, Params params, float *y, int n) {
+    if (!params.weight) {
+        memmove(y, x, n * sizeof(float));
+        return;
+    }
+    float mean = sum(x, n) / n;
+    for (int i = 0; i < n; i++) y[i] = x[i] - mean;
+    float scale = 1 / sqrtf(dot(y, y, n) / n + 1e-5f);
+    for (int i = 0; i < n; i++) y[i] = y[i] * scale * params.weight[i] + (params.bias ? params.bias[i] : 0);
+}
+
+/* Rotary position embedding; `rotate` in model.py. */
+INLINE void rotate(float *x, const float *cos, const float *sin) {
+    float swapped[HEAD_SIZE];
+    memcpy(swapped, x + HEAD_SIZE / 2, HEAD_SIZE / 2 * sizeof(float));
+    memcpy(swapped + HEAD_SIZE / 2, x, HEAD_SIZE / 2 * sizeof(float));
+    for (int i = 0; i < HEAD_SIZE; i++) x[i] = x[i] * cos[i] + swapped[i] * sin[i];
+}
+
+/* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. */
+static void attend(const float *q, const float *key, const float *value, int slots, float *y) {
+    float weights[PAD(BLOCK_SIZE)], scale = 1 / sqrtf(HEAD_SIZE);
+    for (int s = 0; s < slots; s++) weights[s] = dot(q, key + s * HEAD_SIZE, HEAD_SIZE) * scale;
+    for (int s = slots; s % LANES; s++) weights[s] = -INFINITY;
+    vec largest = load(weights), sums = {0};
+    for (int s = LANES; s < slots; s += LANES) largest = larger(largest, load(weights + s));
+    for (int i = 1; i < LANES; i++) largest[0] = largest[i] > largest[0] ? largest[i] : largest[0];
+    for (int s = 0; s < slots; s += LANES) {
+        vec w = vexp(load(weights + s) - largest[0]);
+        store(weights + s, w);
+        sums += w;
+    }
+    float scale_y = 1 / total(sums);
+    int d = 0;
+    for (; d + LANES <= HEAD_SIZE; d += LANES) {
+        vec chain[4] = {{0}}; /* several sums, because an addition waits four cycles for the one before it */
+        int s = 0;
+        for (; s + 4 <= slots; s += 4)
+            for (int i = 0; i < 4; i++) chain[i] += weights[s + i] * load(value + (s + i) * HEAD_SIZE + d);
+        for (; s < slots; s++) chain[0] += weights[s] * load(value + s * HEAD_SIZE + d);
+        store(y + d, (chain[0] + chain[1] + chain[2] + chain[3]) * scale_y);
+    }
+    for (; d < HEAD_SIZE; d++) {
+        y[d] = 0;
+        for (int s = 0; s < slots; s++) y[d] += weights[s] * value[s * HEAD_SIZE + d] * scale_y;
+    }
+}
+
+/* The activation of an MLP, on one vector. For SwiGLU x is the gate. */
+INLINE vec activate(vec x) {
+#if GATED
+    return x / (1 + vexp(-x));
+#elif GELU_TANH
+    return x / (1 + vexp(-1.5957691216f * (x + 0.044715f * x * x * x))); /* (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)) */
+#else
+    /* erf by formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7 */
+    vec z = choose(x < 0, -x, x) * 0.7071067812f, t = 1 / (1 + 0.3275911f * z);
+    vec p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    vec erf = 1 - p * vexp(-z * z);
+    return 0.5f * x * (1 + choose(x < 0, -erf, erf));
+#endif
+}
+
+/* Feed the tokens of the group: write their keys and values into the caches, and the logits of the picks. */
+static void forward(const Worker *w) {
+    Group *g = w->group;
+    const Model *m = w->model;
+    const int n = g->n;
+    float *x = g->x, *in = w->in;
+
+    /* embeddings */
+    for (int i = w->part; i < n; i += g->parts)
+        for (int c = 0; c < N_EMBD; c++) {
+            float position = m->wpe ? m->wpe[g->pos[i] * N_EMBD + c] : 0;
+            x[i * X + c] = m->wte[g->token[i] * N_EMBD + c] + position;
+        }
+    barrier(g);
+
+    for (int l = 0; l < N_LAYER; l++) {
+        const Layer *layer = m->layer + l;
+        /* queries, keys and values. Every part computes the norms for itself, which is faster than waiting for them */
+        for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l], in + i * X, N_EMBD);
+        matmul(w, n, in, X, N_EMBD, layer->c_attn, C_ATTN, NULL, g->qkv, QKV);
+        barrier(g);
+
+        /* attention: a token first writes its slot, then reads all slots up to its own */
+        for (int h = N_KV_HEAD * w->part / g->parts; h < N_KV_HEAD * (w->part + 1) / g->parts; h++)
+            for (int i = 0; i < n; i++) {
+                size_t head = ((size_t)g->row[i] * N_KV_HEAD + h) * BLOCK_SIZE * HEAD_SIZE;
+                float *keys = w->cache[l].key + head, *values = w->cache[l].value + head;
+                int pos = g->pos[i], rope = pos * HEAD_SIZE;
+                float *q = g->qkv + i * QKV, *k = q + (N_HEAD + h) * HEAD_SIZE, *v = k + N_KV_HEAD * HEAD_SIZE;
+                layer_norm(k, layer->k_norm, k, HEAD_SIZE);
+                if (m->cos) rotate(k, m->cos + rope, m->sin + rope);
+                memcpy(keys + pos * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
+                memcpy(values + pos * HEAD_SIZE, v, HEAD_SIZE * sizeof(float));
+                for (int j = h * GROUP * HEAD_SIZE; j < (h + 1) * GROUP * HEAD_SIZE; j += HEAD_SIZE) {
+                    layer_norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
+                    if (m->cos) rotate(q + j, m->cos + rope, m->sin + rope);
+                    attend(q + j, keys, values, pos + 1, g->y + i * X + j);
+                }
+            }
+        barrier(g);
+        matmul(w, n, g->y, X, N_EMBD, layer->attn_proj, N_EMBD, POST_LN ? in : x, x, X);
+        barrier(g);
+
+        /* MLP */
+        for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l + 1], in + i * X, N_EMBD);
+        matmul(w, n, in, X, N_EMBD, layer->c_fc, C_FC, NULL, g->fc, FC);
+        barrier(g);
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < HIDDEN; c += LANES) {
+                vec active = activate(load(g->fc + i * FC + c));
+                store(w->hidden + i * PAD(HIDDEN) + c, GATED ? active * load(g->fc + i * FC + HIDDEN + c) : active);
+            }
+        matmul(w, n, w->hidden, PAD(HIDDEN), HIDDEN, layer->mlp_proj, N_EMBD, POST_LN ? in : x, x, X);
+        barrier(g);
+    }
+
+    /* logits, of the tokens behind which a token is picked */
+    for (int j = 0; j < g->num_picks; j++) layer_norm(x + g->fed[j] * X, m->norm[2 * N_LAYER], in + j * X, N_EMBD);
+    matmul(w, g->num_picks, in, X, N_EMBD, m->lm_head, VOCAB_SIZE, NULL, g->logits, V);
+    barrier(g);
+}
+
+/* -- sampling: sampling.py in C ------------------------------------------------------------------------------------ */
+
+#define MIX(h)                                                                                                         \
+    h = (h ^ (h >> 16)) * 0x7FEB352Du;                                                                                 \
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;                                                                                 \
+    h = h ^ (h >> 16)
+
+INLINE uint32_t mix(uint32_t h) {
+    MIX(h);
+    return h;
+}
+
+/* Gumbel noise of all tokens of one step; `gumbel_noise`. */
+static void gumbel_noise(const State *s, int row, int64_t step, float *noise) {
+    uint32_t counters[4] = {s->seed[0], s->seed[1], s->sample[row], step}, seed = 0;
+    for (int i = 0; i < 4; i++) seed = mix(seed ^ mix(counters[i] + 0x9E3779B9u));
+    for (int id = 0; id < VOCAB_SIZE; id += LANES) {
+        uvec h;
+        for (int i = 0; i < LANES; i++) h[i] = id + i;
+        h = h + 0x9E3779B9u;
+        MIX(h);
+        h = h ^ seed;
+        MIX(h);
+        vec u = (__builtin_convertvector(h, vec) + 0.5f) * 0x1p-32f;
+        u = smaller(u, splat(1 - 0x1p-24f));
+        /* -log1p(-u): dividing by what `rest` has lost makes the logarithm exact for small u */
+        vec rest = 1 - u, lost = 1 - rest;
+        vec exponential = choose(lost > 0, -vlog(rest) * u / choose(lost > 0, lost, splat(1)), u);
+        store(noise + id, -vlog(exponential));
+    }
+}
+
+static _Thread_local const float *ranked_logits;
+
+static int by_logit(const void *a, const void *b) {
+    float x = ranked_logits[*(const int *)a], y = ranked_logits[*(const int *)b];
+    return x != y ? (x < y) - (x > y) : *(const int *)a - *(const int *)b;
+}
+
+/* The token with the largest logit + temperature * noise; `sample_token`. */
+static int sample_token(const State *s, const float *logits, const float *noise) {
+    int best = 0, ids[VOCAB_SIZE], kept = VOCAB_SIZE, filters = s->top_k || s->top_p;
+    if (filters) { /* rank the tokens, and keep the first ones */
+        for (int i = 0; i < VOCAB_SIZE; i++) ids[i] = i;
+        ranked_logits = logits;
+        qsort(ids, VOCAB_SIZE, sizeof(int), by_logit);
+        if (s->top_k && *s->top_k < kept) kept = *s->top_k;
+    }
+    if (s->top_p) {
+        float divisor = *s->temperature > 1e-30f ? *s->temperature : 1e-30f;
+        double sum = 0, before = 0;
+        for (int i = 0; i < kept; i++) sum += expf((logits[ids[i]] - logits[ids[0]]) / divisor);
+        for (int i = 0; i < kept; i++) {
+            if (i > 0 && before >= *s->top_p * sum) kept = i;
+            before += expf((logits[ids[i]] - logits[ids[0]]) / divisor);
+        }
+    }
+    float largest = -INFINITY;
+    for (int i = 0; i < kept; i++) {
+        int id = filters ? ids[i] : i;
+        float score = logits[id] + *s->temperature * noise[id];
+        if (score > largest) largest = score, best = id;
+    }
+    return best;
+}
+
+/* -- guesses: speculate.py in C ------------------------------------------------------------------------------------ */
+
+/* Guess the token after `end` known ones: the token that the n-gram table picks with the noise of the step. */
+static int guess_from_ngrams(const State *s, const Table *table, const int64_t *text, int end, const float *noise) {
+    int64_t code = 0, base = 1, row = 0;
+    /* longer contexts have larger codes and later rows, and a context is known only if its endings are */
+    for (int n = 1; n <= NGRAM_ORDER && n <= end; n++) {
+        code += (text[end - n] + 1) * base;
+        base *= VOCAB_SIZE + 1;
+        int64_t low = row, high = *table->num_contexts;
+        while (low < high) {
+            int64_t middle = (low + high) / 2;
+            if (table->contexts[middle] < code) low = middle + 1;
+            else high = middle;
+        }
+        if (low == *table->num_contexts || table->contexts[low] != code) break;
+        row = low;
+    }
+    return sample_token(s, table->logits + row * VOCAB_SIZE, noise);
+}
+
+/* Return the slot behind the longest match of the newest tokens in the text so far, the latest of equally long ones. */
+static int find_in_text(const int64_t *text, int end) {
+    int best = end, longest = -1;
+    for (int slot = 0; slot < end; slot++) {
+        int length = 0;
+        while (length < LOOK_UP_ORDER && length < slot && text[slot - 1 - length] == text[end - 1 - length]) length++;
+        if (length >= longest) best = slot, longest = length;
+    }
+    return best;
+}
+
+/* -- a step -------------------------------------------------------------------------------------------------------- */
+
+/* Choose the tokens of the next forward: per row the known ones that are not cached, then guesses. Returns the first
+ * row that is left for another forward. */
+static int plan(const Worker *w, int row) {
+    Group *g = w->group;
+    const State *s = w->state;
+    g->n = g->num_picks = 0;
+    for (; row < g->end_row; row++) {
+        int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1);
+        int end = s->end[row], limit = s->limit[row], guesses = limit - end - 1;
+        if (end >= limit) continue;
+        guesses = guesses < w->num_drafts ? guesses : w->num_drafts;
+        if (g->n + 1 + guesses > MAX_TOKENS) return row;
+        int found = guesses && !w->table ? find_in_text(text, end) : 0;
+        for (int pos = s->cached[row]; pos < end + guesses; pos++) {
+            if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
+            g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
+            if (pos < end - 1) continue;
+            /* a pick follows this token, and a guess may do so, too */
+            float *noise = g->noise + (size_t)g->num_picks * V;
+            gumbel_noise(s, row, pos + 1 - s->first_new[row], noise);
+            g->fed[g->num_picks++] = g->n - 1;
+            if (pos + 1 == end + guesses) break;
+            if (w->table) text[pos + 1] = guess_from_ngrams(s, w->table, text, pos + 1, noise);
+            else text[pos + 1] = text[found + pos + 1 - end];
+        }
+    }
+    return row;
+}
+
+/* Append the picks of the forward up to the first wrong guess. */
+static void accept(const Worker *w) {
+    Group *g = w->group;
+    const State *s = w->state;
+    for (int i = 0; i < g->n; i++) s->cached[g->row[i]] = g->pos[i] + 1;
+    for (int j = 0, guesses; j < g->num_picks; j += guesses + 1) {
+        int row = g->row[g->fed[j]];
+        int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1) + s->end[row], right = 0;
+        for (guesses = 0; j + guesses + 1 < g->num_picks && g->row[g->fed[j + guesses + 1]] == row; guesses++) {}
+        while (right < guesses && text[right] == g->picks[j + right]) right++;
+        text[right] = g->picks[j + right];
+        s->end[row] += right + 1;
+        s->cached[row] = s->end[row] - 1; /* slots behind hold keys of wrong guesses, and are overwritten */
+        g->offered += guesses, g->accepted += right;
+        g->last_pick = j + guesses;
+    }
+}
+
+/* Run the steps of a group. Every step appends at least one token to each row below its limit. */
+static void *work(void *argument) {
+    const Worker *w = argument;
+    Group *g = w->group;
+    while (atomic_load(w->go) == 0) sched_yield();
+    if (atomic_load(w->go) < 0) return NULL;
+    for (int step = 0; step < w->max_steps; step++) {
+        int row = g->first_row, fed = 0;
+        while (row < g->end_row) {
+            if (w->part == 0) {
+                g->next_row = plan(w, row);
+                g->alone = atomic_load(&g->stalled);
+            }
+            barrier(g);
+            if (g->alone && w->part) return NULL;
+            if (g->alone) g->parts = 1;
+            row = g->next_row;
+            if (!g->n) break; /* the other rows are at their limits */
+            forward(w);
+            for (int j = w->part; j < g->num_picks; j += g->parts)
+                g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V);
+            barrier(g);
+            if (w->part == 0) accept(w);
+            fed = 1;
+        }
+        if (!fed) break;
+        if (w->part == 0) g->steps++;
+    }
+    return NULL;
+}
+
+/* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
+ * accepted to counters[0..2], which are 0 before, and the logits of the last pick to last_logits, unless it is NULL.
+ * Returns 1 if a thread had to wait for a core, -1 without memory, else 0. */
+int decode(const Model *model, const Cache *cache, const State *state, const Table *table, int B, int threads,
+           int by_rows, int max_steps, int num_drafts, int64_t *counters, float *last_logits) {
+    int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads, stalled = 0, started = 1;
+    size_t shared = X + QKV + X + FC + 2 * V, own = X + PAD(HIDDEN);
+    float *memory = malloc((num_groups * shared + threads * own) * MAX_TOKENS * sizeof(float)), *next = memory;
+    if (!memory) return -1;
+    Group groups[num_groups];
+    Worker workers[threads];
+    pthread_t ids[threads];
+    atomic_int go = 0;
+
+    /* divide the rows among groups, and each forward among the threads of a group */
+    for (int i = 0; i < num_groups; i++) {
+        Group *g = groups + i;
+        memset(g, 0, sizeof *g);
+        g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
+        float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->noise, &g->logits};
+        size_t sizes[] = {X, QKV, X, FC, V, V};
+        for (int j = 0; j < 6; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
+    }
+    for (int i = 0; i < threads; i++) {
+        float *in = next, *hidden = in + X * MAX_TOKENS;
+        next = hidden + PAD(HIDDEN) * MAX_TOKENS;
+        workers[i] = (Worker){groups + i / parts, i % parts, max_steps, num_drafts, model, cache, state, table, &go, in, hidden};
+    }
+
+    /* run them, or do all by this thread if another cannot be started */
+    while (started < threads && !pthread_create(ids + started, NULL, work, workers + started)) started++;
+    atomic_store(&go, started == threads ? 1 : -1);
+    work(workers);
+    for (int i = 1; i < started; i++) pthread_join(ids[i], NULL);
+    for (int i = 0; i < num_groups; i++) {
+        const Group *g = groups + i;
+        counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
+        counters[1] += g->offered, counters[2] += g->accepted;
+        stalled |= g->stalled;
+    }
+    if (last_logits) memcpy(last_logits, groups[0].logits + (size_t)groups[0].last_pick * V, VOCAB_SIZE * sizeof(float));
+    free(memory);
+    if (started < threads) return decode(model, cache, state, table, B, 1, 0, max_steps, num_drafts, counters, last_logits);
+    return stalled;
+}
