@@ -26,7 +26,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvgpt.baselines import PerHeadLoop, copy_bandwidth, padded_stream, transformers_model, transformers_run
+from kvgpt.baselines import (
+    PerHeadLoop,
+    copy_bandwidth,
+    llama2c_run,
+    padded_stream,
+    transformers_model,
+    transformers_run,
+)
 from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
@@ -49,7 +56,9 @@ VARIANTS = {
     "hf": "transformers' class for the same network, generate with its cache",
     "hf_nocache": "the same without its cache",
     "hf_static": "the same with its static cache",
+    "llama2c": "llama2.c, plain C, a network of the same size; needs --llama2c",
 }
+PEERS = ("hf", "hf_nocache", "hf_static", "llama2c")  # they draw their own random numbers
 UNCACHED = ("per_head_loop_uncached", "uncached", "uncached+compile", "hf_nocache")
 OURS = ("uncached", "eager", "compile", "draft", "compile+draft", "onnx")  # the ways of sample.py
 KV_CACHE = ("eager", "compile", "draft", "compile+draft")  # the variants that use the KVCache of the model
@@ -67,8 +76,10 @@ NETWORKS = {  # the networks of train.py's recipes
 # -- the variants ------------------------------------------------------------------------------------------------------
 
 
-def make_runs(model, ngrams, names):
+def make_runs(model, ngrams, names, llama2c=None):
     """Return {name: run} of the variants that can be measured here. Reports on stderr why others cannot.
+
+    llama2c  a clone of llama2.c
 
     run(idx, steps, seed, record) continues idx `(B, T)` by `steps` tokens per row. It calls record(block) with every
     block `(B, n)` of new tokens, as soon as the block is there.
@@ -87,6 +98,7 @@ def make_runs(model, ngrams, names):
         "hf": lambda: transformers_run(hf()),
         "hf_nocache": lambda: transformers_run(hf(), use_cache=False),
         "hf_static": lambda: transformers_run(hf(), cache_implementation="static"),
+        "llama2c": lambda: llama2c_run(model.config, llama2c),
     }
     runs, missing = {}, {}
     for name in dict.fromkeys(names):
@@ -234,13 +246,13 @@ def integrated_timing(run, idx, steps):
 
 @torch.no_grad()
 def check_tokens(model, tokens, prompts):
-    """Compare every variant's tokens, except transformers', with the picks of one uncached forward over the whole text.
+    """Compare the tokens of all variants but the PEERS with the picks of one uncached forward over the whole text.
 
     tokens, prompts  see measure
     Returns remarks: the variants compared, and the near-ties. Exits if tokens are missing, or if rounding cannot
     explain a difference.
     """
-    names, near_ties = [name for name in tokens if not name.startswith("hf")], []
+    names, near_ties = [name for name in tokens if name not in PEERS], []
     for name in names:
         for seed, (new, idx) in enumerate(zip(tokens[name], prompts)):
             (B, T), run = idx.shape, f"{name}, seed {seed}"
@@ -260,15 +272,16 @@ def check_tokens(model, tokens, prompts):
     return [f"the same tokens as a forward without a cache: {', '.join(names)}", *near_ties] if names else []
 
 
-def bench(shape, model, ngrams, prompts, names, busy=False):
+def bench(shape, model, ngrams, prompts, names, busy=False, llama2c=None):
     """Measure one model. Returns (rows, curves, remarks).
 
     busy    measure the kit's variants again beside a training
+    llama2c see make_runs
     rows    a dict of COLUMNS per variant
     curves  {variant: token_times}
     """
     config, (B, T) = model.config, prompts[0].shape
-    runs = make_runs(model, ngrams, names)
+    runs = make_runs(model, ngrams, names, llama2c)
     timings, tokens = measure(runs, prompts, config.block_size)
     if not timings:
         fail("nothing could be measured")
@@ -339,6 +352,8 @@ def row_remarks(rows):
         remarks.append(f"per_head_loop rows stop after {PER_HEAD_STEPS} new tokens and are not compiled")
     if any(name.startswith("hf") for name in names):
         remarks.append("hf rows draw their own random numbers and are not compiled")
+    if "llama2c" in names:
+        remarks.append("llama2c: another network of the same size with random weights; its text is one block")
     if any(row["busy_share"] for row in rows):
         remarks.append("busy: the speed beside a default train.py, as a share of the speed alone")
     remarks += [f"* {row['variant']}: measured at 12 positions and integrated" for row in rows if row["integrated"]]
@@ -348,7 +363,7 @@ def row_remarks(rows):
 def compare_with_peers(rows, best):
     """Return a remark that compares the fastest row with what a user could take instead."""
     speeds = {row["variant"]: row["tokens_per_s"] for row in rows}
-    peers = [name for name in ("hf", "uncached", "per_head_loop") if name in speeds]
+    peers = [name for name in ("hf", "llama2c", "uncached", "per_head_loop") if name in speeds]
     ratios = [f"{best['tokens_per_s'] / speeds[name]:.1f} times {name}" for name in peers]
     return ", ".join([f"fastest with these tokens: {best['variant']}", *ratios])
 
@@ -466,7 +481,8 @@ def parse_args():
     add("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the model in the box")
     add("--shapes", nargs="+", type=shape, metavar="L/H/C/S", help="random weights of these shapes instead")
     add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="default: all")
+    add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
+    add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c, too: a clone of its repository")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
     add("--busy", action="store_true", help="measure this kit's variants again beside a training")
@@ -475,6 +491,12 @@ def parse_args():
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
     args = parser.parse_args()
+    if "llama2c" in (args.variants or ()) and not args.llama2c:
+        parser.error("the variant llama2c needs --llama2c, a clone of its repository")
+    if args.llama2c and args.batch > 1:
+        parser.error("--llama2c generates one text: leave out --batch")
+    args.variants = args.variants or [name for name in VARIANTS if name != "llama2c"]
+    args.variants += ["llama2c"] * (args.llama2c is not None)
     if args.shapes and args.ckpt:
         parser.error("--shapes has random weights, --ckpt trained ones: give one of them")
     if args.shapes and set(args.variants) <= {"draft", "compile+draft"}:
@@ -568,7 +590,7 @@ def main():
     rows, curves = [], {}
     for shape, model, ngrams, prompts in measured:
         note(f"measuring {shape} ..")
-        new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants, args.busy)
+        new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants, args.busy, args.llama2c)
         rows += new_rows
         print("\n".join([table(new_rows), *remarks, ""]), flush=True)
         write(args, rows, curves)

@@ -1,9 +1,14 @@
-"""Baselines for bench.py: a loop over heads, a padded compiled forward, transformers' generate, a copy in memory.
+"""Baselines for bench.py: a loop over heads, a padded compiled forward, transformers, llama2.c, a copy in memory.
 
 Each of the first three computes with the weights of the model that it is given. The model must be in eval mode.
 """
 
+import ctypes
 import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -185,6 +190,84 @@ def transformers_run(hf, **options):
             stopping_criteria=StoppingCriteriaList([after_step]),
             **options,
         )
+
+    return run
+
+
+# -- llama2.c ----------------------------------------------------------------------------------------------------------
+
+# the functions of llama2.c in a loop over one text, without its tokenizer and its printing
+LLAMA2C_LOOP = """
+#define TESTING
+#include "run.c"
+#include <omp.h>
+static Transformer transformer;
+static Sampler sampler;
+void load(char *file, float temperature) {
+    build_transformer(&transformer, file);
+    build_sampler(&sampler, transformer.config.vocab_size, temperature, 1.0f, 1);
+}
+void run(int *tokens, int prompt, int length, int threads) {
+    int before = omp_get_max_threads(); /* torch's number, too */
+    omp_set_num_threads(threads);
+    for (int pos = 0; pos < length - 1; pos++) {
+        float *logits = forward(&transformer, tokens[pos], pos);
+        if (pos + 1 >= prompt) tokens[pos + 1] = sample(&sampler, logits);
+    }
+    omp_set_num_threads(before);
+}
+"""
+
+
+def llama2c_run(config, folder):
+    """Return run(idx, max_new_tokens, seed, record) of llama2.c, plain C, for one row. It records one block.
+
+    folder  a clone of llama2.c, which holds run.c
+    The model has random weights, because llama2.c computes another network: RMSNorm, and interleaved rotary positions.
+    Its MLP is as wide as makes its parameters equal those of `config`. One thread or all are used, the faster number.
+    Raises ValueError if there is no run.c, or no compiler.
+    """
+    C, L, nkv, V, S = (
+        config.n_embd,
+        config.n_layer,
+        config.num_kv_heads * config.head_size,
+        config.vocab_size,
+        config.block_size,
+    )
+    hidden = int(config.mlp_ratio * C * 2 / 3 / 8 + 0.999) * 8
+    num_weights = V * C + L * (2 * C + 2 * C * C + 2 * C * nkv + 3 * C * hidden) + C + S * config.head_size
+    header = torch.tensor([C, hidden, L, config.n_head, config.num_kv_heads, V, S], dtype=torch.int32)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        source, program, model = (Path(temporary) / name for name in ("loop.c", "loop.so", "model.bin"))
+        source.write_text(LLAMA2C_LOOP, encoding="utf-8")
+        flags = ["-Ofast", "-march=native", "-fopenmp", "-w", "-shared", "-fPIC", f"-I{Path(folder).resolve()}"]
+        try:
+            done = subprocess.run(
+                ["cc", *flags, str(source), "-o", str(program), "-lm"], capture_output=True, text=True
+            )
+        except OSError:
+            raise ValueError("llama2.c needs a C compiler named cc") from None
+        if done.returncode:
+            why = next((line for line in done.stderr.splitlines() if "error" in line), "")
+            raise ValueError(f"llama2.c in {folder} cannot be compiled: {why[-200:]}")
+        model.write_bytes(header.numpy().tobytes() + (0.02 * torch.randn(num_weights)).numpy().tobytes())
+        library = ctypes.CDLL(str(program))
+        library.load(str(model).encode(), ctypes.c_float(Sampling.temperature))
+
+    def seconds(tokens, prompt, threads):
+        array, began = (ctypes.c_int * len(tokens))(*tokens), time.perf_counter()
+        library.run(array, prompt, len(tokens), threads)
+        tokens[:] = array
+        return time.perf_counter() - began
+
+    several = torch.get_num_threads()
+    times = {n: min(seconds([1] * S, 1, n) for _ in range(5)) for n in {1, several}}
+    threads = min(times, key=times.get)
+
+    def run(idx, max_new_tokens, seed, record):
+        tokens = idx[0].tolist() + [0] * max_new_tokens
+        seconds(tokens, idx.size(1), threads)
+        record(torch.tensor([tokens[idx.size(1) :]]))
 
     return run
 

@@ -19,12 +19,13 @@ from helpers import (
     assert_one_line,
     linux,
     lively,
+    needs_compiler,
     ok,
     prompts,
     run,
     tokens_differ,
 )
-from kvgpt.baselines import PerHeadLoop
+from kvgpt.baselines import PerHeadLoop, llama2c_run
 from model import GPTConfig
 
 SAME = "the same tokens as a forward without a cache: "
@@ -137,6 +138,43 @@ def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
     assert not [command for command in commands if b"--max_iters\x001000000000" in command]
 
 
+LLAMA2C = """
+#include <stdio.h>
+typedef struct { int sizes[5], vocab_size, seq_len; } Config;
+typedef struct { Config config; float logits[1]; } Transformer;
+typedef struct { float temperature; } Sampler;
+static void build_transformer(Transformer *t, char *path) {
+    FILE *file = fopen(path, "rb");
+    if (fread(&t->config, 4, 7, file) != 7) t->config.vocab_size = 0;
+    fclose(file);
+}
+static void build_sampler(Sampler *s, int vocab_size, float temperature, float topp, int seed) {
+    s->temperature = temperature;
+}
+static float *forward(Transformer *t, int token, int pos) {
+    t->logits[0] = token + pos + t->config.vocab_size;
+    return t->logits;
+}
+static int sample(Sampler *s, float *logits) { return (int)logits[0] % 7; }
+"""
+
+
+@needs_compiler
+def test_llama2c_feeds_each_token_at_its_position(tmp_path):
+    """A stand-in with llama2.c's functions counts tokens and positions. The header holds the sizes of the model."""
+    (tmp_path / "run.c").write_text(LLAMA2C, encoding="utf-8")
+    blocks = []
+    llama2c_run(GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8), tmp_path)(
+        torch.tensor([[3, 1]]), 4, 0, blocks.append
+    )
+    text = [3, 1]
+    for pos in range(1, 5):
+        text.append((text[-1] + pos + 5) % 7)
+    assert torch.cat(blocks, dim=1).tolist() == [text[2:]]
+    with pytest.raises(ValueError, match=r"run\.c"):
+        llama2c_run(GPTConfig(16, 5, 1, 2, 8), tmp_path / "none")
+
+
 @linux
 @pytest.mark.slow
 def test_bench_mistakes_are_one_line(trained):
@@ -154,6 +192,8 @@ def test_bench_mistakes_are_one_line(trained):
         (["--ckpt", trained / "ckpt.pt", "--csv", trained / "ckpt.pt"], ["ckpt.pt", "two uses"]),
         (["--csv", "speed.txt", "--json", "speed.txt"], ["speed.txt", "two uses"]),
         (["--recipe", "nanogpt"], ["--recipe", "--shapes"]),
+        (["--variants", "llama2c"], ["llama2c", "--llama2c"]),
+        (["--llama2c", "llama2.c", "--batch", "2"], ["--llama2c", "one text"]),
         (["--ckpt", trained / "ckpt.pt", "/nowhere.pt", "--repeats", "1"], ["/nowhere.pt"]),  # stdout stays empty
     ):
         result = run("bench.py", *flags)
@@ -167,7 +207,8 @@ def test_bench_measures_every_variant_of_a_trained_model(trained, tmp_path):
     files = ["--csv", tmp_path / "b.csv", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"]
     result = ok(run("bench.py", "--ckpt", trained / "ckpt.pt", "--repeats", "2", *files, timeout=400))
     rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
-    assert [row["variant"] for row in rows] == list(VARIANTS), result.stderr
-    compared = [name for name in VARIANTS if not name.startswith("hf")]
+    variants = [name for name in VARIANTS if name != "llama2c"]
+    assert [row["variant"] for row in rows] == variants, result.stderr
+    compared = [name for name in variants if not name.startswith("hf")]
     assert len(compared) == 9 and SAME + ", ".join(compared) + "\n" in result.stdout
     assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -26,7 +26,6 @@ SOURCE = Path(__file__).with_name("step.c")
 LANES = 16  # outputs per panel of packed weights, as in step.c
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
 WORK_PER_THREAD = 2**18  # multiply-adds per step: for fewer, waiting for another thread takes longer than it saves
-WORK_PER_CALL = 2**25  # multiply-adds: a call takes milliseconds, so that a stream flows and Ctrl-C is heard
 PAUSE = 0.1  # seconds on one thread after another process has taken a core
 
 
@@ -83,11 +82,6 @@ def compile_step(model, num_drafts, table):
 
     check_program(model, bind)
     return bind
-
-
-def steps_per_call(model, rows, num_drafts):
-    """Return how many steps fill a call of some milliseconds."""
-    return max(1, WORK_PER_CALL // (sum(p.numel() for p in model.parameters()) * rows * (num_drafts + 1)))
 
 
 class Pointers:

@@ -5,7 +5,7 @@ The tokens are those of GPT.generate for the same seed. decode_step (speculate.p
 
 import torch
 
-from kvgpt.decoding.compile import compile_step, steps_per_call
+from kvgpt.decoding.compile import compile_step
 from kvgpt.decoding.cuda_graph import graph_step
 from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.sampling import Sampling, context_start, gumbel_noise
@@ -13,6 +13,7 @@ from kvgpt.decoding.speculate import DecodeState, decode_step
 from kvgpt.decoding.threads import StepThreads
 from model import eval_mode
 
+WORK_PER_CALL = 2**25  # multiply-adds: a call of a compiled step takes milliseconds, so a stream flows and Ctrl-C works
 NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
 
 
@@ -35,7 +36,8 @@ class Decoder:
         if self.num_drafts and ngrams is not None:
             self.table = ngram_table(ngrams, model.config.vocab_size, model.lm_head.weight.device)
         self.compile = compile
-        self.threads = StepThreads(sum(p.numel() for p in model.parameters()))
+        self.num_params = sum(p.numel() for p in model.parameters())
+        self.threads = StepThreads(self.num_params)
         self.modules = list(model.modules())
         self.program, self.program_weights = None, None  # the compiled step, and its weights; see _bind
         self.forwards = self.offered = self.accepted = 0
@@ -160,7 +162,7 @@ class Decoder:
     def _compiled_step(self, state):
         """Return the compiled step for `state`. The first call makes one step, because somebody waits for a token."""
         run, num_steps = self._compiled(weights_checked=True)(state), 1
-        per_call = steps_per_call(self.model, len(state.end), self.num_drafts)
+        per_call = max(1, WORK_PER_CALL // (self.num_params * len(state.end) * (self.num_drafts + 1)))
         state.cached.zero_()  # the first step prefills
 
         def step(first_new):
