@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from kvgpt.decoding.ngrams import LOOK_UP_ORDER, ORDER
+from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
 from kvgpt.decoding.sampling import gumbel_noise
 from kvgpt.decoding.speculate import DecodeState
 from model import eval_mode
@@ -44,7 +44,7 @@ def compile_step(model, num_drafts, table):
         raise CompileError(f"the compiled step computes in float32, and the model is in {model.lm_head.weight.dtype}")
     library = load_library(shape_macros(model))
     weights = Pointers(model_tensors(model))
-    tables = Pointers([table[0], table[1], torch.tensor(len(table[0]))]) if table else None
+    tables = Pointers(table) if table else None
     num_params = sum(p.numel() for p in model.parameters())
     caches = Pointers([])
 
@@ -110,7 +110,7 @@ def shape_macros(model):
         GATED=int(config.activation == "swiglu"),
         GELU_TANH=int(config.activation == "gelu_tanh"),
         POST_LN=int(not config.norm_first),
-        NGRAM_ORDER=ORDER,
+        MAX_ORDER=MAX_ORDER,
         LOOK_UP_ORDER=LOOK_UP_ORDER,
     )
 

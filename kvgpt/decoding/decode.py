@@ -15,6 +15,7 @@ from model import eval_mode
 
 WORK_PER_CALL = 2**25  # multiply-adds: a call of a compiled step takes milliseconds, so a stream flows and Ctrl-C works
 NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
+MOST_DRAFTS = 7  # guesses per step in step.c, which makes fewer where they are unlikely
 
 
 class Decoder:
@@ -31,7 +32,8 @@ class Decoder:
         if draft not in (None, "ngram"):
             raise ValueError(f"draft={draft!r}: must be None or 'ngram'")
         self.model = model
-        self.num_drafts = min(NUM_DRAFTS, model.config.block_size - 1) if draft else 0
+        most = MOST_DRAFTS if compile and not model.lm_head.weight.is_cuda else NUM_DRAFTS
+        self.num_drafts = min(most, model.config.block_size - 1) if draft else 0
         self.table = None
         if self.num_drafts and ngrams is not None:
             self.table = ngram_table(ngrams, model.config.vocab_size, model.lm_head.weight.device)

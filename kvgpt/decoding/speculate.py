@@ -11,9 +11,8 @@ Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculat
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
-from kvgpt.decoding.ngrams import LOOK_UP_ORDER, ORDER
+from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
 from kvgpt.decoding.sampling import gumbel_noise, sample_token
 from model import causal_mask
 
@@ -82,19 +81,17 @@ def decode_step(model, state, num_drafts, table, noise=None, lengths=None):
     state.cached.copy_(torch.minimum(first[:, 0] + num_drafts + 1, state.end - 1))
 
 
-def guess_from_ngrams(state, slots, chunk, known, noise, contexts, logits):
+def guess_from_ngrams(state, slots, chunk, known, noise, logits, after):
     """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after the other."""
-    power = (logits.size(-1) + 1) ** torch.arange(ORDER, device=slots.device)
-    # the tokens + 1 before the first guess, newest first; 0 where the text has not begun
-    before = slots[:, :1] - torch.arange(ORDER, device=slots.device)
-    digits = torch.where(before >= 0, state.tokens.gather(1, before.clamp(min=0)) + 1, 0)
+    # the row of the table for the newest tokens: the context
+    before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1, device=slots.device)
+    text, row = state.tokens.gather(1, before.clamp(min=0)), torch.zeros_like(state.end)
+    for i in range(MAX_ORDER):
+        row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
     for i in range(1, chunk.size(1) - 1):
-        codes = F.pad((digits * power).cumsum(1), (1, 0))  # of the newest 0, 1, ... ORDER tokens
-        row = torch.searchsorted(contexts, codes).clamp(max=len(contexts) - 1)
-        longest = torch.where(contexts[row] == codes, row, 0).amax(1)  # a longer context has a later row
-        guess = sample_token(logits[longest], noise[:, i - 1], state.temperature, state.top_k, state.top_p)
+        guess = sample_token(logits[row], noise[:, i - 1], state.temperature, state.top_k, state.top_p)
         chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], guess)
-        digits = torch.cat((chunk[:, i : i + 1] + 1, digits[:, :-1]), dim=1)
+        row = after[row, chunk[:, i]]
 
 
 def guess_from_text(state, slots, chunk, known):

@@ -31,11 +31,14 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 #define V PAD(VOCAB_SIZE)
 
 #define MAX_TOKENS 64   /* per forward: their activations stay in the cache of a core */
-#define MAX_GUESSES 7   /* per row and step: with the newest token two tiles of a matrix product */
+#define LOOK_UP_GUESSES 3 /* per match with the text so far, which is no better a source for more */
 #define TILE 6          /* tokens per tile: 6 x 4 vectors of sums and 4 of weights fit AVX-512's 32 registers */
+#define MIN_CHANCE 0.15f /* a guess that is less likely than this to be reached and right costs more than it gains */
 #define STALL 1e-3      /* seconds of waiting for another thread that mean that another process has its core */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float half __attribute__((vector_size(4 * LANES / 2), aligned(4)));
+typedef float quarter __attribute__((vector_size(4 * LANES / 4), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 #define INLINE static inline __attribute__((always_inline))
@@ -69,9 +72,8 @@ typedef struct { /* DecodeState in speculate.py */
 } State;
 
 typedef struct { /* ngram_table in ngrams.py */
-    const int64_t *contexts;
     const float *logits;
-    const int64_t *num_contexts;
+    const int32_t *after;
 } Table;
 
 /* -- vectors ------------------------------------------------------------------------------------------------------- */
@@ -88,12 +90,14 @@ INLINE vec larger(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec smaller(vec x, vec y) { return choose(x < y, x, y); }
 
-/* The sum of all lanes, by halves: sixteen additions after each other would take longer than the product before them. */
-INLINE float total(vec v) {
-    typedef float half __attribute__((vector_size(4 * LANES / 2), aligned(4)));
-    typedef float quarter __attribute__((vector_size(4 * LANES / 4), aligned(4)));
+/* Four numbers whose sum is the sum of all lanes. Sixteen additions, one after the other, would take far longer. */
+INLINE quarter fold(vec v) {
     half h = *(half *)&v + *((half *)&v + 1);
-    quarter q = *(quarter *)&h + *((quarter *)&h + 1);
+    return *(quarter *)&h + *((quarter *)&h + 1);
+}
+
+INLINE float total(vec v) {
+    quarter q = fold(v);
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
@@ -136,13 +140,19 @@ INLINE float sum(const float *x, int n) {
     return sum;
 }
 
-INLINE float dot(const float *x, const float *y, int n) {
+/* Four numbers whose sum is the inner product. The compiler adds those of many products at once. */
+INLINE void dot_quarters(const float *x, const float *y, int n, float *four) {
     vec sums = {0};
     int i = 0;
     for (; i + LANES <= n; i += LANES) sums += load(x + i) * load(y + i);
-    float sum = total(sums);
-    for (; i < n; i++) sum += x[i] * y[i];
-    return sum;
+    *(quarter *)four = fold(sums);
+    for (; i < n; i++) four[0] += x[i] * y[i];
+}
+
+INLINE float dot(const float *x, const float *y, int n) {
+    float four[4];
+    dot_quarters(x, y, n, four);
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 /* -- threads ------------------------------------------------------------------------------------------------------- */
@@ -261,8 +271,10 @@ INLINE void rotate(float *x, const float *cos, const float *sin) {
 
 /* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. */
 static void attend(const float *q, const float *key, const float *value, int slots, float *y) {
-    float weights[PAD(BLOCK_SIZE)], scale = 1 / sqrtf(HEAD_SIZE);
-    for (int s = 0; s < slots; s++) weights[s] = dot(q, key + s * HEAD_SIZE, HEAD_SIZE) * scale;
+    float weights[PAD(BLOCK_SIZE)], quarters[BLOCK_SIZE][4], scale = 1 / sqrtf(HEAD_SIZE);
+    for (int s = 0; s < slots; s++) dot_quarters(q, key + s * HEAD_SIZE, HEAD_SIZE, quarters[s]);
+    for (int s = 0; s < slots; s++)
+        weights[s] = ((quarters[s][0] + quarters[s][2]) + (quarters[s][1] + quarters[s][3])) * scale;
     for (int s = slots; s % LANES; s++) weights[s] = -INFINITY;
     vec largest = load(weights), sums = {0};
     for (int s = LANES; s < slots; s += LANES) largest = larger(largest, load(weights + s));
@@ -404,8 +416,9 @@ static int by_logit(const void *a, const void *b) {
     return x != y ? (x < y) - (x > y) : *(const int *)a - *(const int *)b;
 }
 
-/* The token with the largest logit + temperature * noise; `sample_token`. */
-static int sample_token(const State *s, const float *logits, const float *noise) {
+/* The token with the largest logit + temperature * noise; `sample_token`. `margin` is NULL, or gets the distance to the
+ * second largest. */
+static int sample_token(const State *s, const float *logits, const float *noise, float *margin) {
     int best = 0, ids[VOCAB_SIZE], kept = VOCAB_SIZE, filters = s->top_k || s->top_p;
     if (filters) { /* rank the tokens, and keep the first ones */
         for (int i = 0; i < VOCAB_SIZE; i++) ids[i] = i;
@@ -422,39 +435,30 @@ static int sample_token(const State *s, const float *logits, const float *noise)
             before += expf((logits[ids[i]] - logits[ids[0]]) / divisor);
         }
     }
-    float largest = -INFINITY;
+    float largest = -INFINITY, second = -INFINITY;
     for (int i = 0; i < kept; i++) {
         int id = filters ? ids[i] : i;
         float score = logits[id] + *s->temperature * noise[id];
-        if (score > largest) largest = score, best = id;
+        if (score > largest) second = largest, largest = score, best = id;
+        else if (score > second) second = score;
     }
+    if (margin) *margin = largest - second;
     return best;
 }
 
 /* -- guesses: speculate.py in C ------------------------------------------------------------------------------------ */
 
-/* Guess the token after `end` known ones: the token that the n-gram table picks with the noise of the step. */
-static int guess_from_ngrams(const State *s, const Table *table, const int64_t *text, int end, const float *noise) {
-    int64_t code = 0, base = 1, row = 0;
-    /* longer contexts have larger codes and later rows, and a context is known only if its endings are */
-    for (int n = 1; n <= NGRAM_ORDER && n <= end; n++) {
-        code += (text[end - n] + 1) * base;
-        base *= VOCAB_SIZE + 1;
-        int64_t low = row, high = *table->num_contexts;
-        while (low < high) {
-            int64_t middle = (low + high) / 2;
-            if (table->contexts[middle] < code) low = middle + 1;
-            else high = middle;
-        }
-        if (low == *table->num_contexts || table->contexts[low] != code) break;
-        row = low;
-    }
-    return sample_token(s, table->logits + row * VOCAB_SIZE, noise);
+/* The row of the n-gram table for a text of `end` tokens: the context is the newest of them. */
+static int context_row(const Table *table, const int64_t *text, int end) {
+    int row = 0;
+    for (int i = end > MAX_ORDER ? end - MAX_ORDER : 0; i < end; i++) row = table->after[row * VOCAB_SIZE + text[i]];
+    return row;
 }
 
-/* Return the slot behind the longest match of the newest tokens in the text so far, the latest of equally long ones. */
+/* The slot behind the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if no
+ * two tokens match. */
 static int find_in_text(const int64_t *text, int end) {
-    int best = end, longest = -1;
+    int best = 0, longest = 2;
     for (int slot = 0; slot < end; slot++) {
         int length = 0;
         while (length < LOOK_UP_ORDER && length < slot && text[slot - 1 - length] == text[end - 1 - length]) length++;
@@ -474,10 +478,13 @@ static int plan(const Worker *w, int row) {
     for (; row < g->end_row; row++) {
         int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1);
         int end = s->end[row], limit = s->limit[row], guesses = limit - end - 1;
+        float chance = 1; /* that all guesses so far are right */
         if (end >= limit) continue;
         guesses = guesses < w->num_drafts ? guesses : w->num_drafts;
         if (g->n + 1 + guesses > MAX_TOKENS) return row;
+        int context = guesses && w->table ? context_row(w->table, text, end) : 0;
         int found = guesses && !w->table ? find_in_text(text, end) : 0;
+        if (guesses && !w->table) guesses = !found ? 0 : guesses < LOOK_UP_GUESSES ? guesses : LOOK_UP_GUESSES;
         for (int pos = s->cached[row]; pos < end + guesses; pos++) {
             if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
@@ -487,8 +494,17 @@ static int plan(const Worker *w, int row) {
             gumbel_noise(s, row, pos + 1 - s->first_new[row], noise);
             g->fed[g->num_picks++] = g->n - 1;
             if (pos + 1 == end + guesses) break;
-            if (w->table) text[pos + 1] = guess_from_ngrams(s, w->table, text, pos + 1, noise);
-            else text[pos + 1] = text[found + pos + 1 - end];
+            if (w->table) { /* the token that the table picks with the same noise */
+                const float *logits = w->table->logits + (size_t)context * VOCAB_SIZE;
+                float margin;
+                int guess = sample_token(s, logits, noise, &margin);
+                chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
+                if (chance < MIN_CHANCE) break;
+                text[pos + 1] = guess;
+                context = w->table->after[context * VOCAB_SIZE + guess];
+            } else {
+                text[pos + 1] = text[found + pos + 1 - end];
+            }
         }
     }
     return row;
@@ -532,7 +548,7 @@ static void *work(void *argument) {
             if (!g->n) break; /* the other rows are at their limits */
             forward(w);
             for (int j = w->part; j < g->num_picks; j += g->parts)
-                g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V);
+                g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V, NULL);
             barrier(g);
             if (w->part == 0) accept(w);
             fed = 1;

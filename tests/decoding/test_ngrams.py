@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from helpers import NGRAMS, TEXT, V, lively, prompts
 from kvgpt.decoding.decode import Decoder
-from kvgpt.decoding.ngrams import ORDER, count_ngrams, ngram_table, valid_ngrams
+from kvgpt.decoding.ngrams import count_ngrams, ngram_table, valid_ngrams
 from model import GPTConfig
 
+ORDER = 4  # of V tokens
 
-def dictionary_ngrams(text, context):
+
+def dictionary_ngrams(runs, context):
     """P(next | context) by interpolated absolute discounting, from dictionaries; an own reading of the definition."""
-    runs = collections.Counter(tuple(text[i : i + ORDER + 1]) for i in range(len(text) - ORDER))
-    runs = {run: n for run, n in runs.items() if n > 1}
 
     def probability(context):
         followers = collections.Counter()
@@ -32,30 +32,55 @@ def dictionary_ngrams(text, context):
     return probability(tuple(context))
 
 
-def test_the_table_is_interpolated_absolute_discounting():
+def test_the_table_is_interpolated_absolute_discounting_of_the_longest_known_context():
+    ngrams = count_ngrams(TEXT, V, 10**6)
+    logits, after = ngram_table(ngrams, V, "cpu")
+    assert ngrams["order"] == ORDER and logits.shape == after.shape
+    torch.testing.assert_close(logits.exp().sum(1), torch.ones(len(logits)), atol=1e-4, rtol=0)
     text = TEXT.tolist()
-    contexts, logits = ngram_table(count_ngrams(TEXT, V, 10**6), V, "cpu")
-    assert contexts.tolist() == sorted(set(contexts.tolist())) and len(contexts) == len(logits)
-    torch.testing.assert_close(logits.exp().sum(1), torch.ones(len(logits)))
-    generator = np.random.default_rng(1)
-    seen = [text[i : i + ORDER] for i in generator.integers(len(text) - 3, size=12)]
-    for context in [*seen, [], [3], [0, 1], [22, 22, 22], [22, 0, 21]]:
-        codes = [sum((token + 1) * (V + 1) ** i for i, token in enumerate(context[:-n:-1])) for n in (1, 2, 3, 4)]
-        row = max(contexts.tolist().index(code) for code in codes if code in contexts)
-        expected = torch.tensor(dictionary_ngrams(text, context), dtype=torch.float64)
-        torch.testing.assert_close(logits[row].exp().double(), expected, atol=1e-5, rtol=1e-4)
+    runs = collections.Counter(tuple(text[i : i + ORDER + 1]) for i in range(len(text) - ORDER))
+    known = {run[n:ORDER] for run in runs for n in range(ORDER + 1)}
+    row, context, lengths = 0, (), set()
+    for i, token in enumerate([*text[:200], 22, 22, 22, 22, 0, 21, *text[:9]]):
+        if i % 3 == 0:
+            expected = torch.tensor(dictionary_ngrams(runs, context), dtype=torch.float64)
+            torch.testing.assert_close(logits[row].exp().double(), expected, atol=1e-5, rtol=1e-4)
+        row = int(after[row, token])
+        context = next(c for n in range(ORDER + 1) if (c := (*context, token)[-ORDER:][n:]) in known)
+        lengths.add(len(context))
+    assert lengths >= {1, 2, 3, 4}
+
+
+def test_order_and_codes_fit_32_bits():
+    for vocab_size, order in ((2, 4), (73, 4), (74, 3), (215, 3), (216, 2), (1290, 2), (1291, 1), (46340, 1)):
+        text = np.full(20, vocab_size - 1)
+        ngrams = count_ngrams(text, vocab_size, 10)
+        assert ngrams["order"] == order and ngrams["codes"].tolist() == [vocab_size ** (order + 1) - 1]
+        assert ngrams["codes"].dtype == ngrams["counts"].dtype == torch.int32 and valid_ngrams(ngrams, vocab_size)
+    assert count_ngrams(np.full(20, 1), 46341, 10) is None
+
+
+def test_counts_of_an_older_checkpoint_have_contexts_of_three():
+    text = [0, 1, 2, 3] * 5
+    codes = sorted({sum(text[i + j] * 5 ** (3 - j) for j in range(4)) for i in range(4)})
+    older = {"codes": torch.tensor(codes), "counts": torch.tensor([4] * 4)}
+    assert valid_ngrams(older, 5)
+    logits, after = ngram_table(older, 5, "cpu")
+    row = 0
+    for token in text:
+        row = int(after[row, token])
+    assert int(logits[row].argmax()) == 0
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 40))
 def test_ngrams_are_counted_as_a_dictionary_counts_them(text, most):
     ngrams = count_ngrams(np.array(text, dtype=np.uint16), 6, most)
-    counted = collections.Counter(tuple(text[i : i + 4]) for i in range(len(text) - 3))
-    counted = {run: n for run, n in counted.items() if n > 1}
+    counted = collections.Counter(tuple(text[i : i + 5]) for i in range(len(text) - 4))
     if ngrams is None:
         assert not counted or not most
         return
     codes = ngrams["codes"].tolist()
-    runs = [tuple(code // 6**i % 6 for i in (3, 2, 1, 0)) for code in codes]
+    runs = [tuple(code // 6**i % 6 for i in (4, 3, 2, 1, 0)) for code in codes]
     assert codes == sorted(set(codes)) and len(codes) == min(most, len(counted))
     assert all(counted[run] == n for run, n in zip(runs, ngrams["counts"].tolist(), strict=True))
     assert sorted(ngrams["counts"].tolist()) == sorted(counted.values())[len(counted) - len(codes) :]
@@ -63,11 +88,10 @@ def test_ngrams_are_counted_as_a_dictionary_counts_them(text, most):
     ngram_table(ngrams, 6, "cpu")
 
 
-def test_a_large_vocabulary_shortens_the_contexts_and_one_too_large_has_no_counts():
+def test_a_large_vocabulary_shortens_the_contexts():
     text = np.random.default_rng(0).integers(3000, size=5000).tolist() * 2
-    contexts, logits = ngram_table(count_ngrams(np.array(text), 3000, 10**6), 3000, "cpu")
-    assert 3000 <= contexts[-1] < 3001**3 and logits.numel() <= 2**23
-    assert count_ngrams(np.array(text), 2**16, 10) is None
+    logits, after = ngram_table(count_ngrams(np.array(text), 3000, 10**6), 3000, "cpu")
+    assert logits.shape == after.shape and logits.numel() <= 2**23
     model = lively(GPTConfig(block_size=8, vocab_size=3000, n_layer=1, n_head=2, n_embd=16))
     decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 3000, 1000))
     idx = prompts(2, 3)
@@ -82,6 +106,9 @@ def test_damaged_counts_are_told_from_good_ones():
         {"codes": codes},
         {"codes": codes, "counts": counts[:-1]},
         {"codes": codes - 10**9, "counts": counts},
+        {"order": 4, "codes": codes + V**5, "counts": counts},
+        {"order": 9, "codes": codes, "counts": counts},
+        {"order": 4.0, "codes": codes, "counts": counts},
         {"codes": codes + V**4, "counts": counts},
         {"codes": codes.float(), "counts": counts},
         {"codes": codes, "counts": counts * 0},

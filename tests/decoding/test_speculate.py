@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, lively, prompts
-from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
+from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, lively, needs_compiler, prompts
+from kvgpt.decoding.decode import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig
 
@@ -50,3 +50,23 @@ def test_every_token_is_a_forwards_own_or_an_accepted_guess(model, draft, length
         # what is left of the text, and of the context, clips a guess
         ends = np.cumsum([lengths[0], *sizes])
         assert decoder.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])
+
+
+@needs_compiler
+def test_the_compiled_step_guesses_as_much_as_pays():
+    """Many tokens where the table is sure and right, few where it is often wrong, none where it has never been sure."""
+    model = constant_model(4, context=64)
+    decoder = Decoder(model, "ngram", count_ngrams(np.full(100, 4), V, 100), compile=True)
+    (row,) = decoder.generate(prompts(1, 3), 40, temperature=0)
+    assert (row[3:] == 4).all() and len(row) == 43
+    assert decoder.forwards == 40 / (MOST_DRAFTS + 1) and decoder.offered == decoder.accepted == 40 - decoder.forwards
+
+    text = np.random.default_rng(1).integers(V, size=20000)  # nothing to foresee
+    decoder = Decoder(model, "ngram", count_ngrams(text, V, 10**4), compile=True)
+    decoder.generate(prompts(1, 3), 60, seed=1)
+    assert decoder.offered < 0.7 * MOST_DRAFTS * decoder.forwards
+
+    decoder = Decoder(model, "ngram", compile=True)  # without counts: by looking up the text so far
+    (row,) = decoder.generate(torch.tensor([[1, 2, 3, 5]]), 40, temperature=0)
+    assert decoder.forwards + decoder.accepted == 40 and decoder.accepted > 20
+    assert decoder.offered <= 3 * (decoder.forwards - 3)  # the first steps find no two tokens again

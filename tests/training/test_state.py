@@ -45,13 +45,12 @@ def test_checkpoints_hold_tensors_and_plain_values_under_the_promised_keys(train
         assert set(ckpt) == set((keys + more).split())
         walk(ckpt)
         weights = sum(p.nbytes for p in GPT(GPTConfig(**ckpt["model_args"])).parameters())
-        assert 0 < sum(part.nbytes for part in ckpt["ngrams"].values()) <= weights / 8
+        order, codes, counts = (ckpt["ngrams"][key] for key in ("order", "codes", "counts"))
+        assert 0 < codes.nbytes + counts.nbytes <= weights / 8
         text = np.fromfile(data_dir / "train.bin", dtype="<u2")
-        most = int(ckpt["ngrams"]["counts"].argmax())
-        code, base = int(ckpt["ngrams"]["codes"][most]), len(ckpt["chars"])
-        digits = [code // base**i % base for i in (3, 2, 1, 0)]
-        times = sum(text[i : i + 4].tolist() == digits for i in range(len(text) - 3))
-        assert times == ckpt["ngrams"]["counts"][most]
+        code, base = int(codes[counts.argmax()]), len(ckpt["chars"])
+        digits = [code // base**i % base for i in range(order, -1, -1)]
+        assert sum(text[i : i + order + 1].tolist() == digits for i in range(len(text) - order)) == counts.max()
         assert ckpt["chars"] == json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
         assert ckpt["iter_num"] == 60
 
