@@ -285,18 +285,23 @@ static void attend(const float *q, const float *key, const float *value, int slo
         sums += w;
     }
     float scale_y = 1 / total(sums);
-    int d = 0;
-    for (; d + LANES <= HEAD_SIZE; d += LANES) {
-        vec chain[4] = {{0}}; /* several sums, because an addition waits four cycles for the one before it */
-        int s = 0;
-        for (; s + 4 <= slots; s += 4)
-            for (int i = 0; i < 4; i++) chain[i] += weights[s + i] * load(value + (s + i) * HEAD_SIZE + d);
-        for (; s < slots; s++) chain[0] += weights[s] * load(value + s * HEAD_SIZE + d);
-        store(y + d, (chain[0] + chain[1] + chain[2] + chain[3]) * scale_y);
+    /* sums of the values, CHAINS per vector, because an addition waits four cycles for the one before it */
+    enum { VECTORS = HEAD_SIZE / LANES, CHAINS = VECTORS < 4 ? 4 : 1 };
+    vec chains[CHAINS][VECTORS + 1] = {{{0}}};
+    int s = 0;
+    for (; s + CHAINS <= slots; s += CHAINS)
+        for (int c = 0; c < CHAINS; c++)
+            for (int v = 0; v < VECTORS; v++)
+                chains[c][v] += weights[s + c] * load(value + (s + c) * HEAD_SIZE + v * LANES);
+    for (; s < slots; s++)
+        for (int v = 0; v < VECTORS; v++) chains[0][v] += weights[s] * load(value + s * HEAD_SIZE + v * LANES);
+    for (int v = 0; v < VECTORS; v++) {
+        for (int c = 1; c < CHAINS; c++) chains[0][v] += chains[c][v];
+        store(y + v * LANES, chains[0][v] * scale_y);
     }
-    for (; d < HEAD_SIZE; d++) {
+    for (int d = VECTORS * LANES; d < HEAD_SIZE; d++) {
         y[d] = 0;
-        for (int s = 0; s < slots; s++) y[d] += weights[s] * value[s * HEAD_SIZE + d] * scale_y;
+        for (s = 0; s < slots; s++) y[d] += weights[s] * value[s * HEAD_SIZE + d] * scale_y;
     }
 }
 
