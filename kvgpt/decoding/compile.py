@@ -23,7 +23,6 @@ from kvgpt.decoding.speculate import DecodeState
 from model import eval_mode
 
 SOURCE = Path(__file__).with_name("step.c")
-LANES = 16  # outputs per panel of packed weights, as in step.c
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
 WORK_PER_THREAD = 2**18  # multiply-adds per step: for fewer, waiting for another thread takes longer than it saves
 PAUSE = 0.1  # seconds on one thread after another process has taken a core
@@ -43,7 +42,7 @@ def compile_step(model, num_drafts, table):
     if model.lm_head.weight.dtype != torch.float32:
         raise CompileError(f"the compiled step computes in float32, and the model is in {model.lm_head.weight.dtype}")
     library = load_library(shape_macros(model))
-    weights = Pointers(model_tensors(model))
+    weights = Pointers(model_tensors(model, library.lanes()))
     tables = Pointers(table) if table else None
     num_params = sum(p.numel() for p in model.parameters())
     caches = Pointers([])
@@ -171,19 +170,19 @@ def find_compiler():
 # -- the weights -------------------------------------------------------------------------------------------------------
 
 
-def model_tensors(model):
-    """Return the weights in the order of `Model` in step.c. Matrices are packed, see `packed`."""
+def model_tensors(model, lanes):
+    """Return the weights in the order of `Model` in step.c. Matrices are packed for vectors of `lanes` numbers."""
     net, layers = model.transformer, model.transformer["h"]
     wpe = net["wpe"].weight if "wpe" in net else None
-    tensors = [net["wte"].weight, wpe, *(model.rope or (None, None)), *linear(model.lm_head)]
+    tensors = [net["wte"].weight, wpe, *(model.rope or (None, None)), *linear(model.lm_head, lanes)]
     norms = [norm for block in layers for norm in (block.ln_1, block.ln_2)]
     for norm in [*norms, net["ln_f"]] if model.config.norm_first else [None, *norms]:
         tensors += affine(norm)
     for block in layers:
         attn, mlp = block.attn, block.mlp
         q_norm, k_norm = (attn.q_norm, attn.k_norm) if attn.qk_norm else (None, None)
-        tensors += [*linear(attn.c_attn), *affine(q_norm), *affine(k_norm)]
-        tensors += [*linear(attn.c_proj), *linear(mlp.c_fc), *linear(mlp.c_proj)]
+        tensors += [*linear(attn.c_attn, lanes), *affine(q_norm), *affine(k_norm)]
+        tensors += [x for layer in (attn.c_proj, mlp.c_fc, mlp.c_proj) for x in linear(layer, lanes)]
     return tensors
 
 
@@ -191,11 +190,11 @@ def affine(norm):
     return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
-def linear(layer):
+def linear(layer, lanes):
     """Return the packed weight and the padded bias of a Linear layer."""
     N, K = layer.weight.shape
-    pad = -N % LANES
-    panels = F.pad(layer.weight.detach(), (0, 0, 0, pad)).view(-1, LANES, K).transpose(1, 2)  # (panels, K, LANES)
+    pad = -N % lanes
+    panels = F.pad(layer.weight.detach(), (0, 0, 0, pad)).view(-1, lanes, K).transpose(1, 2)  # (panels, K, lanes)
     return panels.contiguous(), None if layer.bias is None else F.pad(layer.bias.detach(), (0, pad))
 
 

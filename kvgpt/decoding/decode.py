@@ -13,7 +13,7 @@ from kvgpt.decoding.speculate import DecodeState, decode_step
 from kvgpt.decoding.threads import StepThreads
 from model import eval_mode
 
-WORK_PER_CALL = 2**25  # multiply-adds: a call of a compiled step takes milliseconds, so a stream flows and Ctrl-C works
+WORK_PER_CALL = 2**25  # multiply-adds: step.c returns after some milliseconds, so that a stream flows
 NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
 MOST_DRAFTS = 7  # guesses per step in step.c, which makes fewer where they are unlikely
 
@@ -41,7 +41,7 @@ class Decoder:
         self.num_params = sum(p.numel() for p in model.parameters())
         self.threads = StepThreads(self.num_params)
         self.modules = list(model.modules())
-        self.program, self.program_weights = None, None  # the compiled step, and its weights; see _bind
+        self.program, self.program_weights = None, None  # the compiled step, and its weights; see _compiled
         self.forwards = self.offered = self.accepted = 0
 
     def generate(self, prompts, max_new_tokens, **sampling):
@@ -170,11 +170,9 @@ class Decoder:
         def step(first_new):
             nonlocal num_steps
             forwards, offered, accepted = run(num_steps)
-            self.forwards, self.offered, self.accepted = (
-                self.forwards + forwards,
-                self.offered + offered,
-                self.accepted + accepted,
-            )
+            self.forwards += forwards
+            self.offered += offered
+            self.accepted += accepted
             num_steps = per_call
 
         return step

@@ -18,7 +18,21 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 #include <string.h>
 #include <time.h>
 
+/* Numbers per vector register, and the largest tile of a matrix product whose sums stay in registers. */
+#if defined(__AVX512F__)
 #define LANES 16
+#define TILE_TOKENS 6
+#define TILE_PANELS 4
+#elif defined(__AVX__)
+#define LANES 8
+#define TILE_TOKENS 4
+#define TILE_PANELS 2
+#else /* NEON, SSE */
+#define LANES 4
+#define TILE_TOKENS 4
+#define TILE_PANELS 4
+#endif
+
 #define PAD(n) (((n) + LANES - 1) / LANES * LANES)
 #define HEAD_SIZE (N_EMBD / N_HEAD)
 #define GROUP (N_HEAD / N_KV_HEAD) /* query heads per key/value head */
@@ -30,15 +44,13 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 #define FC (PAD(C_FC) + LANES)
 #define V PAD(VOCAB_SIZE)
 
-#define MAX_TOKENS 64   /* per forward: their activations stay in the cache of a core */
-#define LOOK_UP_GUESSES 3 /* per match with the text so far, which is no better a source for more */
-#define TILE 6          /* tokens per tile: 6 x 4 vectors of sums and 4 of weights fit AVX-512's 32 registers */
-#define MIN_CHANCE 0.15f /* a guess that is less likely than this to be reached and right costs more than it gains */
-#define STALL 1e-3      /* seconds of waiting for another thread that mean that another process has its core */
+#define MAX_TOKENS 64     /* per forward: their activations stay in the cache of a core */
+#define MIN_CHANCE 0.15f  /* a guess that is reached and right less often than this costs more than it gains */
+#define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
+#define STALL 1e-3        /* seconds: a thread that waits so long for another knows that it has lost its core */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float half __attribute__((vector_size(4 * LANES / 2), aligned(4)));
-typedef float quarter __attribute__((vector_size(4 * LANES / 4), aligned(4)));
+typedef float four __attribute__((vector_size(16), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 #define INLINE static inline __attribute__((always_inline))
@@ -91,21 +103,22 @@ INLINE vec larger(vec x, vec y) { return choose(x > y, x, y); }
 INLINE vec smaller(vec x, vec y) { return choose(x < y, x, y); }
 
 /* Four numbers whose sum is the sum of all lanes. Sixteen additions, one after the other, would take far longer. */
-INLINE quarter fold(vec v) {
-    half h = *(half *)&v + *((half *)&v + 1);
-    return *(quarter *)&h + *((quarter *)&h + 1);
+INLINE four fold(vec v) {
+    four sums = *(four *)&v;
+    for (int i = 1; i < LANES / 4; i++) sums += ((four *)&v)[i];
+    return sums;
 }
 
 INLINE float total(vec v) {
-    quarter q = fold(v);
-    return (q[0] + q[2]) + (q[1] + q[3]);
+    four x = fold(v);
+    return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2. The Taylor polynomial of degree 7 is exact to 2 units in the last place. */
+/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where the Taylor polynomial of degree 7 has an error of 1e-7. */
 INLINE vec vexp(vec x) {
     x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
     vec n = (x * 1.442695041f + 12582912.0f) - 12582912.0f; /* rounds to an integer: 1.5 * 2^23 has no fraction bits */
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;      /* ln(2) in two parts, of which the first times n is exact */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;      /* ln(2) in two parts: n times the first is exact */
     vec p = splat(1.0f / 5040);
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -141,18 +154,18 @@ INLINE float sum(const float *x, int n) {
 }
 
 /* Four numbers whose sum is the inner product. The compiler adds those of many products at once. */
-INLINE void dot_quarters(const float *x, const float *y, int n, float *four) {
+INLINE void dot_in_four(const float *x, const float *y, int n, float *parts) {
     vec sums = {0};
     int i = 0;
     for (; i + LANES <= n; i += LANES) sums += load(x + i) * load(y + i);
-    *(quarter *)four = fold(sums);
-    for (; i < n; i++) four[0] += x[i] * y[i];
+    *(four *)parts = fold(sums);
+    for (; i < n; i++) parts[0] += x[i] * y[i];
 }
 
 INLINE float dot(const float *x, const float *y, int n) {
-    float four[4];
-    dot_quarters(x, y, n, four);
-    return (four[0] + four[2]) + (four[1] + four[3]);
+    float parts[4];
+    dot_in_four(x, y, n, parts);
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
 
 /* -- threads ------------------------------------------------------------------------------------------------------- */
@@ -199,19 +212,20 @@ typedef struct {
     const Table *table;
     atomic_int *go; /* 0: wait, 1: work, -1: end */
     float *in, *hidden; /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
+    float *weights;     /* of attention */
+    int *ids;           /* of all tokens, ranked by their logits */
 } Worker;
 
 /* -- the network --------------------------------------------------------------------------------------------------- */
 
-/* The inner loop of matmul: `tokens` x `panels` vectors of sums stay in registers. Both numbers are constants in every
- * call. */
+/* The inner loop of matmul. `tokens` and `panels` are constants in every call, so the sums stay in registers. */
 INLINE void tile(int tokens, int panels, const float *x, int ldx, int K, const float *weight, const float *bias,
                  const float *residual, float *y, int ldy) {
-    vec sums[TILE][4];
+    vec sums[TILE_TOKENS][TILE_PANELS];
     for (int i = 0; i < tokens; i++)
         for (int p = 0; p < panels; p++) sums[i][p] = bias ? load(bias + p * LANES) : splat(0);
     for (int k = 0; k < K; k++) {
-        vec w[4];
+        vec w[TILE_PANELS];
         for (int p = 0; p < panels; p++) w[p] = load(weight + ((size_t)p * K + k) * LANES);
         for (int i = 0; i < tokens; i++)
             for (int p = 0; p < panels; p++) sums[i][p] += x[i * ldx + k] * w[p];
@@ -227,23 +241,29 @@ INLINE void tile(int tokens, int panels, const float *x, int ldx, int K, const f
  * panel holds its weights as (K, LANES). A part of the group computes some of the panels. */
 static void matmul(const Worker *w, int n, const float *x, int ldx, int K, Params params, int N, const float *residual,
                    float *y, int ldy) {
-    int panels = PAD(N) / LANES, quads = (panels + 3) / 4;
-    int p = 4 * (quads * w->part / w->group->parts), end = 4 * (quads * (w->part + 1) / w->group->parts);
+    int panels = PAD(N) / LANES, wides = (panels + TILE_PANELS - 1) / TILE_PANELS;
+    int p = wides * w->part / w->group->parts * TILE_PANELS;
+    int end = wides * (w->part + 1) / w->group->parts * TILE_PANELS;
     end = end < panels ? end : panels;
-    for (int wide; p < end; p += wide ? 4 : 1) {
-        wide = end - p >= 4;
+    for (int wide; p < end; p += wide ? TILE_PANELS : 1) {
+        wide = end - p >= TILE_PANELS;
         const float *weight = params.weight + (size_t)p * K * LANES;
         const float *bias = params.bias ? params.bias + p * LANES : NULL;
-        for (int i = 0, tiles = (n + TILE - 1) / TILE, tokens; i < n; i += tokens, tiles--) {
+        for (int i = 0, tiles = (n + TILE_TOKENS - 1) / TILE_TOKENS, tokens; i < n; i += tokens, tiles--) {
             tokens = (n - i + tiles - 1) / tiles; /* tiles of about the same size */
             const float *from = x + i * ldx, *plus = residual ? residual + i * ldy + p * LANES : NULL;
             float *to = y + i * ldy + p * LANES;
-#define CASE(t)                                                                                                        \
-    case t:                                                                                                            \
-        if (wide) tile(t, 4, from, ldx, K, weight, bias, plus, to, ldy);                                               \
-        else tile(t, 1, from, ldx, K, weight, bias, plus, to, ldy);                                                    \
+#define CASE(t)                                                                    \
+    case t:                                                                        \
+        if (wide) tile(t, TILE_PANELS, from, ldx, K, weight, bias, plus, to, ldy); \
+        else tile(t, 1, from, ldx, K, weight, bias, plus, to, ldy);                \
         break
-            switch (tokens) { CASE(1); CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); }
+            switch (tokens) {
+                CASE(1); CASE(2); CASE(3); CASE(4);
+#if TILE_TOKENS > 4
+                CASE(5); CASE(6);
+#endif
+            }
 #undef CASE
         }
     }
@@ -269,12 +289,13 @@ INLINE void rotate(float *x, const float *cos, const float *sin) {
     for (int i = 0; i < HEAD_SIZE; i++) x[i] = x[i] * cos[i] + swapped[i] * sin[i];
 }
 
-/* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. */
-static void attend(const float *q, const float *key, const float *value, int slots, float *y) {
-    float weights[PAD(BLOCK_SIZE)], quarters[BLOCK_SIZE][4], scale = 1 / sqrtf(HEAD_SIZE);
-    for (int s = 0; s < slots; s++) dot_quarters(q, key + s * HEAD_SIZE, HEAD_SIZE, quarters[s]);
+/* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. `weights`
+ * has room for the weights and for four parts of each score. */
+static void attend(const float *q, const float *key, const float *value, int slots, float *weights, float *y) {
+    float *parts = weights + PAD(BLOCK_SIZE), scale = 1 / sqrtf(HEAD_SIZE);
+    for (int s = 0; s < slots; s++) dot_in_four(q, key + s * HEAD_SIZE, HEAD_SIZE, parts + 4 * s);
     for (int s = 0; s < slots; s++)
-        weights[s] = ((quarters[s][0] + quarters[s][2]) + (quarters[s][1] + quarters[s][3])) * scale;
+        weights[s] = ((parts[4 * s] + parts[4 * s + 2]) + (parts[4 * s + 1] + parts[4 * s + 3])) * scale;
     for (int s = slots; s % LANES; s++) weights[s] = -INFINITY;
     vec largest = load(weights), sums = {0};
     for (int s = LANES; s < slots; s += LANES) largest = larger(largest, load(weights + s));
@@ -330,8 +351,8 @@ static void forward(const Worker *w) {
     /* embeddings */
     for (int i = w->part; i < n; i += g->parts)
         for (int c = 0; c < N_EMBD; c++) {
-            float position = m->wpe ? m->wpe[g->pos[i] * N_EMBD + c] : 0;
-            x[i * X + c] = m->wte[g->token[i] * N_EMBD + c] + position;
+            float position = m->wpe ? m->wpe[(size_t)g->pos[i] * N_EMBD + c] : 0;
+            x[i * X + c] = m->wte[(size_t)g->token[i] * N_EMBD + c] + position;
         }
     barrier(g);
 
@@ -356,7 +377,7 @@ static void forward(const Worker *w) {
                 for (int j = h * GROUP * HEAD_SIZE; j < (h + 1) * GROUP * HEAD_SIZE; j += HEAD_SIZE) {
                     layer_norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
                     if (m->cos) rotate(q + j, m->cos + rope, m->sin + rope);
-                    attend(q + j, keys, values, pos + 1, g->y + i * X + j);
+                    attend(q + j, keys, values, pos + 1, w->weights, g->y + i * X + j);
                 }
             }
         barrier(g);
@@ -384,9 +405,9 @@ static void forward(const Worker *w) {
 
 /* -- sampling: sampling.py in C ------------------------------------------------------------------------------------ */
 
-#define MIX(h)                                                                                                         \
-    h = (h ^ (h >> 16)) * 0x7FEB352Du;                                                                                 \
-    h = (h ^ (h >> 15)) * 0x846CA68Bu;                                                                                 \
+#define MIX(h)                         \
+    h = (h ^ (h >> 16)) * 0x7FEB352Du; \
+    h = (h ^ (h >> 15)) * 0x846CA68Bu; \
     h = h ^ (h >> 16)
 
 INLINE uint32_t mix(uint32_t h) {
@@ -421,10 +442,10 @@ static int by_logit(const void *a, const void *b) {
     return x != y ? (x < y) - (x > y) : *(const int *)a - *(const int *)b;
 }
 
-/* The token with the largest logit + temperature * noise; `sample_token`. `margin` is NULL, or gets the distance to the
- * second largest. */
-static int sample_token(const State *s, const float *logits, const float *noise, float *margin) {
-    int best = 0, ids[VOCAB_SIZE], kept = VOCAB_SIZE, filters = s->top_k || s->top_p;
+/* The token with the largest logit + temperature * noise; `sample_token`. `ids` has room for all of them.
+ * `margin` is NULL, or gets the distance to the second largest. */
+static int sample_token(const State *s, const float *logits, const float *noise, int *ids, float *margin) {
+    int best = 0, kept = VOCAB_SIZE, filters = s->top_k || s->top_p;
     if (filters) { /* rank the tokens, and keep the first ones */
         for (int i = 0; i < VOCAB_SIZE; i++) ids[i] = i;
         ranked_logits = logits;
@@ -501,8 +522,8 @@ static int plan(const Worker *w, int row) {
             if (pos + 1 == end + guesses) break;
             if (w->table) { /* the token that the table picks with the same noise */
                 const float *logits = w->table->logits + (size_t)context * VOCAB_SIZE;
-                float margin;
-                int guess = sample_token(s, logits, noise, &margin);
+                float margin; /* the larger, the likelier is it that the model picks the same token: see faster.md */
+                int guess = sample_token(s, logits, noise, w->ids, &margin);
                 chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
                 if (chance < MIN_CHANCE) break;
                 text[pos + 1] = guess;
@@ -553,7 +574,7 @@ static void *work(void *argument) {
             if (!g->n) break; /* the other rows are at their limits */
             forward(w);
             for (int j = w->part; j < g->num_picks; j += g->parts)
-                g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V, NULL);
+                g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V, w->ids, NULL);
             barrier(g);
             if (w->part == 0) accept(w);
             fed = 1;
@@ -564,14 +585,18 @@ static void *work(void *argument) {
     return NULL;
 }
 
+/* Outputs per panel of packed weights. */
+int lanes(void) { return LANES; }
+
 /* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
  * accepted to counters[0..2], which are 0 before, and the logits of the last pick to last_logits, unless it is NULL.
  * Returns 1 if a thread had to wait for a core, -1 without memory, else 0. */
 int decode(const Model *model, const Cache *cache, const State *state, const Table *table, int B, int threads,
            int by_rows, int max_steps, int num_drafts, int64_t *counters, float *last_logits) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads, stalled = 0, started = 1;
-    size_t shared = X + QKV + X + FC + 2 * V, own = X + PAD(HIDDEN);
-    float *memory = malloc((num_groups * shared + threads * own) * MAX_TOKENS * sizeof(float)), *next = memory;
+    size_t shared = (X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
+    size_t own = (X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * BLOCK_SIZE + VOCAB_SIZE;
+    float *memory = malloc((num_groups * shared + threads * own) * sizeof(float)), *next = memory;
     if (!memory) return -1;
     Group groups[num_groups];
     Worker workers[threads];
@@ -588,9 +613,11 @@ int decode(const Model *model, const Cache *cache, const State *state, const Tab
         for (int j = 0; j < 6; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
     }
     for (int i = 0; i < threads; i++) {
-        float *in = next, *hidden = in + X * MAX_TOKENS;
-        next = hidden + PAD(HIDDEN) * MAX_TOKENS;
-        workers[i] = (Worker){groups + i / parts, i % parts, max_steps, num_drafts, model, cache, state, table, &go, in, hidden};
+        float *in = next, *hidden = in + X * MAX_TOKENS, *weights = hidden + PAD(HIDDEN) * MAX_TOKENS;
+        int *ids = (int *)(weights + PAD(BLOCK_SIZE) + 4 * BLOCK_SIZE);
+        next += own;
+        workers[i] = (Worker){groups + i / parts, i % parts, max_steps, num_drafts, model, cache,
+                              state, table, &go, in, hidden, weights, ids};
     }
 
     /* run them, or do all by this thread if another cannot be started */
@@ -604,8 +631,10 @@ int decode(const Model *model, const Cache *cache, const State *state, const Tab
         counters[1] += g->offered, counters[2] += g->accepted;
         stalled |= g->stalled;
     }
-    if (last_logits) memcpy(last_logits, groups[0].logits + (size_t)groups[0].last_pick * V, VOCAB_SIZE * sizeof(float));
+    if (last_logits)
+        memcpy(last_logits, groups[0].logits + (size_t)groups[0].last_pick * V, VOCAB_SIZE * sizeof(float));
     free(memory);
-    if (started < threads) return decode(model, cache, state, table, B, 1, 0, max_steps, num_drafts, counters, last_logits);
-    return stalled;
+    return started == threads
+               ? stalled
+               : decode(model, cache, state, table, B, 1, 0, max_steps, num_drafts, counters, last_logits);
 }

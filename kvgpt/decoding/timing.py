@@ -8,8 +8,8 @@ import torch
 class Timing:
     """Arrival times of the blocks of one generation. The clock starts when the object is made.
 
-    times  seconds from the start to the end of each step
-    sizes  new tokens per row in each step
+    times  seconds from the start to the arrival of each block
+    sizes  new tokens per row in each block
     """
 
     def __init__(self, device=None):
@@ -33,7 +33,7 @@ class Timing:
 
         ttft_ms                 time to first token: from the start to the end of the first step
         tpot_ms                 time per output token: mean over the tokens per row after the first step
-        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between steps
+        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
         e2e_ms                  end to end: from the start to the end of the last step
         tokens_per_s            num_tokens per second, end to end
         """

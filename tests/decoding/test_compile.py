@@ -1,5 +1,7 @@
 """The compiled step: the tokens of model.py for every network, from one program per shape."""
 
+import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -159,12 +161,28 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     with open(source, "a", encoding="utf-8") as f:
         f.write("/* a comment */\n")
     assert compiles() == 1 and compiles() == 0
-    monkeypatch.setenv("CC", "cc -O1")
-    assert compiles() == 1
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", "cc -O1")
+        assert compiles() == 1
 
     shutil.rmtree(tmp_path / "__pycache__")
     (tmp_path / "__pycache__").write_text("no folder", encoding="utf-8")
     assert compiles() == compiles() == 1
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
+def test_chips_with_shorter_vectors_give_the_same_tokens(flags, monkeypatch):
+    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {flags}")
+    compiling.find_compiler.cache_clear()
+    try:
+        for network in NETWORKS[2:4]:
+            model = lively(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
+            idx = prompts(9, 5)
+            got = Decoder(model, "ngram", compile=True).generate(idx, 65, seed=1)
+            assert_same_as_alone(model, got, idx, 65, range(9), 1, {})
+    finally:
+        compiling.find_compiler.cache_clear()
 
 
 def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch):
