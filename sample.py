@@ -244,9 +244,10 @@ def start_generation(args, engine, ngrams, prompts, num_new, sampling):
     return engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **settings), None
 
 
-def write_stream(stream, rows, vocabulary, stops, timing, engine, num_new):
+def write_stream(stream, rows, vocabulary, stops, timing, engine, num_new, leave):
     """Write the first row to stdout as its tokens arrive, then the other rows. Extends `rows`, lists of ids.
 
+    leave  called with the number of a row that has met a stop text
     Returns (cache_bytes, stopped): the engine's cache_bytes() after the last step, and whether a stop text was met.
     """
     cache_bytes, lengths = None, [len(row) for row in rows]  # of the prompts
@@ -262,7 +263,9 @@ def write_stream(stream, rows, vocabulary, stops, timing, engine, num_new):
             if stops:
                 num_tokens = len(rows[i])
                 rows[i] = cut_at_stop(rows[i], lengths[i], vocabulary.names, stops)
-                running -= {i} if len(rows[i]) < num_tokens else set()
+                if len(rows[i]) < num_tokens:
+                    running -= {i}
+                    leave(i)
         last = not running or sum(timing.sizes) == num_new
         if last:
             cache_bytes = engine.cache_bytes()  # before the stream ends and releases the cache
@@ -349,7 +352,9 @@ def main():
         stream, decoder = start_generation(args, engine, ngrams, prompts, num_new, sampling)
     loaded = time.perf_counter() - began
     timing = Timing(torch.device(device))
-    cache_bytes, stopped = write_stream(stream, rows, vocabulary, args.stop, timing, engine, num_new)
+    cache_bytes, stopped = write_stream(
+        stream, rows, vocabulary, args.stop, timing, engine, num_new, decoder.leave if decoder else lambda row: None
+    )
 
     # report on stderr
     if timing.times:

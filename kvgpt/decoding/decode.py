@@ -41,6 +41,7 @@ class Decoder:
         self.num_params = sum(p.numel() for p in model.parameters())
         self.threads = StepThreads(self.num_params)
         self.modules = list(model.modules())
+        self.leaving = set()  # rows of the present generation that nobody needs any more; see leave
         self.program, self.program_weights = None, None  # the compiled step, and its weights; see _compiled
         self.forwards = self.offered = self.accepted = 0
 
@@ -69,11 +70,16 @@ class Decoder:
         context = [prompt[context_start(0, T, block_size) :] for prompt, T in zip(prompts, lengths)]
         state = self._new_state(context, sampling)
         self.forwards = self.offered = self.accepted = 0
+        self.leaving = set()
         if self.compile and any(num_new):
             self._compiled()  # before anybody waits for the first token
         owner = object()  # stands for this generation in the caches
         blocks = self._decode(state, [len(row) for row in context], num_new, slides, owner)
         return self.model.release_cache_after(blocks, owner)
+
+    def leave(self, row):
+        """End a row of the generation that is going on. Its blocks hold -1 from the next one on."""
+        self.leaving.add(row)
 
     def _new_state(self, context, sampling):
         """Return a DecodeState for rows whose contexts are given."""
@@ -95,9 +101,15 @@ class Decoder:
         first_new = ends
         done, total = 0, max(num_new)  # new tokens per row: yielded so far, and in all
         while done < total:
-            limits = [min(first + n, full) for first, n in zip(first_new, num_new)]
+            limits = [max(end, min(first + n, full)) for end, first, n in zip(ends, first_new, num_new)]
             state.limit.copy_(torch.tensor(limits))
             while ends != limits:
+                for row in self.leaving:
+                    limits[row], num_new[row] = ends[row], min(num_new[row], done)
+                if self.leaving:
+                    state.limit.copy_(torch.tensor(limits))
+                    total, self.leaving = max(num_new), set()
+                    continue
                 # a prefill, which is needed again after another call has used the caches; then steps
                 if model.cached_lengths(owner) is None:
                     step = self._compiled_step(state) if self.compile else self._eager_step(state, ends)
@@ -179,7 +191,7 @@ class Decoder:
 
     def _block(self, state, first_new, num_new, begin, end):
         """Return new tokens begin..end of every row, `(B, end - begin)`; -1 where a row has ended before."""
-        if len(set(first_new)) == 1:
+        if len(set(first_new)) == 1 and min(num_new) >= end:
             return state.tokens[:, first_new[0] + begin : first_new[0] + end].clone()
         step = torch.arange(begin, end, device=state.end.device)
         block = state.tokens.gather(1, (state.first_new[:, None] + step).clamp(max=state.tokens.size(1) - 1))

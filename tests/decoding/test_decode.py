@@ -171,6 +171,28 @@ def test_a_row_that_has_ended_gives_minus_one():
     assert rows.shape == (2, 5) and (rows[0, 2:] == -1).all() and (rows[0, :2] >= 0).all() and (rows[1] >= 0).all()
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("overflow", ["stop", "slide"])
+def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow):
+    decoder = Decoder(MODELS[9], **WAYS[way])
+    idx, steps = prompts(3, 4), CONTEXT - 4 if overflow == "stop" else 3 * CONTEXT
+    alone = torch.stack(decoder.generate(idx, steps, seed=1, overflow=overflow))
+    for leavers in ([1], [0, 2], [0, 1, 2]):
+        for when in (1, 2, 5):
+            blocks = []
+            for block in decoder.stream(idx, steps, seed=1, overflow=overflow):
+                blocks.append(block)
+                if len(blocks) == when:
+                    left_at = sum(block.size(1) for block in blocks)
+                    for row in leavers:
+                        decoder.leave(row)
+            rows = torch.cat(blocks, dim=1)
+            for row in range(3):
+                n = min(left_at, steps) if row in leavers and len(blocks) >= when else steps
+                assert torch.equal(rows[row, :n], alone[row, 4 : 4 + n]) and (rows[row, n:] == -1).all()
+            assert rows.size(1) == (left_at if len(leavers) == 3 and len(blocks) >= when else steps)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
