@@ -24,7 +24,12 @@ from model import eval_mode
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
-WORK_PER_THREAD = 2**18  # multiply-adds per step: for fewer, waiting for another thread takes longer than it saves
+WORK_PER_THREAD = (
+    2**18
+)  # multiply-adds per step without guesses: for fewer, waiting for a thread costs more than it saves
+# A guess is fed if all guesses up to it are right with this probability at least. A further row of a small model costs
+# half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
+SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 PAUSE = 0.1  # seconds on one thread after another process has taken a core
 
 
@@ -58,13 +63,12 @@ def compile_step(model, num_drafts, table):
         for cache, key, value in zip(model.caches, caches.tensors[::2], caches.tensors[1::2]):
             cache.key, cache.value = key, value
         rows = Pointers(list(vars(state).values()))
-        work = num_params * B * (num_drafts + 1)
         by_rows = B >= 8 * torch.get_num_threads()
         alone_until = 0.0
 
         def run(max_steps, last_logits=None):
             nonlocal alone_until
-            threads = min(torch.get_num_threads(), max(1, work // WORK_PER_THREAD))
+            threads = min(torch.get_num_threads(), max(1, num_params * B // WORK_PER_THREAD))
             if time.perf_counter() < alone_until and not by_rows:
                 threads = 1
             counters = (ctypes.c_int64 * 3)()
@@ -111,6 +115,7 @@ def shape_macros(model):
         POST_LN=int(not config.norm_first),
         MAX_ORDER=MAX_ORDER,
         LOOK_UP_ORDER=LOOK_UP_ORDER,
+        MIN_CHANCE=f"{MIN_CHANCE if sum(p.numel() for p in model.parameters()) >= SMALL else MIN_CHANCE_SMALL}f",
     )
 
 

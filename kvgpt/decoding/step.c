@@ -1,7 +1,7 @@
 /* The decode step of sample.py --compile, in C: the network of model.py, its sampler, and guesses.
 
 The tokens are those of GPT.generate for the same seed. compile.py compiles this file for one shape, passed as macros
-(N_LAYER, N_EMBD, ...), and calls `decode` with pointers to the weights and to the buffers of the model's KVCaches.
+(N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to the weights and to the buffers of the model's KVCaches.
 
 Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
 feeds the newest token of each row, and speculative decoding feeds guesses behind it.
@@ -45,7 +45,6 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 #define V PAD(VOCAB_SIZE)
 
 #define MAX_TOKENS 64     /* per forward: their activations stay in the cache of a core */
-#define MIN_CHANCE 0.15f  /* a guess that is reached and right less often than this costs more than it gains */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
 #define STALL 1e-3        /* seconds: a thread that waits so long for another knows that it has lost its core */
 
@@ -525,7 +524,7 @@ static int plan(const Worker *w, int row) {
                 float margin; /* the larger, the likelier is it that the model picks the same token: see faster.md */
                 int guess = sample_token(s, logits, noise, w->ids, &margin);
                 chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
-                if (chance < MIN_CHANCE) break;
+                if (chance < MIN_CHANCE) break; /* a row of the forward would cost more than the guess gains */
                 text[pos + 1] = guess;
                 context = w->table->after[context * VOCAB_SIZE + guess];
             } else {
