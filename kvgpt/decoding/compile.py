@@ -30,7 +30,7 @@ WORK_PER_THREAD = (
 # A guess is fed if all guesses up to it are right with this probability at least. A further row of a small model costs
 # half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
-PAUSE = 0.1  # seconds on one thread after another process has taken a core
+MIN_PAUSE, MAX_PAUSE = 0.03, 10.0  # seconds on one thread after another process has taken a core
 
 
 class CompileError(RuntimeError):
@@ -50,7 +50,7 @@ def compile_step(model, num_drafts, table):
     weights = Pointers(model_tensors(model, library.lanes()))
     tables = Pointers(table) if table else None
     num_params = sum(p.numel() for p in model.parameters())
-    caches = Pointers([])
+    caches, alone_until, pause = Pointers([]), 0.0, MIN_PAUSE
 
     def bind(state):
         nonlocal caches
@@ -64,10 +64,9 @@ def compile_step(model, num_drafts, table):
             cache.key, cache.value = key, value
         rows = Pointers(list(vars(state).values()))
         by_rows = B >= 8 * torch.get_num_threads()
-        alone_until = 0.0
 
         def run(max_steps, last_logits=None):
-            nonlocal alone_until
+            nonlocal alone_until, pause
             threads = min(torch.get_num_threads(), max(1, num_params * B // WORK_PER_THREAD))
             if time.perf_counter() < alone_until and not by_rows:
                 threads = 1
@@ -77,8 +76,11 @@ def compile_step(model, num_drafts, table):
             stalled = library.decode(*inputs, *numbers, counters, last_logits and ctypes.c_void_p(last_logits.array[0]))
             if stalled < 0:
                 raise MemoryError("the compiled step needs more memory than there is")
-            if stalled:
-                alone_until = time.perf_counter() + PAUSE
+            if stalled:  # wait longer each time, because a trial of several threads costs a time slice
+                pause = min(8 * pause, MAX_PAUSE)
+                alone_until = time.perf_counter() + pause
+            elif threads > 1:
+                pause = max(pause / 2, MIN_PAUSE)
             return list(counters)
 
         return run
