@@ -21,7 +21,9 @@ def cut_at_stop(ids, first, names, stops):
 def num_undecided(text, stops):
     """Return how many characters at the end of `text` may be the beginning of a stop text.
 
-    These characters wait until the next ones decide.
+    These characters wait until the next ones decide. A stop text that holds another one before its last character is
+    never the first to be complete, so nothing waits for it.
     """
-    lengths = [k for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])]
+    first = [stop for stop in stops if not any(other in stop[:-1] for other in stops)]
+    lengths = [k for stop in first for k in range(1, len(stop)) if text.endswith(stop[:k])]
     return max(lengths, default=0)

@@ -45,6 +45,7 @@ def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes)
 
 
 @given(a_text, some_stops)
+@example("b", ["a", "baa"])
 def test_what_is_printed_early_is_never_taken_back(text, stops):
     """A character of a stop text on the screen. A text that waits although nothing can follow that would stop it."""
     whole = before(text, stops)
