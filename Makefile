@@ -31,6 +31,8 @@ box: .venv/installed
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --no-kv_cache
 	@echo
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --kv_cache --verify
+	@echo; echo "and with guesses and the step in C"
+	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --draft ngram --compile
 
 demo: box $(DEMO)/ckpt.pt
 	@echo; echo "3 of 4: a text by the model that was just trained"
