@@ -30,7 +30,9 @@ WORK_PER_THREAD = (
 # A guess is fed if all guesses up to it are right with this probability at least. A further row of a small model costs
 # half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
-MIN_PAUSE, MAX_PAUSE = 0.03, 10.0  # seconds on one thread after another process has taken a core
+# Seconds on one thread after another process has taken a core. A stall makes the pause 8 times as long, and a call
+# without a stall halves it.
+MIN_PAUSE, MAX_PAUSE = 0.03, 10.0
 
 
 class CompileError(RuntimeError):
@@ -44,8 +46,10 @@ def compile_step(model, num_drafts, table):
     `state` in up to max_steps steps, and returns the numbers of steps, guesses offered and guesses accepted.
     Raises CompileError.
     """
-    if model.lm_head.weight.dtype != torch.float32:
-        raise CompileError(f"the compiled step computes in float32, and the model is in {model.lm_head.weight.dtype}")
+    weight = model.lm_head.weight
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        held = f"{weight.dtype} on {weight.device.type}"
+        raise CompileError(f"the compiled step computes in float32 on a CPU, and the model is in {held}")
     library = load_library(shape_macros(model))
     weights = Pointers(model_tensors(model, library.lanes()))
     tables = Pointers(table) if table else None
@@ -131,18 +135,23 @@ def load_library(macros):
     command = [*command, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
     folder, key = SOURCE.parent / "__pycache__", sha256(repr((command, target, SOURCE.read_bytes())).encode())
     for file in folder.glob(f"step-{key}-*.so"):
-        if file.stem.endswith(sha256(file.read_bytes())):  # a damaged program could do anything
-            return ctypes.CDLL(str(file))
+        with suppress(OSError):
+            if file.stem.endswith(sha256(file.read_bytes())):  # a damaged program could do anything
+                return ctypes.CDLL(str(file))
 
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        made = Path(temporary) / "step.so"
-        done = subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, text=True)
-        if done.returncode:
-            why = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-            raise CompileError(f"{command[0]} cannot compile the decode step ({why.strip()[:200]})")
-        program = made.read_bytes()
-        library = ctypes.CDLL(str(made))
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            made = Path(temporary) / "step.so"
+            done = subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], capture_output=True)
+            if done.returncode:
+                lines = done.stderr.decode("utf-8", "replace").splitlines()
+                why = next((line.strip() for line in lines if "error" in line), f"exit code {done.returncode}")
+                raise CompileError(f"{command[0]} cannot compile the decode step ({why[:200]})")
+            program = made.read_bytes()
+            library = ctypes.CDLL(str(made))
+    except OSError as error:  # no folder for temporary files, or none that programs may run from
+        raise CompileError(f"the decode step cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # a folder that cannot be written: compile again next time
         folder.mkdir(exist_ok=True)
         partial = folder / f"step-{key}.{os.getpid()}"
@@ -225,5 +234,5 @@ def check_program(model, bind):
     scores = logits + gumbel_noise(seed, torch.tensor([0]), torch.arange(end - length), V)[0]
     loss = scores.amax(1) - scores.gather(1, tokens[0, length:end, None])[:, 0]  # 0 where the pick is the same
     error = (logits[-1] - last_logits.tensors[0]).abs().max() / (1 + logits[-1].abs().max())
-    if not bool(max(loss.max(), error) < 1e-3):
+    if not bool((loss.max() < 1e-3) & (error < 1e-3)):  # NaN is not below
         raise CompileError(f"{SOURCE.name} computes another network than model.py")

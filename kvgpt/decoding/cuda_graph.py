@@ -22,7 +22,7 @@ class StepModule(torch.nn.Module):
 def graph_step(model, num_drafts, table):
     """Return bind(state), which returns run(max_steps) like compile_step. A run makes one step.
 
-    A graph serves all states with the same number of rows and the same filters.
+    A graph serves all states with the same number of rows that have the same filters, at any values.
     """
     graphs = {}
 

@@ -87,6 +87,11 @@ class Decoder:
         tokens = torch.zeros(len(context), self.model.config.block_size + 1, dtype=torch.int64, device=device)
         for i, row in enumerate(context):
             tokens[i, : len(row)] = row
+        V = self.model.config.vocab_size
+        if tokens.numel() and not (
+            0 <= int(tokens.min()) and int(tokens.max()) < V
+        ):  # step.c would read beyond a table
+            raise ValueError(f"a prompt has tokens outside 0..{V - 1} (vocab_size)")
         end, cached, limit, first_new = torch.tensor([ends, [0] * len(ends), ends, ends], device=device)
         top_k, top_p = (None if x is None else torch.tensor(x, device=device) for x in (sampling.top_k, sampling.top_p))
         seed = torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], device=device)
@@ -200,7 +205,8 @@ class Decoder:
     def _compiled(self, weights_checked=False):
         """Return the bind function of the compiled step, an earlier one if the weights are still the same.
 
-        weights_checked  compare version counters only. A generation compares all weights once, when it begins
+        weights_checked  compare version counters only. A generation compares all weights once, when it begins. Weights
+                         that change in place in the middle need clear_kv_cache, as the cached keys do
         """
         # a fused optimizer does not change a tensor's _version, but model.train() before it changes weights_version
         counters, versions = [cache.weights_version for cache in self.model.caches], None
@@ -208,12 +214,13 @@ class Decoder:
             versions = self.program_weights[1]
         if not weights_checked or not self.program or counters != self.program_weights[0]:
             weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
-            versions = [(id(p), p.data_ptr(), p._version) for p in weights]
+            versions = [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
         if self.program_weights != (counters, versions):
             compiled = graph_step if self.model.lm_head.weight.is_cuda else compile_step
-            self.program = compiled(self.model, self.num_drafts, self.table)
-            # packing and trying the program has not changed the weights
+            program = compiled(self.model, self.num_drafts, self.table)
+            # the weights are still the same, but trying the program may have counted as a change
             self.program_weights = ([cache.weights_version for cache in self.model.caches], versions)
+            self.program = program
         return self.program
 
     def _count(self, state, cached, before):

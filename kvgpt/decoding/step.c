@@ -1,7 +1,8 @@
 /* The decode step of sample.py --compile, in C: the network of model.py, its sampler, and guesses.
 
 The tokens are those of GPT.generate for the same seed. compile.py compiles this file for one shape, passed as macros
-(N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to the weights and to the buffers of the model's KVCaches.
+(N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to packed weights and to the buffers of the model's
+KVCaches.
 
 Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
 feeds the newest token of each row, and speculative decoding feeds guesses behind it.
@@ -27,7 +28,7 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 #define LANES 8
 #define TILE_TOKENS 4
 #define TILE_PANELS 2
-#else /* NEON, SSE */
+#else /* NEON; SSE has half as many registers */
 #define LANES 4
 #define TILE_TOKENS 4
 #define TILE_PANELS 4
@@ -44,9 +45,9 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 #define FC (PAD(C_FC) + LANES)
 #define V PAD(VOCAB_SIZE)
 
-#define MAX_TOKENS 64     /* per forward: their activations stay in the cache of a core */
+#define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-#define STALL 1e-3        /* seconds: a thread that waits so long for another knows that it has lost its core */
+#define STALL 1e-3        /* seconds of waiting after which a thread assumes that the other one has lost its core */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -65,7 +66,7 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    const float *wte, *wpe, *cos, *sin; /* NULL: other positions. cos and sin are model.rope, (BLOCK_SIZE, HEAD_SIZE) */
+    const float *wte, *wpe, *cos, *sin; /* wpe, or cos and sin, are NULL. (BLOCK_SIZE, HEAD_SIZE) */
     Params lm_head;
     Params norm[2 * N_LAYER + 1]; /* before attention, before the MLP, ..., before lm_head */
     Layer layer[N_LAYER];
@@ -113,7 +114,7 @@ INLINE float total(vec v) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where the Taylor polynomial of degree 7 has an error of 1e-7. */
+/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where a Taylor polynomial of degree 7 is exact but for rounding. */
 INLINE vec vexp(vec x) {
     x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
     vec n = (x * 1.442695041f + 12582912.0f) - 12582912.0f; /* rounds to an integer: 1.5 * 2^23 has no fraction bits */
@@ -152,7 +153,7 @@ INLINE float sum(const float *x, int n) {
     return sum;
 }
 
-/* Four numbers whose sum is the inner product. The compiler adds those of many products at once. */
+/* Four numbers whose sum is the inner product. The loop in `attend` adds those of many products at once. */
 INLINE void dot_in_four(const float *x, const float *y, int n, float *parts) {
     vec sums = {0};
     int i = 0;
@@ -188,9 +189,9 @@ static double seconds(void) {
 
 /* Wait until all parts of the group are here. */
 static void barrier(Group *g) {
-    if (g->parts == 1) return;
-    int round = atomic_load(&g->round);
-    if (atomic_fetch_add(&g->waiting, 1) == g->parts - 1) {
+    int parts = g->parts, round = atomic_load(&g->round);
+    if (parts == 1) return;
+    if (atomic_fetch_add(&g->waiting, 1) == parts - 1) {
         atomic_store(&g->waiting, 0);
         atomic_store(&g->round, round + 1);
         return;
@@ -212,7 +213,7 @@ typedef struct {
     atomic_int *go; /* 0: wait, 1: work, -1: end */
     float *in, *hidden; /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
     float *weights;     /* of attention */
-    int *ids;           /* of all tokens, ranked by their logits */
+    int *ids;           /* of the vocabulary, ranked by the logits */
 } Worker;
 
 /* -- the network --------------------------------------------------------------------------------------------------- */
@@ -442,7 +443,7 @@ static int by_logit(const void *a, const void *b) {
 }
 
 /* The token with the largest logit + temperature * noise; `sample_token`. `ids` has room for all of them.
- * `margin` is NULL, or gets the distance to the second largest. */
+ * `margin` is NULL, or gets the distance to the second largest of all. */
 static int sample_token(const State *s, const float *logits, const float *noise, int *ids, float *margin) {
     int best = 0, kept = VOCAB_SIZE, filters = s->top_k || s->top_p;
     if (filters) { /* rank the tokens, and keep the first ones */
@@ -461,10 +462,10 @@ static int sample_token(const State *s, const float *logits, const float *noise,
         }
     }
     float largest = -INFINITY, second = -INFINITY;
-    for (int i = 0; i < kept; i++) {
+    for (int i = 0; i < VOCAB_SIZE; i++) {
         int id = filters ? ids[i] : i;
         float score = logits[id] + *s->temperature * noise[id];
-        if (score > largest) second = largest, largest = score, best = id;
+        if (i < kept && score > largest) second = largest, largest = score, best = id;
         else if (score > second) second = score;
     }
     if (margin) *margin = largest - second;
@@ -481,7 +482,7 @@ static int context_row(const Table *table, const int64_t *text, int end) {
 }
 
 /* The slot behind the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if no
- * two tokens match. */
+ * two tokens match, and then nothing is guessed. speculate.py always guesses. */
 static int find_in_text(const int64_t *text, int end) {
     int best = 0, longest = 2;
     for (int slot = 0; slot < end; slot++) {
@@ -564,7 +565,7 @@ static void *work(void *argument) {
         while (row < g->end_row) {
             if (w->part == 0) {
                 g->next_row = plan(w, row);
-                g->alone = atomic_load(&g->stalled);
+                if (!g->alone) g->alone = atomic_load(&g->stalled);
             }
             barrier(g);
             if (g->alone && w->part) return NULL;
@@ -593,8 +594,8 @@ int lanes(void) { return LANES; }
 int decode(const Model *model, const Cache *cache, const State *state, const Table *table, int B, int threads,
            int by_rows, int max_steps, int num_drafts, int64_t *counters, float *last_logits) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads, stalled = 0, started = 1;
-    size_t shared = (X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
-    size_t own = (X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * BLOCK_SIZE + VOCAB_SIZE;
+    size_t shared = ((size_t)X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
+    size_t own = ((size_t)X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE + VOCAB_SIZE;
     float *memory = malloc((num_groups * shared + threads * own) * sizeof(float)), *next = memory;
     if (!memory) return -1;
     Group groups[num_groups];
@@ -612,8 +613,8 @@ int decode(const Model *model, const Cache *cache, const State *state, const Tab
         for (int j = 0; j < 6; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
     }
     for (int i = 0; i < threads; i++) {
-        float *in = next, *hidden = in + X * MAX_TOKENS, *weights = hidden + PAD(HIDDEN) * MAX_TOKENS;
-        int *ids = (int *)(weights + PAD(BLOCK_SIZE) + 4 * BLOCK_SIZE);
+        float *in = next, *hidden = in + (size_t)X * MAX_TOKENS, *weights = hidden + (size_t)PAD(HIDDEN) * MAX_TOKENS;
+        int *ids = (int *)(weights + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE);
         next += own;
         workers[i] = (Worker){groups + i / parts, i % parts, max_steps, num_drafts, model, cache,
                               state, table, &go, in, hidden, weights, ids};

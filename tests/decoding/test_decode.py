@@ -202,6 +202,8 @@ def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow
         (([], 5, {}), "0 prompts"),
         (([prompts(1, 3)[0]], 5, dict(samples=[1, 2])), "samples"),
         (([prompts(1, 3)[0]], 5, dict(top_p=0.0)), "top_p"),
+        (([torch.tensor([1, V])], 5, {}), "tokens outside"),
+        (([torch.tensor([-1, 1])], 5, {}), "tokens outside"),
     ],
 )
 def test_impossible_requests_are_refused_before_anything_is_made(arguments, words):
