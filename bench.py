@@ -6,8 +6,8 @@
     python bench.py --busy                              each row again while train.py runs in another process
 
 Every variant generates to the end of the context (per_head_loop: 200 tokens at most) with the same weights. After a
-warm-up the variants run in turn, --repeats times. Figures are medians. Every variant except transformers' must give the
-tokens of a forward without a cache. Otherwise bench.py fails. A shape is layers/heads/width/context.
+warm-up the variants run in turn, --repeats times. Figures are medians. Every variant of the kit must give the tokens
+of a forward without a cache. Otherwise bench.py fails. A shape is layers/heads/width/context.
 """
 
 import copy
@@ -80,7 +80,6 @@ def make_runs(model, ngrams, names, llama2c=None):
     """Return {name: run} of the variants that can be measured here. Reports on stderr why others cannot.
 
     llama2c  a clone of llama2.c
-
     run(idx, steps, seed, record) continues idx `(B, T)` by `steps` tokens per row. It calls record(block) with every
     block `(B, n)` of new tokens, as soon as the block is there.
     """
@@ -313,6 +312,8 @@ def make_rows(shape, model, timings, B, T, integrated):
     for name, runs in timings.items():
         summaries = [timing.summary(B * sum(timing.sizes)) for timing in runs]
         figures[name] = {key: statistics.median(summary[key] for summary in summaries) for key in FIGURES}
+        if all(len(timing.sizes) == 1 < timing.sizes[0] for timing in runs):  # the times of its tokens are not known
+            figures[name] |= dict.fromkeys(FIGURES[1:])
     uncached = figures["uncached"]["tokens_per_s"] if "uncached" in figures else None
 
     rows = []
@@ -399,7 +400,7 @@ def table(rows):
         speedup = row["speedup_over_uncached"]
         lines.append(
             (row["shape"], row["variant"] + "*" * row["integrated"], f"{speed:,.0f}")
-            + tuple(f"{latency:.3f}" for latency in latencies)
+            + tuple("" if latency is None else f"{latency:.3f}" for latency in latencies)
             + ("" if speedup is None else f"{speedup:.2f}", f"{row['cache_bytes'] / 1024:,.0f}")
             + (f"{row['busy_share']:.0%}" if row["busy_share"] else "",) * busy
         )

@@ -396,7 +396,7 @@ class GPT(nn.Module):
 
         pos        (B, T) positions of the tokens; None: 0..T-1
         num_slots  None: causal attention within idx. Else write to the caches at pos and attend over num_slots slots:
-                   t of them, or block_size in a compiled step
+                   t of them, or block_size in a CUDA graph
         mask       bool, True where a query may look, broadcastable to (B, nh, T, num_slots); None: everywhere
         """
         if pos is None:

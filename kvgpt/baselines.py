@@ -225,8 +225,10 @@ def llama2c_run(config, folder):
     folder  a clone of llama2.c, which holds run.c
     The model has random weights, because llama2.c computes another network: RMSNorm, and interleaved rotary positions.
     Its MLP is as wide as makes its parameters equal those of `config`. One thread or all are used, the faster number.
-    Raises ValueError if there is no run.c, or no compiler.
+    Raises ValueError if there is no run.c or no compiler, and for an odd head size.
     """
+    if config.head_size % 2:
+        raise ValueError(f"llama2.c rotates pairs of coordinates, and this model has heads of {config.head_size}")
     C, L, nkv, V, S = (
         config.n_embd,
         config.n_layer,

@@ -24,9 +24,8 @@ from model import eval_mode
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
-WORK_PER_THREAD = (
-    2**18
-)  # multiply-adds per step without guesses: for fewer, waiting for a thread costs more than it saves
+# Multiply-adds per step without guesses. For fewer per thread, waiting for another thread costs more than it saves.
+WORK_PER_THREAD = 2**18
 # A guess is fed if all guesses up to it are right with this probability at least. A further row of a small model costs
 # half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
@@ -36,7 +35,7 @@ MIN_PAUSE, MAX_PAUSE = 0.03, 10.0
 
 
 class CompileError(RuntimeError):
-    """The compiler is missing, or the program does not compute what the model computes. The text is one line."""
+    """The step cannot be compiled or loaded here, or computes another network. The text is one line."""
 
 
 def compile_step(model, num_drafts, table):
@@ -50,10 +49,10 @@ def compile_step(model, num_drafts, table):
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         held = f"{weight.dtype} on {weight.device.type}"
         raise CompileError(f"the compiled step computes in float32 on a CPU, and the model is in {held}")
-    library = load_library(shape_macros(model))
+    num_params = sum(p.numel() for p in model.parameters())
+    library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
     weights = Pointers(model_tensors(model, library.lanes()))
     tables = Pointers(table) if table else None
-    num_params = sum(p.numel() for p in model.parameters())
     caches, alone_until, pause = Pointers([]), 0.0, MIN_PAUSE
 
     def bind(state):
@@ -105,7 +104,7 @@ class Pointers:
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def shape_macros(model):
+def shape_macros(model, min_chance):
     """Return the macros of step.c for the shape of the model."""
     config = model.config
     return dict(
@@ -121,7 +120,7 @@ def shape_macros(model):
         POST_LN=int(not config.norm_first),
         MAX_ORDER=MAX_ORDER,
         LOOK_UP_ORDER=LOOK_UP_ORDER,
-        MIN_CHANCE=f"{MIN_CHANCE if sum(p.numel() for p in model.parameters()) >= SMALL else MIN_CHANCE_SMALL}f",
+        MIN_CHANCE=f"{min_chance}f",
     )
 
 

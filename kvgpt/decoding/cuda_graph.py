@@ -3,6 +3,7 @@
 import torch
 
 from kvgpt.decoding.speculate import DecodeState, decode_step
+from model import eval_mode
 
 
 class StepModule(torch.nn.Module):
@@ -32,7 +33,8 @@ def graph_step(model, num_drafts, table):
         shape = len(state.end), state.top_k is None, state.top_p is None
         if shape not in graphs:
             buffers = [tensor for cache in model.caches for tensor in (cache.key, cache.value)]
-            graph, own = capture(StepModule(model, num_drafts), list(vars(state).values()), table, buffers)
+            with eval_mode(model):
+                graph, own = capture(StepModule(model, num_drafts), list(vars(state).values()), table, buffers)
             graphs[shape] = graph, own, buffers
         graph, own, buffers = graphs[shape]
         for cache, key, value in zip(model.caches, buffers[::2], buffers[1::2]):

@@ -42,7 +42,7 @@ class Decoder:
         self.threads = StepThreads(self.num_params)
         self.modules = list(model.modules())
         self.leaving = set()  # rows of the present generation that nobody needs any more; see leave
-        self.program, self.program_weights = None, None  # the compiled step, and its weights; see _compiled
+        self.program, self.program_weights = None, ([], [])  # the compiled step, and its weights; see _compiled
         self.forwards = self.offered = self.accepted = 0
 
     def generate(self, prompts, max_new_tokens, **sampling):
@@ -88,9 +88,7 @@ class Decoder:
         for i, row in enumerate(context):
             tokens[i, : len(row)] = row
         V = self.model.config.vocab_size
-        if tokens.numel() and not (
-            0 <= int(tokens.min()) and int(tokens.max()) < V
-        ):  # step.c would read beyond a table
+        if ((tokens < 0) | (tokens >= V)).any():  # step.c would read beyond a table
             raise ValueError(f"a prompt has tokens outside 0..{V - 1} (vocab_size)")
         end, cached, limit, first_new = torch.tensor([ends, [0] * len(ends), ends, ends], device=device)
         top_k, top_p = (None if x is None else torch.tensor(x, device=device) for x in (sampling.top_k, sampling.top_p))
@@ -209,10 +207,8 @@ class Decoder:
                          that change in place in the middle need clear_kv_cache, as the cached keys do
         """
         # a fused optimizer does not change a tensor's _version, but model.train() before it changes weights_version
-        counters, versions = [cache.weights_version for cache in self.model.caches], None
-        if self.program:
-            versions = self.program_weights[1]
-        if not weights_checked or not self.program or counters != self.program_weights[0]:
+        counters, versions = [cache.weights_version for cache in self.model.caches], self.program_weights[1]
+        if not weights_checked or counters != self.program_weights[0]:
             weights = [p for module in self.modules for p in module._parameters.values() if p is not None]
             versions = [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
         if self.program_weights != (counters, versions):

@@ -21,7 +21,7 @@ from model import causal_mask
 class DecodeState:
     """Rows that are being continued, each at its own position. decode_step uses this state and the caches only.
 
-    The order of the fields is the order of a compiled program's inputs. A step writes tokens, end and cached.
+    The order of the fields is the order of `State` in step.c. A step writes tokens, end and cached.
     """
 
     tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s
@@ -45,7 +45,7 @@ def decode_step(model, state, num_drafts, table, noise=None, lengths=None):
 
     table    from ngram_table; None: guess by looking up the text so far
     noise    (B, num_drafts + 1, V) for the slots after the fed ones; None: computed here
-    lengths  cache lengths after the forward, as Python integers; None in a compiled step, which attends over all slots
+    lengths  cache lengths after the forward, as Python integers; None in a CUDA graph, which attends over all slots
     """
     block_size, V = model.config.block_size, model.config.vocab_size
 

@@ -66,6 +66,76 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
         assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
 
 
+A_STALL = [("STALL 1e-3", "STALL -1.0"), ("spins < 20000", "spins < 0")]  # every wait seems to be one
+NO_THREAD = [("!pthread_create(ids + started, NULL, work, workers + started)", "0")]
+NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memory) return -1;")]
+
+
+@pytest.fixture
+def patched_step(tmp_path, monkeypatch):
+    """A function that lets step.c meet what a machine does rarely, by replacements in a copy."""
+
+    def patch(replacements):
+        text = compiling.SOURCE.read_text(encoding="utf-8")
+        for old, new in replacements:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (tmp_path / "step.c").write_text(text, encoding="utf-8")
+        monkeypatch.setattr(compiling, "SOURCE", tmp_path / "step.c")
+        monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    return patch
+
+
+@pytest.mark.parametrize("trouble", [A_STALL, NO_THREAD])
+def test_a_thread_that_lost_its_core_or_never_came_changes_no_token(patched_step, trouble):
+    patched_step(trouble)
+    model = lively(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
+    ragged = [prompts(1, n, n)[0] for n in (3, 70)]
+    for draft in DRAFTS.values():
+        got = Decoder(model, **draft, compile=True).generate(ragged, 80, seed=3)
+        assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
+
+
+def test_after_a_stall_one_thread_goes_on_for_a_while(patched_step, monkeypatch):
+    patched_step(A_STALL)
+    model = lively(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
+    library = compiling.load_library(compiling.shape_macros(model, 0.5))
+    threads, clock = [], [0.0]
+
+    class Recorder:
+        lanes = library.lanes
+
+        def decode(self, *args):
+            threads.append(args[5])
+            return library.decode(*args)
+
+    monkeypatch.setattr(compiling, "load_library", lambda macros: Recorder())
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: clock[0])
+    decoder = Decoder(model, compile=True)
+
+    def generate():
+        threads.clear()
+        decoder.generate(prompts(1, 3), 30, seed=1)
+        return set(threads)
+
+    decoder._compiled()  # its check has met a stall
+    assert generate() == {1}
+    clock[0] = 0.2
+    assert generate() == {1}
+    clock[0] = 0.3
+    assert generate() == {3, 1}
+    clock[0] = 2.0  # this pause is eight times as long
+    assert generate() == {1}
+
+
+def test_too_little_memory_is_an_error_of_its_own(patched_step):
+    patched_step(NO_MEMORY)
+    with pytest.raises(MemoryError, match="compiled step"):
+        Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
+
+
 def test_a_prompt_may_be_longer_than_a_forward():
     model = lively(GPTConfig(block_size=300, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     ragged = [prompts(1, n, n)[0] for n in (64, 299, 1, 65, 130, 200)]
