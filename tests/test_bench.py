@@ -165,9 +165,9 @@ def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     (tmp_path / "run.c").write_text(LLAMA2C, encoding="utf-8")
     blocks = []
     llama2c_run(GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8), tmp_path)(
-        torch.tensor([[3, 1]]), 4, 0, blocks.append
+        torch.tensor([[3, 2]]), 4, 0, blocks.append
     )
-    text = [3, 1]
+    text = [3, 2]
     for pos in range(1, 5):
         text.append((text[-1] + pos + 5) % 7)
     assert torch.cat(blocks, dim=1).tolist() == [text[2:]]

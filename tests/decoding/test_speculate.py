@@ -13,9 +13,9 @@ from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig
 
 
-def constant_model(token, context=CONTEXT):
+def constant_model(token, context=CONTEXT, n_embd=16):
     """Predicts `token`, whatever came before."""
-    model = lively(GPTConfig(block_size=context, vocab_size=V, n_layer=1, n_head=2, n_embd=16, tie_weights=False))
+    model = lively(GPTConfig(block_size=context, vocab_size=V, n_layer=1, n_head=2, n_embd=n_embd, tie_weights=False))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.zero_() if "ln_f" not in name else p.fill_(1.0)
@@ -34,6 +34,22 @@ def test_a_draft_that_knows_the_text_is_accepted_whole_and_a_wrong_one_never():
         assert decoder.forwards == (math.ceil(20 / (NUM_DRAFTS + 1)) if right else 20)
         if right:
             assert decoder.offered == 20 - decoder.forwards
+
+
+@needs_compiler
+def test_guesses_continue_the_newest_tokens():
+    """A model and n-grams that go round in a circle: each token has one successor."""
+    model = constant_model(0, context=64, n_embd=32)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(1.0)
+        model.transformer.wte.weight.copy_(torch.eye(V, 32))
+        model.lm_head.weight.copy_(torch.eye(V, 32).roll(1, dims=0))
+    for compiled, most in ((False, NUM_DRAFTS), (True, MOST_DRAFTS)):
+        decoder = Decoder(model, "ngram", count_ngrams(np.arange(200) % V, V, 1000), compiled)
+        for prompt in ([5], [2, 3, 4, 5, 6, 7]):
+            (row,) = decoder.generate(torch.tensor([prompt]), 8 * 5, temperature=0)
+            assert row.tolist() == [(prompt[0] + i) % V for i in range(len(prompt) + 8 * 5)]
+            assert decoder.forwards == 8 * 5 / (most + 1) and decoder.accepted == decoder.offered
 
 
 @given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=3), a_filter, a_seed)
