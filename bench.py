@@ -28,8 +28,8 @@ import torch
 
 from kvgpt.baselines import (
     PerHeadLoop,
-    copy_bandwidth,
     llama2c_run,
+    machine_rates,
     padded_stream,
     transformers_model,
     transformers_run,
@@ -276,7 +276,7 @@ def bench(shape, model, ngrams, prompts, names, busy=False, llama2c=None):
 
     busy    measure the kit's variants again beside a training
     llama2c see make_runs
-    rows    a dict of COLUMNS per variant
+    rows    a dict per variant: COLUMNS, and two dicts {position: milliseconds}, ms_at and limit_ms_at
     curves  {variant: token_times}
     """
     config, (B, T) = model.config, prompts[0].shape
@@ -293,13 +293,15 @@ def bench(shape, model, ngrams, prompts, names, busy=False, llama2c=None):
             speeds = [timing.summary(B * sum(timing.sizes))["tokens_per_s"] for timing in runs_beside]
             row["busy_share"] = statistics.median(speeds) / row["tokens_per_s"] if speeds else None
     curves = {name: token_times(runs, T) for name, runs in timings.items()}
+    positions = shown_positions(config.block_size)
+    for row in rows:
+        curve = curves[row["variant"]]
+        row["ms_at"] = {position: ms_at(curve, position) for position in positions if position <= max(curve, default=0)}
+        row["limit_ms_at"] = {position: limit_ms(model, B, position, prompts[0].device) for position in positions}
     remarks = check_tokens(model, tokens, prompts) + row_remarks(rows)
     exact = [row for row in rows if row["variant"] in KV_CACHE]
     if exact:
-        best = max(exact, key=lambda row: row["tokens_per_s"])
-        name = best["variant"]
-        remarks += [compare_with_peers(rows, best), *compare_positions(curves[name], config.block_size)]
-        remarks.append(compare_with_copy(model, B, timings[name][0], prompts[0].device))
+        remarks.append(compare_with_peers(rows, max(exact, key=lambda row: row["tokens_per_s"])))
     return rows, curves, remarks
 
 
@@ -369,25 +371,31 @@ def compare_with_peers(rows, best):
     return ", ".join([f"fastest with these tokens: {best['variant']}", *ratios])
 
 
-def compare_positions(curve, block_size):
-    """Return a remark that compares early tokens with the last ones, if the context is long enough for both."""
-    early = [ms for end, ms in curve.items() if 12 <= end <= 20]
-    late = [ms for end, ms in curve.items() if end > block_size - 8]
-    if not early or not late or block_size <= 28:
-        return []
-    early, late = statistics.median(early), statistics.median(late)
-    return [f"a token near position 16: {early:.3f} ms, near the last: {late:.3f} ms, {late / early:.2f}x"]
+def ms_at(curve, position):
+    """Return the median of the nine times nearest to a position in {position: milliseconds}."""
+    nearest = sorted(curve, key=lambda end: abs(end - position))[:9]
+    return statistics.median(curve[end] for end in nearest)
 
 
-def compare_with_copy(model, B, timing, device):
-    """Return a remark that compares the memory traffic of the steps in `timing` with that of a copy."""
-    weights, cache_size = sum(p.nbytes for p in model.parameters()), bytes_per_slot(model, B) * model.config.block_size
-    rate, limit = weights * len(timing.times) / timing.times[-1], copy_bandwidth(device)
-    return (
-        f"a step reads {weights / 1e6:.1f} MB of weights and up to {cache_size / 1e6:.1f} MB of cache: "
-        f"{rate / 1e9:.1f} GB/s of weights, {rate / limit:.0%} of the {limit / 1e9:.1f} GB/s that a copy moves here "
-        "(weights in a CPU's cache are read faster)"
+def shown_positions(block_size):
+    """Return the positions of the table of positions: powers of 4 from 16 on, and the last."""
+    return [position for position in (16, 64, 256, 1024, 4096) if position <= block_size * 3 / 4] + [block_size]
+
+
+def limit_ms(model, B, position, device):
+    """Return the milliseconds that this machine needs at least for a step of B rows whose newest token is at position.
+
+    The step reads the weights, and the keys and values of all positions so far. It multiplies every row by every
+    matrix, and by the keys and values. The limit is the longer of two times: of the reading, at the rate of a copy, and
+    of the multiplying, at the rate of a large matrix product.
+    """
+    config, (copied, multiplied) = model.config, machine_rates(device)
+    matrices = (
+        sum(p.numel() for p in model.transformer["h"].parameters() if p.dim() == 2) + model.lm_head.weight.numel()
     )
+    read = matrices * model.lm_head.weight.element_size() + position * bytes_per_slot(model, B)
+    operations = 2 * B * (matrices + 2 * config.n_layer * config.n_embd * position)
+    return 1e3 * max(read / copied, operations / multiplied)
 
 
 def table(rows):
@@ -404,9 +412,28 @@ def table(rows):
             + ("" if speedup is None else f"{speedup:.2f}", f"{row['cache_bytes'] / 1024:,.0f}")
             + (f"{row['busy_share']:.0%}" if row["busy_share"] else "",) * busy
         )
+    return aligned(lines, num_left=2)
+
+
+def position_table(rows):
+    """Return the times at several positions as aligned text, and the limit of the machine."""
+    limits = rows[0]["limit_ms_at"]
+    lines = [("ms per token", *(f"at {position}" for position in limits), "limit / last")]
+    for name, times in [*((row["variant"], row["ms_at"]) for row in rows), ("limit", limits)]:
+        cells = [f"{times[position]:.3f}" if position in times else "" for position in limits]
+        last = max(times, default=None)
+        lines.append((name, *cells, f"{limits[last] / times[last]:.0%}" if last else ""))
+    return aligned(lines, num_left=1)
+
+
+def aligned(lines, num_left):
+    """Return lines of cells as text. The first num_left columns are aligned on the left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = ([cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(x, widths))] for x in lines)
-    return "\n".join("  ".join(cells) for cells in aligned)
+    padded = (
+        [cell.ljust(w) if i < num_left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths))]
+        for cells in lines
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def plot(file, curves, rows):
@@ -571,7 +598,7 @@ def real_prompts(chars, batch, repeats, length):
 def write(args, rows, curves):
     """Write the files that the flags name."""
     with open(args.csv, "w", encoding="utf-8", newline="") as f:
-        writer = csv.DictWriter(f, COLUMNS)
+        writer = csv.DictWriter(f, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     if args.json:
@@ -593,7 +620,7 @@ def main():
         note(f"measuring {shape} ..")
         new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants, args.busy, args.llama2c)
         rows += new_rows
-        print("\n".join([table(new_rows), *remarks, ""]), flush=True)
+        print("\n".join([table(new_rows), "", position_table(new_rows), "", *remarks, ""]), flush=True)
         write(args, rows, curves)
     threads = f"{torch.get_num_threads()} threads"
     print(f"torch {torch.__version__} on {device} ({threads}), float32, medians of {args.repeats} runs in turn")

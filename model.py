@@ -159,13 +159,14 @@ class KVCache:
                 raise ValueError(f"the cache holds {held}, this call made {k.dtype} on {k.device}: prefill again")
             self.allocate(B, nkv, hs, k.dtype, k.device)
         if B == 1:  # one operation instead of several
-            self.key.index_copy_(2, pos[0], k)
-            self.value.index_copy_(2, pos[0], v)
+            slots = pos[0]
+            self.key.index_copy_(2, slots, k)
+            self.value.index_copy_(2, slots, v)
         else:
             rows = torch.arange(B, device=pos.device)[:, None]
             self.key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
             self.value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
-        return self.key[:, :, :num_slots], self.value[:, :, :num_slots]
+        return self.key.narrow(2, 0, num_slots), self.value.narrow(2, 0, num_slots)
 
 
 def clear_kv_cache(model):
@@ -211,8 +212,8 @@ class CausalSelfAttention(nn.Module):
         self.n_kv_head = config.num_kv_heads
         self.head_size = config.head_size
         self.dropout = config.dropout
-        self.c_attn = Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(self.head_size, bias=config.bias)
             self.k_norm = nn.LayerNorm(self.head_size, bias=config.bias)
@@ -223,12 +224,13 @@ class CausalSelfAttention(nn.Module):
     def project(self, x, rope=None):
         """Return q `(B, nh, T, hs)`, k and v `(B, nkv, T, hs)` of x `(B, T, C)`. rope: cos and sin at x's positions."""
         B, T, C = x.shape
+        nh, nkv = self.n_head, self.n_kv_head
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
-        q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        q, k, v = qkv.split_with_sizes((nh, nkv, nkv), dim=1)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        if rope is not None:  # queries and keys together, because each operation costs time
+            q, k = rotate(torch.cat((q, k), dim=1), *rope).split_with_sizes((nh, nkv), dim=1)
         return q, k, v
 
     def forward(self, x, rope=None, pos=None, num_slots=None, mask=None):
@@ -278,8 +280,8 @@ class MLP(nn.Module):
         hidden = int(config.mlp_ratio * config.n_embd)
         if self.gated:
             hidden = 8 * math.ceil(hidden * 2 / 3 / 8)
-        self.c_fc = Linear(config.n_embd, 2 * hidden if self.gated else hidden, bias=config.bias)
-        self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.gated else hidden, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         self.dropout = config.dropout
 
@@ -325,7 +327,7 @@ class GPT(nn.Module):
         self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         if config.norm_first:
             self.transformer["ln_f"] = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
         self._make_rope()
@@ -351,14 +353,14 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.5 / math.sqrt(p.size(1)))
 
     def _make_rope(self):
-        """Make the rotary tables, cos and sin `(block_size, hs)`, in float32 whatever the dtype of the weights."""
+        """Make the rotary table `(2, block_size, hs)`: cos and sin, in float32 whatever the dtype of the weights."""
         self.rope = None
         if self.config.pos_emb == "rope":
             hs, device = self.config.head_size, self.lm_head.weight.device
             frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
             angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
             sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
-            self.rope = angle.cos(), angle.sin() * sign
+            self.rope = torch.stack((angle.cos(), angle.sin() * sign))
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -409,7 +411,7 @@ class GPT(nn.Module):
         if self.config.pos_emb == "learned":
             x = x + self.transformer["wpe"](pos)
         else:
-            rope = [table[pos][:, None] for table in self.rope]  # (B, 1, T, hs) each
+            rope = self.rope[:, pos][:, :, None]  # cos and sin, (B, 1, T, hs) each
         if self.training:
             x = F.dropout(x, self.config.dropout)
         for block in self.transformer["h"]:
@@ -580,20 +582,3 @@ def eval_mode(model):
             model.train()  # empties the caches, because training may change the weights
         for module, training in modes:
             module.training = training
-
-
-class Linear(nn.Linear):
-    """nn.Linear with another order of multiplication for a few rows on a CPU.
-
-    x W^T of one row runs on one core in torch. W x^T with at least two columns runs on all cores.
-    """
-
-    def forward(self, x):
-        large = self.in_features * self.out_features >= 2**17  # below, waking a second thread costs more than it saves
-        few = large and x.numel() <= 8 * self.in_features and torch.get_num_threads() > 1
-        if few and torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
-            rows = x.reshape(-1, self.in_features)
-            y = self.weight @ (rows if len(rows) > 1 else rows.repeat(2, 1)).t()
-            y = y[:, : len(rows)].t().reshape(*x.shape[:-1], -1)
-            return y if self.bias is None else y + self.bias
-        return F.linear(x, self.weight, self.bias)

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -240,18 +241,22 @@ def llama2c_run(config, folder):
     num_weights = V * C + L * (2 * C + 2 * C * C + 2 * C * nkv + 3 * C * hidden) + C + S * config.head_size
     header = torch.tensor([C, hidden, L, config.n_head, config.num_kv_heads, V, S], dtype=torch.int32)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        source, program, model = (Path(temporary) / name for name in ("loop.c", "loop.so", "model.bin"))
+        names = ("loop.c", "loop.o", "loop.so", "model.bin")
+        source, compiled, program, model = (Path(temporary) / name for name in names)
         source.write_text(LLAMA2C_LOOP, encoding="utf-8")
-        flags = ["-Ofast", "-march=native", "-fopenmp", "-w", "-shared", "-fPIC", f"-I{Path(folder).resolve()}"]
-        try:
-            done = subprocess.run(
-                ["cc", *flags, str(source), "-o", str(program), "-lm"], capture_output=True, text=True
-            )
-        except OSError:
-            raise ValueError("llama2.c needs a C compiler named cc") from None
-        if done.returncode:
-            why = next((line for line in done.stderr.splitlines() if "error" in line), "")
-            raise ValueError(f"llama2.c in {folder} cannot be compiled: {why[-200:]}")
+        flags = ["-Ofast", "-march=native", "-fopenmp", "-w", "-fPIC", f"-I{Path(folder).resolve()}"]
+        # linking with -Ofast would make the whole process round subnormal numbers to 0
+        for command in (
+            ["cc", *flags, "-c", str(source), "-o", str(compiled)],
+            ["cc", "-shared", "-fopenmp", str(compiled), "-o", str(program), "-lm"],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True)
+            except OSError:
+                raise ValueError("llama2.c needs a C compiler named cc") from None
+            if done.returncode:
+                why = next((line for line in done.stderr.splitlines() if "error" in line), "")
+                raise ValueError(f"llama2.c in {folder} cannot be compiled: {why[-200:]}")
         model.write_bytes(header.numpy().tobytes() + (0.02 * torch.randn(num_weights)).numpy().tobytes())
         library = ctypes.CDLL(str(program))
         library.load(str(model).encode(), ctypes.c_float(Sampling.temperature))
@@ -277,13 +282,17 @@ def llama2c_run(config, folder):
 # -- a copy in memory --------------------------------------------------------------------------------------------------
 
 
-def copy_bandwidth(device):
-    """Return the bytes per second that a copy of 256 MB reads and writes."""
-    source = torch.zeros(2**26, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(6):
+@cache
+def machine_rates(device):
+    """Return the bytes per second that a copy of 256 MB reads and writes, and the operations per second of a product.
+
+    The product has two matrices of 2048 x 2048 float32.
+    """
+    source, matrix = torch.zeros(2**26, device=device), torch.ones(2048, 2048, device=device)
+    target, product, seconds = torch.empty_like(source), torch.empty_like(matrix), []
+    for run in [lambda: target.copy_(source)] * 6 + [lambda: torch.mm(matrix, matrix, out=product)] * 6:
         timing = Timing(device)
-        target.copy_(source)
+        run()
         timing.record()
         seconds += timing.times
-    return 2 * source.nbytes / statistics.median(seconds[1:])
+    return 2 * source.nbytes / statistics.median(seconds[1:6]), 2 * 2048**3 / statistics.median(seconds[7:])

@@ -1,14 +1,17 @@
 """bench.py and kvgpt/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from bench import VARIANTS, check_tokens, make_runs, timed
+from bench import VARIANTS, check_tokens, limit_ms, make_runs, timed
 from helpers import (
     CONTEXT,
     KINDS,
@@ -25,7 +28,7 @@ from helpers import (
     run,
     tokens_differ,
 )
-from kvgpt.baselines import PerHeadLoop, llama2c_run
+from kvgpt.baselines import PerHeadLoop, llama2c_run, machine_rates
 from model import GPTConfig
 
 SAME = "the same tokens as a forward without a cache: "
@@ -106,6 +109,26 @@ def test_a_variant_that_cannot_be_measured_is_named_with_the_reason(capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+# -- the limit of the machine ------------------------------------------------------------------------------------------
+
+
+def test_the_limit_counts_the_bytes_and_the_operations_of_a_step():
+    """Oracles: the bytes of the tensors that a real step reads, and the operations that torch counts in it."""
+    config = GPTConfig(block_size=64, vocab_size=V, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, bias=False)
+    model, cpu = lively(config), torch.device("cpu")
+    copied, multiplied = machine_rates(cpu)
+    for B in (1, 3):
+        idx, pos = prompts(B, 5), torch.arange(5)
+        model(idx[:, :4], pos=pos[:4])
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(idx[:, 4:], pos=pos[4:])
+        weights = sum(p.nbytes for name, p in model.named_parameters() if p.dim() == 2 and "wpe" not in name)
+        read, operations = weights + model.cache_bytes()[0], counter.get_total_flops()
+        assert limit_ms(model, B, 5, cpu) == pytest.approx(1e3 * max(read / copied, operations / multiplied))
+        many = 10**6  # rows, so many that multiplying takes longer than reading
+        assert limit_ms(model, many * B, 5, cpu) == pytest.approx(1e3 * many * operations / multiplied)
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +144,7 @@ def test_bench_writes_a_table_rows_and_checks_tokens(tmp_path):
     by_name = {row["variant"]: row for row in rows}
     assert by_name["uncached"]["speedup_over_uncached"] == 1 and by_name["uncached"]["cache_bytes"] == 0
     assert by_name["eager"]["cache_bytes"] == 2 * 1 * 2 * 8 * 12 * 2 * 4
+    assert all(row["ms_at"].keys() == row["limit_ms_at"].keys() == {"12"} for row in rows)
     assert SAME + ", ".join(names) + "\n" in result.stdout
     assert len((tmp_path / "b.csv").read_text(encoding="utf-8").splitlines()) == 5
 
@@ -171,6 +195,7 @@ def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     for pos in range(1, 5):
         text.append((text[-1] + pos + 5) % 7)
     assert torch.cat(blocks, dim=1).tolist() == [text[2:]]
+    assert sys.float_info.min / 2 > 0, "the library makes the process round subnormal numbers to 0"
     with pytest.raises(ValueError, match=r"run\.c"):
         llama2c_run(GPTConfig(16, 5, 1, 2, 8), tmp_path / "none")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import KINDS, heads_of, lively, prompts
-from model import GPT, GPTConfig, Linear, clear_kv_cache
+from model import GPT, GPTConfig, clear_kv_cache
 from oracles import packed_greedy_decode, per_head_logits, softmax, turned
 
 SHAPE = dict(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32)
@@ -27,18 +27,6 @@ def test_logits_are_those_of_a_plain_loop_over_heads(kind, extra):
     torch.testing.assert_close(logits.double(), expected, atol=2e-4, rtol=1e-4)
     picked = expected.log_softmax(-1).gather(-1, idx[:, 1:, None])
     assert loss.item() == pytest.approx(-picked.mean().item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 1), (2, 4), (3, 3)], ids=str)
-def test_a_large_linear_multiplies_a_few_rows_as_many(bias, shape):
-    """Generation takes another way to the same product there, which the small models of the other tests never meet."""
-    torch.manual_seed(0)
-    linear, x = Linear(256, 640, bias=bias), torch.randn(*shape, 256)
-    with torch.inference_mode():
-        expected = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
-        torch.testing.assert_close(linear(x).double(), expected, atol=1e-5, rtol=1e-5)
-        assert linear(x).shape == (*shape, 640)
 
 
 def test_targets_of_minus_one_do_not_count():

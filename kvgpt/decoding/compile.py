@@ -189,7 +189,8 @@ def model_tensors(model, lanes):
     """Return the weights in the order of `Model` in step.c. Matrices are packed for vectors of `lanes` numbers."""
     net, layers = model.transformer, model.transformer["h"]
     wpe = net["wpe"].weight if "wpe" in net else None
-    tensors = [net["wte"].weight, wpe, *(model.rope or (None, None)), *linear(model.lm_head, lanes)]
+    rope = (None, None) if model.rope is None else model.rope
+    tensors = [net["wte"].weight, wpe, *rope, *linear(model.lm_head, lanes)]
     norms = [norm for block in layers for norm in (block.ln_1, block.ln_2)]
     for norm in [*norms, net["ln_f"]] if model.config.norm_first else [None, *norms]:
         tensors += affine(norm)

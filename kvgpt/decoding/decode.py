@@ -10,7 +10,7 @@ from kvgpt.decoding.cuda_graph import graph_step
 from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.sampling import Sampling, context_start, gumbel_noise
 from kvgpt.decoding.speculate import DecodeState, decode_step
-from kvgpt.decoding.threads import StepThreads
+from kvgpt.decoding.threads import StepThreads, one_thread
 from model import eval_mode
 
 WORK_PER_CALL = 2**25  # multiply-adds: step.c returns after some milliseconds, so that a stream flows
@@ -163,7 +163,8 @@ class Decoder:
             if noise is None or not all(0 <= p - f <= stride - chunk for p, f in zip(steps, noise_first)):
                 noise_first = steps
                 block = torch.tensor(noise_first)[:, None] + torch.arange(stride)
-                noise = gumbel_noise(state.seed.unbind(), state.sample, block.to(state.end.device), V)
+                with one_thread():
+                    noise = gumbel_noise(state.seed.unbind(), state.sample, block.to(state.end.device), V)
             offset = [p - f for p, f in zip(steps, noise_first)]
             if len(set(offset)) == 1:
                 step_noise = noise[:, offset[0] : offset[0] + chunk]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvgpt.decoding.threads import one_thread
+
 
 @dataclass
 class Sampling:
@@ -71,7 +73,9 @@ class Sampling:
         at_once = max(1, min(64, 2**22 // (len(sample_ids) * vocab_size)))
         for first in range(0, steps, at_once):
             some_steps = torch.arange(first, min(first + at_once, steps), device=sample_ids.device)
-            yield from gumbel_noise(self.seed, sample_ids, some_steps, vocab_size).unbind(1)
+            with one_thread():  # waking a second thread can take milliseconds
+                noise = gumbel_noise(self.seed, sample_ids, some_steps, vocab_size)
+            yield from noise.unbind(1)
 
 
 def context_start(start, end, block_size):

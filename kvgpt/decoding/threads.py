@@ -1,4 +1,4 @@
-"""The number of threads of a decode step: one, or all that torch may use.
+"""The number of threads of a decode step, and of its noise: one, or all that torch may use.
 
 An operation on several threads ends when its slowest thread ends. Beside another busy process a thread may wait
 milliseconds for a core, so a step on several threads can take a hundred times as long as on one.
@@ -11,6 +11,17 @@ import torch
 
 SMALL_STEP = 2**22  # multiply-adds; for fewer a second thread gains nothing
 TRIAL = 4  # steps that are timed to compare two numbers of threads
+
+
+@contextmanager
+def one_thread():
+    """Set torch's number of threads to 1 inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class StepThreads:
