@@ -266,6 +266,17 @@ KINDS = [
 KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
 
 
+@contextlib.contextmanager
+def num_threads(n):
+    """Let torch use n threads inside the block. Tests use one, because sums on several differ in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def lively(config, seed=0):
     """A GPT in eval mode whose weights are large enough for attention and tokens to differ from each other."""
     torch.manual_seed(seed)

@@ -22,6 +22,7 @@ from helpers import (
     assert_same_as_alone,
     lively,
     needs_compiler,
+    num_threads,
     prompts,
 )
 from kvgpt.decoding import compile as compiling
@@ -58,8 +59,7 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
     """A thread computes some outputs of every product, or some of the rows. A sum is the same in all cases."""
     texts = []
     for threads, rows in ((1, 17), (2, 17), (3, 2), (1, 1)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with pytest.MonkeyPatch.context() as patch, num_threads(threads):
             patch.setattr(compiling, "WORK_PER_THREAD", 1)
             texts.append(Decoder(model, **DRAFTS[draft], compile=True).generate(prompts(17, 3)[:rows], 99, seed=seed))
     for other in texts[1:]:
@@ -83,9 +83,9 @@ def patched_step(tmp_path, monkeypatch):
         (tmp_path / "step.c").write_text(text, encoding="utf-8")
         monkeypatch.setattr(compiling, "SOURCE", tmp_path / "step.c")
         monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
-    return patch
+    with num_threads(3):
+        yield patch
 
 
 @pytest.mark.parametrize("trouble", [A_STALL, NO_THREAD])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import tiny
+from helpers import num_threads, tiny
 from kvgpt.decoding import threads
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.threads import StepThreads, fastest
@@ -62,9 +62,7 @@ def test_the_number_of_threads_is_restored_and_changes_no_token(way, monkeypatch
                 used.append(n)
                 yield n
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with num_threads(2):
         expected = torch.cat(list(ways[way]()), dim=1)
         monkeypatch.setattr(threads, "SMALL_STEP", 0)
         monkeypatch.setattr(threads, "fastest", alternate)
@@ -74,17 +72,11 @@ def test_the_number_of_threads_is_restored_and_changes_no_token(way, monkeypatch
             blocks.append(block)
         assert torch.equal(torch.cat(blocks, dim=1), expected)
         assert {1, 2} <= set(used)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_step_that_fails_restores_the_number_of_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(RuntimeError), StepThreads(1000).for_tokens(1) as num_threads:
-            assert num_threads == torch.get_num_threads() == 1
+    with num_threads(2):
+        with pytest.raises(RuntimeError), StepThreads(1000).for_tokens(1) as number:
+            assert number == torch.get_num_threads() == 1
             raise RuntimeError
         assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
