@@ -226,7 +226,11 @@ INLINE void tile(int tokens, int panels, const float *x, int ldx, int K, const f
         for (int p = 0; p < panels; p++) sums[i][p] = bias ? load(bias + p * LANES) : splat(0);
     for (int k = 0; k < K; k++) {
         vec w[TILE_PANELS];
-        for (int p = 0; p < panels; p++) w[p] = load(weight + ((size_t)p * K + k) * LANES);
+        for (int p = 0; p < panels; p++) {
+            const float *next = weight + ((size_t)p * K + k) * LANES;
+            __builtin_prefetch(next + 8 * LANES); /* the chip does not look beyond the end of a page of memory */
+            w[p] = load(next);
+        }
         for (int i = 0; i < tokens; i++)
             for (int p = 0; p < panels; p++) sums[i][p] += x[i * ldx + k] * w[p];
     }
