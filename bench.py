@@ -416,14 +416,15 @@ def table(rows):
 
 
 def position_table(rows):
-    """Return the times at several positions as aligned text, and the limit of the machine."""
+    """Return the times at several positions as aligned text, and the limit of the machine. "" if no time is known."""
     limits = rows[0]["limit_ms_at"]
     lines = [("ms per token", *(f"at {position}" for position in limits), "limit / last")]
-    for name, times in [*((row["variant"], row["ms_at"]) for row in rows), ("limit", limits)]:
+    timed_rows = [(row["variant"], row["ms_at"]) for row in rows if row["ms_at"]]
+    for name, times in [*timed_rows, ("limit", limits)]:
+        last = max(times)
         cells = [f"{times[position]:.3f}" if position in times else "" for position in limits]
-        last = max(times, default=None)
-        lines.append((name, *cells, f"{limits[last] / times[last]:.0%}" if last else ""))
-    return aligned(lines, num_left=1)
+        lines.append((name, *cells, f"{limits[last] / times[last]:.0%}"))
+    return aligned(lines, num_left=1) if timed_rows else ""
 
 
 def aligned(lines, num_left):
@@ -620,7 +621,8 @@ def main():
         note(f"measuring {shape} ..")
         new_rows, curves[shape], remarks = bench(shape, model, ngrams, prompts, args.variants, args.busy, args.llama2c)
         rows += new_rows
-        print("\n".join([table(new_rows), "", position_table(new_rows), "", *remarks, ""]), flush=True)
+        texts = [table(new_rows), position_table(new_rows), "\n".join(remarks)]
+        print("\n\n".join(filter(None, texts)) + "\n", flush=True)
         write(args, rows, curves)
     threads = f"{torch.get_num_threads()} threads"
     print(f"torch {torch.__version__} on {device} ({threads}), float32, medians of {args.repeats} runs in turn")
