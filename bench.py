@@ -34,7 +34,18 @@ from kvgpt.baselines import (
     transformers_model,
     transformers_run,
 )
-from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
+from kvgpt.cli import (
+    Parser,
+    aligned,
+    fail,
+    note,
+    number,
+    one_line_errors,
+    path,
+    pick_checkpoint,
+    pick_device,
+    run_main,
+)
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
@@ -425,16 +436,6 @@ def position_table(rows):
         cells = [f"{times[position]:.3f}" if position in times else "" for position in limits]
         lines.append((name, *cells, f"{limits[last] / times[last]:.0%}"))
     return aligned(lines, num_left=1) if timed_rows else ""
-
-
-def aligned(lines, num_left):
-    """Return lines of cells as text. The first num_left columns are aligned on the left, the others on the right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    padded = (
-        [cell.ljust(w) if i < num_left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths))]
-        for cells in lines
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def plot(file, curves, rows):

@@ -148,3 +148,13 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
         fail(f"out of memory: {memory_hint}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def aligned(rows, num_left):
+    """Return rows of cells as text in columns. The first num_left columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    padded = (
+        [cell.ljust(w) if i < num_left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths))]
+        for cells in rows
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, field, fields, replace
 
-from kvgpt.cli import Parser, boolean, number, path
+from kvgpt.cli import Parser, aligned, boolean, number, path
 from model import GPTConfig
 
 
@@ -153,16 +153,11 @@ def defaults_tables(presets, recipes, overrides):
 
     rows = [[f"defaults per preset (recipe {usual})", *presets]]
     rows += [[f"  --{name}", *(per_preset_cell(name, p) for p in presets)] for name in FLAGS if name in per_preset]
-    lines = aligned(rows)
+    text = aligned(rows, num_left=len(rows[0]))
     any_preset = next(iter(presets))
     rows = [["defaults per recipe", *recipes]]
     rows += [[f"  --{name}", *(default(name, any_preset, r) for r in recipes)] for name in FLAGS if name in per_recipe]
-    return "\n".join([*lines, "", *aligned(rows)])
-
-
-def aligned(rows):
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return f"{text}\n\n{aligned(rows, num_left=len(rows[0]))}"
 
 
 # -- resolution --------------------------------------------------------------------------------------------------------
