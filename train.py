@@ -168,6 +168,8 @@ def train(config, data, state, ranks, run, meter, signals):
 
         # evaluate, save, log
         signum = signals.poll()
+        if config.sample_interval and due(state.step, config.sample_interval) and ranks.is_main:
+            run.add_sample(state.step, sample(config, data, state, 300))
         evaluating = due(state.step, config.eval_interval) or state.step == config.max_iters
         saving = evaluating or signum or due(state.step, config.save_interval)
         if not (saving or due(state.step, config.log_interval)):
@@ -175,6 +177,7 @@ def train(config, data, state, ranks, run, meter, signals):
         row = meter.row(state.step, config.learning_rate * lr_scale)
         if evaluating:
             row["val_loss"] = val_loss(config, data, state, ranks)
+            meter.warn_of_overfitting(row["val_loss"])
             if state.record_evaluation(row["val_loss"]) and ranks.is_main:
                 run.save_best(state)
         elif saving:  # raise Diverged if the last update broke the weights, which no loss has shown yet
@@ -183,10 +186,19 @@ def train(config, data, state, ranks, run, meter, signals):
             run.log(row | {"seconds": meter.seconds()})  # first, because a resume drops rows after last.pt's step
             if saving:
                 run.save_latest(state)
+            if config.plot and (evaluating or signum):
+                plot_loss(run.path)
         meter.show(row)
         if config.patience and state.evals_since_best >= config.patience:
             break
     return signum
+
+
+def sample(config, data, state, num_chars):
+    """Return a text of num_chars new characters, or as many as fit the context. It changes no step of the run."""
+    newline = torch.full((1, 1), max(data.chars.find("\n"), 0), device=state.device)
+    ids = state.model.generate(newline, num_chars, seed=config.seed)[0]
+    return "".join(data.chars[i] for i in ids.tolist())
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -313,8 +325,6 @@ def main():
     ranks.finish(128 + signum if signum else 0)
 
     # report
-    if config.plot:
-        plot_loss(run.path)
     if signum:
         command = f"python train.py --init_from resume --out_dir {shlex.quote(str(run.path))}"
         print(f"stopped at step {state.step} of {config.max_iters} and saved; to continue: {command}")
@@ -327,8 +337,7 @@ def main():
     print(meter.speed(state))
     seconds = meter.seconds() - meter.seconds_before
     print(f"best val loss {state.best_val_loss:.4f}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
-    newline = torch.full((1, 1), max(data.chars.find("\n"), 0), device=state.device)
-    print("".join(data.chars[i] for i in state.model.generate(newline, 300, seed=config.seed)[0].tolist()))
+    print(sample(config, data, state, 300))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ class TrainConfig:
     )
     save_interval: int = flag(250, positive, "steps between writes of last.pt; an evaluation writes it too")
     log_interval: int = flag(20, positive, "steps between lines of progress and rows of log.csv")
+    sample_interval: int | None = flag(
+        None, positive, "steps between samples in samples.txt; does not affect training", none="off"
+    )
     # model
     n_layer: int = flag(4, positive, "number of blocks")
     n_head: int = flag(4, positive, "query heads per block")
@@ -81,7 +84,7 @@ class TrainConfig:
         "dtype of the forward; auto: bfloat16 on a GPU that has it, float16 on other GPUs, float32 on a CPU",
     )
     compile: bool = flag(False, boolean, "torch.compile the training step")
-    plot: bool = flag(False, boolean, "draw loss.png in --out_dir at the end; needs matplotlib")
+    plot: bool = flag(False, boolean, "draw loss.png in --out_dir at each evaluation; needs matplotlib")
 
     @property
     def chars_per_step(self):
@@ -221,9 +224,9 @@ def checkpoint_config(ckpt, choices):
     if not isinstance(stored, dict):
         raise ValueError(f"{ckpt.path} is damaged: its config is {stored!r}")
     for name, f in FLAGS.items():
-        if name not in stored:
+        if name not in stored and f.default is not None:  # None is what a flag that came later was before
             raise ValueError(f"{ckpt.path} is of another version of this kit (no {name} in it): start a new run")
-        value, kind = stored[name], choices.get(name, f.metadata["kind"])
+        value, kind = stored.get(name), choices.get(name, f.metadata["kind"])
         try:
             if value is None:
                 valid = f.default is None
@@ -233,4 +236,4 @@ def checkpoint_config(ckpt, choices):
             valid = False
         if not valid or ckpt.model_args.get(name, value) != value:
             raise ValueError(f"{ckpt.path} is damaged: its {name} is {value!r}")
-    return TrainConfig(**{name: stored[name] for name in FLAGS})
+    return TrainConfig(**{name: stored.get(name) for name in FLAGS})

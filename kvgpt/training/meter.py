@@ -1,5 +1,6 @@
 """Progress of a run: loss and speed between two log rows, and the lines or the bar that show them."""
 
+import itertools
 import math
 import shutil
 import statistics
@@ -10,6 +11,8 @@ import torch
 from tqdm import tqdm
 
 from kvgpt.training.state import require_finite
+
+RISES = 3  # evaluations in a row that make a warning
 
 
 class Meter:
@@ -25,6 +28,8 @@ class Meter:
         self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
         self.rates = []  # tokens per second, per row
         self.last_val_loss = math.nan
+        self.train_loss_sum, self.train_steps = 0.0, 0  # since the last evaluation
+        self.losses = []  # (train loss, val loss) per evaluation; the first is the mean since the evaluation before
         self.on_terminal = sys.stderr.isatty() and ranks.is_main
         columns, rows = shutil.get_terminal_size((100, 24))  # tqdm shows no bar in a terminal of size 0, a notebook's
         self.bar = tqdm(
@@ -49,8 +54,24 @@ class Meter:
         rate = round(self.num_steps * self.chars_per_step / (time.perf_counter() - self.row_began))
         self.rates.append(rate)
         mean = self.ranks.all_reduce(self.loss_sum.item()) / self.ranks.world_size / self.num_steps
+        self.train_loss_sum += mean * self.num_steps
+        self.train_steps += self.num_steps
         chars = self.chars_before + (step - self.first_step) * self.chars_per_step
         return dict(step=step, chars=chars, lr=lr, train_loss=require_finite(mean), tokens_per_s=rate)
+
+    def warn_of_overfitting(self, val_loss):
+        """Record an evaluation. Warn if val loss has now risen RISES times in a row while train loss fell."""
+        self.losses.append((self.train_loss_sum / self.train_steps, val_loss))
+        self.train_loss_sum, self.train_steps = 0.0, 0
+        pairs = itertools.pairwise(self.losses)
+        rises = [train < train_before and val > val_before for (train_before, val_before), (train, val) in pairs]
+        if rises[-RISES - 1 :] in ([True] * RISES, [False] + [True] * RISES) and self.ranks.is_main:
+            line = (
+                f"train.py: the run overfits: val loss has risen {RISES} times in a row, to {val_loss:.4f}, "
+                f"while train loss fell to {self.losses[-1][0]:.4f}. --patience {RISES} stops such a run, "
+                "and --dropout 0.2 slows it. ckpt.pt keeps the best weights"
+            )
+            self.bar.write(line, file=sys.stderr)
 
     def seconds(self):
         """Return the seconds of the run, evaluations and saves included."""

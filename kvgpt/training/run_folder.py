@@ -9,11 +9,12 @@ from kvgpt.storage.checkpoint import save_checkpoint
 from kvgpt.storage.files import write_atomically
 
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s")
+SAMPLE_HEADING = "=== step {} ===\n"
 LOG_ROW = re.compile(r"\d+,\d+,[\d.]+(,[^,]*){4}\r\n")
 
 
 class RunFolder:
-    """out_dir: ckpt.pt (best val loss), last.pt (latest step), log.csv, and `previous`, the run before."""
+    """out_dir: ckpt.pt (best val loss), last.pt (latest step), log.csv, samples.txt, and `previous`, the run before."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -49,11 +50,12 @@ class RunFolder:
         self.header = header
         if not step:
             self.set_aside()
+        self.trim_samples(step)
         return self.trim_log(step)
 
     def set_aside(self):
         """Move an earlier run to the folder `previous`, where it replaces the one before it."""
-        names, previous = ("last.pt", "ckpt.pt", "log.csv"), self.path / "previous"
+        names, previous = ("last.pt", "ckpt.pt", "log.csv", "samples.txt"), self.path / "previous"
         if any((self.path / name).is_file() for name in names[:2]):  # a log without a checkpoint is not worth keeping
             previous.mkdir(exist_ok=True)
             for name in names:
@@ -75,6 +77,20 @@ class RunFolder:
     def log(self, row):
         with open(self.path / "log.csv", "a", encoding="utf-8", newline="") as f:
             csv.DictWriter(f, LOG_FIELDS).writerow(row)
+
+    def add_sample(self, step, text):
+        """Append a sample to samples.txt."""
+        with open(self.path / "samples.txt", "a", encoding="utf-8", newline="\n") as f:
+            f.write(f"{SAMPLE_HEADING.format(step)}{text}\n\n")
+
+    def trim_samples(self, step):
+        """Cut samples.txt back to the samples up to `step`, because a resumed run makes the others again."""
+        file = self.path / "samples.txt"
+        if file.exists():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            headings = re.finditer(SAMPLE_HEADING.format(r"(\d+)"), text)
+            end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))
+            write_atomically({file: text[:end].encode()})
 
     def save_best(self, state):
         """Write ckpt.pt, the weights of the TrainState, atomically. Raises OSError."""

@@ -58,7 +58,7 @@ def test_flags_parse_as_nanogpts_do(argv, flags):
 
 
 COUNTS = """eval_interval save_interval log_interval n_layer n_head n_kv_head n_embd block_size batch_size max_iters
-lr_decay_iters gradient_accumulation_steps patience""".split()
+lr_decay_iters gradient_accumulation_steps patience sample_interval""".split()
 
 
 REALS = "dropout mlp_ratio learning_rate muon_learning_rate min_lr weight_decay beta1 beta2 grad_clip".split()
@@ -226,7 +226,9 @@ def read_tables(text):
     return defaults
 
 
-NONE = dict(n_kv_head="n_head", lr_decay_iters="max_iters", min_lr="learning_rate / 10", patience="off")
+NONE = dict(
+    n_kv_head="n_head", lr_decay_iters="max_iters", min_lr="learning_rate / 10", patience="off", sample_interval="off"
+)
 NONE |= dict(data_dir="data, beside train.py")
 
 
@@ -387,6 +389,14 @@ def test_a_checkpoint_that_lacks_what_a_run_needs_is_refused(change, out):
     del (ckpt[outer[0]] if outer else ckpt)[name]
     torch.save(ckpt, out / "last.pt")
     assert_refused(out, words=[out / "last.pt"])
+
+
+def test_a_run_from_before_a_flag_existed_goes_on(out):
+    ckpt = load(out / "last.pt")
+    del ckpt["config"]["sample_interval"]
+    torch.save(ckpt, out / "last.pt")
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
+    assert load(out / "last.pt")["config"]["sample_interval"] is None
 
 
 @pytest.mark.parametrize("value", [None, 5, "text", []])

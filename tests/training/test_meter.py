@@ -1,13 +1,18 @@
 """kvgpt/training/meter.py: what log.csv says, and how progress is shown."""
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from helpers import SMALL, STATEFUL, child, here, load, log, ok, start, tiny_run, unix
+from helpers import SMALL, STATEFUL, assert_same_run, child, here, load, log, ok, start, tiny_run, unix
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
 from kvgpt.training.state import Diverged
@@ -99,3 +104,54 @@ def test_a_line_shows_the_row_and_the_val_loss_of_the_last_evaluation(capsys):
         "step 3/4: loss 3.0000, val 2.2500",
     ]
     assert all(line.endswith(" s left") for line in lines)
+
+
+# -- overfitting -------------------------------------------------------------------------------------------------------
+
+
+def warned(train_losses, val_losses, capsys):
+    """Return after how many evaluations a Meter has warned."""
+    config, _, state = tiny_run()
+    meter, after = Meter(config, state, Ranks()), []
+    for i, (train_loss, val_loss) in enumerate(zip(train_losses, val_losses)):
+        for _ in range(3):
+            meter.update(torch.tensor(train_loss))
+            meter.row(1, lr=0.1)
+            meter.num_steps = 0
+            meter.loss_sum.zero_()
+        meter.warn_of_overfitting(val_loss)
+        if capsys.readouterr().err:
+            after.append(i + 1)
+    return after
+
+
+@given(st.lists(st.tuples(st.sampled_from([1.0, 1.5, 2.0]), st.sampled_from([1.0, 1.5, 2.0])), max_size=30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_run_that_overfits_is_told_once(capsys, pairs):
+    """The oracle walks along the evaluations and counts."""
+    expected, streak = [], 0
+    for i in range(1, len(pairs)):
+        (train_before, val_before), (train, val) = pairs[i - 1], pairs[i]
+        streak = streak + 1 if train < train_before and val > val_before else 0
+        if streak == 3:
+            expected.append(i + 1)
+    assert warned(*zip(*pairs), capsys) == expected if pairs else True
+
+
+def test_the_warning_names_what_helps_and_changes_no_step(tmp_path):
+    """Train and val text are random, so there is nothing to learn but the train text itself."""
+    rng = np.random.default_rng(0)
+    data = {split: rng.integers(0, 20, 400).astype("<u2").tobytes() for split in ("train", "val")}
+    for split, content in data.items():
+        (tmp_path / f"{split}.bin").write_bytes(content)
+    sha256 = {split: hashlib.sha256(content).hexdigest() for split, content in data.items()}
+    meta = dict(chars="abcdefghijklmnopqrst", sha256=sha256)
+    (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    flags = ["--recipe", "modern", "--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 16, "--batch_size", 8]
+    flags += ["--max_iters", 100, "--log_interval", 5, "--device", "cpu", "--data_dir", tmp_path]
+    noisy = ok(here(*flags, "--eval_interval", 10, "--sample_interval", 7, "--out_dir", tmp_path / "noisy"))
+    (line,) = noisy.stderr.splitlines()
+    assert "overfits" in line and "--patience" in line and "--dropout" in line
+    quiet = ok(here(*flags, "--eval_interval", 100, "--out_dir", tmp_path / "quiet"))
+    assert quiet.stderr == ""
+    assert_same_run(tmp_path / "noisy", tmp_path / "quiet")

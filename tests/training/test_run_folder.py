@@ -96,6 +96,26 @@ def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
         assert kept in (rows[:2], rows), whole[:cut].splitlines()[-1]
 
 
+# -- samples.txt -------------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_resumed_run_are_those_of_an_undisturbed_one(data_dir, tmp_path):
+    """A killed run has samples of steps that its last.pt does not have. They come again. The next run moves them."""
+    flags = [*SMALL, "--data_dir", data_dir, "--sample_interval", 2, "--save_interval", 5, "--max_iters"]
+    ok(here(*flags, 9, "--out_dir", tmp_path / "whole"))
+    ok(here(*flags, 6, "--out_dir", tmp_path / "out"))
+    whole, samples = (tmp_path / name / "samples.txt" for name in ("whole", "out"))
+    with open(samples, "a", encoding="utf-8") as f:
+        f.write("=== step 8 ===\nof another run\n\n=== step 10 ===\ncut sho")
+    ok(here("--init_from", "resume", "--out_dir", tmp_path / "out", "--max_iters", 9, "--lr_decay_iters", 9))
+    text = samples.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("===")] == [f"=== step {n} ===" for n in (2, 4, 6, 8)]
+    assert "another run" not in text and len(text) == len(whole.read_text(encoding="utf-8"))
+    ok(here(*flags, 1, "--out_dir", tmp_path / "out"))
+    assert (tmp_path / "out" / "previous" / "samples.txt").read_text(encoding="utf-8") == text
+    assert not samples.exists()
+
+
 # -- the folder and its lock -------------------------------------------------------------------------------------------
 
 
