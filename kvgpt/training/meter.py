@@ -1,6 +1,5 @@
 """Progress of a run: loss and speed between two log rows, and the lines or the bar that show them."""
 
-import itertools
 import math
 import shutil
 import statistics
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from kvgpt.training.state import require_finite
 
-RISES = 3  # evaluations in a row that make a warning
+RISES = 3  # of val loss in a row, before a run is said to overfit
 
 
 class Meter:
@@ -29,7 +28,8 @@ class Meter:
         self.rates = []  # tokens per second, per row
         self.last_val_loss = math.nan
         self.train_loss_sum, self.train_steps = 0.0, 0  # since the last evaluation
-        self.losses = []  # (train loss, val loss) per evaluation; the first is the mean since the evaluation before
+        self.train_loss, self.val_loss = math.inf, math.inf  # of the last evaluation; train_loss is a mean
+        self.rises = 0  # evaluations in a row with a higher val loss and a lower train loss than the one before
         self.on_terminal = sys.stderr.isatty() and ranks.is_main
         columns, rows = shutil.get_terminal_size((100, 24))  # tqdm shows no bar in a terminal of size 0, a notebook's
         self.bar = tqdm(
@@ -60,16 +60,16 @@ class Meter:
         return dict(step=step, chars=chars, lr=lr, train_loss=require_finite(mean), tokens_per_s=rate)
 
     def warn_of_overfitting(self, val_loss):
-        """Record an evaluation. Warn if val loss has now risen RISES times in a row while train loss fell."""
-        self.losses.append((self.train_loss_sum / self.train_steps, val_loss))
+        """Record an evaluation. Warn when val loss has risen RISES times in a row while train loss fell."""
+        train_loss = self.train_loss_sum / self.train_steps
+        self.rises = self.rises + 1 if train_loss < self.train_loss and val_loss > self.val_loss else 0
+        self.train_loss, self.val_loss = train_loss, val_loss
         self.train_loss_sum, self.train_steps = 0.0, 0
-        pairs = itertools.pairwise(self.losses)
-        rises = [train < train_before and val > val_before for (train_before, val_before), (train, val) in pairs]
-        if rises[-RISES - 1 :] in ([True] * RISES, [False] + [True] * RISES) and self.ranks.is_main:
+        if self.rises == RISES and self.ranks.is_main:
             line = (
                 f"train.py: the run overfits: val loss has risen {RISES} times in a row, to {val_loss:.4f}, "
-                f"while train loss fell to {self.losses[-1][0]:.4f}. --patience {RISES} stops such a run, "
-                "and --dropout 0.2 slows it. ckpt.pt keeps the best weights"
+                f"while train loss fell to {train_loss:.4f}. --patience {RISES} stops such a run, "
+                "and --dropout 0.2 slows overfitting. ckpt.pt keeps the best weights"
             )
             self.bar.write(line, file=sys.stderr)
 

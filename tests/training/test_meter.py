@@ -1,15 +1,16 @@
-"""kvgpt/training/meter.py: what log.csv says, and how progress is shown."""
+"""kvgpt/training/meter.py: what log.csv says, how progress is shown, and the warning of a run that overfits."""
 
 import contextlib
 import hashlib
 import json
 import math
 import os
+import re
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from helpers import SMALL, STATEFUL, assert_same_run, child, here, load, log, ok, start, tiny_run, unix
@@ -125,17 +126,19 @@ def warned(train_losses, val_losses, capsys):
     return after
 
 
-@given(st.lists(st.tuples(st.sampled_from([1.0, 1.5, 2.0]), st.sampled_from([1.0, 1.5, 2.0])), max_size=30))
+change = st.sampled_from([(-1, 1)] * 6 + [(-1, -1), (1, 1), (0, 1), (-1, 0)])  # of train loss and of val loss
+
+
+@given(st.lists(change, min_size=1, max_size=30))
+@example([(-1, 1)] * 4)
+@example([(-1, 1)] * 5)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_run_that_overfits_is_told_once(capsys, pairs):
-    """The oracle walks along the evaluations and counts."""
-    expected, streak = [], 0
-    for i in range(1, len(pairs)):
-        (train_before, val_before), (train, val) = pairs[i - 1], pairs[i]
-        streak = streak + 1 if train < train_before and val > val_before else 0
-        if streak == 3:
-            expected.append(i + 1)
-    assert warned(*zip(*pairs), capsys) == expected if pairs else True
+def test_a_run_that_overfits_is_told_at_the_third_rise_in_a_row_and_once(capsys, changes):
+    """The oracle finds three "r" in a row in a string with a letter per evaluation."""
+    train_losses, val_losses = (100.0 + np.cumsum(column) for column in zip(*changes))
+    letters = "-" + "".join("r" if change == (-1, 1) else "-" for change in changes[1:])
+    expected = [match.start() + 3 for match in re.finditer("(?<!r)rrr", letters)]
+    assert warned(train_losses.tolist(), val_losses.tolist(), capsys) == expected
 
 
 def test_the_warning_names_what_helps_and_changes_no_step(tmp_path):
