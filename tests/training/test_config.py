@@ -388,7 +388,7 @@ def test_a_checkpoint_that_lacks_what_a_run_needs_is_refused(change, out):
     *outer, name = change.split(".")
     del (ckpt[outer[0]] if outer else ckpt)[name]
     torch.save(ckpt, out / "last.pt")
-    assert_refused(out, words=[out / "last.pt"])
+    assert_refused(out, words=[out / "last.pt", "version of this kit"])
 
 
 def test_a_run_from_before_a_flag_existed_goes_on(out):
