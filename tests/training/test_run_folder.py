@@ -1,5 +1,6 @@
 """kvgpt/training/run_folder.py: checkpoints, log.csv, the lock, and the run that was there before."""
 
+import signal
 import time
 
 import numpy as np
@@ -186,7 +187,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_
             process.kill()
             kills += 1
         _, stderr = process.communicate(timeout=120)
-        assert "Traceback" not in stderr and "train.py:" not in stderr, stderr
+        assert process.returncode in (0, -signal.SIGKILL) and "Traceback" not in stderr, stderr
         if (out / "last.pt").exists():
             progress.add(load(out / "last.pt")["iter_num"])
             log(out)
