@@ -34,6 +34,7 @@ from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
 from kvgpt.training.run_folder import RunFolder
 from kvgpt.training.signals import StopSignals
+from kvgpt.training.spinning import share_cores
 from kvgpt.training.state import Diverged, TrainState, require_finite
 from model import GPT, GPTConfig
 
@@ -230,6 +231,12 @@ def resolve(flags, ranks, run):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     device = ranks.pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    if ranks.world_size > 1:  # torchrun divides the cores
+        config.threads = flags.get("threads")
+    else:  # recorded, because the number of threads decides the last bits of a sum
+        config.threads = config.threads or torch.get_num_threads()
+    if config.threads:
+        torch.set_num_threads(config.threads)
 
     # data
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
@@ -269,6 +276,8 @@ def describe(config, state, ranks):
     """Return the first line of a run's output."""
     config_line = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
     others = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
+    if state.device.type == "cpu" and config.threads:
+        others += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
     return (
         f"{'resuming' if state.step else 'training'} preset {config.preset}, recipe {config.recipe}, "
         f"on {state.device}{others} in {str(state.dtype).removeprefix('torch.')}: "
@@ -314,7 +323,8 @@ def main():
     # train
     signals = StopSignals(ranks)
     try:
-        signum = train(config, data, state, ranks, run, meter, signals)
+        with share_cores():
+            signum = train(config, data, state, ranks, run, meter, signals)
     except Diverged as error:
         meter.close()
         fail(

@@ -116,6 +116,7 @@ def here(*flags):
     text = dict(encoding="utf-8", newline="\n", write_through=True)  # as run() reads it: \n on Windows too
     out, err, code = io.TextIOWrapper(io.BytesIO(), **text), io.TextIOWrapper(io.BytesIO(), **text), 0
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
     try:
         sys.argv = ["train.py", *map(str, flags)]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -127,6 +128,7 @@ def here(*flags):
             code = 1
     finally:
         sys.argv = argv
+        torch.set_num_threads(threads)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))

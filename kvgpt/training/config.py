@@ -83,6 +83,9 @@ class TrainConfig:
         ("auto", "float32", "bfloat16", "float16"),
         "dtype of the forward; auto: bfloat16 on a GPU that has it, float16 on other GPUs, float32 on a CPU",
     )
+    threads: int | None = flag(
+        None, number(int, "[1, 1024]"), "CPU threads; a resume takes the number of the run", none="PyTorch's choice"
+    )
     compile: bool = flag(False, boolean, "torch.compile the training step")
     plot: bool = flag(False, boolean, "draw loss.png in --out_dir at each evaluation; needs matplotlib")
 

@@ -75,6 +75,19 @@ def test_ckpt_has_the_best_loss_and_last_the_latest(out, data_dir):
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_resume_computes_on_the_threads_of_its_run(data_dir, tmp_path):
+    """Another number of threads adds the gradients of 512 positions in another order."""
+    flags = ["--batch_size", 8, "--block_size", 64, "--n_layer", 1, "--lr_decay_iters", 6, "--data_dir", data_dir]
+    out, whole, other = (tmp_path / name for name in ("out", "whole", "other"))
+    ok(child(*flags, "--max_iters", 6, "--threads", 2, "--out_dir", whole))
+    ok(child(*flags, "--max_iters", 6, "--out_dir", other))
+    assert not same(load(whole / "last.pt")["model"], load(other / "last.pt")["model"])
+    assert "with 2 threads" in ok(child(*flags, "--max_iters", 3, "--threads", 2, "--out_dir", out)).stdout
+    resumed = ok(child("--init_from", "resume", "--max_iters", 6, "--out_dir", out)).stdout
+    assert "with 2 threads" in resumed
+    assert_same_run(whole, out)
+
+
 def test_ten_steps_and_ten_after_a_resume_are_twenty_to_the_last_bit(data_dir, tmp_path):
     """Weights, optimizer and random numbers, with dropout and micro-steps. The settings come from the checkpoint."""
     flags = [*STATEFUL, "--lr_decay_iters", 20, "--data_dir", data_dir]
