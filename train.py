@@ -12,8 +12,10 @@ out/log.csv. On a CPU the same command gives the same weights to the bit, interr
 """
 
 import importlib.util
+import math
 import shlex
 import sys
+import time
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -109,10 +111,11 @@ def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_s
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def train_step(config, data, state, ranks):
+def train_step(config, data, state, ranks, measure=False):
     """Run one optimizer step: forward and backward per micro-step, clip, update.
 
-    Returns this rank's mean loss, a tensor.
+    measure  whether to compute the norm of the gradients where no clipping needs it
+    Returns this rank's mean loss, a tensor; the norm, a tensor or None; and the seconds in Muon.
     """
     micro_steps = config.gradient_accumulation_steps
     total = 0.0
@@ -129,15 +132,18 @@ def train_step(config, data, state, ranks):
         loss = loss / micro_steps
         state.scaler.scale(loss).backward()
         total = total + loss.detach()
-    if config.grad_clip:
+    grad_norm = None
+    if config.grad_clip or measure:
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip)
+        grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
     for optimizer in state.optimizers:
+        began = time.perf_counter()
         state.scaler.step(optimizer)
+    muon_seconds = time.perf_counter() - began if len(state.optimizers) > 1 else 0.0  # Muon is the second of two
     state.scaler.update()
     state.model.zero_grad(set_to_none=True)
-    return total
+    return total, grad_norm, muon_seconds
 
 
 def val_loss(config, data, state, ranks, limit=None):
@@ -163,18 +169,19 @@ def train(config, data, state, ranks, run, meter, signals):
         # one step
         lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon have peaks of their own
         set_lr(state.optimizers, lr_scale)
-        loss = train_step(config, data, state, ranks)
-        state.step += 1
-        meter.update(loss)
+        number = state.step + 1
+        evaluating = due(number, config.eval_interval) or number == config.max_iters
+        logging = evaluating or due(number, config.save_interval) or due(number, config.log_interval)
+        meter.update(*train_step(config, data, state, ranks, measure=logging))
+        state.step = number
 
         # evaluate, save, log
         signum = signals.poll()
         if config.sample_interval and due(state.step, config.sample_interval) and ranks.is_main:
             run.add_sample(state.step, sample(config, data, state, 300))
-        evaluating = due(state.step, config.eval_interval) or state.step == config.max_iters
-        saving = evaluating or signum or due(state.step, config.save_interval)
-        if not (saving or due(state.step, config.log_interval)):
+        if not (logging or signum):
             continue
+        saving = evaluating or signum or due(state.step, config.save_interval)
         row = meter.row(state.step, config.learning_rate * lr_scale)
         if evaluating:
             row["val_loss"] = val_loss(config, data, state, ranks)

@@ -25,6 +25,8 @@ class Meter:
         self.first_step, self.chars_before, self.seconds_before = state.step, chars_before, seconds_before
         self.chars_per_step = config.chars_per_step
         self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
+        self.grad_norm, self.muon_seconds = None, 0.0  # of the last step; since the last row
+        self.has_muon = config.optimizer == "muon" and state.device.type == "cpu"  # a GPU computes after the call
         self.rates = []  # tokens per second, per row
         self.last_val_loss = math.nan
         self.train_loss_sum, self.train_steps = 0.0, 0  # since the last evaluation
@@ -43,21 +45,32 @@ class Meter:
         )
         self.began = self.row_began = time.perf_counter()
 
-    def update(self, loss):
-        """Count a step. loss is a tensor, so that nothing waits for the device."""
+    def update(self, loss, grad_norm, muon_seconds):
+        """Count a step, see train_step. loss and grad_norm are tensors, so that nothing waits for the device."""
         self.loss_sum += loss
         self.num_steps += 1
+        self.grad_norm = grad_norm
+        self.muon_seconds += muon_seconds
         self.bar.update()
 
     def row(self, step, lr):
         """Return the log row of the steps since the last one. Raises Diverged if their mean loss is not finite."""
-        rate = round(self.num_steps * self.chars_per_step / (time.perf_counter() - self.row_began))
+        seconds = time.perf_counter() - self.row_began
+        rate = round(self.num_steps * self.chars_per_step / seconds)
         self.rates.append(rate)
         mean = self.ranks.all_reduce(self.loss_sum.item()) / self.ranks.world_size / self.num_steps
         self.train_loss_sum += mean * self.num_steps
         self.train_steps += self.num_steps
         chars = self.chars_before + (step - self.first_step) * self.chars_per_step
-        return dict(step=step, chars=chars, lr=lr, train_loss=require_finite(mean), tokens_per_s=rate)
+        return dict(
+            step=step,
+            chars=chars,
+            lr=lr,
+            train_loss=require_finite(mean),
+            tokens_per_s=rate,
+            grad_norm=None if self.grad_norm is None else self.grad_norm.item(),
+            muon_share=self.muon_seconds / seconds if self.has_muon else None,
+        )
 
     def warn_of_overfitting(self, val_loss):
         """Record an evaluation. Warn when val loss has risen RISES times in a row while train loss fell."""
@@ -88,7 +101,7 @@ class Meter:
             seconds_left = (time.perf_counter() - self.began) / done * left
             print(f"step {row['step']}/{self.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
         self.loss_sum.zero_()
-        self.num_steps, self.row_began = 0, time.perf_counter()
+        self.num_steps, self.muon_seconds, self.row_began = 0, 0.0, time.perf_counter()
 
     def close(self):
         self.bar.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 from kvgpt.storage.checkpoint import save_checkpoint
 from kvgpt.storage.files import write_atomically
 
-LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s")
+LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
 SAMPLE_HEADING = "=== step {} ===\n"
-LOG_ROW = re.compile(r"\d+,\d+,[\d.]+(,[^,]*){4}\r\n")
+LOG_ROW = re.compile(r"\d+,\d+,[\d.]+(,[^,]*){4}((,[^,]*){2})?\r\n")  # older logs lack the last two fields
 
 
 class RunFolder:
@@ -69,7 +69,8 @@ class RunFolder:
         file, header, rows = self.path / "log.csv", ",".join(LOG_FIELDS) + "\r\n", []
         if file.exists():
             with open(file, encoding="utf-8", errors="replace", newline="") as f:
-                rows = [line for line in f if LOG_ROW.fullmatch(line) and int(line.split(",")[0]) <= step]
+                kept = (line.rstrip() for line in f if LOG_ROW.fullmatch(line) and int(line.split(",")[0]) <= step)
+                rows = [line + "," * (header.count(",") - line.count(",")) + "\r\n" for line in kept]
         write_atomically({file: "".join([header, *rows]).encode()})
         _, chars, seconds, *_ = rows[-1].split(",") if rows else ("0", "0", "0")
         return int(chars), float(seconds)

@@ -38,7 +38,7 @@ def test_bfloat16_is_the_dtype_of_the_forward_and_never_of_the_weights():
     state.model.lm_head.register_forward_hook(lambda module, args, logits: outputs.append(logits.dtype))
     for p in state.model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.dtype))
-    loss = train.train_step(config, data, state, Ranks())
+    loss, _, _ = train.train_step(config, data, state, Ranks())
     assert set(outputs) == {torch.bfloat16}
     outputs.clear()
     train.val_loss(config, data, state, Ranks())
@@ -88,7 +88,7 @@ def test_a_compiled_step_is_the_plain_step(captured):
         if compiled:
             state.train_model = compile_model(state.model)
             assert isinstance(state.train_model, torch._dynamo.eval_frame.OptimizedModule)
-        losses.append([train.train_step(config, data, state, Ranks()).item() for _ in range(3)])
+        losses.append([train.train_step(config, data, state, Ranks())[0].item() for _ in range(3)])
         weights.append(state.state_dict(with_optimizers=False)["model"])
         assert (captured() > 10) == compiled  # compile_model tries the compiler on one operation
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -13,10 +13,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from helpers import SMALL, STATEFUL, assert_same_run, child, here, load, log, ok, start, tiny_run, unix
+import train
+from helpers import CPU, SMALL, STATEFUL, assert_same_run, child, here, load, log, ok, start, tiny_run, unix
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
 from kvgpt.training.state import Diverged
+from model import GPT, GPTConfig
 
 # -- log.csv -----------------------------------------------------------------------------------------------------------
 
@@ -33,12 +35,29 @@ def test_the_log_says_what_was_trained(data_dir, tmp_path):
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 and float(row["lr"]) > 0 for row in rows)
 
 
+def test_the_log_has_the_norm_of_the_gradients_and_the_share_of_muon(data_dir, tmp_path):
+    """The first row is of the untrained model, whose gradients autograd gives. No other step needs a norm."""
+    flags = [*SMALL, "--log_interval", 1, "--max_iters", 3, "--data_dir", data_dir]
+    for clip in (0, 1e-3):
+        ok(here(*flags, "--grad_clip", clip, "--out_dir", tmp_path / str(clip)))
+    ok(here(*flags, "--optimizer", "muon", "--grad_clip", 0, "--out_dir", tmp_path / "muon"))
+    torch.manual_seed(1337)
+    model = GPT(GPTConfig(**load(tmp_path / "0" / "last.pt")["model_args"]))
+    ids = np.fromfile(data_dir / "train.bin", dtype="<u2")
+    model(*train.get_batch(ids, 1337, 0, 2, 16, CPU))[1].backward()
+    norm = math.sqrt(sum(p.grad.double().square().sum() for p in model.parameters()))
+    rows = {name: log(tmp_path / name) for name in ("0", "0.001", "muon")}
+    assert [float(rows[name][0]["grad_norm"]) for name in rows] == pytest.approx([norm] * 3, rel=1e-4)
+    assert all(0 < float(row["muon_share"]) < 1 for row in rows["muon"])
+    assert not any(row["muon_share"] for row in rows["0"])
+
+
 def test_a_meter_counts_on_from_the_log_of_an_interrupted_run():
     config, _, state = tiny_run(gradient_accumulation_steps=3)
     state.step = 5
     meter = Meter(config, state, Ranks(), chars_before=1000, seconds_before=2.5)
     for loss in (1.0, 2.0):
-        meter.update(torch.tensor(loss))
+        meter.update(torch.tensor(loss), None, 0.0)
     row = meter.row(7, lr=0.25)
     assert (row["step"], row["lr"], row["train_loss"]) == (7, 0.25, 1.5)
     assert row["chars"] == 1000 + 2 * 3 * 2 * 16
@@ -51,7 +70,7 @@ def test_one_loss_that_is_not_finite_shows_in_the_row(loss, capsys):
     config, _, state = tiny_run()
     meter = Meter(config, state, Ranks())
     for value in (1.0, loss, 1.0):
-        meter.update(torch.tensor(value))
+        meter.update(torch.tensor(value), None, 0.0)
     with pytest.raises(Diverged, match=str(loss)):
         meter.row(3, lr=0.1)
     assert capsys.readouterr().out == ""
@@ -96,7 +115,7 @@ def test_a_line_shows_the_row_and_the_val_loss_of_the_last_evaluation(capsys):
     config, _, state = tiny_run(max_iters=4)
     meter = Meter(config, state, Ranks())
     for step, val_loss in ((1, {}), (2, {"val_loss": 2.25}), (3, {})):
-        meter.update(torch.tensor(float(step)))
+        meter.update(torch.tensor(float(step)), None, 0.0)
         meter.show(meter.row(step, lr=0.1) | val_loss)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" tokens/s")[0].rpartition(", ")[0] for line in lines] == [
@@ -116,7 +135,7 @@ def warned(train_losses, val_losses, capsys):
     meter, after = Meter(config, state, Ranks()), []
     for i, (train_loss, val_loss) in enumerate(zip(train_losses, val_losses)):
         for _ in range(3):
-            meter.update(torch.tensor(train_loss))
+            meter.update(torch.tensor(train_loss), None, 0.0)
             meter.row(1, lr=0.1)
             meter.num_steps = 0
             meter.loss_sum.zero_()

@@ -74,7 +74,7 @@ def test_rows_past_the_checkpoint_are_cut_on_resume(out):
     before = log(out)
     assert [row["step"] for row in before] == ["20", "40", "60"]
     with open(out / "log.csv", "a", encoding="utf-8", newline="") as f:
-        f.write("80,10240,9.5,3.0,,0.001,1000\r\n100,12800,9.9,2.9,2.9,0.001,1000\r\n")
+        f.write("80,10240,9.5,3.0,,0.001,1000,,\r\n100,12800,9.9,2.9,2.9,0.001,1000,,\r\n")
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 90))
     rows = log(out)
     assert rows[:3] == before
@@ -83,9 +83,17 @@ def test_rows_past_the_checkpoint_are_cut_on_resume(out):
     assert seconds == sorted(seconds)
 
 
+def test_rows_of_an_older_log_get_empty_fields(tmp_path):
+    old = "step,chars,seconds,train_loss,val_loss,lr,tokens_per_s\r\n20,2560,0.031,4.1,,0.001,47711\r\n"
+    (tmp_path / "log.csv").write_bytes(old.encode())
+    assert RunFolder(tmp_path).trim_log(20) == (2560, 0.031)
+    assert [(row["tokens_per_s"], row["grad_norm"], row["muon_share"]) for row in log(tmp_path)] == [("47711", "", "")]
+
+
 def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
     """Whole rows stay as they are. A row cut anywhere is dropped."""
-    whole = ",".join(HEADER) + "\r\n20,2560,0.031,4.1,,0.001,47711\r\n40,5120,0.054,3.7,3.6,0.002,85681\r\n"
+    rows = "20,2560,0.031,4.1,,0.001,47711,1.5,0.1\r\n40,5120,0.054,3.7,3.6,0.002,85681,1.2,0.1\r\n"
+    whole = ",".join(HEADER) + "\r\n" + rows
     rows, path = whole.splitlines(), tmp_path / "log.csv"
     for cut in range(whole.index("\r\n40,") + 2, len(whole) + 1):
         path.write_bytes(whole[:cut].encode())
