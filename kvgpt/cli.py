@@ -58,7 +58,10 @@ def path(text):
 
 
 def pick_device(name):
-    """Return the torch.device for --device. Raises ValueError for a device that cannot be used here."""
+    """Return the torch.device for --device. Raises ValueError for a device that cannot be used here.
+
+    A GPU with a number becomes PyTorch's current one, on which streams, graphs and pinned memory work.
+    """
     import torch
 
     if name == "auto":
@@ -67,7 +70,10 @@ def pick_device(name):
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own error
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0][:150]}") from None
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 def pick_checkpoint(ckpt, out_dir):

@@ -34,9 +34,10 @@ def graph_step(model, num_drafts, table):
         if shape not in graphs:
             buffers = [tensor for cache in model.caches for tensor in (cache.key, cache.value)]
             with eval_mode(model):
-                graph, own = capture(StepModule(model, num_drafts), list(vars(state).values()), table, buffers)
-            graphs[shape] = graph, own, buffers
-        graph, own, buffers = graphs[shape]
+                fields = list(vars(state).values())
+                graph, own, program = capture(StepModule(model, num_drafts), fields, table, buffers)
+            graphs[shape] = graph, own, buffers, program  # the graph reads constants of the program
+        graph, own, buffers, _ = graphs[shape]
         for cache, key, value in zip(model.caches, buffers[::2], buffers[1::2]):
             cache.clear()
             cache.key, cache.value = key, value
@@ -59,7 +60,10 @@ def graph_step(model, num_drafts, table):
 
 @torch.no_grad()
 def capture(step, fields, table, buffers):
-    """Compile a StepModule and capture it as a graph. Returns the graph, and the fields that it reads and writes."""
+    """Compile a StepModule and capture it as a graph.
+
+    Returns the graph, the fields that it reads and writes, and the compiled program.
+    """
     own = [x if x is None else x.clone() for x in fields]
     step = torch.compile(step, fullgraph=True, dynamic=False)
     side = torch.cuda.Stream()
@@ -71,4 +75,4 @@ def capture(step, fields, table, buffers):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(own, table, buffers)
-    return graph, own
+    return graph, own, step
