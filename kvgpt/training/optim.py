@@ -24,10 +24,11 @@ def orthogonalize(x):
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
     gram, product = wide @ wide.mT, None
     for a, b, c in POLYNOMIALS:
+        if product is not None:  # the gram of factor @ x, because all factors commute
+            gram = factor @ (gram @ factor)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
         product = factor if product is None else factor @ product
-        gram = factor @ (gram @ factor)
     wide = product @ wide
     return wide if x.size(-2) <= x.size(-1) else wide.mT
 
