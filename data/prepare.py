@@ -6,7 +6,6 @@ python data/prepare.py --url https://…  a UTF-8 text from elsewhere
 """
 
 import codecs
-import hashlib
 import json
 import os
 import sys
@@ -21,7 +20,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kvgpt is beside this script's folder
 
 from kvgpt.cli import Parser, fail, path, run_main
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.prepared import sha256, write_prepared
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -29,11 +28,6 @@ CORPUS_BYTES = 1_115_394
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = "sample.txt (offline stand-in)"
 TRIES = 3
-
-
-def sha256(data):
-    return hashlib.sha256(data).hexdigest()
-
 
 # -- the prepared text -------------------------------------------------------------------------------------------------
 
@@ -179,14 +173,8 @@ def write(data_dir, source, raw):
     chars, train, val = encode(text)
 
     # write
-    splits = {"train": train.tobytes(), "val": val.tobytes()}
-    hashes = {"text": sha256(raw)} | {split: sha256(content) for split, content in splits.items()}
-    files = {data_dir / f"{split}.bin": content for split, content in splits.items()}
-    meta = {"chars": chars, "source": source, "sha256": hashes}
-    files[data_dir / "meta.json"] = json.dumps(meta, indent=1).encode("utf-8")
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(files)
+        write_prepared(data_dir, chars, train, val, source, raw)
     except OSError as error:
         fail(f"cannot write {error.filename or data_dir}: {error.strerror}; the files that were there are unchanged")
     print(f"source: {source}")

@@ -11,7 +11,7 @@ import pytest
 
 from helpers import ROOT, ok, run
 
-SCRIPTS = {"train", "sample", "bench", "export", "prepare", "draw"}
+SCRIPTS = {"train", "sample", "bench", "export", "prepare", "hold_out", "draw"}
 FOLDERS = ["decoding", "storage", "training"]  # each may import from those before it
 
 

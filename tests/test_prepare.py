@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import prepare
 from helpers import ROOT, assert_one_line, linux, ok, run, unix
+from kvgpt.training.dataset import load_dataset
 
 SAMPLE = ROOT / "data" / "sample.txt"
 CLOSED = "http://127.0.0.1:9"
@@ -165,6 +166,19 @@ def test_the_files_are_little_endian_and_take_65536_characters(tmp_path):
     prepared("--input", tmp_path / "in.txt", "--data_dir", tmp_path / "out")
     written = b"".join((tmp_path / "out" / f"{split}.bin").read_bytes() for split in ("train", "val"))
     assert written == b"".join(bytes([i % 256, i // 256]) for i in range(65536))
+
+
+def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(old):
+    """A run on data/dev evaluates on characters that it does not train on, and the val text is in neither split."""
+    ok(run("data/hold_out.py", "--data_dir", old))
+    whole, train, val = ((old / name).read_bytes() for name in ("train.bin", "dev/train.bin", "dev/val.bin"))
+    assert train + val == whole and len(train) == int(0.9 * (len(whole) // 2)) * 2
+    meta, dev = (json.loads((folder / "meta.json").read_text(encoding="utf-8")) for folder in (old, old / "dev"))
+    assert dev["chars"] == meta["chars"]
+    data = load_dataset(old / "dev", block_size=8)
+    assert (data.train.tobytes(), data.val.tobytes()) == (train, val)
+    assert prepare.prepared_text(old / "dev")[0] == f"the training text in {old}"
+    assert_one_line(run("data/hold_out.py", "--data_dir", old / "nowhere"), "data/prepare.py")
 
 
 def test_line_ends_and_control_characters_are_kept(tmp_path):

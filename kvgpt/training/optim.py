@@ -22,9 +22,9 @@ def orthogonalize(x):
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
-    gram, product = wide @ wide.mT, None
+    gram, factor, product = wide @ wide.mT, None, None
     for a, b, c in POLYNOMIALS:
-        if product is not None:  # the gram of factor @ x, because all factors commute
+        if factor is not None:  # the gram of factor @ x, because all factors commute
             gram = factor @ (gram @ factor)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
