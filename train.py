@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from kvgpt.cli import fail, one_line_errors, run_main
 from kvgpt.decoding.ngrams import count_ngrams
@@ -32,6 +33,7 @@ from kvgpt.training.dataset import evaluate, load_dataset
 from kvgpt.training.device import compile_model, pick_dtype
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
+from kvgpt.training.ngram_targets import ngram_target_share, ngram_targets
 from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
 from kvgpt.training.run_folder import RunFolder
@@ -57,6 +59,7 @@ RECIPES = {
         qk_norm=True,
         activation="swiglu",
         zero_init=True,
+        ngram_targets=1.0,
         optimizer="muon",
         learning_rate=1e-2,
         beta2=0.95,
@@ -121,17 +124,21 @@ def train_step(config, data, state, ranks, measure=False):
     total = 0.0
     for micro_step in range(micro_steps):
         number = state.step * micro_steps + micro_step
-        shape = config.batch_size, config.block_size
-        x, y = get_batch(data.train, config.seed, number, *shape, state.device, ranks.rank, ranks.world_size)
+        shape, where = (config.batch_size, config.block_size), (state.device, ranks.rank, ranks.world_size)
+        x, y = get_batch(data.train, config.seed, number, *shape, *where)
         if config.dropout:  # dropout masks are a function of the seed and the step, like the batches
             sequence = np.random.SeedSequence((config.seed, state.step, micro_step, ranks.rank))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
         ranks.sync_gradients(state.train_model, micro_step == micro_steps - 1)
         with state.autocast:
-            _, loss = state.train_model(x, y)
-        loss = loss / micro_steps
-        state.scaler.scale(loss).backward()
-        total = total + loss.detach()
+            logits, loss = state.train_model(x, y)
+        objective = loss
+        if ngram_share := ngram_target_share(state.step, config):
+            rows, _ = get_batch(data.ngrams.rows, config.seed, number, *shape, *where)
+            expected = data.ngrams.table[rows].flatten(0, 1)
+            objective = loss.lerp(F.cross_entropy(logits.flatten(0, 1).float(), expected), ngram_share)
+        state.scaler.scale(objective / micro_steps).backward()
+        total = total + loss.detach() / micro_steps
     grad_norm = None
     if config.grad_clip or measure:
         for optimizer in state.optimizers:
@@ -306,6 +313,8 @@ def main():
             f"--max_iters {2 * state.step} would continue it"
         )
         return
+    if config.ngram_targets:
+        data.ngrams = ngram_targets(data.train, len(data.chars), device)
     ranks.connect(device)
     state.train_model = ranks.wrap(compile_model(state.model) if config.compile else state.model)
 

@@ -57,6 +57,12 @@ class TrainConfig:
         False, boolean, "every pre-LN block starts as the identity, instead of GPT-2's initialization"
     )
     # optimization
+    ngram_targets: float | None = flag(
+        None,
+        number(float, "[0, 1]"),
+        "share of n-gram distributions in the targets of the first step; falls to 0 with the run",
+        none="off",
+    )
     optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
     batch_size: int = flag(12, positive, "sequences per micro-step, over all processes")
     gradient_accumulation_steps: int = flag(1, positive, "micro-steps per step")

@@ -229,7 +229,7 @@ def read_tables(text):
 NONE = dict(
     n_kv_head="n_head", lr_decay_iters="max_iters", min_lr="learning_rate / 10", patience="off", sample_interval="off"
 )
-NONE |= dict(data_dir="data, beside train.py", threads="PyTorch's choice")
+NONE |= dict(data_dir="data, beside train.py", threads="PyTorch's choice", ngram_targets="off")
 
 
 def test_help_shows_the_settings_that_a_run_would_have(capsys):

@@ -1,0 +1,60 @@
+"""Soft targets: the distribution of the next character after the same few characters anywhere in the training text.
+
+The character that follows in the text is one sample of what could follow. Its n-gram distribution is a mean over many
+samples, so its gradient has less noise, but it knows a few characters of context only. train.py therefore mixes the
+two: it begins with the n-gram distribution and ends with the text. Malagutti et al. 2024 (arXiv:2403.17240) train
+language models on smoothed n-gram distributions throughout. The decay to the plain loss is this kit's.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+MAX_ORDER = 7  # characters of context; with more of them most contexts occur once, and nothing is averaged
+STRENGTH = 6.0  # occurrences of a context after which it weighs as much as the next shorter one
+MAX_ENTRIES = 2**25  # of the table: 128 MiB
+
+
+@dataclass
+class NgramTargets:
+    """table[rows[i]] is the distribution of token i + 1 of the training text.
+
+    table  (contexts, V) float32
+    rows   (N,) int64: the row of the context that ends with token i
+    """
+
+    table: torch.Tensor
+    rows: np.ndarray
+
+
+def ngram_targets(ids, vocab_size, device):
+    """Return the NgramTargets of a text. ids: (N,) integers below vocab_size.
+
+    The distribution after a context of k tokens is an average of what followed it and of the distribution after its
+    last k - 1 tokens (Jelinek-Mercer smoothing). The occurrences of the context weigh 1 each, and the shorter context
+    STRENGTH. The longest context has MAX_ORDER tokens, or fewer if the table would be too large.
+    """
+    ids = ids.astype(np.int64)
+    rows, table = np.zeros(len(ids), np.int64), np.full((1, vocab_size), 1 / vocab_size, np.float32)
+    contexts = np.zeros(len(ids), np.int64)  # a number per context of k tokens, equal for equal contexts
+    for k in range(MAX_ORDER + 1):
+        if k:  # one token more, the one k - 1 before; the first tokens of the text take their context from its end
+            contexts = rows * vocab_size + np.roll(ids, k - 1)
+        found, longer = np.unique(contexts, return_inverse=True)
+        if len(found) * vocab_size > MAX_ENTRIES:
+            break
+        counts = np.bincount(longer[:-1] * vocab_size + ids[1:], minlength=len(found) * vocab_size)
+        counts = counts.reshape(-1, vocab_size).astype(np.float32)
+        shorter = np.zeros(len(found), np.int64)
+        shorter[longer] = rows
+        table = (counts + STRENGTH * table[shorter]) / (counts.sum(1, keepdims=True) + STRENGTH)
+        rows = longer
+    return NgramTargets(torch.from_numpy(table).to(device), rows)
+
+
+def ngram_target_share(step, config):
+    """Return the share of the n-gram distribution in the targets of a step. It falls to 0 along a line."""
+    if not config.ngram_targets:
+        return 0.0
+    return config.ngram_targets * max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
