@@ -44,11 +44,12 @@ def ngram_targets(ids, vocab_size, device):
         found, longer = np.unique(contexts, return_inverse=True)
         if len(found) * vocab_size > MAX_ENTRIES:
             break
-        counts = np.bincount(longer[:-1] * vocab_size + ids[1:], minlength=len(found) * vocab_size)
-        counts = counts.reshape(-1, vocab_size).astype(np.float32)
         shorter = np.zeros(len(found), np.int64)
         shorter[longer] = rows
-        table = (counts + STRENGTH * table[shorter]) / (counts.sum(1, keepdims=True) + STRENGTH)
+        table = table[shorter]  # and then in place, because a table can have 128 MiB
+        table *= STRENGTH
+        np.add.at(table, (longer[:-1], ids[1:]), 1)
+        table /= table.sum(1, keepdims=True)
         rows = longer
     return NgramTargets(torch.from_numpy(table).to(device), rows)
 
