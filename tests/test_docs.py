@@ -180,7 +180,7 @@ def test_the_tests_and_files_that_it_names_are_there(file):
     tests = "".join(read(test) for test in (ROOT / "tests").rglob("test_*.py"))
     for name in named_tests(read(file)):
         assert (ROOT / "tests" / f"{name}.py").exists() or f"def {name}(" in tests, name
-    written = ("data/train.bin", "data/val.bin", "data/meta.json")  # by data/prepare.py
+    written = ("data/train.bin", "data/val.bin", "data/meta.json", "data/dev")  # by prepare.py and hold_out.py
     for path in named_paths(read(file)):
         assert (ROOT / path).exists() or path in written, path
 
