@@ -12,7 +12,6 @@ out/log.csv. On a CPU the same command gives the same weights to the bit, interr
 """
 
 import importlib.util
-import math
 import shlex
 import sys
 import time
@@ -107,7 +106,8 @@ def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_s
         starts.append(windows[i % windows_per_epoch % len(windows)])
     windows = torch.from_numpy(ids[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int64))
     if device.type == "cuda":
-        windows = windows.pin_memory().to(device, non_blocking=True)
+        windows = windows.pin_memory()
+    windows = windows.to(device, non_blocking=device.type == "cuda")
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -133,9 +133,9 @@ def train_step(config, data, state, ranks, measure=False):
         with state.autocast:
             logits, loss = state.train_model(x, y)
         objective = loss
-        if ngram_share := ngram_target_share(state.step, config):
-            rows, _ = get_batch(data.ngrams.rows, config.seed, number, *shape, *where)
-            expected = data.ngrams.table[rows].flatten(0, 1)
+        if data.ngram_targets and (ngram_share := ngram_target_share(state.step, config)):
+            rows, _ = get_batch(data.ngram_targets.rows, config.seed, number, *shape, *where)
+            expected = data.ngram_targets.table[rows].flatten(0, 1)
             objective = loss.lerp(F.cross_entropy(logits.flatten(0, 1).float(), expected), ngram_share)
         state.scaler.scale(objective / micro_steps).backward()
         total = total + loss.detach() / micro_steps
@@ -143,7 +143,10 @@ def train_step(config, data, state, ranks, measure=False):
     if config.grad_clip or measure:
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
+        if config.grad_clip:
+            grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip)
+        else:
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()])
     for optimizer in state.optimizers:
         began = time.perf_counter()
         state.scaler.step(optimizer)
@@ -245,7 +248,7 @@ def resolve(flags, ranks, run):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     device = ranks.pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    if ranks.world_size > 1:  # torchrun divides the cores
+    if ranks.world_size > 1:  # torchrun sets the number
         config.threads = flags.get("threads")
     else:  # recorded, because the number of threads decides the last bits of a sum
         config.threads = config.threads or torch.get_num_threads()
@@ -314,7 +317,9 @@ def main():
         )
         return
     if config.ngram_targets:
-        data.ngrams = ngram_targets(data.train, len(data.chars), device)
+        data.ngram_targets = ngram_targets(data.train, len(data.chars), device)
+        if not data.ngram_targets:
+            print("the text is too long, or has too many distinct characters, for n-gram targets: training without")
     ranks.connect(device)
     state.train_model = ranks.wrap(compile_model(state.model) if config.compile else state.model)
 

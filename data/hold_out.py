@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kvgpt is beside this script's folder
 
-from kvgpt.cli import Parser, one_line_errors, path, run_main
+from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
 from kvgpt.storage.prepared import write_prepared
 from kvgpt.training.dataset import load_dataset
 
@@ -26,10 +26,17 @@ def main():
     with one_line_errors():
         data = load_dataset(data_dir, block_size=1)
     n = int(0.9 * len(data.train))
+    if len(data.train) - n < 2:
+        fail(f"the training text in {data_dir} has {len(data.train)} characters, and a tenth needs two: 20 would do")
     text, dev = "".join(data.chars[i] for i in data.train), data_dir / "dev"
-    write_prepared(dev, data.chars, data.train[:n], data.train[n:], f"the training text in {data_dir}", text.encode())
+    try:
+        write_prepared(
+            dev, data.chars, data.train[:n], data.train[n:], f"the training text in {data_dir}", text.encode()
+        )
+    except OSError as error:
+        fail(f"cannot write {error.filename or dev}: {error.strerror}")
     print(f"train {n:,}, val {len(data.train) - n:,} characters: {dev}")
 
 
 if __name__ == "__main__":
-    run_main(main, disk_hint="the files are in place")
+    run_main(main)

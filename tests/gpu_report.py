@@ -53,9 +53,11 @@ def run(command, seconds, log):
     with open(log, "wb") as f, subprocess.Popen(command, cwd=ROOT, stdout=f, stderr=f, start_new_session=True) as p:
         try:
             return p.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # Ctrl-C, too
             os.killpg(p.pid, signal.SIGKILL)  # and the scripts that a test has started
-            return None
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
 
 
 def log_file(part):

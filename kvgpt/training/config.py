@@ -60,7 +60,7 @@ class TrainConfig:
     ngram_targets: float | None = flag(
         None,
         number(float, "[0, 1]"),
-        "share of n-gram distributions in the targets of the first step; falls to 0 with the run",
+        "share of n-gram distributions in the targets of the first step; falls to 0 at lr_decay_iters",
         none="off",
     )
     optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
@@ -197,7 +197,8 @@ def resolve_config(flags, presets, recipes, overrides, *, on_gpu, source=None):
         if source:
             network = {name: source.model_args[name] for name in MODEL_FLAGS if name != "dropout"}
             require_unchanged(f"the model in {source.path}", network, flags, network)
-            config = replace(config, **network)
+            # a trained model knows more than n-grams do
+            config = replace(config, **network, ngram_targets=flags.get("ngram_targets"))
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         raise ValueError(
             f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: "

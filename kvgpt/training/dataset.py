@@ -15,14 +15,14 @@ from model import eval_mode
 class Dataset:
     """A prepared text. Token i is chars[i]. train and val are arrays of uint16 ids, mapped from disk.
 
-    ngrams  the NgramTargets of train, if the run uses them
+    ngram_targets  of train, if the run uses them
     """
 
     chars: str
     train: np.ndarray
     val: np.ndarray
     sha256: dict  # of train.bin and val.bin, by split
-    ngrams: NgramTargets | None = None
+    ngram_targets: NgramTargets | None = None
 
 
 def load_dataset(data_dir, block_size):

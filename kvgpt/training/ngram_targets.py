@@ -1,9 +1,9 @@
 """Soft targets: the distribution of the next character after the same few characters anywhere in the training text.
 
-The character that follows in the text is one sample of what could follow. Its n-gram distribution is a mean over many
-samples, so its gradient has less noise, but it knows a few characters of context only. train.py therefore mixes the
-two: it begins with the n-gram distribution and ends with the text. Malagutti et al. 2024 (arXiv:2403.17240) train
-language models on smoothed n-gram distributions throughout. The decay to the plain loss is this kit's.
+The character that follows in the text is one sample of what could follow. An n-gram distribution averages many samples.
+The average gives a gradient with less noise. An n-gram sees at most MAX_ORDER characters. The targets therefore begin
+as n-gram distributions and end as the text. Malagutti et al. 2024 (arXiv:2403.17240) regularize language models by
+smoothed n-gram distributions. The decay to the plain loss is this kit's.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ import torch
 
 MAX_ORDER = 7  # characters of context; with more of them most contexts occur once, and nothing is averaged
 STRENGTH = 6.0  # occurrences of a context after which it weighs as much as the next shorter one
+MIN_ORDER = 3  # shorter contexts teach less than the text does
 MAX_ENTRIES = 2**25  # of the table: 128 MiB
+MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
 
 
 @dataclass
@@ -29,12 +31,15 @@ class NgramTargets:
 
 
 def ngram_targets(ids, vocab_size, device):
-    """Return the NgramTargets of a text. ids: (N,) integers below vocab_size.
+    """Return the NgramTargets of a text, or None if the text is too long or has too many distinct characters.
 
+    ids  (N,) integers below vocab_size
     The distribution after a context of k tokens is an average of what followed it and of the distribution after its
-    last k - 1 tokens (Jelinek-Mercer smoothing). The occurrences of the context weigh 1 each, and the shorter context
-    STRENGTH. The longest context has MAX_ORDER tokens, or fewer if the table would be too large.
+    last k - 1 tokens. The occurrences of the context weigh 1 each, and the shorter context STRENGTH (a Dirichlet prior,
+    MacKay and Peto 1995). The longest context has MAX_ORDER tokens, or fewer if the table would be too large.
     """
+    if len(ids) > MAX_LENGTH:
+        return None
     ids = ids.astype(np.int64)
     rows, table = np.zeros(len(ids), np.int64), np.full((1, vocab_size), 1 / vocab_size, np.float32)
     contexts = np.zeros(len(ids), np.int64)  # a number per context of k tokens, equal for equal contexts
@@ -43,6 +48,8 @@ def ngram_targets(ids, vocab_size, device):
             contexts = rows * vocab_size + np.roll(ids, k - 1)
         found, longer = np.unique(contexts, return_inverse=True)
         if len(found) * vocab_size > MAX_ENTRIES:
+            if k <= MIN_ORDER:
+                return None
             break
         shorter = np.zeros(len(found), np.int64)
         shorter[longer] = rows

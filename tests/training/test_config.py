@@ -326,6 +326,8 @@ def test_flags_become_settings_or_one_line(texts, init_from, on_gpu, step, sourc
         assert isinstance(config, TrainConfig)
         assert all(getattr(config, name) == value for name, value in flags.items() if value != "auto")
         assert 0 <= lr_multiplier(step, config) <= 1
+        if init_from == "out/hf":  # n-grams would pull a trained model back
+            assert config.ngram_targets == flags.get("ngram_targets")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from helpers import CPU, tiny_run
+from helpers import CPU, SMALL, assert_same_run, here, ok, tiny_run
 from kvgpt.training import ngram_targets as targets
 from kvgpt.training.config import TrainConfig
 from kvgpt.training.dist import Ranks
@@ -43,6 +43,20 @@ def test_a_text_with_many_contexts_gets_shorter_ones(monkeypatch):
         assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text.tolist(), i, 5, 3), abs=1e-6)
 
 
+def test_a_text_that_is_too_long_or_too_varied_has_no_targets(monkeypatch, data_dir, tmp_path):
+    text = np.random.default_rng(0).integers(0, 5, 400).astype("<u2")
+    monkeypatch.setattr(targets, "MAX_ENTRIES", 26 * 5)  # 25 contexts of two
+    assert ngram_targets(text, 5, CPU) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(targets, "MAX_LENGTH", 399)
+    assert ngram_targets(text, 5, CPU) is None and ngram_targets(text[1:], 5, CPU)
+    flags = [*SMALL, "--data_dir", data_dir, "--max_iters", 2, "--out_dir"]
+    with_targets = ok(here(*flags, tmp_path / "a", "--ngram_targets", 1))
+    assert "training without" in with_targets.stdout
+    ok(here(*flags, tmp_path / "b"))
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
 def test_the_share_falls_to_0_along_a_line_and_is_off_by_default():
     assert ngram_target_share(0, TrainConfig()) == 0
     config = TrainConfig(ngram_targets=0.8, max_iters=40)
@@ -54,7 +68,7 @@ def test_a_step_descends_the_mean_of_both_losses_and_reports_the_plain_one():
     """The gradients of the first step against those of the definition, with micro-steps."""
     config, data, state = tiny_run(ngram_targets=0.6, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0)
     V = len(data.chars)
-    data.ngrams = ngram_targets(data.train, V, CPU)
+    data.ngram_targets = ngram_targets(data.train, V, CPU)
     gradients = {}
     for name, p in state.model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))

@@ -7,20 +7,31 @@ import sys
 import pytest
 
 from helpers import linux, ok, run
+from kvgpt.training.spinning import num_holders
 
-pytestmark = [linux, pytest.mark.skipif(os.cpu_count() < 2, reason="one thread waits for nobody")]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+pytestmark = [linux, pytest.mark.skipif(CORES < 2, reason="one thread waits for nobody")]
 
 CHILD = """
 import os, resource, time
 from threading import Event, Thread
 import torch
 from kvgpt.training import spinning
-torch.set_num_threads(os.cpu_count())
+torch.set_num_threads(len(os.sched_getaffinity(0)))
 x = torch.zeros(2**18)
 x.add_(1)
 def num_threads():
     return len(os.listdir("/proc/self/task"))
 """
+
+
+def test_enough_threads_are_held_to_exceed_the_cores():
+    """PyTorch takes one thread per physical core, half of the cores that a machine with hyperthreading shows."""
+    for cores in range(1, 65):
+        for threads in range(2, cores + 1):
+            holders = num_holders(threads, cores)
+            assert threads + holders * (threads - 1) > cores >= threads + (holders - 1) * (threads - 1)
+    assert num_holders(1, 8) == num_holders(9, 8) == 0  # no waiting; GNU OpenMP spins briefly by itself
 
 
 def test_threads_sleep_while_others_are_held_and_spin_afterwards():
@@ -73,7 +84,7 @@ while num_threads() >= before:  # the threads that were held and the watcher
     time.sleep(0.1)
 print("over")
 """
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(CORES)]
     try:
         assert ok(run("-c", CHILD + code)).stdout.split() == ["busy", "idle", "over"]
     finally:
