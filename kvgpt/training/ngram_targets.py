@@ -13,7 +13,7 @@ import torch
 
 MAX_ORDER = 7  # characters of context; with more of them most contexts occur once, and nothing is averaged
 STRENGTH = 6.0  # occurrences of a context after which it weighs as much as the next shorter one
-MIN_ORDER = 3  # shorter contexts teach less than the text does
+MIN_ORDER = 3  # a table of shorter contexts is not used
 MAX_ENTRIES = 2**25  # of the table: 128 MiB
 MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
 
