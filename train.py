@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from kvgpt.cli import fail, one_line_errors, run_main
 from kvgpt.decoding.ngrams import count_ngrams
@@ -29,10 +28,11 @@ from kvgpt.storage.checkpoint import load_checkpoint
 from kvgpt.storage.hf import read_folder
 from kvgpt.training.config import TrainConfig, parse_flags, resolve_config
 from kvgpt.training.dataset import evaluate, load_dataset
-from kvgpt.training.device import compile_model, pick_dtype
+from kvgpt.training.device import compile_module, pick_dtype
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
-from kvgpt.training.ngram_targets import ngram_target_share, ngram_targets
+from kvgpt.training.ngram_targets import ngram_targets
+from kvgpt.training.objective import falling
 from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
 from kvgpt.training.run_folder import RunFolder
@@ -59,6 +59,7 @@ RECIPES = {
         activation="swiglu",
         zero_init=True,
         ngram_targets=1.0,
+        mtp_weight=0.3,
         optimizer="muon",
         learning_rate=1e-2,
         beta2=0.95,
@@ -129,14 +130,15 @@ def train_step(config, data, state, ranks, measure=False):
         if config.dropout:  # dropout masks are a function of the seed and the step, like the batches
             sequence = np.random.SeedSequence((config.seed, state.step, micro_step, ranks.rank))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
-        ranks.sync_gradients(state.train_model, micro_step == micro_steps - 1)
-        with state.autocast:
-            logits, loss = state.train_model(x, y)
-        objective = loss
-        if data.ngram_targets and (ngram_share := ngram_target_share(state.step, config)):
+        ranks.sync_gradients(state.objective, micro_step == micro_steps - 1)
+        expected, ngram_share = None, falling(config.ngram_targets or 0.0, state.step, config)
+        if data.ngram_targets and ngram_share:
             rows, _ = get_batch(data.ngram_targets.rows, config.seed, number, *shape, *where)
             expected = data.ngram_targets.table[rows].flatten(0, 1)
-            objective = loss.lerp(F.cross_entropy(logits.flatten(0, 1).float(), expected), ngram_share)
+        # tensors, because torch.compile would compile a step per value of a number
+        weights = torch.tensor([falling(config.mtp_weight or 0.0, state.step, config), ngram_share]).to(state.device)
+        with state.autocast:
+            objective, loss = state.objective(x, y, *weights, expected)
         state.scaler.scale(objective / micro_steps).backward()
         total = total + loss.detach() / micro_steps
     grad_norm = None
@@ -144,15 +146,15 @@ def train_step(config, data, state, ranks, measure=False):
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
         if config.grad_clip:
-            grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip)
+            grad_norm = torch.nn.utils.clip_grad_norm_(state.objective.parameters(), config.grad_clip)
         else:
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()])
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in state.objective.parameters()])
     for optimizer in state.optimizers:
         began = time.perf_counter()
         state.scaler.step(optimizer)
     muon_seconds = time.perf_counter() - began if len(state.optimizers) > 1 else 0.0  # Muon is the second of two
     state.scaler.update()
-    state.model.zero_grad(set_to_none=True)
+    state.objective.zero_grad(set_to_none=True)
     return total, grad_norm, muon_seconds
 
 
@@ -321,7 +323,7 @@ def main():
         if not data.ngram_targets:
             print("the text is too long, or has too many distinct characters, for n-gram targets: training without")
     ranks.connect(device)
-    state.train_model = ranks.wrap(compile_model(state.model) if config.compile else state.model)
+    state.objective = ranks.wrap(compile_module(state.objective) if config.compile else state.objective)
 
     # run folder and log
     header = dict(

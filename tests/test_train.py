@@ -39,6 +39,7 @@ from helpers import (
 from kvgpt.training.config import TrainConfig
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
+from kvgpt.training.objective import Objective
 from kvgpt.training.optim import configure_optimizers
 from kvgpt.training.run_folder import RunFolder
 from kvgpt.training.signals import StopSignals
@@ -107,7 +108,8 @@ def gradient_of_one_step(data_dir, out_dir, *flags):
     ckpt = load(out_dir / "last.pt")
     model = GPT(GPTConfig(**ckpt["model_args"]))
     model.load_state_dict(ckpt["model"])
-    (optimizer,) = configure_optimizers(model, TrainConfig(**ckpt["config"]), CPU)
+    config = TrainConfig(**ckpt["config"])
+    (optimizer,) = configure_optimizers(Objective(model, config), config, CPU)
     optimizer.load_state_dict(*ckpt["optimizer"])
     return model, {name: optimizer.state[p]["exp_avg"] / 0.1 for name, p in model.named_parameters()}
 
@@ -167,7 +169,8 @@ def test_a_modern_run_begins_at_the_uniform_guess_and_has_every_parameter_in_one
     rows, ckpt = log(tmp_path), load(tmp_path / "last.pt")
     assert ckpt["model_args"]["pos_emb"] == "rope" and ckpt["model_args"]["qk_norm"]
     states = [len(state["state"]) for state in ckpt["optimizer"]]
-    assert len(states) == 2 and sum(states) == len(list(GPT(GPTConfig(**ckpt["model_args"])).parameters()))
+    num_parameters = len(list(GPT(GPTConfig(**ckpt["model_args"])).parameters()))
+    assert len(states) == 2 and sum(states) == num_parameters + len(ckpt["mtp"])
     assert float(rows[0]["train_loss"]) == pytest.approx(math.log(len(ckpt["chars"])), rel=0.02)
 
 
@@ -194,10 +197,10 @@ def after_forwards(state, count, action):
     calls = itertools.count(1)
 
     def hook(module, args, output):
-        if module.training and next(calls) == count:
+        if next(calls) == count:
             action()
 
-    state.model.register_forward_hook(hook)
+    state.objective.register_forward_hook(hook)
 
 
 def test_the_loop_ends_at_max_iters_and_begins_at_the_step_of_its_state(train_here, tmp_path):
@@ -222,7 +225,7 @@ def test_the_loop_ends_at_max_iters_and_begins_at_the_step_of_its_state(train_he
     # two steps are
     config.max_iters = 9
     seen = []
-    state.model.register_forward_hook(lambda module, args, output: seen.append(args[0]) if module.training else None)
+    state.objective.register_forward_hook(lambda module, args, output: seen.append(args[0]))
     assert train_here(config, data, state) == 0
     assert [x.tolist() for x in seen] == [get_batch(data.train, 1337, i, 2, 16, CPU)[0].tolist() for i in (7, 8)]
     assert state.step == load(tmp_path / "out" / "last.pt")["iter_num"] == 9

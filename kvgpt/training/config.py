@@ -63,6 +63,12 @@ class TrainConfig:
         "share of n-gram distributions in the targets of the first step; falls to 0 at lr_decay_iters",
         none="off",
     )
+    mtp_weight: float | None = flag(
+        None,
+        rate,
+        "weight of the loss for the tokens after the next at the first step; falls to 0 at lr_decay_iters",
+        none="off",
+    )
     optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
     batch_size: int = flag(12, positive, "sequences per micro-step, over all processes")
     gradient_accumulation_steps: int = flag(1, positive, "micro-steps per step")
@@ -197,8 +203,9 @@ def resolve_config(flags, presets, recipes, overrides, *, on_gpu, source=None):
         if source:
             network = {name: source.model_args[name] for name in MODEL_FLAGS if name != "dropout"}
             require_unchanged(f"the model in {source.path}", network, flags, network)
-            # a trained model knows more than n-grams do
-            config = replace(config, **network, ngram_targets=flags.get("ngram_targets"))
+            # a trained model knows more than n-grams do, and needs no help to begin
+            helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
+            config = replace(config, **network, **helps)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         raise ValueError(
             f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: "

@@ -19,12 +19,12 @@ def pick_dtype(name, device):
     return getattr(torch, name)
 
 
-def compile_model(model):
-    """Return torch.compile(model). Without a working compiler, print the reason and return the model."""
+def compile_module(module):
+    """Return torch.compile(module). Without a working compiler, print the reason and return the module."""
     try:
-        torch.compile(lambda x: x + 1)(torch.zeros(2, device=next(model.parameters()).device))
+        torch.compile(lambda x: x + 1)(torch.zeros(2, device=next(module.parameters()).device))
     except Exception as error:  # a missing compiler shows in many ways
         print(f"--compile: no working compiler ({str(error).splitlines()[0]}): training uncompiled", file=sys.stderr)
-        return model
+        return module
     print("--compile: compiling the training step; the first steps take a while", file=sys.stderr)
-    return torch.compile(model)
+    return torch.compile(module)

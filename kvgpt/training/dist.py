@@ -33,14 +33,14 @@ class Ranks:
         if self.world_size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
-    def wrap(self, model):
-        """Return the model to call in training: with several processes, it averages gradients over them."""
-        return DistributedDataParallel(model) if self.world_size > 1 else model
+    def wrap(self, objective):
+        """Return the module to call in training. With several processes, it averages gradients over them."""
+        return DistributedDataParallel(objective) if self.world_size > 1 else objective
 
-    def sync_gradients(self, model, sync):
+    def sync_gradients(self, objective, sync):
         """Set whether the next forward and backward average the gradients. Only the last micro-step of a step does."""
         if self.world_size > 1:
-            model.require_backward_grad_sync = sync
+            objective.require_backward_grad_sync = sync
 
     def all_reduce(self, value, op=dist.ReduceOp.SUM):
         """Return a number reduced over all processes, by default its sum."""

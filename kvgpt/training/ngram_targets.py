@@ -59,10 +59,3 @@ def ngram_targets(ids, vocab_size, device):
         table /= table.sum(1, keepdims=True)
         rows = longer
     return NgramTargets(torch.from_numpy(table).to(device), rows)
-
-
-def ngram_target_share(step, config):
-    """Return the share of the n-gram distribution in the targets of a step. It falls to 0 along a line."""
-    if not config.ngram_targets:
-        return 0.0
-    return config.ngram_targets * max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))

@@ -66,20 +66,20 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-lr * scale)
 
 
-def configure_optimizers(model, config, device):
-    """Return [AdamW] or [AdamW, Muon], with every parameter in exactly one group.
+def configure_optimizers(objective, config, device):
+    """Return [AdamW] or [AdamW, Muon], with every parameter of an Objective in exactly one group.
 
     group["peak_lr"] is the learning rate that the schedule multiplies. Weight decay applies to AdamW's matrices and
     embeddings, not to biases and norms. Muon has none.
     """
     # Muon takes the matrices of the blocks
-    matrices = []
+    model, matrices = objective.model, []
     if config.optimizer == "muon":
         matrices = [p for p in model.transformer["h"].parameters() if p.dim() == 2]
     taken = {id(p) for p in matrices}
 
     # AdamW takes all others
-    others = [p for p in model.parameters() if id(p) not in taken]
+    others = [p for p in objective.parameters() if id(p) not in taken]
     peak_lr = config.learning_rate
     groups = [
         dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=peak_lr),
@@ -92,7 +92,7 @@ def configure_optimizers(model, config, device):
         optimizers.append(Muon(muon_groups(model, config.muon_learning_rate), lr=config.muon_learning_rate))
 
     grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(grouped) == sorted(map(id, model.parameters())), "a parameter is in no group, or in two"
+    assert sorted(grouped) == sorted(map(id, objective.parameters())), "a parameter is in no group, or in two"
     return optimizers
 
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch
 
+from kvgpt.training.objective import Objective
 from kvgpt.training.optim import configure_optimizers
 
 
@@ -26,7 +27,8 @@ class TrainState:
     """The weights and everything that goes with them from step to step.
 
     model             the GPT, for evaluation and checkpoints
-    train_model       the same weights as training calls them: compiled, or wrapped for several processes
+    objective         the Objective of the same GPT, which training calls; train.py may compile or wrap it
+    mtp               the layers of the objective that no model has
     device, dtype     where the forward runs, and in which dtype
     optimizers        AdamW, or AdamW and Muon
     scaler, autocast  for a dtype other than float32
@@ -36,9 +38,10 @@ class TrainState:
     """
 
     def __init__(self, model, config, device, dtype):
-        self.model = self.train_model = model
+        self.model, self.objective = model, Objective(model, config).to(device)
+        self.mtp = self.objective.mtp
         self.device, self.dtype = device, dtype
-        self.optimizers = configure_optimizers(model, config, device)
+        self.optimizers = configure_optimizers(self.objective, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
         self.step, self.best_val_loss, self.evals_since_best = 0, math.inf, 0
@@ -63,6 +66,7 @@ class TrainState:
             state |= dict(
                 optimizer=[optimizer.state_dict() for optimizer in self.optimizers],
                 scaler=self.scaler.state_dict(),
+                mtp=self.mtp.state_dict(),
                 evals_since_best=self.evals_since_best,
             )
         return state
@@ -77,6 +81,7 @@ class TrainState:
                 optimizer.load_state_dict(state)
                 for group, settings in zip(optimizer.param_groups, wanted):
                     group |= settings
+            self.mtp.load_state_dict(saved.get("mtp", {}))  # runs of older versions have no such layers
             if self.scaler.is_enabled() and saved["scaler"]:
                 self.scaler.load_state_dict(saved["scaler"])
             self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]

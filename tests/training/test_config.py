@@ -229,7 +229,7 @@ def read_tables(text):
 NONE = dict(
     n_kv_head="n_head", lr_decay_iters="max_iters", min_lr="learning_rate / 10", patience="off", sample_interval="off"
 )
-NONE |= dict(data_dir="data, beside train.py", threads="PyTorch's choice", ngram_targets="off")
+NONE |= dict(data_dir="data, beside train.py", threads="PyTorch's choice", ngram_targets="off", mtp_weight="off")
 
 
 def test_help_shows_the_settings_that_a_run_would_have(capsys):
@@ -328,6 +328,7 @@ def test_flags_become_settings_or_one_line(texts, init_from, on_gpu, step, sourc
         assert 0 <= lr_multiplier(step, config) <= 1
         if init_from == "out/hf":  # n-grams would pull a trained model back
             assert config.ngram_targets == flags.get("ngram_targets")
+            assert config.mtp_weight == flags.get("mtp_weight")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import train
-from helpers import SMALL, assert_one_line, child, here, load, log, ok, same, tiny_run
-from kvgpt.training.device import compile_model, pick_dtype
+from helpers import CPU, SMALL, assert_one_line, child, here, load, log, ok, same, tiny_run
+from kvgpt.training.device import compile_module, pick_dtype
 from kvgpt.training.dist import Ranks
+from kvgpt.training.ngram_targets import ngram_targets
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
 
@@ -84,13 +85,14 @@ def test_a_compiled_step_is_the_plain_step(captured):
     """A --compile that compiled nothing trained as well."""
     weights, losses = [], []
     for compiled in (False, True):
-        config, data, state = tiny_run(gradient_accumulation_steps=2)
+        config, data, state = tiny_run(gradient_accumulation_steps=2, ngram_targets=0.5, mtp_weight=0.3)
+        data.ngram_targets = ngram_targets(data.train, len(data.chars), CPU)
         if compiled:
-            state.train_model = compile_model(state.model)
-            assert isinstance(state.train_model, torch._dynamo.eval_frame.OptimizedModule)
+            state.objective = compile_module(state.objective)
+            assert isinstance(state.objective, torch._dynamo.eval_frame.OptimizedModule)
         losses.append([train.train_step(config, data, state, Ranks())[0].item() for _ in range(3)])
         weights.append(state.state_dict(with_optimizers=False)["model"])
-        assert (captured() > 10) == compiled  # compile_model tries the compiler on one operation
+        assert (captured() > 10) == compiled  # compile_module tries the compiler on one operation
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert weights[0].keys() == weights[1].keys()
     for name, p in weights[0].items():

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 import train
 from helpers import CPU, SMALL, assert_same_run, here, ok, tiny_run
 from kvgpt.training import ngram_targets as targets
-from kvgpt.training.config import TrainConfig
 from kvgpt.training.dist import Ranks
-from kvgpt.training.ngram_targets import MAX_ORDER, STRENGTH, ngram_target_share, ngram_targets
+from kvgpt.training.ngram_targets import MAX_ORDER, STRENGTH, ngram_targets
 
 
 def expected(text, i, V, order):
@@ -55,13 +54,6 @@ def test_a_text_that_is_too_long_or_too_varied_has_no_targets(monkeypatch, data_
     assert "training without" in with_targets.stdout
     ok(here(*flags, tmp_path / "b"))
     assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
-def test_the_share_falls_to_0_along_a_line_and_is_off_by_default():
-    assert ngram_target_share(0, TrainConfig()) == 0
-    config = TrainConfig(ngram_targets=0.8, max_iters=40)
-    assert [ngram_target_share(step, config) for step in (0, 10, 40, 50)] == pytest.approx([0.8, 0.6, 0, 0])
-    assert ngram_target_share(10, TrainConfig(ngram_targets=0.8, max_iters=40, lr_decay_iters=20)) == 0.4
 
 
 def test_a_step_descends_the_mean_of_both_losses_and_reports_the_plain_one():

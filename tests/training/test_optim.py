@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, here, load, ok, same
 from kvgpt.training.config import TrainConfig
+from kvgpt.training.objective import Objective
 from kvgpt.training.optim import POLYNOMIALS, configure_optimizers, lr_multiplier, orthogonalize, set_lr
 from model import GPT, GPTConfig
 
@@ -61,9 +62,8 @@ def test_the_learning_rates_defaults_end_at_a_tenth_after_max_iters():
 
 def test_every_group_of_both_optimizers_follows_the_schedule_from_a_peak_of_its_own():
     model = GPT(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=2, n_embd=8))
-    optimizers = configure_optimizers(
-        model, TrainConfig(optimizer="muon", learning_rate=0.2, muon_learning_rate=0.03), CPU
-    )
+    config = TrainConfig(optimizer="muon", learning_rate=0.2, muon_learning_rate=0.03)
+    optimizers = configure_optimizers(Objective(model, config), config, CPU)
     for multiplier in (0.5, 1.0, 0.0, 0.25):  # a share of the peak, not of the rate before
         set_lr(optimizers, multiplier)
         rates = [{group["lr"] for group in optimizer.param_groups} for optimizer in optimizers]
@@ -76,16 +76,20 @@ def test_every_group_of_both_optimizers_follows_the_schedule_from_a_peak_of_its_
 @pytest.mark.parametrize(
     "change", [{}, {"bias": True}, {"tie_weights": False}, {"pos_emb": "rope"}, {"norm_first": False, "bias": True}]
 )
-def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(change):
+@pytest.mark.parametrize("mtp_weight", [None, 0.3])
+def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(change, mtp_weight):
     model = GPT(GPTConfig(**(dict(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, bias=False) | change)))
-    config = TrainConfig(optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95)
-    (optimizer,) = configure_optimizers(model, config, CPU)
+    config = TrainConfig(
+        optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95, mtp_weight=mtp_weight
+    )
+    objective = Objective(model, config)
+    (optimizer,) = configure_optimizers(objective, config, CPU)
     groups = optimizer.param_groups
     where = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
-    assert sorted(i for i, _ in where) == sorted({id(p) for p in model.parameters()})
+    assert sorted(i for i, _ in where) == sorted({id(p) for p in objective.parameters()})
     assert all(group["betas"] == (0.8, 0.95) for group in groups)
     expected = {}
-    for module in model.modules():
+    for module in objective.modules():
         for name, p in module.named_parameters(recurse=False):
             decays = name == "weight" and isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
             expected[id(p)] = 0.3 if decays else 0.0
@@ -122,7 +126,8 @@ def test_muon_is_momentum_made_orthogonal_for_q_k_and_v_apart(kv_heads):
     sizes = dict(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, n_kv_head=kv_heads)
     model = GPT(GPTConfig(**sizes, qk_norm=True, activation="swiglu" if kv_heads else "gelu"))
     settings = dict(weight_decay=0.1, learning_rate=1e-2, beta1=0.9, beta2=0.95, muon_learning_rate=0.03)
-    optimizers = configure_optimizers(model, TrainConfig(optimizer="muon", **settings), CPU)
+    config = TrainConfig(optimizer="muon", **settings)
+    optimizers = configure_optimizers(Objective(model, config), config, CPU)
     matrices = {name: p for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
     muons = {id(p) for group in optimizers[1].param_groups for p in group["params"]}
     assert muons == set(map(id, matrices.values()))

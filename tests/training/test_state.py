@@ -40,7 +40,7 @@ def test_checkpoints_hold_tensors_and_plain_values_under_the_promised_keys(train
             walk(part)
 
     keys = "model model_args iter_num best_val_loss config chars data_sha256 ngrams"
-    for name, more in (("ckpt.pt", ""), ("last.pt", " optimizer scaler evals_since_best")):
+    for name, more in (("ckpt.pt", ""), ("last.pt", " optimizer scaler mtp evals_since_best")):
         ckpt = load(trained / name)
         assert set(ckpt) == set((keys + more).split())
         walk(ckpt)
