@@ -8,20 +8,24 @@ Every export ends with a check. The library that will read the files computes lo
 compared with PyTorch's.
 """
 
+import gzip
 import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
 import shutil
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
 from kvgpt.cli import Parser, fail, one_line_errors, path, pick_checkpoint, run_main
+from kvgpt.decoding.ngrams import order_of
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
@@ -181,31 +185,51 @@ def to_hf(checkpoint, model, folder, args):
 
 
 def to_web(checkpoint, model, folder, args):
-    # copy the page and the runtime
     runtime = HERE / "web" / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
         fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
-    (folder / "ort").mkdir(parents=True, exist_ok=True)
-    for name in ("index.html", "style.css", "app.js"):
-        shutil.copy(HERE / "web" / name, folder)
-    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"):
-        shutil.copy(runtime / name, folder / "ort")
 
     # write and check the model
     chars, config, loss = checkpoint.chars, model.config, checkpoint.best_val_loss
-    write_onnx(model, chars, folder / "model.onnx")
-    check_onnx(model, folder / "model.onnx", real_text(chars, config.block_size, Path(args.data_dir))[0])
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
+        write_onnx(model, chars, Path(made) / "model.onnx")
+        check_onnx(model, Path(made) / "model.onnx", real_text(chars, config.block_size, Path(args.data_dir))[0])
+        graph = (Path(made) / "model.onnx").read_bytes()
     about = dict(
         chars=chars,
         block_size=config.block_size,
         n_layer=config.n_layer,
         n_kv_head=config.num_kv_heads,
         head_size=config.head_size,
+        pos_emb=config.pos_emb,
         parameters=sum(p.numel() for p in model.parameters()),
         val_loss=float(loss) if math.isfinite(loss) else None,  # JSON has no infinity
     )
-    write_atomically({folder / "model.json": json.dumps(about).encode()})
-    print(f"{folder}: serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
+
+    # copy the page; pack what is large, because a plain server packs nothing
+    shutil.copytree(HERE / "web" / "page", folder, dirs_exist_ok=True)
+    (folder / "ort").mkdir(exist_ok=True)
+    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
+        shutil.copy(runtime / name, folder / "ort")
+    packed = {
+        "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
+        "ngrams.bin.gz": ngrams_bytes(checkpoint.checked_ngrams()),
+        "model.onnx.gz": graph,
+    }
+    files = {folder / name: gzip.compress(content, mtime=0) for name, content in packed.items()}
+    write_atomically(files | {folder / "model.json": json.dumps(about).encode()})
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {size / 1e6:.1f} MB")
+    print(f"serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
+
+
+def ngrams_bytes(ngrams):
+    """Return n-grams as uint32: order, the differences of the codes, the counts. No bytes for None."""
+    if ngrams is None:
+        return b""
+    codes, counts = (ngrams[name].numpy().astype("<u4") for name in ("codes", "counts"))
+    differences = np.diff(codes, prepend=np.uint32(0))  # small, so gzip makes them smaller
+    return np.concatenate(([np.uint32(order_of(ngrams))], differences, counts)).astype("<u4").tobytes()
 
 
 FORMATS = {"onnx": to_onnx, "hf": to_hf, "web": to_web}

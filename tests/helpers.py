@@ -370,9 +370,9 @@ def tiny(**network):
     return lively(GPTConfig(**(SIZE | network)))
 
 
-def save_model(folder, model, chars=CHARS):
+def save_model(folder, model, chars=CHARS, ngrams=None):
     """Write ckpt.pt with what export.py and sample.py need of a checkpoint."""
-    content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars)
+    content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars, ngrams=ngrams)
     save_checkpoint(folder / "ckpt.pt", content)
 
 

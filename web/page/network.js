@@ -1,0 +1,104 @@
+// The network: one forward of the exported graph, with a cache as its argument and its result.
+//
+// A cache is a list of Float32Arrays, one per name in `slots`: the keys of layer 0, its values, the keys of layer 1, ...
+// Each has the shape (heads, columns, head size). A column is one position: a key and a value per layer and head.
+
+let ort, session, info;
+
+export async function createNetwork(runtime, bytes, about) {
+  ort = runtime;
+  info = about;
+  session = await ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] });
+  // A full context shows a file that does not fit its model.json. The browser also compiles the code that will be timed.
+  const most = info.block_size - 1;
+  const { cache } = await forward(Array(most).fill(0), emptyCache(), { keep: true });
+  const { logits } = await forward([0], cache);
+  if (logits.length !== info.chars.length) throw new Error("model.onnx and model.json are of different models");
+  if (!logits.every(Number.isFinite)) throw new Error("its outputs are no finite numbers");
+}
+
+export function emptyCache() {
+  return Array.from({ length: 2 * info.n_layer }, () => new Float32Array(0));
+}
+
+/** Return how many columns a cache holds. */
+export function columnsOf(cache) {
+  return cache[0].length / (info.n_kv_head * info.head_size);
+}
+
+/** Feed `ids` behind the columns of `cache`.
+ *
+ *  positions  of the ids; by default they continue the cache
+ *  hidden     a column that no query may see (attention_mask 0)
+ *  keep       whether to return the cache, longer by the new columns
+ *  every      whether to return the logits after every id, one array per id, instead of those after the last
+ *  Returns { logits, cache, shapes }. shapes: [direction, name, dimensions] per input and output of the graph.
+ */
+export async function forward(ids, cache, { positions, hidden, keep = false, every = false } = {}) {
+  const past = columnsOf(cache);
+  const end = past + ids.length;
+  const row = (length, value) =>
+    new ort.Tensor("int64", BigInt64Array.from({ length }, (_, i) => BigInt(value(i))), [1, length]);
+  const feeds = {
+    input_ids: row(ids.length, (i) => ids[i]),
+    attention_mask: row(end, (i) => (i === hidden ? 0 : 1)),
+    position_ids: row(ids.length, (i) => positions?.[i] ?? past + i),
+  };
+  const names = [];
+  cache.forEach((data, i) => {
+    const name = `${i >> 1}.${i % 2 ? "value" : "key"}`;
+    feeds[`past_key_values.${name}`] = new ort.Tensor("float32", data, [1, info.n_kv_head, past, info.head_size]);
+    names.push(`present.${name}`);
+  });
+  const outputs = await session.run(feeds, keep ? ["logits", ...names] : ["logits"]);
+  const vocabSize = outputs.logits.dims.at(-1);
+  const all = outputs.logits.data;
+  const shape = (direction) => ([name, tensor]) => [direction, name, tensor.dims];
+  return {
+    logits: every ? ids.map((_, i) => all.slice(i * vocabSize, (i + 1) * vocabSize)) : all.slice(-vocabSize),
+    cache: keep ? names.map((name) => outputs[name].data) : cache,
+    shapes: [...Object.entries(feeds).map(shape("in")), ...Object.entries(outputs).map(shape("out"))],
+  };
+}
+
+/** Return the columns [begin, end) of a cache: a list like a cache. */
+export function columns(cache, begin, end) {
+  const size = info.head_size;
+  const width = columnsOf(cache) * size;
+  return cache.map((data) => {
+    const part = new Float32Array(info.n_kv_head * (end - begin) * size);
+    for (let head = 0; head < info.n_kv_head; head++) {
+      part.set(data.subarray(head * width + begin * size, head * width + end * size), head * (end - begin) * size);
+    }
+    return part;
+  });
+}
+
+/** Return a copy of a cache in which one column is that of `column`, a cache of one column. */
+export function withColumn(cache, index, column) {
+  const size = info.head_size;
+  const width = columnsOf(cache) * size;
+  return cache.map((data, i) => {
+    const copy = data.slice();
+    for (let head = 0; head < info.n_kv_head; head++) {
+      copy.set(column[i].subarray(head * size, (head + 1) * size), head * width + index * size);
+    }
+    return copy;
+  });
+}
+
+/** Return per layer the largest difference between two caches of equal size in each column, in keys and values. */
+export function differences(a, b) {
+  const size = info.head_size;
+  const count = columnsOf(a);
+  return Array.from({ length: info.n_layer }, (_, layer) => {
+    const most = new Float32Array(count);
+    for (const i of [2 * layer, 2 * layer + 1]) {
+      a[i].forEach((x, j) => {
+        const column = Math.floor(j / size) % count;
+        most[column] = Math.max(most[column], Math.abs(x - b[i][j]));
+      });
+    }
+    return most;
+  });
+}

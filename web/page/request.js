@@ -1,0 +1,102 @@
+// What the reader asks for: the form, checked; and the address, which holds the same.
+
+export const FIELDS = ["prompt", "temperature", "top_k", "seed", "max_new_tokens"];
+
+// Phones type these characters instead of those that are on a keyboard. The first counterpart that the model knows wins.
+const COUNTERPARTS = new Map(
+  Object.entries({
+    "‘": ["'"], "’": ["'"], "‚": [","], "“": ['"', "'"], "”": ['"', "'"], "„": ['"', "'"],
+    "–": ["-"], "—": ["--", "-"], "‑": ["-"], "…": ["..."], "\u00a0": [" "], "\t": [" "], "\r": [""],
+  }),
+);
+
+/** Return { ids, steps, sampling, notes, key } of the form. Throws an Error with the `field` that cannot be. */
+export function readRequest(fields, info) {
+  const notes = [];
+  const prompt = readPrompt(fields.prompt, info, notes);
+  const room = info.block_size - prompt.length;
+  if (room < 1) {
+    const size = `The prompt has ${characters(prompt.length)} and the context ${info.block_size}`;
+    refuse(fields.prompt, `${size}: at most ${info.block_size - 1} leave room for a new one.`);
+  }
+  const decimal = /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+  const typed = fields.temperature.value;
+  if (/^\s*\d*,\d+\s*$/.test(typed)) {
+    fields.temperature.value = typed.trim().replace(",", ".");
+    notes.push(`Read ${typed.trim()} as ${fields.temperature.value}.`);
+  }
+  const sampling = {
+    temperature: Number(number(fields.temperature, decimal, (text) => text < 1e30, "a number from 0 to below 1e30")),
+    topK: count(fields.top_k),
+    seed: BigInt(number(fields.seed, /^\d+$/, (text) => BigInt(text) < 2n ** 64n, "a whole number from 0 to 2⁶⁴ − 1")),
+  };
+  const asked = count(fields.max_new_tokens) ?? room;
+  if (asked > room) {
+    notes.push(`${characters(asked)} would pass the end of the context of ${info.block_size}. ${room} fit.`);
+  }
+  const ids = prompt.map((char) => info.ids.get(char));
+  const steps = Math.min(asked, room);
+  return { ids, steps, sampling, notes, key: [ids, steps, ...Object.values(sampling)].join() };
+}
+
+/** Return the characters of the prompt, with counterparts for those that the model does not know. */
+function readPrompt(field, info, notes) {
+  const replaced = new Set();
+  let prompt = [...field.value].flatMap((char) => {
+    if (info.ids.has(char)) return [char];
+    const known = COUNTERPARTS.get(char)?.find((text) => [...text].every((each) => info.ids.has(each)));
+    if (known === undefined) return [char];
+    if (known) replaced.add(`${char === "\t" ? "a tab" : char} as ${known === " " ? "a space" : known}`);
+    return [...known];
+  });
+  if (replaced.size) notes.push(`Read ${[...replaced].join(", ")}.`);
+  if (!prompt.length) {
+    prompt = [info.ids.has("\n") ? "\n" : info.chars[0]];
+    notes.push(`The prompt is empty. The text starts after ${JSON.stringify(prompt[0])}.`);
+  }
+  const unknown = [...new Set(prompt)].filter((char) => !info.ids.has(char)).sort();
+  if (unknown.length) {
+    const known = info.chars.slice(0, 200).join("") + (info.chars.length > 200 ? "…" : "");
+    const names = unknown.slice(0, 20).map((char) => JSON.stringify(char)).join(", ");
+    refuse(field, `The model never saw ${names}. It knows ${JSON.stringify(known)}.`);
+  }
+  return prompt;
+}
+
+function refuse(field, message) {
+  throw Object.assign(new Error(message), { field });
+}
+
+function number(field, pattern, fits, must) {
+  const text = field.value.trim();
+  const label = field.labels[0].textContent.trim();
+  if (!pattern.test(text) || !fits(text)) refuse(field, `${label} is “${text}”: it must be ${must}.`);
+  return text;
+}
+
+/** Return a positive whole number, or null for an empty field. */
+function count(field) {
+  if (!field.value.trim()) return null;
+  const fits = (text) => text >= 1 && text < 2 ** 31;
+  return Number(number(field, /^\d+$/, fits, "empty, or a whole number from 1 to 2³¹ − 1"));
+}
+
+export function characters(count) {
+  return `${count} character${count === 1 ? "" : "s"}`;
+}
+
+// -- the address --------------------------------------------------------------------------------------------------------
+
+/** Put the form into the address, so that a run can be linked and a reload loses nothing. */
+export function writeAddress(fields) {
+  const values = FIELDS.filter((name) => fields[name].value !== fields[name].defaultValue);
+  const query = new URLSearchParams(values.map((name) => [name, fields[name].value]));
+  history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
+}
+
+/** Fill the form from the address. Returns whether the address names a prompt. */
+export function readAddress(fields) {
+  const query = new URLSearchParams(location.search);
+  for (const name of FIELDS) if (query.has(name)) fields[name].value = query.get(name);
+  return query.has("prompt");
+}
