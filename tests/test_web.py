@@ -364,9 +364,7 @@ def test_each_mistake_gives_the_text_that_it_gives_in_pytorch(seen, model, text,
     said = seen["cache"]["mistakes"][name]
     assert said.startswith("".join(CHARS[i] for i in wrong[T:]).replace("\n", "↵"))
     if first is None:
-        assert said.endswith(
-            f"the same, all {len(text) - T}." + " Rotary positions know distances only." * (name == "all too far")
-        )
+        assert f"the same, all {len(text) - T}. Rotary positions" in said
     else:
         assert f"differs from new character {first - T + 1} on" in said
     assert (first is None) == (name == "all too far")

@@ -89,7 +89,7 @@ export function drawMistake(info, name, prompt, { ids, right }) {
   const end = prompt.length;
   if (first < 0) {
     const rotary = name === "all too far" && info.pos_emb === "rope";
-    const why = rotary ? " Rotary positions know distances only." : "";
+    const why = rotary ? " Rotary positions know distances only. Learned positions would break." : "";
     output.replaceChildren(chars(ids.slice(end, end + EXCERPT)), element("span", `the same, all ${ids.length - end}.${why}`));
     return;
   }
