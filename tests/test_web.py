@@ -57,6 +57,8 @@ MISTYPED = {  # what is typed: the field that is to blame, and what the message 
     "a negative seed": (dict(seed="-7"), "seed", ["“-7”"]),
 }
 BROKEN = {  # what is missing, or whose bytes are lost: what the message says
+    "network.js": ["module of the page did not load"],
+    "views/draw.js": ["module of the page did not load"],
     "model.json": ["model.json did not load", "404"],
     "model.onnx.gz": ["model.onnx.gz did not load", "404"],
     "ngrams.bin.gz": ["ngrams.bin.gz did not load", "404"],
