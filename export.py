@@ -1,7 +1,7 @@
 """Export a trained model: to ONNX with the KV cache in the graph, to a Hugging Face folder, to a web page.
 
     python export.py --format onnx       out/onnx/model.onnx, for ONNX Runtime and sample.py --engine onnx
-    python export.py --format hf         out/hf, for transformers' AutoModelForCausalLM and AutoTokenizer
+    python export.py --format hf         out/hf, for transformers, Optimum, transformers.js and vLLM
     python export.py --format web        out/web, a page that generates in the browser, for any static server
 
 Every export ends with a check. The library that will read the files computes logits and greedy text, and both are
@@ -24,19 +24,23 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from kvgpt.cli import Parser, fail, one_line_errors, path, pick_checkpoint, run_main
+from kvgpt.cli import Parser, fail, note, one_line_errors, path, pick_checkpoint, run_main
 from kvgpt.decoding.ngrams import order_of
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
 from kvgpt.storage.files import write_atomically
-from kvgpt.storage.hf import model_type, write_folder
+from kvgpt.storage.hf import GRAPH, model_type, write_folder
 from kvgpt.storage.onnx_engine import OnnxGPT, quantize, write_onnx
 from kvgpt.training.dataset import evaluate, load_dataset
 
 HERE = Path(__file__).resolve().parent
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
+
+
+def missing(packages):
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -165,8 +169,10 @@ def to_hf(checkpoint, model, folder, args):
 
     # write
     disable_progress_bar()
-    chars, block_size = checkpoint.chars, model.config.block_size
-    write_folder(model, chars, folder)
+    chars, block_size, graph = checkpoint.chars, model.config.block_size, not missing(ONNX)
+    write_folder(model, chars, folder, graph)
+    if not graph:
+        note(f"{folder} lacks {GRAPH}, because it needs more packages: pip install {' '.join(ONNX)} and export again")
 
     # check the tokenizer and the network
     hf, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -182,6 +188,8 @@ def to_hf(checkpoint, model, folder, args):
         return (hf.generate(prompt, max_length=block_size, do_sample=False) if block_size > 1 else prompt)[0].tolist()
 
     check(f"{folder}, {type(hf).__name__}", model, ids, logits, greedy)
+    if graph:
+        check_onnx(model, folder / GRAPH, ids)
 
 
 def to_web(checkpoint, model, folder, args):
@@ -264,7 +272,7 @@ def parse_args():
 def main():
     args = parse_args()
     packages = PACKAGES[args.format]
-    if any(importlib.util.find_spec(name) is None for name in packages):
+    if missing(packages):
         fail(f"--format {args.format} needs more packages: pip install {' '.join(packages)}")
     if args.format == "hf" and int(importlib.metadata.version("transformers").split(".")[0]) < 5:
         fail("--format hf needs transformers 5 or newer (version 4 can read its folders): pip install -U transformers")

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import pytest
@@ -33,6 +34,11 @@ def exported(trained, data_dir, tmp_path_factory):
     shutil.copy(trained / "ckpt.pt", folder)
     flags = ["--format", "onnx", "--int8", "--cacheless", "--out_dir", folder, "--data_dir", data_dir]
     return folder, ok(run("export.py", *flags))
+
+
+def without(module):
+    """Return the arguments of Python that run export.py where the import system is told that a module is missing."""
+    return "-c", f"import sys, runpy; sys.modules[{module!r}] = None; runpy.run_path('export.py', run_name='__main__')"
 
 
 # -- ONNX --------------------------------------------------------------------------------------------------------------
@@ -122,6 +128,19 @@ def test_there_and_back_by_the_command_line(trained, data_dir, tmp_path):
     assert_one_line(run("train.py", *flags), "other characters", "hf")
 
 
+@pytest.mark.slow
+def test_a_folder_is_written_without_the_packages_of_the_graph(tmp_path):
+    """A refusal for a part that transformers does not need, an earlier model's graph, or no word about the lack."""
+    save_model(tmp_path, tiny(**STABLELM))
+    flags = ["--format", "hf", "--ckpt", tmp_path / "ckpt.pt", "--out_dir", tmp_path]
+    whole = ok(run("export.py", *flags))
+    assert whole.stdout.count("logits within") == 2 and (tmp_path / "hf" / "onnx" / "model.onnx").is_file()
+    result = ok(run(*without("onnxscript"), *flags))
+    (line,) = result.stderr.splitlines()
+    assert str(Path("onnx", "model.onnx")) in line and "pip install onnx onnxscript onnxruntime" in line
+    assert result.stdout.count("logits within") == 1 and not (tmp_path / "hf" / "onnx" / "model.onnx").exists()
+
+
 # -- every format ------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +177,6 @@ def test_export_mistakes_are_one_line(trained, tmp_path):
 
 @pytest.mark.parametrize(["format", "module"], [("onnx", "onnxscript"), ("hf", "transformers")])
 def test_a_missing_package_is_one_line_with_the_command(format, module, trained):
-    """A traceback from an import. The import system is told that the package is not there; the rest is real."""
-    code = f"import sys, runpy; sys.modules[{module!r}] = None; runpy.run_path('export.py', run_name='__main__')"
-    result = run("-c", code, "--format", format, "--ckpt", trained / "ckpt.pt")
+    """A traceback from an import."""
+    result = run(*without(module), "--format", format, "--ckpt", trained / "ckpt.pt")
     assert_one_line(result, "pip install", module)

@@ -13,6 +13,7 @@ import torch
 
 from kvgpt.storage.checkpoint import Checkpoint
 from kvgpt.storage.files import write_atomically
+from kvgpt.storage.onnx_engine import write_onnx
 from model import GPT, GPTConfig
 
 # Our module names and StableLM's. Several names: our matrix is theirs, stacked. "{}": one module per head, all equal.
@@ -30,6 +31,7 @@ STABLELM = {
     "mlp.c_proj": ["mlp.down_proj"],
 }
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+GRAPH = Path("onnx", "model.onnx")  # inside a folder, where transformers.js and Optimum look for it
 
 
 def model_type(config):
@@ -141,11 +143,12 @@ def hf_tokenizer(chars, block_size):
     )
 
 
-def write_folder(model, chars, folder):
+def write_folder(model, chars, folder, graph=False):
     """Write config.json, model.safetensors and the files of the tokenizer: all of them, or none after an error.
 
     chars   the vocabulary: token i is chars[i]
     folder  a Path, made if it does not exist
+    graph   also write GRAPH, by the onnx packages. False: remove an earlier export's, which may be another model's
     Raises ValueError if no class of transformers computes what this model does, OSError if files cannot be written.
     """
     hf, tokenizer = to_transformers(model), hf_tokenizer(chars, model.config.block_size)
@@ -162,10 +165,19 @@ def write_folder(model, chars, folder):
         if model.config.pos_emb == "rope":
             amend(Path(made) / "config.json", **{name: hf.config.rope_parameters[name] for name in ROPE})
 
+        if graph:
+            # without this entry transformers.js in a browser looks for model_quantized.onnx
+            amend(Path(made) / "config.json", **{"transformers.js_config": {"dtype": "fp32"}})
+            (Path(made) / GRAPH).parent.mkdir()
+            write_onnx(model, chars, Path(made) / GRAPH)
+
         # replace what the folder holds, config.json last
-        folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(Path(made).iterdir(), reverse=True)
-        write_atomically({folder / file.name: file.read_bytes() for file in files})
+        files = {folder / file.relative_to(made): file for file in Path(made).rglob("*") if file.is_file()}
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically({path: files[path].read_bytes() for path in sorted(files, reverse=True)})
+        if not graph:
+            (folder / GRAPH).unlink(missing_ok=True)
 
 
 def amend(file, **entries):

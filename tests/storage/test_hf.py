@@ -15,8 +15,9 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, contents, tiny, unix
-from kvgpt.storage.hf import model_type, read_folder, write_folder
+from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, tiny, unix
+from kvgpt.storage.hf import GRAPH, model_type, read_folder, write_folder
+from kvgpt.storage.onnx_engine import OnnxGPT
 from model import GPTConfig
 
 CONTEXT = SIZE["block_size"]
@@ -70,21 +71,34 @@ def test_transformers_4_finds_its_settings_too(tmp_path):
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_a_folder_tells_nothing_of_the_machine_that_wrote_it(tmp_path):
-    """The temporary folder that transformers wrote to, in config.json or in the tokenizer's settings."""
-    write_folder(tiny(**STABLELM), CHARS, tmp_path)
-    assert_tells_no_paths(tmp_path.iterdir(), tmp_path, tempfile.gettempdir())
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_that_cannot_be_written_leaves_the_older_one(tmp_path):
-    """A folder is in the way of the new tokenizer.json: config and weights stay the pair that they were."""
-    write_folder(tiny(**STABLELM), CHARS, tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").mkdir()
-    before = contents(tmp_path)
+def test_the_graph_in_a_folder_is_of_the_model_beside_it(tmp_path):
+    """A graph of an earlier model, which transformers.js would take for the one of config.json."""
+    first, second = tiny(**STABLELM), tiny(**GPT2)
+    ids = torch.arange(CONTEXT)[None] % len(CHARS)
+    for model in (first, second):
+        write_folder(model, CHARS, tmp_path, graph=True)
+        assert_tells_no_paths((path for path in tmp_path.rglob("*") if path.is_file()), tmp_path, tempfile.gettempdir())
+        with torch.no_grad():
+            torch.testing.assert_close(OnnxGPT(tmp_path / GRAPH)(ids), model(ids)[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(read_folder(tmp_path).build_model().eval()(ids)[0], model(ids)[0])
+    write_folder(first, CHARS, tmp_path)
+    assert not (tmp_path / GRAPH).exists()
+
+
+@pytest.mark.parametrize("obstacle", ["tokenizer.json", "onnx/model.onnx"])
+def test_a_folder_that_cannot_be_written_leaves_the_older_one(obstacle, tmp_path):
+    """A folder is in the way of a new file: config, weights and graph stay those of one model."""
+    write_folder(tiny(**STABLELM), CHARS, tmp_path, graph=True)
+    (tmp_path / obstacle).unlink()
+    (tmp_path / obstacle).mkdir()
+    before = files_of(tmp_path)
     with pytest.raises(OSError):
-        write_folder(tiny(**GPT2), CHARS, tmp_path)
-    assert contents(tmp_path) == before
+        write_folder(tiny(**GPT2), CHARS, tmp_path, graph=True)
+    assert files_of(tmp_path) == before and len(before) >= 5
 
 
 # -- models that were born in transformers -----------------------------------------------------------------------------
