@@ -131,7 +131,11 @@ def to_transformers(model):
 
 
 def hf_tokenizer(chars, block_size):
-    """Return the transformers tokenizer that makes every character a token. An unknown character is an error."""
+    """Return the transformers tokenizer that makes every character a token. An unknown character is an error.
+
+    It has no pad token. transformers would make a character that the folder names as pad token special, and a pipeline
+    leaves special tokens out of the text.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +143,11 @@ def hf_tokenizer(chars, block_size):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave out newlines
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=block_size
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=block_size,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids by default
     )
 
 
@@ -152,6 +160,7 @@ def write_folder(model, chars, folder, graph=False):
     Raises ValueError if no class of transformers computes what this model does, OSError if files cannot be written.
     """
     hf, tokenizer = to_transformers(model), hf_tokenizer(chars, model.config.block_size)
+    hf.generation_config.max_length = model.config.block_size  # else a pipeline adds 256 tokens to any prompt
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
         # transformers and tokenizers make the files that they will read
         try:

@@ -13,6 +13,7 @@ from transformers import (
     GPT2LMHeadModel,
     StableLmConfig,
     StableLmForCausalLM,
+    pipeline,
 )
 
 from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, tiny, unix
@@ -69,6 +70,44 @@ def test_transformers_4_finds_its_settings_too(tmp_path):
     assert (config["partial_rotary_factor"], config["rope_theta"]) == (1.0, 10000.0)
     tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "token_type_ids" not in tokenizer["model_input_names"]  # generate refuses them
+
+
+@pytest.mark.parametrize("network", [GPT2, STABLELM], ids=str)
+def test_the_ordinary_calls_of_transformers_give_the_greedy_text(network, tmp_path):
+    """A text that ends early or passes the context, that newlines are missing from, or that padding changes.
+
+    Newlines are the padding of the batches, so each of these calls has to tell padding from text.
+    """
+    model, prompts = tiny(**network), ["\nab\n\n", "a", "b c!"]
+    write_folder(model, CHARS, tmp_path)
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    pipe = pipeline("text-generation", tmp_path)
+
+    def greedy(prompt, length=CONTEXT):
+        ids = torch.tensor([[CHARS.index(char) for char in prompt]])
+        return "".join(CHARS[i] for i in model.generate(ids, length - len(prompt), temperature=0)[0].tolist())
+
+    # one prompt
+    for prompt in prompts:
+        encoded = tokenizer(prompt, return_tensors="pt")
+        for out in (hf.generate(**encoded), hf.generate(encoded.input_ids)):
+            assert tokenizer.decode(out[0], skip_special_tokens=True) == greedy(prompt)
+        assert pipe(prompt, do_sample=False)[0]["generated_text"] == greedy(prompt)
+        assert len(pipe(prompt)[0]["generated_text"]) == CONTEXT  # sampled
+
+    # a batch: without a pad token an error, not another text
+    with pytest.raises(ValueError, match="pad"):
+        tokenizer(prompts, padding=True)
+    with pytest.raises(ValueError, match="pad"):
+        pipe(prompts, batch_size=3)
+    tokenizer.pad_token = pipe.tokenizer.pad_token = "\n"
+    encoded = tokenizer(prompts, padding=True, return_tensors="pt")
+    longest = encoded.input_ids.size(1)
+    texts = tokenizer.batch_decode(hf.generate(**encoded)[:, longest:], skip_special_tokens=True)
+    piped = [records[0]["generated_text"] for records in pipe(prompts, batch_size=3, do_sample=False)]
+    for prompt, text, whole in zip(prompts, texts, piped, strict=True):
+        assert prompt + text == whole == greedy(prompt, CONTEXT - longest + len(prompt))
 
 
 def files_of(folder):
