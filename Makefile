@@ -53,6 +53,7 @@ test: lint
 
 check: test
 	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
+	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: some readers are not tested"
 	$(BIN)/python -m pytest -q -m slow
 	TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_gpu.py -n auto --maxprocesses 8
 
@@ -62,6 +63,16 @@ gpu:
 
 web/node_modules: web/package-lock.json
 	npm ci --prefix web --no-audit --no-fund
+	@touch $@
+
+# apart from web/node_modules, because transformers.js takes 0.5 GB and the page does not need it
+tests/hub/node_modules: tests/hub/package-lock.json
+	npm ci --prefix tests/hub --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+# apart from .venv, because Optimum needs transformers 4; torch and the like come from .venv
+tests/hub/.packages: tests/hub/requirements.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@
 
 web: .venv/installed web/node_modules
