@@ -197,6 +197,9 @@ def to_web(checkpoint, model, folder, args):
     if not runtime.is_dir():
         fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
 
+    with one_line_errors():
+        ngrams = ngrams_bytes(checkpoint.checked_ngrams())
+
     # write and check the model
     chars, config, loss = checkpoint.chars, model.config, checkpoint.best_val_loss
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
@@ -221,7 +224,7 @@ def to_web(checkpoint, model, folder, args):
         shutil.copy(runtime / name, folder / "ort")
     packed = {
         "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
-        "ngrams.bin.gz": ngrams_bytes(checkpoint.checked_ngrams()),
+        "ngrams.bin.gz": ngrams,
         "model.onnx.gz": graph,
     }
     files = {folder / name: gzip.compress(content, mtime=0) for name, content in packed.items()}

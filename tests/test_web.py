@@ -470,5 +470,12 @@ def test_what_does_not_load_is_named_with_the_way_out(seen, name):
     assert not [line for line in what["complaints"] if "ncaught" in line], what["complaints"]
 
 
+def test_loading_says_how_much_has_arrived(seen):
+    amounts = [re.fullmatch(r"Loading the model: ([\d.]+) of ([\d.]+) MB\.", said or "") for said in seen["loading"]]
+    received = [[float(x) for x in match.groups()] for match in amounts if match]
+    assert received and received == sorted(received, key=lambda pair: pair[0])
+    assert received[-1][0] == received[-1][1] > 3  # MB: the runtime is most of it
+
+
 def test_a_browser_without_javascript_is_told(seen):
     assert "needs JavaScript" in seen["withoutJavaScript"]

@@ -83,6 +83,18 @@ await visit(plan.site, {}, async (page) => {
   }
 });
 
+// what is said while the files arrive
+seen.loading = await visit("about:blank", {}, async (page) => {
+  await page.addInitScript(() => {
+    window.said = [];
+    const note = () => window.said.push(document.getElementById("status")?.textContent);
+    new MutationObserver(note).observe(document, { subtree: true, childList: true, characterData: true });
+  });
+  await page.goto(plan.site);
+  await page.waitForFunction(() => document.body.dataset.state === "ready");
+  return page.evaluate(() => window.said);
+});
+
 // step by step, stopped and gone on with, clicked twice
 await visit(plan.site, {}, async (page) => {
   await fill(page, plan.jobs[0]);
