@@ -50,6 +50,7 @@ PRESETS = {
     "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
     "nanogpt-cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000),
     "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3200),
+    "laptop": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=7000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
 }
 RECIPES = {
@@ -75,6 +76,7 @@ RECIPES = {
 OVERRIDES = {
     ("nanogpt-cpu", "modern"): dict(mlp_ratio=4.2),
     ("cpu", "modern"): dict(mlp_ratio=4.2),
+    ("laptop", "modern"): dict(mlp_ratio=4.2),
     ("gpu", "modern"): dict(max_iters=2000, dropout=0.3),
 }
 
