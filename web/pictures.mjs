@@ -20,6 +20,7 @@ for (const [name, { fullPage, ...options }] of Object.entries(LOOKS)) {
   await page.locator("#run:enabled").click();
   await page.waitForFunction(() => / of the probability/.test(document.getElementById("influences").ariaLabel));
   await page.locator("#take-out").click();
+  await page.evaluate(() => document.querySelectorAll("main details").forEach((details) => (details.open = true)));
   await page.locator("#position").fill("40");
   await page.locator("#next .after").first().waitFor();
   await page.evaluate(() => document.activeElement.blur());
