@@ -308,6 +308,8 @@ def test_a_changed_character_changes_columns_to_the_right_only(seen, text):
     right = len(text) - CACHE["position"]
     assert seen["cache"]["changed"] == ["1 changed", f"{right} changed"]
     assert "exactly 0" in seen["cache"]["verdict"]
+    middle = len(CACHE["request"]["prompt"]) // 2  # the position before the reader chooses one
+    assert seen["cache"]["unasked"] == f"All {middle} columns to the left: the difference is exactly 0."
 
 
 def test_guesses_give_the_same_text_in_as_many_forwards_as_pytorch_counts(seen, model, ngrams, text):

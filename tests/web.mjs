@@ -135,6 +135,8 @@ seen.cache = await visit(plan.site, {}, async (page) => {
   await page.waitForFunction(() => / of the probability/.test(document.getElementById("influences").ariaLabel));
   cache.influences = await page.locator("#influences").getAttribute("aria-label");
   cache.again = await page.locator("#again").textContent();
+  await untilText(page, "change-verdict");
+  cache.unasked = await page.locator("#change-verdict").textContent();
   const bars = async () => {
     await page.waitForTimeout(200);
     await page.waitForFunction(() => /→/.test(document.querySelector("#next tbody").textContent));
@@ -243,10 +245,16 @@ for (const [name, options] of Object.entries(plan.looks)) {
     await fill(page, { prompt: "" });
     await page.click("#run");
     await result(page);
-    await page.evaluate(() => window.scrollTo(0, document.body.scrollHeight));
+    await untilText(page, "change-verdict");
+    await page.evaluate(() => {
+      for (const details of document.querySelectorAll("details")) details.open = true;
+      window.scrollTo(0, document.body.scrollHeight);
+    });
+    // what was drawn while it was folded is drawn again
+    const drawn = () => [...document.querySelectorAll("#changes canvas")].every((canvas) => canvas.width > 0);
+    await page.waitForFunction(drawn);
     return page.evaluate(
       ([message, folded]) => {
-        for (const details of document.querySelectorAll("details")) details.open = true;
         document.getElementById("message").textContent = message;
         const style = (selector) => getComputedStyle(document.querySelector(selector));
         const readable = ["body", "#model", "#status", "label", "b.on", "b.off", "thead th"];

@@ -22,7 +22,7 @@ let phase = "loading"; // or ready, running, done, failed. A run that was stoppe
 function newView(request) {
   return {
     info, request, prompt: request.ids, steps: [], on: [], off: [], kept: keptColumns(info),
-    column: null, change: null, before: null, after: null, influences: null, again: null,
+    column: null, change: null, before: null, after: null, influences: null, again: null, changes: null,
   };
 }
 
@@ -119,6 +119,8 @@ function beginAnew(request) {
   worker.stop(); // questions about the run before
   view = newView(request);
   clearAnswers();
+  $("position").max = request.ids.length - 1;
+  $("position").value = Math.floor(request.ids.length / 2);
   worker.call("begin", request.ids, request.sampling);
 }
 
@@ -131,7 +133,7 @@ async function advance(most) {
   if (view.steps.length === view.request.steps) beginAnew(view.request);
   const run = view;
   worker.stop(); // questions about the step before
-  Object.assign(run, { change: null, after: null, influences: null, again: null });
+  Object.assign(run, { change: null, after: null, influences: null, again: null, changes: null });
   setPhase("running", "");
   try {
     await worker.call("advance", Math.min(most, run.request.steps - run.steps.length));
@@ -169,7 +171,7 @@ async function look(run) {
   const influences = await worker.call("influences");
   if (run !== view || !influences || phase === "running") return;
   run.influences = influences;
-  drawAll();
+  askChange();
 }
 
 // -- drawing ------------------------------------------------------------------------------------------------------------
@@ -204,6 +206,7 @@ function drawAll() {
   const far = shown.again === null ? "" : shown.again.toExponential(1);
   $("again").textContent = far && `Computed again without the cache, the columns differ by at most ${far}.`;
   drawPosition(shown);
+  if (shown.changes) drawChanges(info, shown.changes.layers, shown.changes.position);
 }
 
 function drawPosition({ prompt, on }) {
@@ -248,7 +251,10 @@ function askChange() {
   if (!view?.on.length) return;
   const position = Number($("position").value);
   const id = Number($("changed").value);
-  ask((layers) => drawChanges(info, layers, position), "changeText", position, id);
+  ask((layers) => {
+    view.changes = { layers, position };
+    drawAll();
+  }, "changeText", position, id);
 }
 
 function askGuesses() {

@@ -74,7 +74,7 @@ export function makeMistakes(onPick) {
     const radio = element("input", "", { type: "radio", name: "mistake", value: name });
     radio.addEventListener("change", () => onPick(name));
     const caption = element("label");
-    caption.append(radio, ` ${label}`);
+    caption.append(radio, label);
     row.append(caption, element("output"));
     $("mistakes").append(row);
   }
