@@ -178,16 +178,22 @@ async function look(run) {
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 let due = false;
+let cost = 0; // milliseconds of the last drawing
 
-/** Draw what changes from step to step, once per frame, or twice per second for readers who want little motion. */
+/** Draw what changes from step to step, twice per second for readers who want little motion.
+ *
+ *  Else as often as leaves two thirds of the time to the reader's clicks, because a phone can need long for a drawing.
+ */
 function draw() {
   if (due) return;
   due = true;
-  const later = calm.matches && phase === "running" ? (work) => setTimeout(work, 500) : requestAnimationFrame;
-  later(() => {
+  const wait = calm.matches && phase === "running" ? 500 : 2 * cost;
+  setTimeout(() => {
     due = false;
+    const began = performance.now();
     drawAll();
-  });
+    cost = performance.now() - began;
+  }, wait);
 }
 
 function drawAll() {
