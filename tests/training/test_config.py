@@ -115,11 +115,14 @@ def test_argument_errors_of_real_processes():
 # -- presets and recipes -----------------------------------------------------------------------------------------------
 
 SHAPES = {"lecture": (4, 4, 64, 32), "nanogpt-cpu": (4, 4, 128, 64), "cpu": (4, 4, 128, 256), "gpu": (6, 6, 384, 256)}
-PARAMETERS = {"lecture": 0.20, "nanogpt-cpu": 0.80, "cpu": 0.80, "gpu": 10.65}  # in millions, as nanoGPT counts them
+SHAPES["laptop"] = SHAPES["cpu"]
+# in millions, as nanoGPT counts them
+PARAMETERS = {"lecture": 0.20, "nanogpt-cpu": 0.80, "cpu": 0.80, "laptop": 0.80, "gpu": 10.65}
 CHARACTERS = {  # of a whole run
     "lecture": {"modern": 2_560_000, "nanogpt": 2_560_000},
     "nanogpt-cpu": {"modern": 1_536_000, "nanogpt": 1_536_000},
     "cpu": {"modern": 1_638_400, "nanogpt": 1_638_400},
+    "laptop": {"modern": 3_584_000, "nanogpt": 3_584_000},
     "gpu": {"modern": 32_768_000, "nanogpt": 81_920_000},
 }
 every_preset = pytest.mark.parametrize("preset", train.PRESETS)
@@ -160,7 +163,9 @@ def test_a_presets_network_is_as_large_as_nanogpts(preset):
 
 
 @every_recipe
-@pytest.mark.parametrize("preset", ["lecture", "nanogpt-cpu", "cpu", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "preset", ["lecture", "nanogpt-cpu", "cpu", "laptop", pytest.param("gpu", marks=pytest.mark.slow)]
+)
 def test_a_run_has_the_network_and_the_characters_of_its_preset(preset, recipe, data_dir, tmp_path):
     """Read from the weights and from log.csv, not from the settings that the run has written down."""
     batch = {"gpu": ["--batch_size", 2]}.get(preset, [])  # a GPU's batch takes a CPU too long
