@@ -7,13 +7,19 @@ this on an idle one. The colours follow the reader's light or dark theme.
 """
 
 import sys
-import time
-from html import escape
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # model.py and kvgpt are beside this script's folder
+
+if __name__ == "__main__":
+    from kvgpt.guard import guard_process
+
+    guard_process()  # before the imports, which take seconds
+
+import time
+from html import escape
+
+import torch
 
 from kvgpt.cli import MODEL_IN_THE_BOX, Parser, run_main
 from kvgpt.storage.checkpoint import load_model

@@ -12,6 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kvgpt is beside this script's folder
 
+if __name__ == "__main__":
+    from kvgpt.guard import guard_process
+
+    guard_process()  # before the imports, which take seconds
+
 from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
 from kvgpt.storage.prepared import write_prepared
 from kvgpt.training.dataset import load_dataset

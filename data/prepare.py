@@ -5,19 +5,25 @@ python data/prepare.py --input my.txt   any UTF-8 text of your own
 python data/prepare.py --url https://…  a UTF-8 text from elsewhere
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kvgpt is beside this script's folder
+
+if __name__ == "__main__":
+    from kvgpt.guard import guard_process
+
+    guard_process()  # before the imports, which take seconds
+
 import codecs
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import requests
 from requests import exceptions
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kvgpt is beside this script's folder
 
 from kvgpt.cli import Parser, fail, path, run_main
 from kvgpt.storage.prepared import sha256, write_prepared

@@ -1,5 +1,6 @@
 """Support code for the scripts. Skip it on a first reading.
 
+guard.py      the first call of a script: closed streams, and Ctrl-C during the imports
 cli.py        command line: parser, argument types, error messages
 baselines.py  other implementations that bench.py measures
 decoding/     sampling, threads, n-grams and drafts, the compiled step, stop texts, comparison, timing, --explain

@@ -6,6 +6,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvgpt.guard import exit_after_ctrl_c
+
 MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
 
@@ -135,9 +137,10 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
         # UTF-8 whatever the code page of the terminal, and \n on Windows too
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
     try:
-        main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        with exit_after_ctrl_c():
+            main()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except OSError as error:
         if error.filename is None:
             sys.stdout = None  # stdout itself has failed: the interpreter must not flush it again
@@ -152,8 +155,6 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
         if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
             raise
         fail(f"out of memory: {memory_hint}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def aligned(rows, num_left):

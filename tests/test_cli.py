@@ -111,6 +111,8 @@ def test_a_device_that_is_not_there_is_one_line(name, data_dir, tmp_path):
 # -- a script in a process of its own ----------------------------------------------------------------------------------
 
 SCRIPT = """
+from kvgpt.guard import guard_process
+guard_process()
 import os, sys, time
 from pathlib import Path
 import kvgpt.cli

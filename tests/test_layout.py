@@ -68,7 +68,9 @@ def test_every_file_has_its_place():
     assert outside == SCRIPTS | {"model"}
     folders = {name.split(".")[1] for name in FILES if name.count(".") == 2}
     assert folders == set(FOLDERS)
-    assert {name for name in FILES if name.count(".") == 1} == {f"kvgpt.{x}" for x in ("cli", "baselines", *FOLDERS)}
+    assert {name for name in FILES if name.count(".") == 1} == {
+        f"kvgpt.{x}" for x in ("cli", "guard", "baselines", *FOLDERS)
+    }
     packages = {name for name, file in FILES.items() if file.name == "__init__.py"}
     assert all(not IMPORTS[name] for name in packages), "an import of a module imports its packages too"
     assert sum(map(len, IMPORTS.values())) > 50  # the parser of this file sees imports
@@ -107,10 +109,10 @@ def test_the_folders_of_kvgpt_build_on_each_other_in_one_order(folder):
 
 def test_the_command_line_and_the_files_start_without_torch():
     """A --help, or a prepare.py, that takes seconds because of an import that it does not need."""
-    for name in ("kvgpt.cli", "kvgpt.storage.files"):
+    for name in ("kvgpt.guard", "kvgpt.cli", "kvgpt.storage.files"):
         roots = {each.split(".")[0] for each in at_module_level(FILES[name])}
-        assert roots <= set(sys.stdlib_module_names), name
-    assert not IMPORTS["kvgpt.cli"]
+        assert roots <= {"kvgpt", *sys.stdlib_module_names}, name
+    assert not IMPORTS["kvgpt.guard"] and IMPORTS["kvgpt.cli"] == {"kvgpt.guard"}
     code = "import sys; sys.path.insert(0, 'data'); import prepare; print('torch' in sys.modules)"
     assert ok(run("-c", code)).stdout == "False\n"
 
