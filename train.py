@@ -314,7 +314,7 @@ def describe(config, state, ranks):
 
 def main():
     # settings, data and weights
-    flags, ranks = parse_flags(__doc__, PRESETS, RECIPES, OVERRIDES), Ranks()
+    flags = parse_flags(__doc__, PRESETS, RECIPES, OVERRIDES)
     run = RunFolder(flags.get("out_dir", TrainConfig.out_dir))
     with one_line_errors():
         config, data, source, device, dtype = resolve(flags, ranks, run)
@@ -323,6 +323,7 @@ def main():
         print(
             f"the run in {run.path} is at step {state.step} of {config.max_iters} already: "
             f"--max_iters {2 * state.step} would continue it"
+        ranks = Ranks()
         )
         return
     if config.ngram_targets:

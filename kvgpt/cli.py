@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvgpt.guard import exit_after_ctrl_c
 
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets in the environment
 MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
 
@@ -109,7 +110,8 @@ def note(message):
 
 def fail(message, code=1):
     """Exit with `code` and one line on stderr."""
-    if int(os.environ.get("RANK", 0)) == 0:  # of the processes that torchrun starts, rank 0 prints
+    rank, *_ = torchrun_ranks() or (0,)
+    if rank == 0:  # of the processes that torchrun starts, which all fail alike
         note(message)
     sys.exit(code)
 
@@ -122,6 +124,15 @@ def one_line_errors():
     """
     try:
         yield
+def torchrun_ranks():
+    """Return (rank, local rank, number of processes) of a process that torchrun has started. Otherwise None."""
+    try:
+        rank, local_rank, world_size = (int(os.environ[name]) for name in TORCHRUN[:3])
+    except (KeyError, ValueError):
+        return None
+    return (rank, local_rank, world_size) if set(TORCHRUN) <= set(os.environ) and 0 <= rank < world_size else None
+
+
     except (ValueError, FileNotFoundError) as error:
         fail(error)
 

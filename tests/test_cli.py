@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helpers import ROOT, SMALL, assert_one_line, here, linux, unix
+from helpers import ROOT, SMALL, assert_one_line, here, linux, ranked, unix
 from kvgpt.cli import Parser, boolean, number, one_line_errors, path, pick_device
 
 # -- argument types ----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_failure_has_the_exit_code_it_asks_for_and_one_process_speaks(script):
     """torchrun starts several processes, which all fail alike."""
     result = finish(script("fail('no', code=3)"))
     assert (result.returncode, result.stderr) == (3, "tool.py: no\n")
-    result = finish(script("fail('no', code=3)", env={"RANK": "1"}))
+    result = finish(script("fail('no', code=3)", env=ranked(RANK=1)))
     assert (result.returncode, result.stderr) == (3, "")
 
 
@@ -185,6 +185,8 @@ def test_a_failure_has_the_exit_code_it_asks_for_and_one_process_speaks(script):
 def test_a_full_disk_behind_stdout_is_one_line(lines, script):
     """Short output fails only when the interpreter flushes it at the end, which prints a traceback of its own."""
     with open("/dev/full", "wb") as full:
+    result = finish(script("fail('no', code=3)", env={"RANK": "1"}))  # a left-over, not torchrun's
+    assert (result.returncode, result.stderr) == (3, "tool.py: no\n")
         result = finish(script(f"for i in range({lines}):", "    print(i)", stdout=full))
     assert_one_line(result, "tool.py: cannot write its output: No space left on device", code=1)
 

@@ -7,18 +7,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from kvgpt.cli import pick_device
+from kvgpt.cli import TORCHRUN, pick_device, torchrun_ranks
 
 
 class Ranks:
-    """The processes of a run. torchrun sets RANK and WORLD_SIZE; without it there is one process.
+    """The processes of a run. Without torchrun there is one process.
 
-    Every process runs all of train.py. Rank 0 alone prints, evaluates and writes.
+    Every process runs all of train.py. Rank 0 alone prints, evaluates and writes. Raises ValueError for an environment
+    that holds a part of what torchrun sets.
     """
 
     def __init__(self):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        ranks, given = torchrun_ranks(), [name for name in TORCHRUN[:3] if name in os.environ]
+        if given and not ranks:
+            values = ", ".join(f"{name}={os.environ[name]}" for name in given)
+            raise ValueError(
+                f"the environment has {values}, but torchrun sets RANK, LOCAL_RANK and WORLD_SIZE to numbers, and "
+                f"MASTER_ADDR and MASTER_PORT too: unset {' '.join(given)}, or start train.py with torchrun"
+            )
+        self.rank, self.local_rank, self.world_size = ranks or (0, 0, 1)
         self.is_main = self.rank == 0
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -26,7 +33,7 @@ class Ranks:
     def pick_device(self, name):
         """Return this process's device: one GPU per process on a machine with GPUs. Raises ValueError."""
         if self.world_size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-            name = f"cuda:{os.environ['LOCAL_RANK']}"
+            name = f"cuda:{self.local_rank}"
         return pick_device(name)
 
     def connect(self, device):

@@ -8,7 +8,22 @@ import sys
 import pytest
 import torch
 
-from helpers import ONE_THREAD, ROOT, SMALL, STATEFUL, assert_same_run, contents, here, load, log, ok, torchrun, unix
+from helpers import (
+    ONE_THREAD,
+    ROOT,
+    SMALL,
+    STATEFUL,
+    assert_one_line,
+    assert_same_run,
+    contents,
+    here,
+    load,
+    log,
+    ok,
+    ranked,
+    torchrun,
+    unix,
+)
 from kvgpt.training.dist import Ranks
 
 
@@ -78,6 +93,27 @@ def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
     stopped = load(tmp_path / "last.pt")["iter_num"]
     assert stopped >= 15 and f"stopped at step {stopped} " in rest, stderr
     ok(torchrun("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", stopped + 2))
+
+
+HALVES = [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "x"}]
+HALVES += [ranked(RANK="x"), ranked(RANK=2), ranked(WORLD_SIZE="9" * 5000)]
+
+
+@pytest.mark.parametrize("environment", HALVES, ids=lambda environment: " ".join(environment.values())[:20])
+def test_half_of_what_torchrun_sets_is_one_line(environment, monkeypatch, data_dir, tmp_path):
+    """RANK=1 alone gave a run that said nothing, wrote nothing and had exit code 0."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = here(*SMALL, "--max_iters", 1, "--data_dir", data_dir, "--out_dir", tmp_path / "out")
+    assert_one_line(result, *(f"{name}={value}" for name, value in environment.items() if "MASTER" not in name))
+    assert "torchrun" in result.stderr and "unset" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_address_for_a_later_torchrun_changes_nothing(monkeypatch):
+    """As a cluster sets it for all jobs."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert Ranks().world_size == 1
 
 
 def test_without_torchrun_there_is_one_process():
