@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvgpt.guard import exit_after_ctrl_c
 
+DEVICES = ("cpu", "cuda", "mps")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets in the environment
 MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
@@ -28,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+        self.exit(2, f"{one_line(f'{self.prog}: {message}')} (--help lists the flags)\n")
 
 
 def number(kind, interval):
@@ -69,10 +70,13 @@ def pick_device(name):
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = f"--device {name} cannot be used here"
+    if name.partition(":")[0] not in DEVICES:  # torch has names for twenty devices, and no clear error for most
+        raise ValueError(f"{problem}: choose auto, {', '.join(DEVICES)}")
     try:
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own error
-        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0][:150]}") from None
+        raise ValueError(f"{problem}: {str(error).strip().splitlines()[0][:150]}") from None
     device = torch.device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -103,9 +107,14 @@ def script():
     return Path(sys.argv[0]).name
 
 
+def one_line(text):
+    """Return the text with escapes for unprintable characters: a path can hold a newline, or move the cursor."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def note(message):
     """Print a line on stderr that begins with the name of the script."""
-    print(f"{script()}: {message}", file=sys.stderr)
+    print(one_line(f"{script()}: {message}"), file=sys.stderr)
 
 
 def fail(message, code=1):
@@ -116,14 +125,6 @@ def fail(message, code=1):
     sys.exit(code)
 
 
-@contextmanager
-def one_line_errors():
-    """Turn a ValueError or FileNotFoundError inside the block into one line and exit code 1.
-
-    Wrap code that reads user-named files. An error anywhere else is a bug and keeps its traceback.
-    """
-    try:
-        yield
 def torchrun_ranks():
     """Return (rank, local rank, number of processes) of a process that torchrun has started. Otherwise None."""
     try:
@@ -133,6 +134,14 @@ def torchrun_ranks():
     return (rank, local_rank, world_size) if set(TORCHRUN) <= set(os.environ) and 0 <= rank < world_size else None
 
 
+@contextmanager
+def one_line_errors():
+    """Turn a ValueError or FileNotFoundError inside the block into one line and exit code 1.
+
+    Wrap code that reads user-named files. An error anywhere else is a bug and keeps its traceback.
+    """
+    try:
+        yield
     except (ValueError, FileNotFoundError) as error:
         fail(error)
 

@@ -100,7 +100,7 @@ def test_a_device_that_cannot_be_used_is_named(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["nonsense", "", "cuda:99", "meta", "cuda" if not torch.cuda.is_available() else "cuda:98"]
+    "name", ["nonsense", "", "cuda:99", "meta", "mkldnn", "cuda" if not torch.cuda.is_available() else "cuda:98"]
 )
 def test_a_device_that_is_not_there_is_one_line(name, data_dir, tmp_path):
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out", f"--device={name}")
@@ -167,6 +167,13 @@ def test_a_bug_keeps_its_traceback(error, script):
     assert result.stderr.startswith("Traceback") and f"{error}: " in result.stderr
 
 
+@pytest.mark.parametrize("lines", [["fail('a\\n\\x1b[2Jb')"], ["kvgpt.cli.Parser('').error('a\\n\\x1b[2Jb')"]])
+def test_a_message_is_one_line_whatever_it_quotes(lines, script):
+    """A path, a flag or a name in a file may hold a newline, or codes that move the cursor of the terminal."""
+    result = finish(script(*lines))
+    assert_one_line(result, r"tool.py: a\n\x1b[2Jb")
+
+
 def test_only_the_mistakes_of_a_user_are_one_line():
     with pytest.raises(TypeError), one_line_errors():
         raise TypeError
@@ -178,6 +185,8 @@ def test_a_failure_has_the_exit_code_it_asks_for_and_one_process_speaks(script):
     assert (result.returncode, result.stderr) == (3, "tool.py: no\n")
     result = finish(script("fail('no', code=3)", env=ranked(RANK=1)))
     assert (result.returncode, result.stderr) == (3, "")
+    result = finish(script("fail('no', code=3)", env={"RANK": "1"}))  # a left-over, not torchrun's
+    assert (result.returncode, result.stderr) == (3, "tool.py: no\n")
 
 
 @linux
@@ -185,8 +194,6 @@ def test_a_failure_has_the_exit_code_it_asks_for_and_one_process_speaks(script):
 def test_a_full_disk_behind_stdout_is_one_line(lines, script):
     """Short output fails only when the interpreter flushes it at the end, which prints a traceback of its own."""
     with open("/dev/full", "wb") as full:
-    result = finish(script("fail('no', code=3)", env={"RANK": "1"}))  # a left-over, not torchrun's
-    assert (result.returncode, result.stderr) == (3, "tool.py: no\n")
         result = finish(script(f"for i in range({lines}):", "    print(i)", stdout=full))
     assert_one_line(result, "tool.py: cannot write its output: No space left on device", code=1)
 
