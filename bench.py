@@ -56,6 +56,7 @@ from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
+from kvgpt.storage.files import name_in_errors
 from kvgpt.storage.onnx_engine import OnnxGPT, write_onnx
 from model import GPT, GPTConfig
 
@@ -604,14 +605,16 @@ def real_prompts(chars, batch, repeats, length):
 
 def write(args, rows, curves):
     """Write the files that the flags name."""
-    with open(args.csv, "w", encoding="utf-8", newline="") as f:
+    with name_in_errors(args.csv), open(args.csv, "w", encoding="utf-8", newline="") as f:
         writer = csv.DictWriter(f, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        with name_in_errors(args.json):
+            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if args.plot:
-        plot(args.plot, curves, rows)
+        with name_in_errors(args.plot):
+            plot(args.plot, curves, rows)
 
 
 def main():

@@ -226,6 +226,16 @@ def test_bench_mistakes_are_one_line(trained):
         assert result.stdout == ""
 
 
+@linux
+@pytest.mark.parametrize("flag", ["--csv", "--json", "--plot"])
+def test_a_full_disk_is_told_with_the_name_of_the_file(flag, tmp_path):
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    flags = ["--shapes", "1/1/8/16", "--variants", "eager", "--repeats", "1", "--csv", tmp_path / "rows.csv"]
+    result = run("bench.py", *flags, flag, tmp_path / "full.png")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[1:] == [f"bench.py: cannot use {tmp_path / 'full.png'}: No space left on device"]
+
+
 @pytest.mark.slow
 def test_bench_measures_every_variant_of_a_trained_model(trained, tmp_path):
     """A variant that is left out, or whose tokens are not compared. transformers' draw their own noise."""

@@ -1,6 +1,7 @@
 """Files that are whole at every moment: the old content or the new one."""
 
 import os
+from contextlib import contextmanager
 
 
 def write_atomically(files):
@@ -12,7 +13,7 @@ def write_atomically(files):
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
         for path, content in files.items():
-            with open(temporary[path], "wb") as f:
+            with name_in_errors(path), open(temporary[path], "wb") as f:
                 f.write(content)
                 f.flush()
                 os.fsync(f.fileno())
@@ -29,3 +30,13 @@ def write_atomically(files):
             folder = os.open(parent, os.O_DIRECTORY)
             os.fsync(folder)
             os.close(folder)
+
+
+@contextmanager
+def name_in_errors(path):
+    """Add the path to an OSError inside the block that names no file, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.files import name_in_errors, write_atomically
 
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
 SAMPLE_HEADING = "=== step {} ===\n"
@@ -76,12 +76,14 @@ class RunFolder:
         return int(chars), float(seconds)
 
     def log(self, row):
-        with open(self.path / "log.csv", "a", encoding="utf-8", newline="") as f:
+        file = self.path / "log.csv"
+        with name_in_errors(file), open(file, "a", encoding="utf-8", newline="") as f:
             csv.DictWriter(f, LOG_FIELDS).writerow(row)
 
     def add_sample(self, step, text):
         """Append a sample to samples.txt."""
-        with open(self.path / "samples.txt", "a", encoding="utf-8", newline="\n") as f:
+        file = self.path / "samples.txt"
+        with name_in_errors(file), open(file, "a", encoding="utf-8", newline="\n") as f:
             f.write(f"{SAMPLE_HEADING.format(step)}{text}\n\n")
 
     def trim_samples(self, step):

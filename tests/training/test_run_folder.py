@@ -106,6 +106,17 @@ def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
 
 
 # -- samples.txt -------------------------------------------------------------------------------------------------------
+@linux
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+    """An error that names no file is taken for one of stdout."""
+    for name in ("log.csv", "samples.txt"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left.*log\.csv"):
+        RunFolder(tmp_path).log({"step": 1})
+    with pytest.raises(OSError, match=r"No space left.*samples\.txt"):
+        RunFolder(tmp_path).add_sample(1, "text")
+
+
 
 
 def test_samples_of_a_resumed_run_are_those_of_an_undisturbed_one(data_dir, tmp_path):
