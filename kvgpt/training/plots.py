@@ -1,9 +1,11 @@
 """Figures of a run."""
 
-import csv
+import io
 import math
 
 from kvgpt.storage.checkpoint import load_checkpoint
+from kvgpt.storage.files import write_atomically
+from kvgpt.training.run_folder import LOG_FIELDS, log_rows
 
 X_LABELS = {"chars": "characters of training text", "seconds": "seconds, evaluations included"}
 
@@ -21,15 +23,19 @@ def plot_loss(out_dir):
         axes.grid(alpha=0.3)
     figure.axes[0].set(ylabel="loss in nats per character")
     figure.axes[1].legend()
-    figure.savefig(out_dir / "loss.png", dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    write_atomically({out_dir / "loss.png": picture.getvalue()})
 
 
 def plot_run(axes, folder, x, color):
     """Draw the train and val loss of one run over the log column x, and mark the best val loss."""
-    with open(folder / "log.csv", encoding="utf-8", newline="") as f:
-        rows = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(f)]
-    config = load_checkpoint(folder / "last.pt").training["config"]
-    name = f"{config['preset']}, {config['recipe']}"
+    rows = [dict(zip(LOG_FIELDS, (float(cell or "nan") for cell in row))) for row in log_rows(folder / "log.csv")]
+    try:
+        config = load_checkpoint(folder / "last.pt").training["config"]
+        name = f"{config['preset']}, {config['recipe']}"
+    except (ValueError, KeyError, TypeError):  # a damaged checkpoint, or one of another program
+        name = folder.name
     scored = [row for row in rows if not math.isnan(row["val_loss"])]
     train, val = [row["train_loss"] for row in rows], [row["val_loss"] for row in scored]
     axes.plot([row[x] for row in rows], train, color=color, alpha=0.35, label=f"{name}: train")

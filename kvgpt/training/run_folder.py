@@ -10,7 +10,19 @@ from kvgpt.storage.files import name_in_errors, write_atomically
 
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
 SAMPLE_HEADING = "=== step {} ===\n"
-LOG_ROW = re.compile(r"\d+,\d+,[\d.]+(,[^,]*){4}((,[^,]*){2})?\r\n")  # older logs lack the last two fields
+COUNT = r"\d{1,18}"
+NUMBER = rf"(-?{COUNT}(\.\d{{1,24}})?(e[+-]\d\d)?|inf|nan)"
+# older logs lack the last two fields
+LOG_ROW = re.compile(rf"{COUNT},{COUNT},{NUMBER}(,{NUMBER}?){{4}}((,{NUMBER}?){{2}})?\r\n", re.ASCII)
+
+
+def log_rows(file):
+    """Return the rows of a log.csv as lists of text, a cell per field. Rows that are cut or damaged are left out."""
+    if not file.exists():
+        return []
+    with open(file, encoding="utf-8", errors="replace", newline="") as f:
+        rows = [line.rstrip().split(",") for line in f if LOG_ROW.fullmatch(line)]
+    return [row + [""] * (len(LOG_FIELDS) - len(row)) for row in rows]
 
 
 class RunFolder:
@@ -66,13 +78,10 @@ class RunFolder:
 
     def trim_log(self, step):
         """Cut log.csv back to whole rows up to `step`. Returns the characters and seconds of the last row."""
-        file, header, rows = self.path / "log.csv", ",".join(LOG_FIELDS) + "\r\n", []
-        if file.exists():
-            with open(file, encoding="utf-8", errors="replace", newline="") as f:
-                kept = (line.rstrip() for line in f if LOG_ROW.fullmatch(line) and int(line.split(",")[0]) <= step)
-                rows = [line + "," * (header.count(",") - line.count(",")) + "\r\n" for line in kept]
-        write_atomically({file: "".join([header, *rows]).encode()})
-        _, chars, seconds, *_ = rows[-1].split(",") if rows else ("0", "0", "0")
+        file = self.path / "log.csv"
+        rows = [row for row in log_rows(file) if int(row[0]) <= step]
+        write_atomically({file: "".join(",".join(row) + "\r\n" for row in [LOG_FIELDS, *rows]).encode()})
+        _, chars, seconds, *_ = rows[-1] if rows else ("0", "0", "0")
         return int(chars), float(seconds)
 
     def log(self, row):
@@ -91,7 +100,7 @@ class RunFolder:
         file = self.path / "samples.txt"
         if file.exists():
             text = file.read_text(encoding="utf-8", errors="replace")
-            headings = re.finditer(SAMPLE_HEADING.format(r"(\d+)"), text)
+            headings = re.finditer(SAMPLE_HEADING.format(f"({COUNT})"), text)
             end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))
             write_atomically({file: text[:end].encode()})
 

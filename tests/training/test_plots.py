@@ -1,8 +1,10 @@
 """kvgpt/training/plots.py: loss.png."""
 
+import shutil
 import time
 
-from helpers import SMALL, here, ok, start
+from helpers import SMALL, here, ok, start, unix
+from kvgpt.training.plots import plot_loss
 
 
 def test_plot_draws_this_run_and_the_one_before(data_dir, tmp_path):
@@ -28,3 +30,25 @@ def test_the_plot_can_be_seen_while_the_run_goes_on(data_dir, tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_damaged_run_before_stops_no_plot(out):
+    """A row that is no row of numbers is left out, and a checkpoint that cannot be read costs the name of its run."""
+    previous = out / "previous"
+    shutil.copytree(out, previous)
+    (previous / "last.pt").write_bytes(b"damaged")
+    with open(previous / "log.csv", "a", encoding="utf-8", newline="") as f:
+        f.write(f"80,10240,1.2.3,3.0,,0.001,1000,,\r\n80,10240,9.5,x,,0.001,1000,,\r\n80,{'9' * 5000},9.5,3.0,,,,,\r\n")
+    plot_loss(out)
+    assert (out / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@unix
+def test_a_picture_is_whole_at_every_moment(out):
+    """A viewer that has the old picture open reads all of it."""
+    plot_loss(out)
+    whole = (out / "loss.png").read_bytes()
+    with open(out / "loss.png", "rb") as old:
+        (out / "log.csv").write_text("", encoding="utf-8")
+        plot_loss(out)
+        assert old.read() == whole != (out / "loss.png").read_bytes()

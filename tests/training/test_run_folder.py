@@ -63,7 +63,8 @@ def test_previous_holds_one_run_and_a_run_that_saved_nothing_is_none(out, data_d
 def test_a_damaged_log_stops_no_resume(out):
     before = log(out)
     with open(out / "log.csv", "ab") as f:
-        f.write(b"\xff\xfe\n6,1,abc,1,1,1,1\r\n")
+        f.write(b"\xff\xfe\n6,1,abc,1,1,1,1\r\n6,1,1.2.3,1,1,1,1\r\n")
+        f.write(b"%s,1,1,1,1,1,1\r\n6,%s,1,1,1,1,1\r\n" % (2 * (b"9" * 5000,)))
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
     after = log(out)
     assert after[: len(before)] == before and int(after[-1]["step"]) == 61
@@ -105,7 +106,6 @@ def test_a_row_that_a_full_disk_cut_short_does_not_stop_a_resume(tmp_path):
         assert kept in (rows[:2], rows), whole[:cut].splitlines()[-1]
 
 
-# -- samples.txt -------------------------------------------------------------------------------------------------------
 @linux
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
     """An error that names no file is taken for one of stdout."""
@@ -117,6 +117,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
         RunFolder(tmp_path).add_sample(1, "text")
 
 
+# -- samples.txt -------------------------------------------------------------------------------------------------------
 
 
 def test_samples_of_a_resumed_run_are_those_of_an_undisturbed_one(data_dir, tmp_path):
