@@ -13,7 +13,7 @@ def flag(default, kind, help, none=None):
 
 
 positive = number(int, f"[1, {2**31})")
-not_negative = number(int, "[0, inf)")
+not_negative = number(int, f"[0, {2**31})")
 rate = number(float, "[0, 1e30]")  # torch refuses larger factors of a float32 tensor with a traceback
 share = number(float, "[0, 1)")
 

@@ -68,6 +68,7 @@ BAD_FLAGS = [
     *(f"--{name}={value}" for name in REALS for value in ("-0.1", "nan", "inf", "-inf", "1e999", "x", "")),
     *(f"--{name}=1" for name in ["dropout", "beta1", "beta2"]),
     *(f"--{name}=maybe" for name in ["compile", "bias", "norm_first", "tie_weights", "preset", "dtype"]),
+    f"--warmup_iters={'9' * 309}",  # more than a float holds
     *("--activation=relu", "--pos_emb=none", f"--seed={2**63}", "--n_layer -1", "--learning_rate -1"),
     *("--n_layers 3", "--n_lay 3", "--unknown", "stray", "--max_iters", "--preset", "--n_embd 1 2", "--compile 1 2"),
 ]
