@@ -366,7 +366,8 @@ def main():
         print(file=sys.stderr)
         itemsize = getattr(torch, args.dtype).itemsize
         report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None, stopped)
-        note(f"loading: {loaded:.1f} s for the model{' and the compiled step' if args.compile else ''}")
+        compiled = decoder is not None and decoder.compile
+        note(f"loading: {loaded:.1f} s for the model{' and the compiled step' if compiled else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"

@@ -184,6 +184,7 @@ def test_the_compiled_step_gives_the_same_text(trained, more):
     result = ok(sample(trained, *flags, "--verify"))
     assert re.search(r"(\d) of \1 samples match", result.stderr), result.stderr
     assert ("guesses accepted" in result.stderr) == ("ngram" in more)
+    assert "for the model and the compiled step\n" in result.stderr
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
@@ -193,6 +194,7 @@ def test_without_a_compiler_one_line_says_so_and_the_text_is_the_same(trained, c
     assert result.returncode == 0 and "Traceback" not in result.stderr
     assert result.stdout == run("sample.py", *flags).stdout
     assert len([line for line in result.stderr.splitlines() if "decoding without --compile" in line]) == 1
+    assert "for the model\n" in result.stderr
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -242,11 +244,11 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
         (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
         (["--prompt", f"FILE:{ROOT}"], [ROOT]),
         (["--prompt", "FILE:"], ["FILE:", "name of a file"]),
-        (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
-        (["--ckpt", ROOT / "README.md"], ["README.md", "damaged"]),
         (["--prompt", "FILE:a\n\x1b[2Jb"], [r"a\n\x1b[2Jb"]),
         (["--ckpt", "a\nb"], [r"a\nb", "no checkpoint"]),
         (["--out_dir", "a" * 300], ["a" * 300]),
+        (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
+        (["--ckpt", ROOT / "README.md"], ["README.md", "damaged"]),
         (["--device", "cuda:99"], ["cuda:99"]),
         (["--device", "abacus"], ["abacus"]),
         (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
