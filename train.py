@@ -17,6 +17,7 @@ if __name__ == "__main__":
     guard_process()  # before the imports, which take seconds
 
 import importlib.util
+import os
 import shlex
 import sys
 import time
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvgpt.cli import fail, one_line_errors, run_main
+from kvgpt.cli import fail, note, one_line_errors, run_main
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.storage.checkpoint import load_checkpoint
 from kvgpt.storage.hf import read_folder
@@ -261,6 +262,11 @@ def resolve(flags, ranks, run):
         config.threads = flags.get("threads")
     else:  # recorded, because the number of threads decides the last bits of a sum
         config.threads = config.threads or torch.get_num_threads()
+        if "threads" not in flags and config.threads > (os.cpu_count() or config.threads):
+            note(
+                f"the run in {run.path} has {config.threads} threads, and this machine {os.cpu_count()} cores: "
+                f"--threads {os.cpu_count()} is faster, and gives weights with other last bits"
+            )
     if config.threads:
         torch.set_num_threads(config.threads)
 
@@ -317,13 +323,13 @@ def main():
     flags = parse_flags(__doc__, PRESETS, RECIPES, OVERRIDES)
     run = RunFolder(flags.get("out_dir", TrainConfig.out_dir))
     with one_line_errors():
+        ranks = Ranks()
         config, data, source, device, dtype = resolve(flags, ranks, run)
     state = build(config, data, source, device, dtype)
     if state.step >= config.max_iters:
         print(
             f"the run in {run.path} is at step {state.step} of {config.max_iters} already: "
             f"--max_iters {2 * state.step} would continue it"
-        ranks = Ranks()
         )
         return
     if config.ngram_targets:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import pickle
 import shutil
 from collections import OrderedDict
@@ -73,6 +74,17 @@ def test_ckpt_has_the_best_loss_and_last_the_latest(out, data_dir):
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_with_more_threads_than_cores_says_so_in_one_line(out):
+    """A run from a larger machine. Its threads would wait for each other at every operation, and nobody know why."""
+    ckpt, threads = load(out / "last.pt"), os.cpu_count() + 1
+    ckpt["config"]["threads"] = threads
+    torch.save(ckpt, out / "last.pt")
+    resume = ["--init_from", "resume", "--out_dir", out, "--max_iters"]
+    note = ok(here(*resume, 61)).stderr
+    assert len(note.splitlines()) == 1 and f"{threads} threads" in note and f"--threads {os.cpu_count()} " in note
+    assert ok(here(*resume, 62, "--threads", threads)).stderr == ""  # this number was asked for
 
 
 def test_a_resume_computes_on_the_threads_of_its_run(data_dir, tmp_path):
