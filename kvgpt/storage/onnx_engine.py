@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import json
 import logging
+import shutil
+import tempfile
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -133,11 +135,15 @@ def write_onnx(model, chars, file, cached=True):
 
 
 def quantize(file, to):
-    """Write the ONNX model in `file` again, to the file `to`, with int8 weights in its matrix products."""
+    """Write the ONNX model in `file` again, to the Path `to`, atomically, with int8 weights in its matrix products."""
     from onnxruntime.quantization import quantize_dynamic
 
-    with quiet():
-        quantize_dynamic(file, to, op_types_to_quantize=["MatMul"])
+    with tempfile.TemporaryDirectory() as folder, quiet():  # ONNX Runtime writes intermediate files beside its input
+        copy, made = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
+        shutil.copy(file, copy)
+        quantize_dynamic(copy, made, op_types_to_quantize=["MatMul"])
+        content = made.read_bytes()
+    write_atomically({to: content})
 
 
 @contextmanager
