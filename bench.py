@@ -151,7 +151,8 @@ def onnx_stream(model):
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             file = Path(folder) / "model.onnx"
-            write_onnx(copy.deepcopy(model).cpu(), "", file)
+            chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
+            write_onnx(copy.deepcopy(model).cpu(), chars, file)
             engine = OnnxGPT(file)
     except ImportError as error:
         raise ValueError(f"{error}: pip install onnx onnxscript onnxruntime") from None

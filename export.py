@@ -34,7 +34,7 @@ from kvgpt.decoding.ngrams import order_of
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.files import lock_folder, write_atomically
 from kvgpt.storage.hf import GRAPH, model_type, write_folder
 from kvgpt.storage.onnx_engine import OnnxGPT, quantize, write_onnx
 from kvgpt.training.dataset import evaluate, load_dataset
@@ -92,7 +92,7 @@ def check(name, model, ids, logits, greedy, exact=True):
         picks = ours[position], theirs[position]
         tie = near_tie(model, ours[:position], 0, position - T, picks, Sampling(temperature=0, seed=0))
     print(line + (", then a near-tie" if tie else ""), flush=True)
-    if exact and (difference > NEAR_TIE or not (position is None or tie)):
+    if exact and not (difference <= NEAR_TIE and (position is None or tie)):  # NaN is not below
         fail(f"{name} is not the model: the logits must be within {NEAR_TIE}, and the greedy text the same")
 
 
@@ -141,10 +141,10 @@ def to_onnx(checkpoint, model, folder, args):
     chars, block_size = checkpoint.chars, model.config.block_size
     ids, val = real_text(chars, block_size, Path(args.data_dir))
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model_int8.onnx", "model_cacheless.onnx"):
-        (folder / name).unlink(missing_ok=True)  # from an earlier export, which may be another model's
     names = ["model.onnx"]
     write_onnx(model, chars, folder / "model.onnx")
+    for name in ("model_int8.onnx", "model_cacheless.onnx"):
+        (folder / name).unlink(missing_ok=True)  # from an earlier export, which may be another model's
     if args.cacheless:
         names.append("model_cacheless.onnx")
         write_onnx(model, chars, folder / "model_cacheless.onnx", cached=False)
@@ -291,7 +291,11 @@ def main():
             model_type(model.config)
     if args.cacheless and model.config.block_size < 3:
         fail(f"--cacheless needs a context of 3 at least, and this model's is {model.config.block_size}")
-    FORMATS[args.format](checkpoint, model, Path(args.out_dir or "out") / args.format, args)
+    folder = Path(args.out_dir or "out") / args.format
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # beside the folder, because people publish all that is in it
+    with lock_folder(folder.parent, f".{args.format}.lock"):
+        FORMATS[args.format](checkpoint, model, folder, args)
 
 
 if __name__ == "__main__":

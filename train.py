@@ -278,6 +278,10 @@ def resolve(flags, ranks, run):
         raise ValueError(f"{data_dir} holds other characters than {what} was trained on")
     if resuming and source.training["data_sha256"] != data.sha256:
         raise ValueError(f"the text in {data_dir} has changed since the run in {run.path} began")
+
+    # memory: a batch that does not fit fails here, where no file has changed
+    num_logits = config.batch_size // ranks.world_size * config.block_size * len(data.chars)
+    torch.empty(min(num_logits, 2**60), device=device)  # more elements than that are an error of another kind
     return config, data, source, device, dtype
 
 

@@ -26,7 +26,8 @@ from requests import exceptions
 from tqdm import tqdm
 
 from kvgpt.cli import Parser, fail, path, run_main
-from kvgpt.storage.prepared import sha256, write_prepared
+from kvgpt.storage.checksums import sha256
+from kvgpt.storage.prepared import write_prepared
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

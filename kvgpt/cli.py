@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -122,6 +123,8 @@ def fail(message, code=1):
     rank, *_ = torchrun_ranks() or (0,)
     if rank == 0:  # of the processes that torchrun starts, which all fail alike
         note(message)
+    else:
+        time.sleep(2)  # torchrun ends all processes when the first one ends, and rank 0 may not have spoken yet
     sys.exit(code)
 
 

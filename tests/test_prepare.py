@@ -7,6 +7,7 @@ machine. Where the three tries are not the point, `tweaked` runs the script with
 import gzip
 import http.server
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -24,6 +25,8 @@ from hypothesis import strategies as st
 
 import prepare
 from helpers import ROOT, assert_one_line, linux, ok, run, unix
+from kvgpt.storage.files import lock_folder
+from kvgpt.storage.prepared import write_prepared
 from kvgpt.training.dataset import load_dataset
 
 SAMPLE = ROOT / "data" / "sample.txt"
@@ -115,8 +118,9 @@ def corpus(url, body=BODY):
 
 
 def snapshot(folder):
-    """Every file below the folder: its bytes and the time of its last change."""
-    return {p.relative_to(folder): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+    """Every file below the folder but locks: its bytes and the time of its last change."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def contents(folder):
@@ -133,7 +137,7 @@ def assert_holds(folder, raw, source):
     assert "".join(meta["chars"][i] for i in np.concatenate([train, val])) == text
     assert len(train) == len(text) * 9 // 10
     assert source in (meta["source"], None)
-    hashes = {"text": raw, "train": files["train.bin"], "val": files["val.bin"]}
+    hashes = {"text": raw, "chars": meta["chars"].encode(), "train": files["train.bin"], "val": files["val.bin"]}
     assert meta["sha256"] == {name: sha256(content).hexdigest() for name, content in hashes.items()}
 
 
@@ -391,6 +395,61 @@ def test_a_disk_that_fills_up(raw, limit, fresh, old, tmp_path):
     )
     assert_one_line(result, folder)
     assert result.stdout == "" and snapshot(folder) == before
+
+
+# Two at once
+
+
+def write_in_turns(folder, number, barrier, outcomes, rounds):
+    """Write a text of this process's own into the folder, every time that all processes have come to the barrier."""
+    text = f"{number}\n" * 20_000
+    for _ in range(rounds):
+        barrier.wait()
+        try:
+            write_prepared(folder, *prepare.encode(text), f"text {number}", text.encode())
+            outcomes.put(number)
+        except BlockingIOError:
+            outcomes.put(None)
+        barrier.wait()
+        barrier.wait()  # while the test reads the folder
+
+
+@unix
+def test_two_that_write_at_once_leave_the_files_of_one(tmp_path):
+    """The files of two texts mixed, which nothing can read, by two processes of which one says that all went well."""
+    context, rounds = multiprocessing.get_context("fork"), 30
+    barrier, outcomes = context.Barrier(3), context.Queue()
+    writers = [
+        context.Process(target=write_in_turns, args=(tmp_path, number, barrier, outcomes, rounds), daemon=True)
+        for number in (1, 2)
+    ]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(rounds):
+            barrier.wait(60)
+            barrier.wait(60)
+            wrote = {outcomes.get(timeout=60) for _ in writers} - {None}
+            source, _ = prepare.prepared_text(tmp_path) or ("text 0", "")
+            assert wrote and int(source.removeprefix("text ")) in wrote
+            assert set(contents(tmp_path)) == {"train.bin", "val.bin", "meta.json"}
+            barrier.wait(60)
+    finally:
+        for writer in writers:
+            writer.kill()
+
+
+def test_a_folder_that_another_process_writes_to_is_one_line(old, tmp_path):
+    """And what a killed process has left in the folder does not stop the next one."""
+    (tmp_path / "in.txt").write_bytes(BODY)
+    before = snapshot(old)
+    with lock_folder(old):
+        refused = run("data/prepare.py", "--input", tmp_path / "in.txt", "--data_dir", old)
+        assert_one_line(refused, old, "another process")
+        assert snapshot(old) == before
+    (old / ".train.bin.tmp").write_bytes(b"half a te")
+    prepared("--input", tmp_path / "in.txt", "--data_dir", old)
+    assert_holds(old, BODY, os.path.abspath(tmp_path / "in.txt"))
 
 
 # --url

@@ -3,14 +3,20 @@
 import io
 import math
 import pickle
-from dataclasses import dataclass, field, fields
+import re
+import zipfile
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 
 from kvgpt.decoding.ngrams import valid_ngrams
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.files import read_regular, write_atomically
+from kvgpt.storage.vocabulary import check_characters
 from model import GPT, GPTConfig
+
+PLAIN = (bool, int, float, str, type(None))
+LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.")  # in names of ours and of transformers
 
 
 @dataclass
@@ -35,17 +41,23 @@ class Checkpoint:
     training: dict = field(default_factory=dict)
 
     def build_model(self):
-        """Return the GPT on the CPU. Raises ValueError if weights and model_args disagree."""
+        """Return the GPT on the CPU. Raises ValueError if the weights do not fit model_args, or are not finite."""
         unknown = sorted(str(name) for name in self.model_args if name not in {f.name for f in fields(GPTConfig)})
         if unknown:
             raise ValueError(f"model_args has {', '.join(unknown)}, which this version does not know")
         config = GPTConfig(**self.model_args)
+        # before the network is made, because sizes that a file only claims can take hours or all memory
+        expected, found = network_shapes(config, self.weights), {name: t.shape for name, t in self.weights.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            ours, theirs = (tuple(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected))
+            if ours != theirs:
+                raise ValueError(f"the weights do not fit model_args: {name} is {ours} instead of {theirs}")
         try:
             model = GPT(config)
             model.load_state_dict(self.weights)
-        except RuntimeError as error:  # from load_state_dict, or from a failed allocation
-            lines = [line.strip() for line in str(error).splitlines()]
-            raise ValueError(f"the weights do not fit model_args: {' '.join(lines[1:3] or lines)}") from None
+        except RuntimeError as error:  # a failed allocation, or tensors of a kind that cannot be copied
+            raise ValueError(f"the weights in {self.path} cannot be used: {first_line(error)}") from None
+        check_finite(model, self.path)
         return model
 
     def build_language_model(self):
@@ -54,11 +66,7 @@ class Checkpoint:
             where = "nanoGPT keeps them in meta.pkl, and sample.py and export.py take --meta meta.pkl"
             raise ValueError(f"{self.path} has no characters in it: {where}")
         model = self.build_model()
-        if isinstance(self.chars, str) and any(0xD800 <= ord(char) < 0xE000 for char in self.chars):
-            raise ValueError(f"{self.path} is damaged: half a surrogate pair is no character")
-        distinct = isinstance(self.chars, str) and len(set(self.chars)) == len(self.chars)
-        if not distinct or len(self.chars) != model.config.vocab_size:
-            raise ValueError(f"the characters do not fit the vocab_size {model.config.vocab_size} of {self.path}")
+        check_characters(self.chars, self.path, model.config.vocab_size)
         return model.eval(), self.chars
 
     def checked_ngrams(self):
@@ -66,6 +74,35 @@ class Checkpoint:
         if self.ngrams is not None and not valid_ngrams(self.ngrams, len(self.chars)):
             raise ValueError(f"the n-grams in {self.path} are damaged: leave out --draft, or train again")
         return self.ngrams
+
+
+def network_shapes(config, weights):
+    """Return {name: shape} of the parameters of GPT(config), from a network of one layer.
+
+    weights  {name: tensor} for that network, by our names or by those of transformers
+    Raises ValueError if they are of another number of layers, or if a size of `config` is larger than all of them.
+    """
+    layers = {match[1] for match in map(LAYER.match, weights) if match}
+    if len(layers) != config.n_layer:
+        raise ValueError(f"the weights do not fit: they have {len(layers)} layers instead of {config.n_layer}")
+    largest = max(tensor.untyped_storage().nbytes() for tensor in weights.values())
+    hidden, positions = int(config.mlp_ratio * config.n_embd), config.block_size if config.pos_emb == "learned" else 1
+    for rows in (config.n_embd, config.vocab_size, hidden, positions):
+        if rows * config.n_embd > largest:
+            raise ValueError(f"the weights do not fit: none has {rows} x {config.n_embd} numbers")
+    one = GPT(replace(config, n_layer=1)).state_dict()  # not on the meta device, whose first use takes a second
+    return {
+        name.replace(".h.0.", f".h.{i}."): tensor.shape
+        for name, tensor in one.items()
+        for i in (range(config.n_layer) if ".h.0." in name else (0,))
+    }
+
+
+def check_finite(model, path):
+    """Raise ValueError if a parameter of a model, which `path` holds, has an infinite number or NaN."""
+    for name, p in model.named_parameters():
+        if not torch.isfinite(torch.stack(p.detach().aminmax())).all():
+            raise ValueError(f"{path} has infinite numbers or NaN in {name}: take an older file, or train again")
 
 
 def save_checkpoint(path, content):
@@ -88,16 +125,19 @@ def load_checkpoint(path, meta=None):
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: train one first (python train.py), or name another")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            check_archive(file)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: not loaded") from None
     except Exception as error:  # a damaged file can raise anything
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} cannot be read, or is truncated or damaged ({why[0]})") from None
+        raise ValueError(f"{path} cannot be read, or is truncated or damaged ({first_line(error)})") from None
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise ValueError(f"{path} is no GPT checkpoint: it lacks the dicts 'model' and 'model_args'")
     if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in content["model"].items()):
         raise ValueError(f"{path} is no GPT checkpoint: its 'model' holds something else than named tensors")
+    if not all(type(value) in PLAIN for value in content["model_args"].values()):
+        raise ValueError(f"{path} is no GPT checkpoint: its 'model_args' hold something else than plain values")
 
     # torch.compile adds a prefix; nanoGPT before flash attention saved its masks
     weights = {
@@ -111,9 +151,37 @@ def load_checkpoint(path, meta=None):
         model_args=content.pop("model_args"),
         chars=content.pop("chars", None) if meta is None else read_nanogpt_meta(meta),
         ngrams=content.pop("ngrams", None),
-        best_val_loss=content.pop("best_val_loss", math.nan),
+        best_val_loss=as_number(content.pop("best_val_loss", math.nan)),
         training=content,
     )
+
+
+def check_archive(file):
+    """Compare the content of an open torch.save file with its CRC-32 checksums, which torch.load does not read.
+
+    Raises BadZipFile or another error if one differs. A file of torch 1.5 or older has none.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.CRC:  # 0: torch was told to save without checksums
+                    with archive.open(record) as content:
+                        while content.read(2**20):
+                            pass
+    file.seek(0)
+
+
+def as_number(value):
+    """Return a loss from a file as a float: NaN for anything but a number. nanoGPT saves a tensor."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def first_line(error):
+    """Return the first line of an error's message, or its kind if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def load_model(path, meta=None):
@@ -133,10 +201,9 @@ def read_nanogpt_meta(path):
             raise pickle.UnpicklingError(f"it names {module}.{name}, and a meta.pkl needs plain values only")
 
     try:
-        with open(path, "rb") as f:
-            itos = PlainUnpickler(f).load()["itos"]
+        itos = PlainUnpickler(io.BytesIO(read_regular(path))).load()["itos"]
         return "".join(itos[i] for i in range(len(itos)))
     except FileNotFoundError:
         raise FileNotFoundError(f"no --meta file at {path}") from None
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {error}") from None
+        raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {first_line(error)}") from None

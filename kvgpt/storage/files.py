@@ -1,7 +1,10 @@
-"""Files that are whole at every moment: the old content or the new one."""
+"""Files that are whole at every moment, the old content or the new one, and folders that one process writes to."""
 
+import errno
 import os
+import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def write_atomically(files):
@@ -10,13 +13,12 @@ def write_atomically(files):
     All contents are written beside their paths first and renamed last, in the order given. An error before the first
     rename leaves every old file in place. No error leaves a temporary file. Raises OSError.
     """
-    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
+    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}  # one process at a time: see lock_folder
     try:
         for path, content in files.items():
             with name_in_errors(path), open(temporary[path], "wb") as f:
                 f.write(content)
-                f.flush()
-                os.fsync(f.fileno())
+                sync(f)
         for path in files:
             if path.is_dir():  # found before the first rename, so that no old file has been replaced yet
                 raise IsADirectoryError(0, "a folder is in the way", str(path))
@@ -25,11 +27,64 @@ def write_atomically(files):
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # sync the folder, so that the rename survives; Windows has no such call
-        for parent in {path.parent for path in files}:
-            folder = os.open(parent, os.O_DIRECTORY)
-            os.fsync(folder)
-            os.close(folder)
+    for parent in {path.parent for path in files}:
+        sync_folder(parent)
+
+
+def sync(file):
+    """Wait until the content of an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder):
+    """Wait until the names in a folder are on the disk, so that a rename survives a power cut."""
+    if hasattr(os, "O_DIRECTORY"):  # Windows has no such call
+        opened = os.open(folder, os.O_DIRECTORY)
+        os.fsync(opened)
+        os.close(opened)
+
+
+def keep_copy(file, copy):
+    """Give the content of a file a second name. `copy` does not exist yet. Raises OSError."""
+    try:
+        os.link(file.resolve(), copy)
+    except OSError:  # a file system without links
+        with open(file, "rb") as source, open(copy, "wb") as target:
+            shutil.copyfileobj(source, target)
+            sync(target)
+
+
+def read_regular(file):
+    """Return the bytes of a file. Raises OSError, for a pipe too, which would block."""
+    file = Path(file)
+    if not file.is_file():
+        file.stat()  # raises what is wrong with the path
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return file.read_bytes()
+
+
+def lock_folder(folder, name=".lock"):
+    """Lock a folder for this process by a file of that name in it.
+
+    Returns the lock, an open file. Closing it unlocks the folder. The operating system closes it when the process ends.
+    Raises BlockingIOError if another process holds the lock, and OSError if the folder cannot be written.
+    """
+    lock = open(folder / name, "ab")  # noqa: SIM115
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # others: the file system has no locks
+            lock.close()
+            raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
+    return lock
 
 
 @contextmanager

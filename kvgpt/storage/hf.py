@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
-from kvgpt.storage.checkpoint import Checkpoint
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.checkpoint import Checkpoint, first_line, network_shapes
+from kvgpt.storage.checksums import SUMS, check_folder, checksums
+from kvgpt.storage.files import read_regular, write_atomically
 from kvgpt.storage.onnx_engine import write_onnx
-from model import GPT, GPTConfig
+from kvgpt.storage.vocabulary import check_characters
+from model import GPTConfig
 
 # Our module names and StableLM's. Several names: our matrix is theirs, stacked. "{}": one module per head, all equal.
 STABLELM = {
@@ -152,7 +154,7 @@ def hf_tokenizer(chars, block_size):
 
 
 def write_folder(model, chars, folder, graph=False):
-    """Write config.json, model.safetensors and the files of the tokenizer: all of them, or none after an error.
+    """Write config.json, model.safetensors, the files of the tokenizer, and SUMS: all of them, or none after an error.
 
     chars   the vocabulary: token i is chars[i]
     folder  a Path, made if it does not exist
@@ -180,11 +182,13 @@ def write_folder(model, chars, folder, graph=False):
             (Path(made) / GRAPH).parent.mkdir()
             write_onnx(model, chars, Path(made) / GRAPH)
 
-        # replace what the folder holds, config.json last
-        files = {folder / file.relative_to(made): file for file in Path(made).rglob("*") if file.is_file()}
-        for path in files:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically({path: files[path].read_bytes() for path in sorted(files, reverse=True)})
+        # replace what the folder holds, the checksums last
+        made_files = (file for file in Path(made).rglob("*") if file.is_file())
+        files = {file.relative_to(made).as_posix(): file.read_bytes() for file in made_files}
+        files[SUMS] = checksums(files)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically({folder / name: content for name, content in files.items()})
         if not graph:
             (folder / GRAPH).unlink(missing_ok=True)
 
@@ -209,6 +213,7 @@ def read_folder(folder):
         raise ValueError("a Hugging Face folder needs safetensors: pip install safetensors") from None
     folder = Path(folder)
     try:
+        check_folder(folder)
         hf_args = read_json(folder / "config.json")
         chars = read_chars(folder / "tokenizer.json")
         tensors = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
@@ -219,13 +224,13 @@ def read_folder(folder):
     except KeyError as error:
         raise ValueError(f"{folder} cannot be read: it lacks {error}") from None
     except Exception as error:  # a damaged file can raise nearly anything
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{folder} cannot be read: {why[0]}") from None
+        raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
+    check_characters(chars, folder, config.vocab_size)
     return Checkpoint(path=folder, weights=weights, model_args=asdict(config), chars=chars)
 
 
 def read_json(file):
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json.loads(read_regular(file))
 
 
 def read_chars(file):
@@ -242,6 +247,8 @@ def weight_files(folder):
     if index.is_file():
         names = set(read_json(index)["weight_map"].values())
     for name in sorted(names):
+        if Path(name).name != name:
+            raise ValueError(f"{index.name} names {name!r}, which is not a file of the folder")
         if not (folder / name).is_file():
             raise ValueError(f"{name} is missing")
     return [folder / name for name in sorted(names)]
@@ -319,18 +326,18 @@ def from_transformers(tensors, config):
     Raises KeyError for a tensor that is missing, ValueError for one that the network has no place for.
     """
     state, unused = {}, {name for name, tensor in tensors.items() if tensor.any()}  # zeros add nothing
-    for name, ours in GPT(config).state_dict().items():
+    for name, shape in network_shapes(config, tensors).items():
         names = their_names(name, config)
         unused -= set(names)
         if name == "lm_head.weight" and config.tie_weights:
             continue
         parts = [tensors[each] for each in names]
-        if len(parts) > 1 and ours.shape == parts[0].shape:
+        if len(parts) > 1 and shape == parts[0].shape:
             if any(not torch.equal(part, parts[0]) for part in parts):
                 raise ValueError(f"{name}: every head has a norm of its own, and here a layer's heads share one")
             parts = parts[:1]
         whole = torch.cat(parts)
-        state[name] = whole.t() if transposed(name, ours, config) else whole
+        state[name] = whole.t() if transposed(name, whole, config) else whole
     unused = {name for name in unused if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # GPT-2's old masks
     if unused:
         raise ValueError(f"it has {min(unused)}, which the network of its config.json has no place for")

@@ -8,6 +8,8 @@ from torch import nn
 
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.threads import StepThreads
+from kvgpt.storage.checkpoint import check_finite, first_line
+from kvgpt.storage.checksums import check_folder
 from model import decode_tokens, eval_mode
 
 
@@ -33,11 +35,12 @@ class HuggingFaceGPT(nn.Module):
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
+            check_folder(folder)
             self.hf = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # a damaged folder can raise nearly anything
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"{folder} cannot be read: {why[:200]}") from None
+            raise ValueError(f"{folder} cannot be read: {first_line(error)[:200]}") from None
+        check_finite(self.hf, folder)
         settings = self.hf.config.get_text_config()
         self.config = SimpleNamespace(
             block_size=getattr(settings, "max_position_embeddings", None) or 2048,  # Bloom and its like name no limit

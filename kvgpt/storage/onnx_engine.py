@@ -18,7 +18,10 @@ import torch.nn as nn
 
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.threads import StepThreads
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.checkpoint import first_line
+from kvgpt.storage.checksums import sha256
+from kvgpt.storage.files import read_regular, write_atomically
+from kvgpt.storage.vocabulary import check_characters
 from model import GPTConfig, decode_tokens
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -127,23 +130,47 @@ def write_onnx(model, chars, file, cached=True):
     for node in itertools.chain(proto.graph.node, *(function.node for function in proto.functions)):
         del node.metadata_props[:]
 
-    # add the metadata of the file and write
+    # add the metadata and write
     metadata = {"chars": chars, "model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
     for key, value in metadata.items():
         proto.metadata_props.add(key=key, value=value)
-    write_atomically({file: proto.SerializeToString()})
+    save(proto, file)
 
 
 def quantize(file, to):
     """Write the ONNX model in `file` again, to the Path `to`, atomically, with int8 weights in its matrix products."""
+    import onnx
     from onnxruntime.quantization import quantize_dynamic
 
     with tempfile.TemporaryDirectory() as folder, quiet():  # ONNX Runtime writes intermediate files beside its input
         copy, made = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         shutil.copy(file, copy)
         quantize_dynamic(copy, made, op_types_to_quantize=["MatMul"])
-        content = made.read_bytes()
-    write_atomically({to: content})
+        save(onnx.load(made), to)
+
+
+# The last bytes of a file are an entry "sha256" of the metadata, with a hash of all bytes before the entry. A file of
+# Protocol Buffers is a sequence of fields, so an entry can be appended: field 14 of 74 bytes, with a key of 6 bytes as
+# field 1 and a value of 64 bytes as field 2.
+ENTRY = b"\x72\x4a\x0a\x06sha256\x12\x40"
+
+
+def save(proto, file):
+    """Write an ONNX model to `file` atomically, with its hash."""
+    entries = [entry for entry in proto.metadata_props if entry.key != "sha256"]  # of the file that was quantized
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(entries)
+    content = proto.SerializeToString()
+    write_atomically({file: content + ENTRY + sha256(content).encode()})
+
+
+def read_checked(file):
+    """Return the bytes of an ONNX file. Raises ValueError if they have another hash. Earlier versions wrote none."""
+    content = read_regular(file)
+    rest, entry, recorded = memoryview(content)[: -len(ENTRY) - 64], content[-len(ENTRY) - 64 : -64], content[-64:]
+    if entry == ENTRY and sha256(rest).encode() != recorded:
+        raise ValueError("it has changed since export.py wrote it: export again")
+    return content
 
 
 @contextmanager
@@ -190,44 +217,67 @@ class OnnxGPT:
             options.log_severity_level = 3
             options.intra_op_num_threads = num_threads
             options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch's threads
-            return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
         try:
-            file_size = Path(file).stat().st_size
+            content = read_checked(file)
             self.sessions = {1: session(1)}  # by number of threads
-            if file_size >= 2**24:  # for small models a second thread wakes up too late
+            if len(content) >= 2**24:  # for small models a second thread wakes up too late
                 self.sessions[torch.get_num_threads()] = session(torch.get_num_threads())
-            self.threads = StepThreads(file_size // 4)
+            self.threads = StepThreads(len(content) // 4)
             metadata = self.sessions[1].get_modelmeta().custom_metadata_map
             self.chars, self.config = metadata["chars"], GPTConfig(**json.loads(metadata["model_args"]))
             self.weights_sha256 = metadata.get("weights_sha256")
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
-            raise ValueError(f"{file} cannot be read: {str(error).strip().splitlines()[0][:200]}") from None
+            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
+        check_characters(self.chars, file, self.config.vocab_size)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         self.outputs = [output.name for output in self.sessions[1].get_outputs()]
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
         self.cached = len(self.outputs) > 1
         self.past = []
+        try:
+            self.check_sizes()
+        except Exception as error:  # ONNX Runtime's, of a graph that cannot be called so
+            raise ValueError(f"{file} is damaged ({first_line(error)[:200]}): export again") from None
 
-    def __call__(self, idx, past=()):
+    def check_sizes(self):
+        """Raise an error unless the graph has the sizes of `config` and computes finite logits."""
+        config, (session, *_) = self.config, self.sessions.values()
+        shapes = {each.name: each.shape for each in (*session.get_inputs(), *session.get_outputs())}
+        if self.cached and len(self.outputs) != 1 + 2 * config.n_layer:
+            raise ValueError(f"{len(self.outputs) // 2} layers instead of {config.n_layer}")
+        sizes = {"logits": (2, config.vocab_size)}
+        sizes |= dict.fromkeys(self.past_inputs, (1, config.num_kv_heads))
+        for name, (axis, size) in sizes.items():
+            if shapes[name][axis] != size:
+                raise ValueError(f"{name} is {shapes[name]} instead of {size}")
+        logits = self(torch.zeros(1, 1, dtype=torch.int64), start=config.block_size - 1)
+        self.past = []
+        if not logits.isfinite().all():
+            raise ValueError("its logits are infinite or NaN")
+
+    def __call__(self, idx, past=(), start=None):
         """Return the logits `(B, T, V)`, a float32 tensor, for idx `(B, T)` int64 at the positions after `past`.
 
-        past  `self.past` after an earlier call with the same rows; empty: idx starts at position 0
+        past   `self.past` after an earlier call with the same rows; empty: nothing
+        start  position of the first token; None: that after `past`. A graph without a cache starts at 0
         """
         session = self.sessions[1 if torch.get_num_threads() == 1 else max(self.sessions)]
         if not self.cached:
             return torch.from_numpy(session.run(None, {"token_ids": idx.numpy()})[0])
         (B, T), config = idx.shape, self.config
-        first = past[0].shape()[2] if past else 0
+        length = past[0].shape()[2] if past else 0
+        start = length if start is None else start
         if not past:
             empty = np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32)
             past = [self.to_ort(empty) for _ in range(2 * config.n_layer)]
         inputs = {
             "input_ids": idx.numpy(),
-            "attention_mask": np.ones((B, first + T), np.int64),
-            "position_ids": np.arange(first, first + T)[None].repeat(B, axis=0),
+            "attention_mask": np.ones((B, length + T), np.int64),
+            "position_ids": np.arange(start, start + T)[None].repeat(B, axis=0),
         }
         inputs = {name: self.to_ort(array) for name, array in inputs.items()}
         inputs |= zip(self.past_inputs, past)

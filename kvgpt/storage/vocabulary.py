@@ -20,6 +20,19 @@ class Vocabulary:
     start: str = "\n"
 
 
+def check_characters(chars, path, vocab_size=None):
+    """Raise ValueError unless `chars`, read from `path`, is a str of different characters, and vocab_size of them."""
+    if not isinstance(chars, str):
+        raise ValueError(f"{path} is damaged: its characters are no text")
+    if any(0xD800 <= ord(char) < 0xE000 for char in chars):
+        raise ValueError(f"{path} is damaged: half a surrogate pair is no character")
+    if len(set(chars)) != len(chars):
+        twice = next(char for char in chars if chars.count(char) > 1)
+        raise ValueError(f"{path} is damaged: its characters hold {twice!r} twice")
+    if vocab_size is not None and len(chars) != vocab_size:
+        raise ValueError(f"{path} has {len(chars)} characters and a vocab_size of {vocab_size}: each token needs one")
+
+
 def character_vocabulary(chars):
     """Return the Vocabulary in which token i is chars[i]."""
     ids = {char: i for i, char in enumerate(chars)}

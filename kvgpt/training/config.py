@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass, field, fields, replace
 
 from kvgpt.cli import Parser, aligned, boolean, number, path
+from kvgpt.storage.checkpoint import PLAIN
 from model import GPTConfig
 
 
@@ -239,7 +240,7 @@ def checkpoint_config(ckpt, choices):
         )
     stored = ckpt.training["config"]
     if not isinstance(stored, dict):
-        raise ValueError(f"{ckpt.path} is damaged: its config is {stored!r}")
+        raise ValueError(f"{ckpt.path} is damaged: its config is no dict but a {type(stored).__name__}")
     for name, f in FLAGS.items():
         if name not in stored and f.default is not None:  # None is what a flag that came later was before
             raise ValueError(f"{ckpt.path} is of another version of this kit (no {name} in it): start a new run")
@@ -248,9 +249,10 @@ def checkpoint_config(ckpt, choices):
             if value is None:
                 valid = f.default is None
             else:
-                valid = value in kind if isinstance(kind, tuple) else kind(str(value)) == value
+                valid = type(value) in PLAIN
+                valid = valid and (value in kind if isinstance(kind, tuple) else kind(str(value)) == value)
         except (ValueError, argparse.ArgumentTypeError):
             valid = False
         if not valid or ckpt.model_args.get(name, value) != value:
-            raise ValueError(f"{ckpt.path} is damaged: its {name} is {value!r}")
+            raise ValueError(f"{ckpt.path} is damaged: its {name} is {' '.join(repr(value).split())[:200]}")
     return TrainConfig(**{name: stored.get(name) for name in FLAGS})

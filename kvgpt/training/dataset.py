@@ -1,12 +1,15 @@
 """The prepared text: read, checked, and evaluated in one exact pass."""
 
-import hashlib
 import json
+import os
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from kvgpt.storage.checksums import sha256
+from kvgpt.storage.files import read_regular
+from kvgpt.storage.vocabulary import check_characters
 from kvgpt.training.ngram_targets import NgramTargets
 from model import eval_mode
 
@@ -30,13 +33,11 @@ def load_dataset(data_dir, block_size):
 
     Raises ValueError if files are missing or damaged, or if the text is too short for a context of block_size.
     """
-    # read and hash
+    # read
     try:
-        meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(read_regular(data_dir / "meta.json"))
         chars, recorded = meta["chars"], dict(meta["sha256"])
-        sha256 = {
-            split: hashlib.sha256((data_dir / f"{split}.bin").read_bytes()).hexdigest() for split in ("train", "val")
-        }
+        splits = {split: map_file(data_dir / f"{split}.bin") for split in ("train", "val")}
     except FileNotFoundError as error:
         raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
     except OSError as error:
@@ -44,25 +45,41 @@ def load_dataset(data_dir, block_size):
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise ValueError(f"{data_dir / 'meta.json'} is damaged: run python data/prepare.py again") from None
 
-    # compare hashes, lengths and characters
-    ids = {}
+    # compare characters, hashes and lengths
+    try:
+        check_characters(chars, data_dir / "meta.json")
+        if recorded.get("chars", sha256(chars.encode())) != sha256(chars.encode()):  # earlier versions recorded none
+            raise ValueError(f"{data_dir / 'meta.json'} is damaged: its characters have changed")
+    except ValueError as error:
+        raise ValueError(f"{error}: run data/prepare.py again") from None
+    ids, hashes = {}, {split: sha256(content) for split, content in splits.items()}
     for split, least in (("train", block_size + 1), ("val", 2)):
         file = data_dir / f"{split}.bin"
-        if sha256[split] != recorded.get(split):
+        if hashes[split] != recorded.get(split):
             raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
-        size = file.stat().st_size // 2
+        ids[split] = splits[split].view("<u2")
+        size = len(ids[split])
         if size < least:
             context = f"a context of {block_size}" if split == "train" else "an evaluation"
             raise ValueError(
                 f"the {split} text has {size} characters, too short for {context}: "
                 f"it needs {least}; choose a longer text{' or a smaller --block_size' if split == 'train' else ''}"
             )
-        ids[split] = np.memmap(file, dtype="<u2", mode="r")
-        if not isinstance(chars, str) or ids[split].max() >= len(chars):
+        if ids[split].max() >= len(chars):
             raise ValueError(
                 f"{data_dir / 'meta.json'} lacks characters of the {split} text: run data/prepare.py again"
             )
-    return Dataset(chars, ids["train"], ids["val"], sha256)
+    return Dataset(chars, ids["train"], ids["val"], hashes)
+
+
+def map_file(file):
+    """Return the bytes of a file, mapped from disk. The array is what it was if another file takes the name."""
+    if not file.is_file():
+        read_regular(file)  # raises the error
+    with open(file, "rb") as f:
+        if not os.fstat(f.fileno()).st_size:  # which cannot be mapped
+            return np.zeros(0, np.uint8)
+        return np.memmap(f, np.uint8, mode="r")
 
 
 @torch.no_grad()

@@ -5,18 +5,21 @@ import math
 
 from kvgpt.storage.checkpoint import load_checkpoint
 from kvgpt.storage.files import write_atomically
-from kvgpt.training.run_folder import LOG_FIELDS, log_rows
+from kvgpt.training.run_folder import LOG_FIELDS, log_rows, previous_runs
 
 X_LABELS = {"chars": "characters of training text", "seconds": "seconds, evaluations included"}
 
 
 def plot_loss(out_dir):
-    """Draw out_dir/loss.png from log.csv: losses over characters and over seconds, and the previous run's in gray."""
+    """Draw out_dir/loss.png from log.csv: losses over characters and over seconds, those of the run before in gray."""
     from matplotlib.figure import Figure
 
+    runs = [(out_dir, "tab:blue")]
+    if previous := previous_runs(out_dir):
+        runs.insert(0, (previous[max(previous)], "tab:gray"))
     figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
     for axes, x in zip(figure.subplots(1, 2, sharey=True), X_LABELS):
-        for folder, color in ((out_dir / "previous", "tab:gray"), (out_dir, "tab:blue")):
+        for folder, color in runs:
             if all((folder / name).exists() for name in ("log.csv", "last.pt")):
                 plot_run(axes, folder, x, color)
         axes.set(xlabel=X_LABELS[x])

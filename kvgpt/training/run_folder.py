@@ -1,12 +1,13 @@
-"""The folder of a run: its lock, its checkpoints, its log, and the run that was there before."""
+"""The folder of a run: its lock, its checkpoints, its log, and the runs that were there before."""
 
 import csv
 import os
 import re
+import shutil
 from pathlib import Path
 
 from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import name_in_errors, write_atomically
+from kvgpt.storage.files import keep_copy, lock_folder, name_in_errors, sync_folder, write_atomically
 
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
 SAMPLE_HEADING = "=== step {} ===\n"
@@ -18,15 +19,21 @@ LOG_ROW = re.compile(rf"{COUNT},{COUNT},{NUMBER}(,{NUMBER}?){{4}}((,{NUMBER}?){{
 
 def log_rows(file):
     """Return the rows of a log.csv as lists of text, a cell per field. Rows that are cut or damaged are left out."""
-    if not file.exists():
+    if not file.is_file():
         return []
     with open(file, encoding="utf-8", errors="replace", newline="") as f:
         rows = [line.rstrip().split(",") for line in f if LOG_ROW.fullmatch(line)]
     return [row + [""] * (len(LOG_FIELDS) - len(row)) for row in rows]
 
 
+def previous_runs(out_dir):
+    """Return {number: folder} of the runs that were set aside: `previous` is 1, `previous-2` is 2, and so on."""
+    names = ((path, re.fullmatch(r"previous(?:-(\d{1,9}))?", path.name)) for path in out_dir.glob("previous*"))
+    return {int(match[1] or 1): path for path, match in names if match}
+
+
 class RunFolder:
-    """out_dir: ckpt.pt (best val loss), last.pt (latest step), log.csv, samples.txt, and `previous`, the run before."""
+    """out_dir: ckpt.pt (best val loss), last.pt (latest step), log.csv, samples.txt, and earlier runs in `previous`."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -34,23 +41,10 @@ class RunFolder:
         self.header = {}
 
     def lock(self):
-        """Lock the folder, which exists. The operating system releases the lock when the process ends.
-
-        Raises ValueError if another process holds it.
-        """
-        if self.lock_file:
-            return
-        self.lock_file = open(self.path / ".lock", "ab")  # noqa: SIM115
+        """Lock the folder, which exists, until the process ends. Raises ValueError if another process has locked it."""
         try:
-            if os.name == "nt":
-                import msvcrt
-
-                msvcrt.locking(self.lock_file.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
-
-                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self.lock_file = self.lock_file or lock_folder(self.path)
+        except BlockingIOError:
             raise ValueError(f"another run is at work in {self.path}: stop it, or choose another --out_dir") from None
 
     def begin(self, step, header):
@@ -66,15 +60,26 @@ class RunFolder:
         return self.trim_log(step)
 
     def set_aside(self):
-        """Move an earlier run to the folder `previous`, where it replaces the one before it."""
-        names, previous = ("last.pt", "ckpt.pt", "log.csv", "samples.txt"), self.path / "previous"
-        if any((self.path / name).is_file() for name in names[:2]):  # a log without a checkpoint is not worth keeping
-            previous.mkdir(exist_ok=True)
-            for name in names:
-                (previous / name).unlink(missing_ok=True)  # no file of another run may stay beside the moved ones
-                if (self.path / name).is_file():
-                    os.replace(self.path / name, previous / name)
-            print(f"{self.path} held a run. It is now in {previous}. --init_from resume would have continued it.")
+        """Move an earlier run to a new folder, `previous`, `previous-2` and so on. Raises OSError.
+
+        The run is whole in out_dir or in the new folder at any moment, because one rename makes the folder.
+        """
+        files = [self.path / name for name in ("last.pt", "ckpt.pt", "log.csv", "samples.txt")]
+        files = [file for file in files if file.is_file()]
+        if not {"last.pt", "ckpt.pt"} & {file.name for file in files}:  # a log alone is not worth keeping
+            return
+        number = max(previous_runs(self.path), default=0) + 1
+        previous, copies = self.path / ("previous" if number == 1 else f"previous-{number}"), self.path / ".previous"
+        shutil.rmtree(copies, ignore_errors=True)  # copies that a killed process has left
+        copies.mkdir()
+        for file in files:
+            keep_copy(file, copies / file.name)
+        sync_folder(copies)
+        os.rename(copies, previous)
+        sync_folder(self.path)
+        for file in files:
+            file.unlink()
+        print(f"{self.path} held a run. It is now in {previous}. --init_from resume would have continued it.")
 
     def trim_log(self, step):
         """Cut log.csv back to whole rows up to `step`. Returns the characters and seconds of the last row."""
@@ -98,7 +103,7 @@ class RunFolder:
     def trim_samples(self, step):
         """Cut samples.txt back to the samples up to `step`, because a resumed run makes the others again."""
         file = self.path / "samples.txt"
-        if file.exists():
+        if file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")
             headings = re.finditer(SAMPLE_HEADING.format(f"({COUNT})"), text)
             end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 
 from kvgpt.training.objective import Objective
-from kvgpt.training.optim import configure_optimizers
+from kvgpt.training.optim import Muon, configure_optimizers
 
 
 class Diverged(Exception):
@@ -81,12 +81,37 @@ class TrainState:
                 optimizer.load_state_dict(state)
                 for group, settings in zip(optimizer.param_groups, wanted):
                     group |= settings
+                check_optimizer(optimizer)
             self.mtp.load_state_dict(saved.get("mtp", {}))  # runs of older versions have no such layers
             if self.scaler.is_enabled() and saved["scaler"]:
+                if not all(type(value) in (int, float) for value in saved["scaler"].values()):
+                    raise ValueError("scaler: no numbers")
                 self.scaler.load_state_dict(saved["scaler"])
             self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
-            self.best_val_loss = float(ckpt.best_val_loss)
-            if not (isinstance(self.step, int) and self.step >= 0 and isinstance(self.evals_since_best, int)):
-                raise ValueError(f"iter_num={self.step!r}, evals_since_best={self.evals_since_best!r}")
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{ckpt.path} does not hold the state of this run ({error!r}): start a new run") from None
+            self.best_val_loss = ckpt.best_val_loss
+            counters = dict(iter_num=self.step, evals_since_best=self.evals_since_best)
+            for name, value in counters.items():
+                if type(value) is not int or value < 0:
+                    raise ValueError(f"{name}={value!r}")
+            if not self.best_val_loss >= 0:  # NaN, which no loss is below
+                raise ValueError(f"best_val_loss={self.best_val_loss}")
+        except Exception as error:  # a damaged file can raise anything
+            why = " ".join(repr(error).split())[:200]
+            raise ValueError(f"{ckpt.path} does not hold the state of this run ({why}): start a new run") from None
+
+
+def check_optimizer(optimizer):
+    """Raise ValueError unless the loaded state of an AdamW or Muon fits its parameters.
+
+    A fused step reads and writes as many numbers as the parameter has, whatever the size of the state is.
+    """
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    for p, state in optimizer.state.items():
+        names = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        if p not in params or state.keys() != names:
+            raise ValueError(f"optimizer: {sorted(map(str, state))} instead of {sorted(names)}")
+        for name, value in state.items():
+            shape = () if name == "step" else p.shape
+            plain = value.dtype == torch.float32 and value.layout == torch.strided and value.is_contiguous()
+            if value.shape != shape or not plain:
+                raise ValueError(f"optimizer: {name} is {value.dtype} {tuple(value.shape)} instead of {tuple(shape)}")

@@ -84,7 +84,7 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoints(out):
     before = contents(out)
     assert len(before["last.pt"]) > 100_000
     result = child("--init_from", "resume", "--out_dir", out, "--max_iters", 65, preexec_fn=limit)
-    assert_one_line(result, f"cannot write {out / 'last.pt'}: File too large", "older checkpoints are whole")
+    assert_one_line(result, f"cannot write {out}", ".pt: File too large", "older checkpoints are whole")
     after = contents(out)
     assert after.keys() == before.keys()  # no temporary file
     assert (after["ckpt.pt"], after["last.pt"]) == (before["ckpt.pt"], before["last.pt"])

@@ -1,11 +1,16 @@
 """kvgpt/storage/hf.py: folders as transformers itself reads and writes them."""
 
+import contextlib
 import json
+import os
+import re
+import shutil
+import subprocess
 import tempfile
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -16,12 +21,15 @@ from transformers import (
     pipeline,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, assert_tells_no_paths, tiny, unix
+from helpers import CHARS, GPT2, SIZE, STABLELM, assert_one_line, assert_tells_no_paths, here, tiny, unix
+from kvgpt.storage.checksums import SUMS
 from kvgpt.storage.hf import GRAPH, model_type, read_folder, write_folder
+from kvgpt.storage.hf_engine import HuggingFaceGPT
 from kvgpt.storage.onnx_engine import OnnxGPT
 from model import GPTConfig
 
 CONTEXT = SIZE["block_size"]
+INDEX = "model.safetensors.index.json"
 
 # -- there and back ----------------------------------------------------------------------------------------------------
 
@@ -110,6 +118,20 @@ def test_the_ordinary_calls_of_transformers_give_the_greedy_text(network, tmp_pa
         assert prompt + text == whole == greedy(prompt, CONTEXT - longest + len(prompt))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder of tiny(**STABLELM) with a graph, which takes seconds."""
+    folder = tmp_path_factory.mktemp("written")
+    write_folder(tiny(**STABLELM), CHARS, folder, graph=True)
+    return folder
+
+
+@pytest.fixture
+def whole(written, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+
+
 def files_of(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -129,9 +151,8 @@ def test_the_graph_in_a_folder_is_of_the_model_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize("obstacle", ["tokenizer.json", "onnx/model.onnx"])
-def test_a_folder_that_cannot_be_written_leaves_the_older_one(obstacle, tmp_path):
+def test_a_folder_that_cannot_be_written_leaves_the_older_one(obstacle, whole, tmp_path):
     """A folder is in the way of a new file: config, weights and graph stay those of one model."""
-    write_folder(tiny(**STABLELM), CHARS, tmp_path, graph=True)
     (tmp_path / obstacle).unlink()
     (tmp_path / obstacle).mkdir()
     before = files_of(tmp_path)
@@ -164,6 +185,7 @@ def foreign(folder, hf):
         if "layernorm.norms" not in name and not (isinstance(hf, StableLmForCausalLM) and name.endswith("bias")):
             torch.nn.init.normal_(p, std=0.3)
     hf.save_pretrained(folder)
+    (folder / SUMS).unlink()
     return hf.eval()
 
 
@@ -200,10 +222,86 @@ def test_weights_in_several_files_come_in(tmp_path):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def add_weights(folder, **tensors):
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+
+
 def edit(folder, name, change):
     content = json.loads((folder / name).read_text(encoding="utf-8"))
     change(content)
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "onnx/model.onnx"])
+def test_a_flipped_bit_in_a_folder_is_refused(name, whole, tmp_path):
+    """Another weight or another character that nobody notices."""
+    read_folder(tmp_path)
+    raw = bytearray((tmp_path / name).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (tmp_path / name).write_bytes(raw)
+    for read in (read_folder, HuggingFaceGPT):
+        with pytest.raises(ValueError, match=f"{name} has changed") as error:
+            read(tmp_path)
+        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    with contextlib.suppress(ValueError):  # a folder without checksums is not compared with any
+        (tmp_path / SUMS).unlink()
+        read_folder(tmp_path)
+
+
+@pytest.mark.skipif(not shutil.which("sha256sum"), reason="needs sha256sum")
+def test_the_checksums_of_a_folder_are_those_of_sha256sum(whole, tmp_path):
+    """A checksum of other bytes, or a file without one."""
+    result = subprocess.run(["sha256sum", "-c", SUMS], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {line.split(": ")[0] for line in result.stdout.splitlines()} == files_of(tmp_path).keys() - {SUMS}
+
+
+def test_a_vocabulary_that_is_padded_is_refused(tmp_path):
+    """A training that ends in an IndexError at its first token without a character."""
+    torch.manual_seed(3)
+    foreign(tmp_path, GPT2LMHeadModel(GPT2Config(**GPT2_SIZES | dict(vocab_size=128))))
+    with pytest.raises(ValueError, match=f"{len(CHARS)} characters and a vocab_size of 128") as error:
+        read_folder(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert_one_line(here("--init_from", tmp_path, "--out_dir", tmp_path / "out"), tmp_path, "vocab_size of 128")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    """A text of one character, and a --verify that finds it the same without the cache."""
+    model = tiny(**STABLELM)
+    with torch.no_grad():
+        model.transformer["h"][0].mlp.c_proj.weight[1, 2] = torch.nan
+    write_folder(model, CHARS, tmp_path)
+    for read in (lambda: read_folder(tmp_path).build_model(), lambda: HuggingFaceGPT(tmp_path)):
+        with pytest.raises(ValueError, match="NaN") as error:
+            read()
+        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_outside_of_the_folder_are_not_read(tmp_path):
+    """An index that names any file of the machine."""
+    hf = foreign(tmp_path / "hf", StableLmForCausalLM(StableLmConfig(**STABLELM_SIZES)))
+    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    index = tmp_path / "hf" / INDEX
+    for name in ("../model.safetensors", str(tmp_path / "model.safetensors"), "..", ""):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(hf.state_dict(), name)}), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"not a file of the folder|is missing"):
+            read_folder(tmp_path / "hf")
+
+
+@unix
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", INDEX, SUMS])
+def test_a_pipe_in_a_folder_does_not_block(name, tmp_path):
+    write_folder(tiny(**STABLELM), CHARS, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name in (SUMS, INDEX):  # files that a folder need not have
+        assert read_folder(tmp_path).chars == CHARS
+    else:
+        with pytest.raises(ValueError, match=re.escape(name)):
+            read_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +314,11 @@ def edit(folder, name, change):
         (lambda folder: edit(folder, "config.json", lambda c: c.update(use_parallel_residual=True)), "parallel"),
         (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_theta=5e5)), "theta"),
         (lambda folder: edit(folder, "config.json", lambda c: c["rope_parameters"].update(rope_type="yarn")), "yarn"),
-        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=3)), "layers.2"),
-        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=1)), "no place"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=3)), "2 layers instead of 3"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=1)), "2 layers instead of 1"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(num_hidden_layers=10**7)), "of 10000000"),
+        (lambda folder: add_weights(folder, extra=torch.ones(2)), "extra, which"),
+        (lambda folder: edit(folder, "config.json", lambda c: c.update(qk_layernorm=True)), "layernorm"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(hidden_size=48)), "fit"),
         (lambda folder: edit(folder, "config.json", lambda c: c.pop("hidden_size")), "hidden_size"),
@@ -227,6 +328,7 @@ def edit(folder, name, change):
 def test_a_folder_that_is_no_network_of_ours_is_refused_in_one_line(damage, words, tmp_path):
     """A network that computes something else, or a traceback."""
     write_folder(tiny(**STABLELM), CHARS, tmp_path / "hf")
+    (tmp_path / "hf" / SUMS).unlink()
     damage(tmp_path / "hf")
     with pytest.raises(ValueError) as error:
         read_folder(tmp_path / "hf").build_model()

@@ -1,11 +1,14 @@
 """kvgpt/storage/onnx_engine.py: the graph as onnx and ONNX Runtime see it, and the engine against PyTorch."""
 
+import hashlib
+import json
+
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, assert_tells_no_paths, tiny
@@ -131,6 +134,100 @@ def test_padding_on_the_left_changes_nothing(exported):
         token, position = np.full((2, 1), token), np.array([[10 + step], [7 + step]])
         logits, past = feed(session, token, past, mask, position)
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
+
+
+# -- damaged and hostile files -----------------------------------------------------------------------------------------
+
+
+def assert_refused(file, *words):
+    with pytest.raises(ValueError) as error:
+        OnnxGPT(file)
+    assert "\n" not in str(error.value)
+    for word in (file, *words):
+        assert str(word) in str(error.value)
+
+
+def test_the_last_entry_of_the_metadata_is_a_hash_of_all_bytes_before_it(exported, tmp_path):
+    """A hash of other bytes, or two in a file that was quantized. A file without one is read."""
+    _, file = exported
+    quantize(file, tmp_path / "model_int8.onnx")
+    for each in (file, tmp_path / "model_int8.onnx"):
+        proto, raw = onnx.load(each), each.read_bytes()
+        (recorded,) = (entry.value for entry in proto.metadata_props if entry.key == "sha256")
+        assert recorded == hashlib.sha256(raw[:-76]).hexdigest() and raw.endswith(recorded.encode())
+        (tmp_path / "without.onnx").write_bytes(raw[:-76])
+        assert OnnxGPT(tmp_path / "without.onnx").chars == CHARS
+
+
+@settings(max_examples=20)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@example(place=0.99999, bit=0)
+def test_a_file_with_a_flipped_bit_gives_the_same_logits_or_is_refused(exported, place, bit):
+    model, file = exported
+    raw = bytearray(file.read_bytes())
+    raw[int(place * len(raw))] ^= 1 << bit
+    damaged = file.with_name("damaged.onnx")
+    damaged.write_bytes(raw)
+    if int(place * len(raw)) < len(raw) - 76:
+        assert_refused(damaged, "has changed")
+        return
+    try:
+        engine = OnnxGPT(damaged)
+    except ValueError as error:
+        assert str(damaged) in str(error) and "\n" not in str(error)
+    else:
+        ids = some_ids(1, CONTEXT, 0)
+        with torch.no_grad():
+            torch.testing.assert_close(engine(ids), model(ids)[0], atol=1e-4, rtol=0)
+
+
+def change_args(**changes):
+    return lambda entries: entries | {"model_args": json.dumps(json.loads(entries["model_args"]) | changes)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries | {"chars": CHARS[:-1]},
+        lambda entries: entries | {"chars": CHARS + "x"},
+        lambda entries: entries | {"chars": CHARS[:-1] + CHARS[0]},
+        lambda entries: entries | {"chars": ""},
+        lambda entries: entries | {"chars": CHARS + "x", **change_args(vocab_size=len(CHARS) + 1)(entries)},
+        lambda entries: entries | {"model_args": "[]"},
+        lambda entries: entries | {"model_args": "[" * 100_000},
+        lambda entries: entries | {"model_args": ""},
+        lambda entries: entries | {"model_args": "{}"},
+        change_args(n_layer=1),
+        change_args(n_layer=2**23),
+        change_args(n_head=8),
+        change_args(n_head=2, n_kv_head=1),
+        change_args(n_embd=64),
+        change_args(block_size=CONTEXT + 1),
+        change_args(block_size=2**24 - 1),
+        change_args(n_layers=2),
+        change_args(n_layer="2"),
+    ],
+    ids=range(18),
+)
+def test_metadata_that_do_not_fit_the_graph_are_refused(change, exported, tmp_path):
+    """A traceback at a token without a character, at the first position past the graph's, or anywhere before."""
+    _, file = exported
+    proto = onnx.load(file)
+    entries = change({entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"})
+    del proto.metadata_props[:]
+    for key, value in entries.items():
+        proto.metadata_props.add(key=key, value=value)
+    onnx.save(proto, tmp_path / "model.onnx")
+    assert_refused(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_graph_whose_weights_are_not_finite_is_refused(cached, tmp_path):
+    model = tiny(**STABLELM)
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = torch.nan
+    write_onnx(model, CHARS, tmp_path / "model.onnx", cached=cached)
+    assert_refused(tmp_path / "model.onnx", "NaN")
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, assert_one_line, assert_refused, here, load, ok, plain_val_loss, unix, write_data
-from kvgpt.training.dataset import evaluate
+from kvgpt.training.dataset import evaluate, load_dataset
 from model import GPT, GPTConfig
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -88,6 +91,72 @@ def test_a_damaged_meta_json_is_one_line_that_names_it(damage, data_dir, tmp_pat
     except Exception as error:
         pytest.fail(f"{type(error).__name__}: {error}")
     assert_one_line(result, "meta.json")
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (lambda chars: chars[:-1] + chars[0], "twice"),
+        (lambda chars: chars[:-1] + "\ud800", "surrogate"),
+        (lambda chars: chars[:-1] + "é", "have changed"),
+    ],
+    ids=["a character twice", "half a surrogate pair", "another character"],
+)
+def test_characters_that_no_model_can_have_are_refused_before_the_training(change, word, data_dir, tmp_path):
+    """A run to its end, and a checkpoint that nothing reads. The last one needs the hash that prepare.py wrote."""
+    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
+    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
+    meta["chars"] = change(meta["chars"])
+    if word != "have changed":
+        del meta["sha256"]["chars"]  # as earlier versions wrote it
+    (data / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    result = here(*SMALL, "--data_dir", data, "--out_dir", tmp_path / "out", "--max_iters", 1)
+    assert_one_line(result, data / "meta.json", word, "data/prepare.py")
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_without_a_hash_of_its_characters_is_read(data_dir, tmp_path):
+    """As earlier versions wrote it."""
+    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
+    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
+    assert meta["sha256"].pop("chars") == hashlib.sha256(meta["chars"].encode()).hexdigest()
+    (data / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    assert load_dataset(data, 8).chars == meta["chars"]
+
+
+@unix
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin"])
+def test_a_pipe_among_the_data_does_not_block(name, data_dir, tmp_path):
+    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
+    (data / name).unlink()
+    os.mkfifo(data / name)
+    assert_one_line(here(*SMALL, "--data_dir", data, "--out_dir", tmp_path / "out"), data / name, "not a regular file")
+
+
+@unix
+def test_the_text_of_a_run_is_the_text_that_was_hashed(tmp_path):
+    """Another data/prepare.py writes at the worst moment: before any call of C that the reading makes."""
+    whole = [write_data(tmp_path / name, text * 99) for name, text in (("one", "abcd"), ("two", "dcba"))]
+    for at in itertools.count():
+        data, other = (Path(shutil.copytree(each, tmp_path / f"{each.name} {at}")) for each in whole)
+        calls = itertools.count()
+
+        def writer(frame, event, arg):
+            if event == "c_call" and next(calls) == at:  # noqa: B023
+                sys.setprofile(None)
+                for file in other.iterdir():  # noqa: B023
+                    os.replace(file, data / file.name)  # noqa: B023
+
+        sys.setprofile(writer)
+        with contextlib.suppress(ValueError):
+            loaded = load_dataset(data, 8)
+            sys.setprofile(None)
+            for split in ("train", "val"):
+                assert loaded.sha256[split] == hashlib.sha256(getattr(loaded, split).tobytes()).hexdigest(), at
+        sys.setprofile(None)
+        if next(calls) <= at:
+            break
+    assert at > 20
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

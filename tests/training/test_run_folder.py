@@ -1,7 +1,13 @@
 """kvgpt/training/run_folder.py: checkpoints, log.csv, the lock, and the run that was there before."""
 
+import itertools
+import multiprocessing
+import os
+import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +29,9 @@ from helpers import (
     ok,
     run,
     start,
+    unix,
 )
-from kvgpt.training.run_folder import RunFolder
+from kvgpt.training.run_folder import RunFolder, previous_runs
 
 # -- the run before ----------------------------------------------------------------------------------------------------
 
@@ -42,8 +49,8 @@ def test_a_new_run_sets_an_earlier_one_aside(out, data_dir):
     assert resumed.returncode == 0, resumed.stderr
 
 
-def test_previous_holds_one_run_and_a_run_that_saved_nothing_is_none(out, data_dir):
-    """A run that broke before its first save leaves only a log, and no part of the run before."""
+def test_every_earlier_run_is_kept_and_a_run_that_saved_nothing_is_none(out, data_dir):
+    """A run that replaces an earlier one. A run that broke before its first save leaves only a log."""
     flags = [*SMALL, "--data_dir", data_dir, "--out_dir", out, "--max_iters", 2]
     first = contents(out)
     assert here(*flags, *BROKEN).returncode != 0
@@ -53,8 +60,60 @@ def test_previous_holds_one_run_and_a_run_that_saved_nothing_is_none(out, data_d
     assert contents(out / "previous") == first and (out / "loss.png").stat().st_size > 0
     second = {name: content for name, content in contents(out).items() if name in first}
     (out / "log.csv").unlink()
+    assert str(out / "previous-2") in ok(here(*flags)).stdout
+    assert contents(out / "previous") == first
+    assert contents(out / "previous-2") == {name: second[name] for name in ("ckpt.pt", "last.pt")}
+    (out / "previous-9").mkdir()
+    (out / "previous-x").mkdir()
     ok(here(*flags))
-    assert contents(out / "previous") == {name: second[name] for name in ("ckpt.pt", "last.pt")}
+    assert previous_runs(out) == {
+        1: out / "previous",
+        2: out / "previous-2",
+        9: out / "previous-9",
+        10: out / "previous-10",
+    }
+    assert contents(out / "previous-10").keys() == {"ckpt.pt", "last.pt", "log.csv"}
+
+
+def begin_and_die(folder, at):
+    """Begin a new run in `folder`. The process is killed before its at-th call that changes a file or a folder."""
+    calls = itertools.count(1)
+
+    def hook(event, args):
+        changes = event in ("os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir")
+        if (changes or (event == "open" and args[1] and set(args[1]) & set("wa+"))) and next(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    RunFolder(folder).begin(0, {})
+
+
+@unix
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_a_run_that_is_set_aside_is_whole_whenever_the_process_is_killed(links, out, tmp_path, monkeypatch):
+    """A part of the earlier run here and another part there, which the next start of train.py destroys."""
+    if not links:  # as on a file system without them
+        monkeypatch.setattr(os, "link", lambda *args: os.stat(tmp_path / "none"))
+    (out / "samples.txt").write_text("=== step 60 ===\ntext\n\n", encoding="utf-8")
+    whole = contents(out)
+    assert len(whole) == 4
+
+    def holders(folder):
+        return [each for each in (folder, *previous_runs(folder).values()) if whole.items() <= contents(each).items()]
+
+    for at in itertools.count(1):
+        folder = Path(shutil.copytree(out, tmp_path / f"out {at}"))
+        process = multiprocessing.get_context("fork").Process(target=begin_and_die, args=(folder, at))
+        process.start()
+        process.join(60)
+        assert holders(folder), at
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        RunFolder(folder).begin(0, {})
+        assert folder not in holders(folder) and holders(folder), at
+    assert at > 10
+    assert contents(folder).keys() == {"log.csv"} and not (folder / ".previous").exists()
 
 
 # -- log.csv -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """kvgpt/training/state.py: checkpoints of a run, and resumes."""
 
 import contextlib
+import functools
 import itertools
 import json
+import math
+import operator
 import os
 import pickle
 import shutil
@@ -15,6 +18,7 @@ import torch
 from helpers import (
     STATEFUL,
     Bomb,
+    assert_one_line,
     assert_refused,
     assert_same_run,
     child,
@@ -136,6 +140,55 @@ def test_a_resume_with_another_dropout_or_learning_rate_uses_it(out, tmp_path):
 
 
 # -- a last.pt that cannot be resumed ----------------------------------------------------------------------------------
+
+
+def one(p):
+    return torch.ones(1)
+
+
+def expanded(p):
+    """The right shape, and memory for one number."""
+    return torch.ones(1).expand(p.shape)
+
+
+@pytest.mark.parametrize("make", [one, expanded])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_state_of_adamw_that_does_not_fit_is_refused(name, make, out):
+    """The fused step reads and writes past the end of a tensor that is too small. The process dies of it."""
+    ckpt = load(out / "last.pt")
+    for state in ckpt["optimizer"][0]["state"].values():
+        state[name] = make(state["exp_avg"])
+    torch.save(ckpt, out / "last.pt")
+    before = contents(out)
+    result = child("--init_from", "resume", "--out_dir", out, "--max_iters", 61)
+    assert_one_line(result, out / "last.pt", f"optimizer: {name}")
+    assert contents(out) == before
+
+
+ENTRIES = """config data_sha256 optimizer scaler mtp iter_num evals_since_best best_val_loss ngrams chars
+model_args.n_layer
+config.learning_rate config.n_layer config.recipe config.bias config.data_dir config.patience optimizer.0
+optimizer.0.state optimizer.0.state.0 optimizer.0.state.0.exp_avg optimizer.0.param_groups""".split()
+VALUES = [None, 5, -1, math.nan, "text", torch.zeros(3), [torch.zeros(2, 2)], {0: {}}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_last_checkpoint_with_any_other_entry_is_refused_or_resumed(entry, value, trained, tmp_path):
+    """A traceback, a crash, a message of several lines, or a NaN that no loss is ever below."""
+    shutil.copytree(trained, tmp_path / "out")
+    ckpt = load(tmp_path / "out" / "last.pt")
+    *outer, name = (int(part) if part.isdigit() else part for part in entry.split("."))
+    functools.reduce(operator.getitem, outer, ckpt)[name] = value
+    torch.save(ckpt, tmp_path / "out" / "last.pt")
+    try:
+        result = here("--init_from", "resume", "--out_dir", tmp_path / "out", "--max_iters", 61)
+    except Exception as error:
+        pytest.fail(f"{type(error).__name__}: {error}")
+    if result.returncode:
+        assert_one_line(result)
+    else:
+        assert math.isfinite(load(tmp_path / "out" / "last.pt")["best_val_loss"])
 
 
 def test_resume_of_nothing_is_refused(tmp_path):
