@@ -1,6 +1,7 @@
 # make demo    environment, a text with and without the cache (make box), a short training run, and a sample of it
 # make test    environment, lint, the fast tests
 # make check   make test, and the slow tests
+# make fuzz    random calls, damaged files and kills, for MINUTES=30 or until something breaks the rule
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, by the python3 that has PyTorch for it
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the model in assets
 PYTHON ?= python3
@@ -9,7 +10,7 @@ DEMO = out/demo
 SOURCES = model.py train.py $(wildcard kvgpt/*.py kvgpt/*/*.py)
 PROMPT = --prompt "O Romeo, " --seed 183 --device cpu
 
-.PHONY: demo box test check gpu web lint data
+.PHONY: demo box test check fuzz gpu web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -56,6 +57,10 @@ check: test
 	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: some readers are not tested"
 	$(BIN)/python -m pytest -q -m slow
 	TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_gpu.py -n auto --maxprocesses 8
+
+MINUTES ?= 30
+fuzz: .venv/installed
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 # not .venv, because a machine with a GPU often has a PyTorch of its own
 gpu:
