@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from kvgpt.cli import Parser, fail, path, run_main
 from kvgpt.storage.checksums import sha256
+from kvgpt.storage.files import read_regular
 from kvgpt.storage.prepared import write_prepared
 
 HERE = Path(__file__).resolve().parent
@@ -45,8 +46,8 @@ def prepared_text(data_dir):
     Both .bin files must have the hashes in meta.json. The text that they decode to must have its hash too.
     """
     try:
-        meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
-        splits = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
+        meta = json.loads(read_regular(data_dir / "meta.json"))
+        splits = {split: read_regular(data_dir / f"{split}.bin") for split in ("train", "val")}
         chars = np.array(list(meta["chars"]))
         text = "".join(chars[np.frombuffer(splits["train"] + splits["val"], dtype="<u2")]).encode()
         whole = all(sha256(content) == meta["sha256"][split] for split, content in splits.items())

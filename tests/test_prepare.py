@@ -439,6 +439,16 @@ def test_two_that_write_at_once_leave_the_files_of_one(tmp_path):
             writer.kill()
 
 
+@unix
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin"])
+def test_a_pipe_among_the_older_files_does_not_block(name, old, tmp_path):
+    (tmp_path / "in.txt").write_bytes(BODY)
+    (old / name).unlink()
+    os.mkfifo(old / name)
+    prepared("--input", tmp_path / "in.txt", "--data_dir", old)
+    assert_holds(old, BODY, os.path.abspath(tmp_path / "in.txt"))
+
+
 def test_a_folder_that_another_process_writes_to_is_one_line(old, tmp_path):
     """And what a killed process has left in the folder does not stop the next one."""
     (tmp_path / "in.txt").write_bytes(BODY)

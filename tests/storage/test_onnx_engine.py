@@ -221,6 +221,7 @@ def test_metadata_that_do_not_fit_the_graph_are_refused(change, exported, tmp_pa
     assert_refused(tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_graph_whose_weights_are_not_finite_is_refused(cached, tmp_path):
     model = tiny(**STABLELM)

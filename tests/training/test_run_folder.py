@@ -75,6 +75,13 @@ def test_every_earlier_run_is_kept_and_a_run_that_saved_nothing_is_none(out, dat
     assert contents(out / "previous-10").keys() == {"ckpt.pt", "last.pt", "log.csv"}
 
 
+def test_a_batch_that_does_not_fit_moves_no_earlier_run(out, data_dir):
+    before = contents(out)
+    result = run("train.py", *SMALL, "--data_dir", data_dir, "--out_dir", out, "--batch_size", 2**31 - 1)
+    assert_one_line(result, "out of memory", "batch")
+    assert contents(out) == before and not (out / "previous").exists()
+
+
 def begin_and_die(folder, at):
     """Begin a new run in `folder`. The process is killed before its at-th call that changes a file or a folder."""
     calls = itertools.count(1)

@@ -151,6 +151,7 @@ def expanded(p):
     return torch.ones(1).expand(p.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [one, expanded])
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_state_of_adamw_that_does_not_fit_is_refused(name, make, out):
