@@ -24,13 +24,14 @@ from fuzzing.world import World
 from kvgpt.cli import Parser, number, run_main
 
 CALLS = 60  # per round
+ONE = dict(report_multiple_bugs=False, print_blob=False)  # finding per round
 
 
 def make_round(world, number):
     """Draw and make CALLS calls. The number decides which. Raises the AssertionError of a call that breaks the rule."""
 
     @seed(number)
-    @settings(max_examples=CALLS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=CALLS, deadline=None, database=None, suppress_health_check=list(HealthCheck), **ONE)
     @given(calls)
     def body(call):
         check(world, call)

@@ -80,6 +80,7 @@ runpy.run_path("export.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_inside_the_onnx_exporter_is_exit_code_130_without_a_word(trained, tmp_path):
     """The exporter makes an error of its own of it, with the traces of all its passes."""
     (tmp_path / "ckpt.pt").write_bytes((trained / "ckpt.pt").read_bytes())

@@ -4,6 +4,7 @@ import io
 import math
 import pickle
 import re
+import warnings
 import zipfile
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -127,7 +128,9 @@ def load_checkpoint(path, meta=None):
     try:
         with open(path, "rb") as file:
             check_archive(file)
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, about files that are no checkpoints
+                content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: not loaded") from None
     except Exception as error:  # a damaged file can raise anything
@@ -145,6 +148,8 @@ def load_checkpoint(path, meta=None):
         for key, value in content.pop("model").items()
         if not key.endswith((".attn.bias", ".attn.masked_bias"))
     }
+    if not all(w.layout == torch.strided and w.is_floating_point() for w in weights.values()):
+        raise ValueError(f"{path} is no GPT checkpoint: its 'model' holds other tensors than plain ones of floats")
     return Checkpoint(
         path=path,
         weights=weights,

@@ -36,8 +36,8 @@ def check_refused(call, before, after, code, err, story):
     """One line, and nothing changed."""
     assert 0 < code < 128, story  # below: a crash
     if 2 not in call.request.get("streams", {}):
-        (line,) = err.strip().splitlines() or [""]
-        assert line.isprintable() and line, story
+        lines = err.strip().splitlines()
+        assert len(lines) == 1 and lines[0].isprintable(), story
     lost = [name for name, raw in before.items() if not is_kept(name, raw, after)]
     assert not lost, f"{lost} lost\n{story}"
     if call.script != "bench.py":  # which has written its first files when it fails at another

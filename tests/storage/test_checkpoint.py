@@ -211,6 +211,22 @@ def test_a_checkpoint_without_checksums_loads(tmp_path):
         assert with_bytes(content_of(load_checkpoint(tmp_path / name))) == with_bytes(CONTENT)
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, torch.Tensor.long, torch.Tensor.cfloat])
+def test_weights_of_another_kind_are_refused(change, tmp_path):
+    """A traceback from a sparse tensor, which has no storage, or a warning about a number that loses its other half."""
+    weights = CONTENT["model"] | {"transformer.wte.weight": change(CONTENT["model"]["transformer.wte.weight"])}
+    torch.save(CONTENT | {"model": weights}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match=r"ckpt\.pt") as error:
+        load_model(tmp_path / "ckpt.pt")
+    assert "\n" not in str(error.value)
+
+
+def test_a_pickle_that_is_no_checkpoint_costs_one_line(trained, tmp_path):
+    """torch warns about the protocol of such a file."""
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a"}}))
+    assert_one_line(sample(trained, "--ckpt", tmp_path / "meta.pkl"), "meta.pkl", "not loaded")
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", CONTENT["model"])
 def test_weights_that_are_not_finite_are_refused(name, number, tmp_path):

@@ -173,6 +173,7 @@ optimizer.0.state optimizer.0.state.0 optimizer.0.state.0.exp_avg optimizer.0.pa
 VALUES = [None, 5, -1, math.nan, "text", torch.zeros(3), [torch.zeros(2, 2)], {0: {}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_last_checkpoint_with_any_other_entry_is_refused_or_resumed(entry, value, trained, tmp_path):
