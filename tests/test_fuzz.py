@@ -56,7 +56,7 @@ FAULTY = {
 
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_script_that_breaks_the_rule_is_found(fault, world, tmp_path, monkeypatch):
-    """A rule that everything passes."""
+    """Without this test the rule could pass everything."""
     script = tmp_path / "sample.py"
     script.write_text(f"import os, sys, time\n{FAULTY[fault]}\n", encoding="utf-8")
     run = world.forks.run
