@@ -17,6 +17,7 @@ if __name__ == "__main__":
     guard_process()  # before the imports, which take seconds
 
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -305,6 +306,10 @@ def build(config, data, source, device, dtype):
     if config.init_from == "resume":
         with one_line_errors():
             state.load_training(source)
+        best = source.path.with_name("ckpt.pt")
+        if math.isfinite(state.best_val_loss) and not best.is_file():
+            note(f"{best} is gone, and with it the best weights so far: the next evaluation writes a new one")
+            state.best_val_loss = math.inf
     return state
 
 
@@ -340,7 +345,8 @@ def main():
         data.ngram_targets = ngram_targets(data.train, len(data.chars), device)
         if not data.ngram_targets:
             print("the text is too long, or has too many distinct characters, for n-gram targets: training without")
-    ranks.connect(device)
+    with one_line_errors():
+        ranks.connect(device)
     state.objective = ranks.wrap(compile_module(state.objective) if config.compile else state.objective)
 
     # run folder and log

@@ -28,12 +28,15 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--data_dir", type=path, default=str(HERE), metavar="DIR", help="default: beside this script")
     data_dir = Path(parser.parse_args().data_dir)
+    dev = data_dir / "dev"
+    if dev.resolve() == data_dir.resolve():
+        fail(f"{dev} is {data_dir} itself, whose text would be lost: remove the link")
     with one_line_errors():
         data = load_dataset(data_dir, block_size=1)
     n = int(0.9 * len(data.train))
     if len(data.train) - n < 2:
         fail(f"the training text in {data_dir} has {len(data.train)} characters, and a tenth needs two: 20 would do")
-    text, dev = "".join(data.chars[i] for i in data.train), data_dir / "dev"
+    text = "".join(data.chars[i] for i in data.train)
     try:
         write_prepared(
             dev, data.chars, data.train[:n], data.train[n:], f"the training text in {data_dir}", text.encode()

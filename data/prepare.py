@@ -48,8 +48,9 @@ def prepared_text(data_dir):
     try:
         meta = json.loads(read_regular(data_dir / "meta.json"))
         splits = {split: read_regular(data_dir / f"{split}.bin") for split in ("train", "val")}
-        chars = np.array(list(meta["chars"]))
-        text = "".join(chars[np.frombuffer(splits["train"] + splits["val"], dtype="<u2")]).encode()
+        points = np.frombuffer(meta["chars"].encode("utf-32-le"), dtype="<u4")
+        ids = np.frombuffer(splits["train"] + splits["val"], dtype="<u2")
+        text = points[ids].tobytes().decode("utf-32-le").encode()
         whole = all(sha256(content) == meta["sha256"][split] for split, content in splits.items())
         whole = whole and meta["sha256"]["text"] in (sha256(text), sha256(codecs.BOM_UTF8 + text))
         return (meta.get("source"), meta["sha256"]["text"]) if whole else None
@@ -207,6 +208,8 @@ def main():
     source, raw = args.url, None
     if args.input is not None:
         source, raw = os.path.abspath(args.input), read_text(args.input, "--input")
+        if Path(source).resolve() in [(data_dir / name).resolve() for name in ("train.bin", "val.bin", "meta.json")]:
+            fail(f"--input {args.input} is a file that would be overwritten: choose another --data_dir")
     elif args.url is None:
         source = CORPUS_URL
     prepared = prepared_text(data_dir)

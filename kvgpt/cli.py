@@ -93,7 +93,7 @@ def pick_checkpoint(ckpt, out_dir):
     file = Path(ckpt or Path(out_dir or "out") / "ckpt.pt")
     last, folder = file.with_name("last.pt"), file.parent
     if not ckpt and last.is_file() and not os.path.lexists(file):
-        raise FileNotFoundError(f"no checkpoint at {file}, because the run has made no evaluation: give --ckpt {last}")
+        raise FileNotFoundError(f"no checkpoint at {file}, which the next evaluation writes: give --ckpt {last}")
     broken = os.path.lexists(file) or (os.path.lexists(folder) and not folder.is_dir())  # load_checkpoint says how
     if ckpt or out_dir or broken or not MODEL_IN_THE_BOX.is_file():
         return file

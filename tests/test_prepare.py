@@ -172,6 +172,15 @@ def test_the_files_are_little_endian_and_take_65536_characters(tmp_path):
     assert written == b"".join(bytes([i % 256, i // 256]) for i in range(65536))
 
 
+@unix
+def test_a_held_out_part_never_replaces_the_text(old):
+    before = contents(old)
+    (old / "dev").symlink_to(".")
+    assert_one_line(run("data/hold_out.py", "--data_dir", old), old / "dev", "remove the link")
+    (old / "dev").unlink()
+    assert contents(old) == before
+
+
 def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(old):
     """A run on data/dev evaluates on characters that it does not train on, and the val text is in neither split."""
     ok(run("data/hold_out.py", "--data_dir", old))
@@ -243,6 +252,22 @@ def test_a_changed_text_is_noticed(tmp_path):
         os.utime(path, (0, 0))
         prepared("--input", path, "--data_dir", out)
         assert_holds(out, raw, os.path.abspath(path))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
+def test_an_input_that_would_be_overwritten_is_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(BODY)
+    result = run("data/prepare.py", "--input", tmp_path / name, "--data_dir", tmp_path)
+    assert_one_line(result, tmp_path / name, "--data_dir")
+    assert contents(tmp_path) == {name: BODY}
+
+
+def test_a_text_with_null_characters_is_prepared_once(tmp_path):
+    """An array of NumPy's strings drops them."""
+    path, out = tmp_path / "in.txt", tmp_path / "out"
+    path.write_bytes(b"a\0b\0\0" * 20)
+    prepared("--input", path, "--data_dir", out)
+    assert "nothing to do" in prepared("--input", path, "--data_dir", out).stdout
 
 
 def test_another_input_with_the_old_one_there(old, tmp_path):

@@ -43,8 +43,11 @@ def valid_ngrams(ngrams, vocab_size):
         known = type(order) is int and 1 <= order <= MAX_ORDER
         paired = codes.dim() == counts.dim() == 1 and len(codes) == len(counts) > 0
         whole = not codes.is_floating_point() and not counts.is_floating_point()
+        whole = whole and codes.is_contiguous() and counts.is_contiguous()  # an expanded number can claim any size
+        if not (known and paired and whole):
+            return False
         in_range = (codes >= 0) & (codes < vocab_size ** (order + 1)) & (counts > 0)
-        return known and paired and whole and bool(in_range.all())
+        return bool(in_range.all())
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError):
         return False
 

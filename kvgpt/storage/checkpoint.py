@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import pickletools
 import re
 import warnings
 import zipfile
@@ -150,6 +151,9 @@ def load_checkpoint(path, meta=None):
     }
     if not all(w.layout == torch.strided and w.is_floating_point() for w in weights.values()):
         raise ValueError(f"{path} is no GPT checkpoint: its 'model' holds other tensors than plain ones of floats")
+    stored = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
+    if sum(w.nbytes for w in weights.values()) > 2 * sum(stored.values()):  # 2: the head can share the embedding
+        raise ValueError(f"{path} is no GPT checkpoint: the tensors of its 'model' are larger than the file")
     return Checkpoint(
         path=path,
         weights=weights,
@@ -164,11 +168,14 @@ def load_checkpoint(path, meta=None):
 def check_archive(file):
     """Compare the content of an open torch.save file with its CRC-32 checksums, which torch.load does not read.
 
-    Raises BadZipFile or another error if one differs. A file of torch 1.5 or older has none.
+    Raises BadZipFile or another error if one differs. A file of torch 1.5 or older has none. Raises ValueError for a
+    compressed record, which torch.save never writes: a thousandth of the memory that it takes would be on the disk.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{record.filename} is compressed")
                 if record.CRC:  # 0: torch was told to save without checksums
                     with archive.open(record) as content:
                         while content.read(2**20):
@@ -180,7 +187,7 @@ def as_number(value):
     """Return a loss from a file as a float: NaN for anything but a number. nanoGPT saves a tensor."""
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return math.nan
 
 
@@ -206,7 +213,11 @@ def read_nanogpt_meta(path):
             raise pickle.UnpicklingError(f"it names {module}.{name}, and a meta.pkl needs plain values only")
 
     try:
-        itos = PlainUnpickler(io.BytesIO(read_regular(path))).load()["itos"]
+        content = read_regular(path)
+        for opcode, number, _ in pickletools.genops(content):
+            if "PUT" in opcode.name and number > len(content):  # the unpickler would take memory for so many entries
+                raise pickle.UnpicklingError(f"it stores an entry of number {number}")
+        itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
         return "".join(itos[i] for i in range(len(itos)))
     except FileNotFoundError:
         raise FileNotFoundError(f"no --meta file at {path}") from None

@@ -16,7 +16,8 @@ def write_atomically(files):
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}  # one process at a time: see lock_folder
     try:
         for path, content in files.items():
-            with name_in_errors(path), open(temporary[path], "wb") as f:
+            temporary[path].unlink(missing_ok=True)  # of a killed process; a link would be followed, a pipe would block
+            with name_in_errors(path), open(temporary[path], "xb") as f:
                 f.write(content)
                 sync(f)
         for path in files:
@@ -57,11 +58,15 @@ def keep_copy(file, copy):
 
 def read_regular(file):
     """Return the bytes of a file. Raises OSError, for a pipe too, which would block."""
-    file = Path(file)
-    if not file.is_file():
-        file.stat()  # raises what is wrong with the path
+    Path(file).stat()  # raises what is wrong with the path
+    require_regular(file)
+    return Path(file).read_bytes()
+
+
+def require_regular(file):
+    """Raise OSError if a path holds something else than a file. A pipe would block, and a folder cannot be replaced."""
+    if os.path.exists(file) and not os.path.isfile(file):
         raise OSError(errno.EINVAL, "not a regular file", str(file))
-    return file.read_bytes()
 
 
 def lock_folder(folder, name=".lock"):
@@ -70,6 +75,7 @@ def lock_folder(folder, name=".lock"):
     Returns the lock, an open file. Closing it unlocks the folder. The operating system closes it when the process ends.
     Raises BlockingIOError if another process holds the lock, and OSError if the folder cannot be written.
     """
+    require_regular(folder / name)
     lock = open(folder / name, "ab")  # noqa: SIM115
     try:
         if os.name == "nt":

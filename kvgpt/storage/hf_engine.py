@@ -10,6 +10,7 @@ from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.threads import StepThreads
 from kvgpt.storage.checkpoint import check_finite, first_line
 from kvgpt.storage.checksums import check_folder
+from kvgpt.storage.hf import weight_files
 from model import decode_tokens, eval_mode
 
 
@@ -34,10 +35,16 @@ class HuggingFaceGPT(nn.Module):
             )
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        options = dict(local_files_only=True, trust_remote_code=False)  # a model that needs code of its own is refused
         try:
             check_folder(folder)
-            self.hf = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            check_num_layers(folder, transformers.AutoConfig.from_pretrained(folder, **options))
+            read = transformers.AutoModelForCausalLM.from_pretrained
+            self.hf, found = read(folder, output_loading_info=True, **options)
+            if found["missing_keys"]:  # transformers has given them random numbers
+                raise ValueError(f"its weights lack {min(found['missing_keys'])}")
+            self.hf.float().eval()
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
         except Exception as error:  # a damaged folder can raise nearly anything
             raise ValueError(f"{folder} cannot be read: {first_line(error)[:200]}") from None
         check_finite(self.hf, folder)
@@ -46,6 +53,8 @@ class HuggingFaceGPT(nn.Module):
             block_size=getattr(settings, "max_position_embeddings", None) or 2048,  # Bloom and its like name no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
+        if not self.config.block_size > 0:
+            raise ValueError(f"{folder} cannot be read: its context is {self.config.block_size}")
         self.past = None
 
     def forward(self, idx):
@@ -89,3 +98,20 @@ class HuggingFaceGPT(nn.Module):
         layers = getattr(self.past, "layers", ())
         used = sum(t.nbytes for layer in layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
         return used, used
+
+
+def check_num_layers(folder, config):
+    """Raise ValueError if a config has more layers than the weights have tensors: making them could take hours.
+
+    Weights in files of PyTorch are not counted.
+    """
+    from safetensors import safe_open
+
+    if any(Path(folder).glob("*.safetensors")):
+        num_tensors = 0
+        for file in weight_files(Path(folder)):
+            with safe_open(file, framework="pt") as tensors:
+                num_tensors += len(tensors.keys())
+        num_layers = config.get_text_config().num_hidden_layers
+        if num_layers > num_tensors:
+            raise ValueError(f"it has {num_layers} layers, and its weights {num_tensors} tensors")

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import shutil
 import tempfile
 import warnings
@@ -205,6 +206,7 @@ class OnnxGPT:
     """
 
     def __init__(self, file):
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # else it reports to its makers, and writes to ~/.cache
         try:
             import onnxruntime
         except ImportError:

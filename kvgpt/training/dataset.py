@@ -1,7 +1,6 @@
 """The prepared text: read, checked, and evaluated in one exact pass."""
 
 import json
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ from model import eval_mode
 
 @dataclass
 class Dataset:
-    """A prepared text. Token i is chars[i]. train and val are arrays of uint16 ids, mapped from disk.
+    """A prepared text. Token i is chars[i]. train and val are arrays of uint16 ids.
 
     ngram_targets  of train, if the run uses them
     """
@@ -37,7 +36,7 @@ def load_dataset(data_dir, block_size):
     try:
         meta = json.loads(read_regular(data_dir / "meta.json"))
         chars, recorded = meta["chars"], dict(meta["sha256"])
-        splits = {split: map_file(data_dir / f"{split}.bin") for split in ("train", "val")}
+        splits = {split: read_regular(data_dir / f"{split}.bin") for split in ("train", "val")}
     except FileNotFoundError as error:
         raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
     except OSError as error:
@@ -57,7 +56,7 @@ def load_dataset(data_dir, block_size):
         file = data_dir / f"{split}.bin"
         if hashes[split] != recorded.get(split):
             raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
-        ids[split] = splits[split].view("<u2")
+        ids[split] = np.frombuffer(splits[split], "<u2")  # in memory, because a mapped file changes with its disk
         size = len(ids[split])
         if size < least:
             context = f"a context of {block_size}" if split == "train" else "an evaluation"
@@ -70,16 +69,6 @@ def load_dataset(data_dir, block_size):
                 f"{data_dir / 'meta.json'} lacks characters of the {split} text: run data/prepare.py again"
             )
     return Dataset(chars, ids["train"], ids["val"], hashes)
-
-
-def map_file(file):
-    """Return the bytes of a file, mapped from disk. The array is what it was if another file takes the name."""
-    if not file.is_file():
-        read_regular(file)  # raises the error
-    with open(file, "rb") as f:
-        if not os.fstat(f.fileno()).st_size:  # which cannot be mapped
-            return np.zeros(0, np.uint8)
-        return np.memmap(f, np.uint8, mode="r")
 
 
 @torch.no_grad()

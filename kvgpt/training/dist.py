@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kvgpt.cli import TORCHRUN, pick_device, torchrun_ranks
+from kvgpt.storage.checkpoint import first_line
 
 
 class Ranks:
@@ -37,8 +38,13 @@ class Ranks:
         return pick_device(name)
 
     def connect(self, device):
+        """Wait until all processes are there. Raises ValueError if they cannot meet."""
         if self.world_size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            try:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            except (ValueError, RuntimeError) as error:
+                where = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+                raise ValueError(f"the processes cannot meet at {where}: {first_line(error)}") from None
 
     def wrap(self, objective):
         """Return the module to call in training. With several processes, it averages gradients over them."""

@@ -37,7 +37,7 @@ def plot_run(axes, folder, x, color):
     try:
         config = load_checkpoint(folder / "last.pt").training["config"]
         name = f"{config['preset']}, {config['recipe']}"
-    except (ValueError, KeyError, TypeError):  # a damaged checkpoint, or one of another program
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint, or one of another program
         name = folder.name
     scored = [row for row in rows if not math.isnan(row["val_loss"])]
     train, val = [row["train_loss"] for row in rows], [row["val_loss"] for row in scored]

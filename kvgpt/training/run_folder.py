@@ -7,14 +7,15 @@ import shutil
 from pathlib import Path
 
 from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import keep_copy, lock_folder, name_in_errors, sync_folder, write_atomically
+from kvgpt.storage.files import keep_copy, lock_folder, name_in_errors, require_regular, sync_folder, write_atomically
 
+FILES = ("last.pt", "ckpt.pt", "log.csv", "samples.txt")
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
 SAMPLE_HEADING = "=== step {} ===\n"
 COUNT = r"\d{1,18}"
-NUMBER = rf"(-?{COUNT}(\.\d{{1,24}})?(e[+-]\d\d)?|inf|nan)"
-# older logs lack the last two fields
-LOG_ROW = re.compile(rf"{COUNT},{COUNT},{NUMBER}(,{NUMBER}?){{4}}((,{NUMBER}?){{2}})?\r\n", re.ASCII)
+NUMBER = rf"(-?{COUNT}(\.\d{{1,24}})?(e[+-]\d{{2,3}})?|inf|nan)"
+# older logs lack the last two fields; editors and git change \r\n to \n
+LOG_ROW = re.compile(rf"{COUNT},{COUNT},{NUMBER}(,{NUMBER}?){{4}}((,{NUMBER}?){{2}})?\r?\n", re.ASCII)
 
 
 def log_rows(file):
@@ -28,7 +29,7 @@ def log_rows(file):
 
 def previous_runs(out_dir):
     """Return {number: folder} of the runs that were set aside: `previous` is 1, `previous-2` is 2, and so on."""
-    names = ((path, re.fullmatch(r"previous(?:-(\d{1,9}))?", path.name)) for path in out_dir.glob("previous*"))
+    names = ((path, re.fullmatch(r"previous(?:-(\d{1,18}))?", path.name)) for path in out_dir.glob("previous*"))
     return {int(match[1] or 1): path for path, match in names if match}
 
 
@@ -51,8 +52,11 @@ class RunFolder:
         """Prepare for a run that starts at `step`. Sets an earlier run aside if the new one starts at 0.
 
         header  the part of a checkpoint that stays the same during the run
+        Raises OSError before anything changes if a folder or a pipe is in the place of a file.
         Returns (characters, seconds) that the log of this run has counted so far.
         """
+        for name in FILES:  # an obstacle would be found at the first save, after minutes
+            require_regular(self.path / name)
         self.header = header
         if not step:
             self.set_aside()
@@ -64,8 +68,7 @@ class RunFolder:
 
         The run is whole in out_dir or in the new folder at any moment, because one rename makes the folder.
         """
-        files = [self.path / name for name in ("last.pt", "ckpt.pt", "log.csv", "samples.txt")]
-        files = [file for file in files if file.is_file()]
+        files = [self.path / name for name in FILES if (self.path / name).is_file()]
         if not {"last.pt", "ckpt.pt"} & {file.name for file in files}:  # a log alone is not worth keeping
             return
         number = max(previous_runs(self.path), default=0) + 1

@@ -14,11 +14,11 @@ class StopSignals:
     def __init__(self, ranks):
         self.ranks = ranks
         self.received = 0
-        signal.signal(signal.SIGINT, self._receive)
-        signal.signal(signal.SIGTERM, self._receive)
-        # Windows has no SIGHUP, and nohup ignores it on purpose
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self._receive)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, None)
+            # nohup ignores SIGHUP on purpose, and a shell script SIGINT for a command that ends with &
+            if number and signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._receive)
 
     def _receive(self, signum, frame):
         self.received = self.received or signum

@@ -34,6 +34,7 @@ class World:
         (self.folder / "text").write_text(text[:3000][::-1], encoding="utf-8")
         self.make("data/prepare.py", "--input", "text.txt", "--data_dir", "data")
         self.make("train.py", *SHAPE, "--max_iters", STEPS, "--log_interval", 3)
+        make_lively(self.folder / "out" / "ckpt.pt")
         for name in ("onnx", "hf"):
             self.make("export.py", "--format", name)
         ckpt = torch.load(self.folder / "out" / "ckpt.pt", weights_only=True)
@@ -65,6 +66,15 @@ class World:
                 code, out, _ = self.forks.run(script, args, folder)
                 self.known[key] = code, out, files_of(folder)
         return self.known[key]
+
+
+def make_lively(file):
+    """Give a checkpoint weights so large that each key and value changes the text. A few steps leave them small."""
+    content, noise = torch.load(file, weights_only=True), torch.Generator().manual_seed(0)
+    for name, weight in content["model"].items():
+        if weight.dim() == 2:
+            weight.copy_(torch.randn(weight.shape, generator=noise) * (0.4 if ".h." in name else 1))
+    torch.save(content, file)
 
 
 def write_nanogpt_files(folder, chars):

@@ -1,9 +1,11 @@
 """Checkpoints: equal to the bit after a round trip, nanoGPT's too; damaged or hostile files in one line."""
 
+import io
 import json
 import math
 import pickle
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from helpers import (
     PROMPT,
     Bomb,
     assert_one_line,
+    linux,
     lively,
     load,
+    ok,
+    run,
     sample,
     saved,
     texts_of,
@@ -258,6 +263,53 @@ def test_sizes_that_the_weights_do_not_have_take_no_time_and_no_memory(sizes, tm
     torch.save(CONTENT | {"model_args": ARGS | sizes}, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError, match="do not fit"):
         load_model(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize("change", ["shared", "expanded"])
+def test_weights_that_the_file_does_not_hold_are_refused(change, tmp_path):
+    """A file of kilobytes can claim gigabytes, by names for the same numbers and by a stride of 0."""
+    numbers, model = torch.zeros(max(w.numel() for w in CONTENT["model"].values())), {}
+    for name, weight in CONTENT["model"].items():
+        shared = numbers[: weight.numel()].view(weight.shape)
+        model[name] = shared if change == "shared" else torch.zeros(1).expand(weight.shape)
+    torch.save(CONTENT | {"model": model}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="larger than the file"):
+        load_checkpoint(tmp_path / "ckpt.pt")
+
+
+def test_a_compressed_file_is_refused(tmp_path):
+    """Two megabytes would become gigabytes before anybody compares the shapes."""
+    with (
+        zipfile.ZipFile(io.BytesIO(WHOLE)) as old,
+        zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(ValueError, match="is compressed"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+PEAK = """
+import resource, sys
+from kvgpt.storage.checkpoint import load_checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    load_checkpoint(*sys.argv[1:]).checked_ngrams()
+except ValueError as error:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 2**10, error)
+"""
+
+
+@linux
+@pytest.mark.parametrize("name", ["n-grams", "meta.pkl"])
+def test_a_small_file_takes_little_memory(name, nanogpt):
+    """An n-gram count of stride 0, and a pickle of nine bytes that stores an entry of number 2^28."""
+    many = torch.ones(1, dtype=torch.int32).expand(2**31)
+    torch.save(CONTENT | {"ngrams": {"codes": many, "counts": many}}, nanogpt / "ngrams.pt")
+    (nanogpt / "meta.pkl").write_bytes(b"\x80\x02}r\xff\xff\xff\x0f.")
+    files = [nanogpt / "ngrams.pt"] if name == "n-grams" else [nanogpt / "ckpt.pt", nanogpt / "meta.pkl"]
+    megabytes, message = ok(run("-c", PEAK, *files)).stdout.split(maxsplit=1)
+    assert name in message and int(megabytes) < 100
 
 
 @pytest.mark.parametrize("value", [None, 5, [1], torch.zeros(3), {"a": torch.zeros(2, 2)}, "\ud800bcé\n", "aacé\n"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 
 from helpers import ROOT, assert_one_line, ok, run
 from kvgpt.storage.hf import hf_tokenizer
+from kvgpt.storage.hf_engine import HuggingFaceGPT
 from kvgpt.storage.vocabulary import tokenizer_vocabulary
 
 BLOCK_SIZE = 48
@@ -61,8 +63,8 @@ def folder(request, tokenizer, tmp_path_factory):
     return path
 
 
-def hf(folder, *flags):
-    return run("sample.py", "--engine", "hf", "--ckpt", folder, "--max_new_tokens", "30", *flags)
+def hf(folder, *flags, **kwargs):
+    return run("sample.py", "--engine", "hf", "--ckpt", folder, "--max_new_tokens", "30", *flags, **kwargs)
 
 
 @pytest.mark.slow
@@ -119,3 +121,36 @@ def test_mistakes_are_one_line(folder, tmp_path):
     assert_one_line(hf(folder, "--prompt", "The cat sat. " * 1000), "tokens", "leave room")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}), encoding="utf-8")
     assert_one_line(hf(tmp_path), "cannot be read", tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_model_that_brings_code_is_refused_and_runs_none(folder, tmp_path):
+    """transformers asks on stdin whether to run it, and takes the first answer that comes."""
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    (mine / "code.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')", encoding="utf-8")
+    amend(mine, model_type="mine", auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"})
+    assert_one_line(hf(mine, "--prompt", "The cat", input="y\n"), "cannot be read", mine)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("change", [dict(num_hidden_layers=3), dict(num_hidden_layers=10**6)], ids=str)
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_weights_that_are_missing_are_refused(change, folder, tmp_path):
+    """transformers gives them random numbers, or makes layers for hours."""
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    amend(mine, **change)
+    with pytest.raises(ValueError, match=r"lack model\.layers\.2|1000000 layers"):
+        HuggingFaceGPT(mine)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_context_of_no_length_is_refused(folder, tmp_path):
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    amend(mine, max_position_embeddings=-5)
+    with pytest.raises(ValueError, match="context is -5"):
+        HuggingFaceGPT(mine)
+
+
+def amend(folder, **entries):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | entries
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, assert_tells_no_paths, tiny
+from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, assert_tells_no_paths, ok, run, tiny, unix
 from kvgpt.storage.onnx_engine import OnnxGPT, quantize, write_onnx
 
 CONTEXT = SIZE["block_size"]
@@ -232,6 +232,15 @@ def test_a_graph_whose_weights_are_not_finite_is_refused(cached, tmp_path):
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@unix
+@pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
+def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
+    """ONNX Runtime reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
+    code = "import sys; from kvgpt.storage.onnx_engine import OnnxGPT; OnnxGPT(sys.argv[1])"
+    result = ok(run("-c", code, exported[1], env={"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}))
+    assert result.stderr == "" and not list(tmp_path.iterdir())
 
 
 @given(data=st.data())

@@ -159,6 +159,19 @@ def test_the_text_of_a_run_is_the_text_that_was_hashed(tmp_path):
     assert at > 20
 
 
+@unix
+@pytest.mark.parametrize("size", [0, None], ids=["cut", "overwritten"])
+def test_a_text_that_is_changed_in_place_during_a_run_changes_nothing(size, data_dir, tmp_path):
+    """`cp` writes into the file that is there. A mapped array then has other ids, or the process ends by SIGBUS."""
+    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
+    loaded = load_dataset(data, 8)
+    for split in ("train", "val"):
+        with open(data / f"{split}.bin", "r+b") as file:
+            file.truncate(size)
+            file.write(bytes(100))
+        assert loaded.sha256[split] == hashlib.sha256(getattr(loaded, split).tobytes()).hexdigest()
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_bin_file_changed_behind_meta_jsons_back_is_refused(split, data_dir, tmp_path):
     data = Path(shutil.copytree(data_dir, tmp_path / "data"))

@@ -15,6 +15,7 @@ from helpers import (
     STATEFUL,
     assert_one_line,
     assert_same_run,
+    child,
     contents,
     here,
     load,
@@ -107,6 +108,13 @@ def test_half_of_what_torchrun_sets_is_one_line(environment, monkeypatch, data_d
     result = here(*SMALL, "--max_iters", 1, "--data_dir", data_dir, "--out_dir", tmp_path / "out")
     assert_one_line(result, *(f"{name}={value}" for name, value in environment.items() if "MASTER" not in name))
     assert "torchrun" in result.stderr and "unset" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("port", ["xyz", "99999999"])
+def test_a_port_that_is_none_is_one_line(port, data_dir, tmp_path):
+    flags = [*SMALL, "--max_iters", 1, "--data_dir", data_dir, "--out_dir", tmp_path / "out"]
+    assert_one_line(child(*flags, env=ranked(MASTER_PORT=port)), f"MASTER_PORT={port}")
     assert not (tmp_path / "out").exists()
 
 

@@ -41,6 +41,9 @@ def test_a_damaged_run_before_stops_no_plot(out):
         f.write(f"80,10240,1.2.3,3.0,,0.001,1000,,\r\n80,10240,9.5,x,,0.001,1000,,\r\n80,{'9' * 5000},9.5,3.0,,,,,\r\n")
     plot_loss(out)
     assert (out / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (previous / "last.pt").unlink()
+    (previous / "last.pt").mkdir()
+    plot_loss(out)
 
 
 @unix

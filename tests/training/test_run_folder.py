@@ -136,6 +136,14 @@ def test_a_damaged_log_stops_no_resume(out):
     assert after[: len(before)] == before and int(after[-1]["step"]) == 61
 
 
+def test_rows_keep_their_place_whatever_ends_a_line_and_however_small_a_number_is(tmp_path):
+    """An editor changes the ends of lines. A tiny learning rate has an exponent of three digits."""
+    rows = "20,2560,0.031,4.1,3.9,4.76e-151,47711,1.5,0.1\n40,5120,0.054,3.7,3.6,1e-05,85681,1.2,0.1\n"
+    (tmp_path / "log.csv").write_bytes(f"{','.join(HEADER)}\n{rows}".encode())
+    assert RunFolder(tmp_path).trim_log(40) == (5120, 0.054)
+    assert [row["lr"] for row in log(tmp_path)] == ["4.76e-151", "1e-05"]
+
+
 def test_rows_past_the_checkpoint_are_cut_on_resume(out):
     """A run that was killed had logged steps that its last.pt does not have. They come again."""
     before = log(out)
@@ -212,6 +220,30 @@ def test_an_out_dir_that_cannot_be_made_is_one_line(name, data_dir, tmp_path):
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / name, "--max_iters", "1")
     assert_one_line(result, "cannot write", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "here first"
+
+
+@unix
+@pytest.mark.parametrize("kind", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["last.pt", "ckpt.pt", "log.csv", "samples.txt", ".lock"])
+def test_what_is_in_the_place_of_a_file_is_found_before_the_first_step(name, kind, out, data_dir):
+    """At the first save the earlier run has moved, and minutes are lost. A pipe would block for ever."""
+    (out / name).unlink(missing_ok=True)
+    kind(out / name)
+    before = contents(out)
+    result = here(*SMALL, "--data_dir", data_dir, "--out_dir", out, "--max_iters", "1", "--sample_interval", "1")
+    assert_one_line(result, out / name, "not a regular file")
+    assert contents(out) == before
+
+
+@unix
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to(file.with_name("precious"))])
+def test_what_is_in_the_place_of_a_temporary_file_is_removed(make, out):
+    """A link that somebody else has made would be followed. A pipe would block for ever."""
+    (out / "precious").write_text("precious", encoding="utf-8")
+    make(out / ".last.pt.tmp")
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
+    assert (out / "precious").read_text(encoding="utf-8") == "precious"
+    assert load(out / "last.pt")["iter_num"] == 61 and not (out / "last.pt").is_symlink()
 
 
 @linux

@@ -20,6 +20,16 @@ def test_a_signal_is_a_number_to_poll(name, restored_signals):
     assert stop.poll() == stop.poll() == number
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_that_is_ignored_on_purpose_stays_so(name, restored_signals):
+    """nohup ignores SIGHUP, and a shell script SIGINT for a command that ends with &."""
+    number = getattr(signal, name)
+    signal.signal(number, signal.SIG_IGN)
+    stop = StopSignals(Ranks())
+    os.kill(os.getpid(), number)
+    assert stop.poll() == 0
+
+
 def test_the_first_of_several_signals_counts(restored_signals):
     """The exit code of a run is that of the signal that stopped it."""
     stop = StopSignals(Ranks())

@@ -77,6 +77,16 @@ def test_ckpt_has_the_best_loss_and_last_the_latest(out, data_dir):
         assert plain_val_loss(model, ids, 32) == pytest.approx(loss, rel=1e-5)
 
 
+def test_a_best_checkpoint_that_is_gone_is_written_again(out):
+    """The run would end with the path of a file that is not there."""
+    best = load(out / "ckpt.pt")["best_val_loss"]
+    (out / "ckpt.pt").unlink()
+    worse = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()
+    result = ok(here("--init_from", "resume", "--out_dir", out, *worse))
+    assert f"{out / 'ckpt.pt'} is gone" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert load(out / "ckpt.pt")["best_val_loss"] > best
+
+
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
