@@ -216,7 +216,7 @@ class OnnxGPT:
 
         def session(num_threads):  # the number is fixed when a session is made
             options = onnxruntime.SessionOptions()
-            options.log_severity_level = 3
+            options.log_severity_level = 4  # an error is raised too, and its line in the log would be a second one
             options.intra_op_num_threads = num_threads
             options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch's threads
             return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])

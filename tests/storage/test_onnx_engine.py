@@ -234,6 +234,27 @@ def test_a_graph_whose_weights_are_not_finite_is_refused(cached, tmp_path):
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
+def test_a_graph_that_needs_more_memory_than_there_is_is_one_line(exported, tmp_path, capfd):
+    """ONNX Runtime writes lines of its own to stderr, in color, before it raises an error."""
+    proto = onnx.load(exported[1])
+    (first,) = (node for node in proto.graph.node if "logits" in node.output)
+    first.output[list(first.output).index("logits")] = "computed"
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([2**50]), "size"))
+    for name, inputs, output in (
+        ("ConstantOfShape", ["size"], "huge"),
+        ("ReduceSum", ["huge"], "sum"),
+        ("Add", ["computed", "sum"], "logits"),
+    ):
+        more = dict(keepdims=0) if name == "ReduceSum" else {}
+        proto.graph.node.append(onnx.helper.make_node(name, inputs, [output], **more))
+    del proto.metadata_props[-1]  # the hash
+    onnx.save(proto, tmp_path / "huge.onnx")
+    with pytest.raises(ValueError, match="ConstantOfShape"):
+        OnnxGPT(tmp_path / "huge.onnx")
+    assert capfd.readouterr().err == ""
+
+
 @unix
 @pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
 def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
