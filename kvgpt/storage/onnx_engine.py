@@ -25,6 +25,9 @@ from kvgpt.storage.files import read_regular, write_atomically
 from kvgpt.storage.vocabulary import check_characters
 from model import GPTConfig, decode_tokens
 
+# before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +209,6 @@ class OnnxGPT:
     """
 
     def __init__(self, file):
-        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # else it reports to its makers, and writes to ~/.cache
         try:
             import onnxruntime
         except ImportError:
