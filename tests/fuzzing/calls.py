@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from fuzzing.world import FAULTS, FILES, NANOGPT, SHAPE, STEPS
+from fuzzing.world import FAULTS, FILES, MADE, NANOGPT, OBSTACLES, SHAPE, STEPS
 
 
 @dataclass
@@ -125,6 +125,7 @@ BENCH = {
     "--repeats": ["1", "0"],
 }
 ENVIRONMENTS = [{name: value} for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") for value in ("0", "1", "x", "")]
+ENVIRONMENTS += [{"MASTER_ADDR": "localhost"}, {"MASTER_PORT": "x"}, {"MASTER_PORT": "99999999"}]
 ENVIRONMENTS += [{"CC": "false"}, {"CC": "/nowhere"}, {"TMPDIR": "/nowhere"}, {"HOME": "/nowhere"}, {"COLUMNS": "1"}]
 STREAMS = [{number: to} for number in (0, 1, 2) for to in (None, "/dev/full")] + [{0: None, 1: None, 2: None}]
 LIMITS = [100, 20_000, 60_000]  # bytes
@@ -147,7 +148,9 @@ def some_flags(table):
 
 def base(script, *args, faults=2):
     """A strategy for calls of a script: some of its flags after `args`, and damage of up to `faults` files."""
-    damage = st.lists(st.tuples(st.sampled_from(FILES), st.sampled_from(FAULTS), where), max_size=faults)
+    damaged = st.tuples(st.sampled_from(FILES), st.sampled_from(FAULTS), where)
+    in_the_way = st.tuples(st.sampled_from(MADE), st.sampled_from(OBSTACLES), where)
+    damage = st.lists(st.one_of(damaged, damaged, in_the_way), max_size=faults)
     flags = some_flags(TABLES[script])
     return st.builds(lambda more, damage: Call(script, [*args, *more], damage), flags, damage)
 
@@ -183,8 +186,9 @@ def reading_damage():
 def with_fault_of_the_machine(calls):
     """A strategy for the same calls with closed streams, a full disk, or an odd environment."""
     faults = [{"streams": each} for each in STREAMS] + [{"limit": each} for each in LIMITS]
-    faults += [{"env": each} for each in ENVIRONMENTS]
-    request = st.sampled_from(faults)
+    several = st.lists(st.sampled_from(ENVIRONMENTS), min_size=1, max_size=4)
+    environment = several.map(lambda each: {"env": dict(itertools.chain(*map(dict.items, each)))})
+    request = st.one_of(st.sampled_from(faults), environment)
     return st.builds(lambda call, request: Call(call.script, call.args, call.damage, request), calls, request)
 
 
@@ -205,7 +209,7 @@ kills = killed(st.sampled_from(KILLABLE))
 plain = st.one_of(
     base("sample.py", *READER, faults=0),
     base("sample.py", "--device=cpu", faults=1),
-    base("train.py", *TRAINING, faults=0),
+    base("train.py", *TRAINING, faults=1),
     base("train.py", *TRAINING, "--init_from=resume", f"--max_iters={STEPS + 2}", faults=1),
     base("data/prepare.py", "--input=text", "--data_dir=data", faults=1),
 )

@@ -21,6 +21,9 @@ NANOGPT = "nanogpt.pt"
 FILES = ["data/meta.json", "data/train.bin", "data/val.bin", "out/ckpt.pt", "out/last.pt", "out/log.csv"]
 FILES += ["out/hf/config.json", "out/hf/model.safetensors", "out/hf/tokenizer.json", "out/hf/SHA256SUMS"]
 FILES += ["out/hf/tokenizer_config.json", "out/onnx/model.onnx", NANOGPT, "meta.pkl"]
+# files that a call makes
+MADE = ["samples.txt", ".lock", ".last.pt.tmp", ".ckpt.pt.tmp", ".log.csv.tmp", ".previous", "loss.png", ".onnx.lock"]
+MADE = [f"out/{name}" for name in (*MADE, ".hf.lock", "onnx/.model.onnx.tmp")] + ["data/.lock", "data/.train.bin.tmp"]
 
 
 class World:
@@ -95,17 +98,22 @@ def files_of(folder):
 
 # -- damage ------------------------------------------------------------------------------------------------------------
 
-FAULTS = ["a bit", "a byte", "cut", "longer", "zeros", "swapped", "empty", "a folder", "a pipe", "a loop", "a device"]
-FAULTS += ["gone", "another file", "a value", "a value"]
+OBSTACLES = ["a folder", "a pipe", "a loop", "a device"]
+FAULTS = ["a bit", "a byte", "cut", "longer", "zeros", "swapped", "empty", "gone", "another file", "a value", "a value"]
+FAULTS += OBSTACLES
 
 
 def damage(path, kind, place):
-    """Damage a file, if it is there.
+    """Damage a file, if it is there. An obstacle needs no file.
 
     kind   one of FAULTS
     place  a number that decides where and how
     """
-    if not path.is_file() or path.is_symlink():  # gone, or damaged before
+    if path.is_symlink() or (not path.is_file() and (path.exists() or kind not in OBSTACLES)):  # damaged, or gone
+        return
+    if kind in ("gone", *OBSTACLES):
+        path.unlink(missing_ok=True)
+        replace_by(path, kind)
         return
     raw, rng = bytearray(path.read_bytes()), random.Random(place)
     at = place % max(1, len(raw))
@@ -113,12 +121,8 @@ def damage(path, kind, place):
         new = other_value(path, bytes(raw), rng)
     elif kind == "another file":
         new = rng.choice(siblings(path)).read_bytes()
-    elif kind in EDITS:
-        new = EDITS[kind](raw, at, rng)
     else:
-        path.unlink()
-        replace_by(path, kind)
-        return
+        new = EDITS[kind](raw, at, rng)
     path.write_bytes(new)
 
 
