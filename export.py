@@ -19,7 +19,6 @@ import importlib.util
 import itertools
 import json
 import math
-import shutil
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,7 +33,7 @@ from kvgpt.decoding.ngrams import order_of
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
-from kvgpt.storage.files import lock_folder, write_atomically
+from kvgpt.storage.files import lock_folder, read_tree, write_tree
 from kvgpt.storage.hf import GRAPH, model_type, write_folder
 from kvgpt.storage.onnx_engine import OnnxGPT, quantize, write_onnx
 from kvgpt.training.dataset import evaluate, load_dataset
@@ -137,27 +136,28 @@ class WithLoss(nn.Module):
 
 
 def to_onnx(checkpoint, model, folder, args):
-    # write
     chars, block_size = checkpoint.chars, model.config.block_size
     ids, val = real_text(chars, block_size, Path(args.data_dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ["model.onnx"]
-    write_onnx(model, chars, folder / "model.onnx")
-    for name in ("model_int8.onnx", "model_cacheless.onnx"):
-        (folder / name).unlink(missing_ok=True)  # from an earlier export, which may be another model's
-    if args.cacheless:
-        names.append("model_cacheless.onnx")
-        write_onnx(model, chars, folder / "model_cacheless.onnx", cached=False)
-    if args.int8:
-        names.append("model_int8.onnx")
-        quantize(folder / "model.onnx", folder / "model_int8.onnx")
+    names = ["model.onnx", *["model_cacheless.onnx"] * args.cacheless, *["model_int8.onnx"] * args.int8]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
+        # make
+        made = Path(made)
+        write_onnx(model, chars, made / "model.onnx")
+        if args.cacheless:
+            write_onnx(model, chars, made / "model_cacheless.onnx", cached=False)
+        if args.int8:
+            quantize(made / "model.onnx", made / "model_int8.onnx")
 
-    # check
-    engines = {name: check_onnx(model, folder / name, ids, exact="int8" not in name) for name in names}
+        # check
+        engines = {name: check_onnx(model, made / name, ids, exact="int8" not in name) for name in names}
+        files = read_tree(made)
+
+    # write; an earlier export's files may be another model's
+    write_tree(folder, files, stale={"model_cacheless.onnx", "model_int8.onnx"} - set(names))
 
     # report sizes and losses
     sizes = {"PyTorch": sum(p.nbytes for p in model.parameters())}
-    sizes |= {name: (folder / name).stat().st_size for name in names}
+    sizes |= {name: len(files[name]) for name in names}
     for name, size in sizes.items():
         loss = ""
         if val is not None:
@@ -172,29 +172,31 @@ def to_hf(checkpoint, model, folder, args):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    # write
     disable_progress_bar()
     chars, block_size, graph = checkpoint.chars, model.config.block_size, not missing(ONNX)
-    write_folder(model, chars, folder, graph)
+    ids, _ = real_text(chars, block_size, Path(args.data_dir))
+
+    def check_made(made):
+        """Check the tokenizer, the network and the graph in a temporary folder."""
+        hf, tokenizer = AutoModelForCausalLM.from_pretrained(made).eval(), AutoTokenizer.from_pretrained(made)
+        text = "".join(chars[i] for i in ids[0])
+        if tokenizer(text)["input_ids"] != ids[0].tolist() or tokenizer.decode(ids[0]) != text:
+            fail(f"the tokenizer for {folder} does not give the text back")
+        with torch.no_grad():
+            logits = hf(ids).logits
+
+        def greedy(prompt):
+            # generate raises an error if max_length leaves no room for a new token
+            out = hf.generate(prompt, max_length=block_size, do_sample=False) if block_size > 1 else prompt
+            return out[0].tolist()
+
+        check(f"{folder}, {type(hf).__name__}", model, ids, logits, greedy)
+        if graph:
+            check_onnx(model, made / GRAPH, ids)
+
+    write_folder(model, chars, folder, graph, check_made)
     if not graph:
         note(f"{folder} lacks {GRAPH}, because it needs more packages: pip install {' '.join(ONNX)} and export again")
-
-    # check the tokenizer and the network
-    hf, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    ids, _ = real_text(chars, block_size, Path(args.data_dir))
-    text = "".join(chars[i] for i in ids[0])
-    if tokenizer(text)["input_ids"] != ids[0].tolist() or tokenizer.decode(ids[0]) != text:
-        fail(f"the tokenizer in {folder} does not give the text back")
-    with torch.no_grad():
-        logits = hf(ids).logits
-
-    def greedy(prompt):
-        # generate raises an error if max_length leaves no room for a new token
-        return (hf.generate(prompt, max_length=block_size, do_sample=False) if block_size > 1 else prompt)[0].tolist()
-
-    check(f"{folder}, {type(hf).__name__}", model, ids, logits, greedy)
-    if graph:
-        check_onnx(model, folder / GRAPH, ids)
 
 
 def to_web(checkpoint, model, folder, args):
@@ -222,18 +224,17 @@ def to_web(checkpoint, model, folder, args):
         val_loss=float(loss) if math.isfinite(loss) else None,  # JSON has no infinity
     )
 
-    # copy the page; pack what is large, because a plain server packs nothing
-    shutil.copytree(HERE / "web" / "page", folder, dirs_exist_ok=True)
-    (folder / "ort").mkdir(exist_ok=True)
+    # add the page; pack what is large, because a plain server packs nothing
+    files = read_tree(HERE / "web" / "page")
     for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
-        shutil.copy(runtime / name, folder / "ort")
+        files[f"ort/{name}"] = (runtime / name).read_bytes()
     packed = {
         "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
         "ngrams.bin.gz": ngrams,
         "model.onnx.gz": graph,
     }
-    files = {folder / name: gzip.compress(content, mtime=0) for name, content in packed.items()}
-    write_atomically(files | {folder / "model.json": json.dumps(about).encode()})
+    files |= {name: gzip.compress(content, mtime=0) for name, content in packed.items()}
+    write_tree(folder, files | {"model.json": json.dumps(about).encode()})
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e6:.1f} MB")
     print(f"serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")

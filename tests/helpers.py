@@ -69,6 +69,18 @@ def assert_one_line(result, *words, code=None):
         assert str(word) in result.stderr, (word, result.stderr)
 
 
+def full_disk(limit):
+    """Return the preexec_fn of a process for which a file of more than `limit` bytes fails, as on a full disk."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def tree(folder):
+    """{name: bytes} of all files below a folder, and None for a folder."""
+    paths = folder.rglob("*")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
+
+
 class Bomb:
     """Unpickled, it makes a file."""
 

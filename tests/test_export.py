@@ -1,5 +1,6 @@
 """export.py on the command line, and what sample.py and train.py do with the files that it wrote."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,21 @@ import torch
 from helpers import (
     POST_LN,
     PROMPT,
+    ROOT,
     STABLELM,
     TINY,
     assert_one_line,
     assert_tells_no_paths,
+    full_disk,
+    linux,
     load,
     ok,
     run,
     sample,
     save_model,
     tiny,
+    tree,
+    unix,
 )
 from kvgpt.storage.checkpoint import load_model
 from kvgpt.storage.onnx_engine import write_onnx
@@ -102,6 +108,19 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
         assert_one_line(sample(folder, "--prompt", PROMPT, "--engine", "onnx", *flags), *words)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("obstacle", ["model_cacheless.onnx", "model_int8.onnx"])
+def test_graphs_that_cannot_be_written_leave_the_older_ones(obstacle, tmp_path):
+    """A folder under the name of a new graph, or of one that is no longer made, was found after the first change."""
+    save_model(tmp_path, tiny(**STABLELM))
+    (tmp_path / "onnx" / obstacle).mkdir(parents=True)
+    for name in {"model.onnx", "model_int8.onnx"} - {obstacle}:
+        (tmp_path / "onnx" / name).write_bytes(b"older")
+    before = tree(tmp_path / "onnx")
+    assert_one_line(run("export.py", "--format", "onnx", "--cacheless", "--out_dir", tmp_path), obstacle, "folder")
+    assert tree(tmp_path / "onnx") == before
+
+
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +158,67 @@ def test_a_folder_is_written_without_the_packages_of_the_graph(tmp_path):
     (line,) = result.stderr.splitlines()
     assert str(Path("onnx", "model.onnx")) in line and "pip install onnx onnxscript onnxruntime" in line
     assert result.stdout.count("logits within") == 1 and not (tmp_path / "hf" / "onnx" / "model.onnx").exists()
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ["name", "locale"],
+    [(b"\xfc", {}), ("ü".encode(), {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})],
+    ids=["not UTF-8", "LC_ALL=C"],
+)
+def test_the_folder_may_have_any_name(name, locale, tmp_path):
+    """A traceback from safetensors, which opens names in UTF-8 only, and a folder that is left."""
+    save_model(tmp_path, tiny(**STABLELM))
+    out = tmp_path / os.fsdecode(name)
+    ok(run("export.py", "--format", "hf", "--ckpt", tmp_path / "ckpt.pt", "--out_dir", out, env=locale))
+    assert {"config.json", "model.safetensors", "onnx/model.onnx"} <= tree(out / "hf").keys()
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+needs_runtime = pytest.mark.skipif(
+    not (ROOT / "web" / "node_modules" / "onnxruntime-web").is_dir(), reason="no web/node_modules: run npm ci in web"
+)
+
+
+@unix
+@needs_runtime
+@pytest.mark.slow
+@pytest.mark.parametrize("obstacle", ["index.html", "model.onnx.gz", "a full disk"])
+def test_a_page_that_cannot_be_written_leaves_the_older_one(obstacle, tmp_path):
+    """Pages and scripts of two versions, a page that is cut, or a folder in the place of one and exit code 0."""
+    save_model(tmp_path, tiny(**STABLELM))
+    (tmp_path / "web").mkdir()
+    for name in ("app.js", "model.json"):
+        (tmp_path / "web" / name).write_bytes(b"older")
+    limit = 10**6  # above the graph and the page, below the runtime
+    if obstacle == "a full disk":
+        obstacle = "ort-wasm-simd-threaded.wasm.gz"
+    else:
+        (tmp_path / "web" / obstacle).mkdir()
+        limit = 10**9
+    before = tree(tmp_path / "web")
+    result = run("export.py", "--format", "web", "--out_dir", tmp_path, preexec_fn=full_disk(limit))
+    assert_one_line(result, tmp_path / "web", obstacle)
+    assert tree(tmp_path / "web") == before
+
+
+@unix
+@needs_runtime
+@pytest.mark.slow
+def test_a_link_in_the_place_of_the_page_becomes_a_file(tmp_path):
+    """An error without a reason for a link to the source of the page, or a file behind a link that is changed."""
+    save_model(tmp_path, tiny(**STABLELM))
+    (tmp_path / "web").mkdir()
+    source = ROOT / "web" / "page" / "index.html"
+    (tmp_path / "kept").write_bytes(b"kept")
+    for name, target in {"index.html": source, "app.js": tmp_path / "kept"}.items():
+        (tmp_path / "web" / name).symlink_to(target)
+    ok(run("export.py", "--format", "web", "--out_dir", tmp_path))
+    assert (tmp_path / "kept").read_bytes() == b"kept"
+    files = tree(tmp_path / "web")
+    assert files["index.html"] == source.read_bytes() and not (tmp_path / "web" / "index.html").is_symlink()
 
 
 # -- every format ------------------------------------------------------------------------------------------------------

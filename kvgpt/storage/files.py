@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -20,9 +20,7 @@ def write_atomically(files):
             with name_in_errors(path), open(temporary[path], "xb") as f:
                 f.write(content)
                 sync(f)
-        for path in files:
-            if path.is_dir():  # found before the first rename, so that no old file has been replaced yet
-                raise IsADirectoryError(0, "a folder is in the way", str(path))
+        refuse_folders(files)  # before the first rename, so that no old file has been replaced yet
         for path in files:
             os.replace(temporary[path], path)
     finally:
@@ -30,6 +28,39 @@ def write_atomically(files):
             path.unlink(missing_ok=True)
     for parent in {path.parent for path in files}:
         sync_folder(parent)
+
+
+def refuse_folders(paths):
+    """Raise IsADirectoryError if one of the paths is a folder, which no file can replace."""
+    for path in paths:
+        if path.is_dir():
+            raise IsADirectoryError(0, "a folder is in the way", str(path))
+
+
+def read_tree(folder):
+    """Return {name inside the folder, with slashes: bytes} of all its files. Raises OSError."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_tree(folder, files, stale=()):
+    """Write {name inside the folder, with slashes: bytes} by write_atomically, then remove the files named in `stale`.
+
+    Missing folders are made. An error before the first rename leaves the folder as it was. Raises OSError.
+    """
+    refuse_folders(folder / name for name in stale)
+    files = {folder / name: content for name, content in files.items()}
+    missing = sorted({parent for path in files for parent in path.parents if not parent.is_dir()})  # outer ones first
+    try:
+        for parent in missing:
+            parent.mkdir(exist_ok=True)  # "new/.." exists as soon as "new" does
+        write_atomically(files)
+    except BaseException:  # a signal, too
+        for parent in reversed(missing):
+            with suppress(OSError):  # not made yet, or not empty
+                parent.rmdir()
+        raise
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
 
 
 def sync(file):

@@ -13,7 +13,7 @@ import torch
 
 from kvgpt.storage.checkpoint import Checkpoint, first_line, network_shapes
 from kvgpt.storage.checksums import SUMS, check_folder, checksums
-from kvgpt.storage.files import read_regular, write_atomically
+from kvgpt.storage.files import read_regular, read_tree, write_tree
 from kvgpt.storage.onnx_engine import write_onnx
 from kvgpt.storage.vocabulary import check_characters
 from model import GPTConfig
@@ -34,6 +34,9 @@ STABLELM = {
 }
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 GRAPH = Path("onnx", "model.onnx")  # inside a folder, where transformers.js and Optimum look for it
+INDEX = "model.safetensors.index.json"  # names the files of weights that are split
+SHARDS = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"  # the names that transformers gives them
+SPECIAL = ("added_tokens.json", "special_tokens_map.json")  # transformers adds their tokens to those of tokenizer.json
 
 
 def model_type(config):
@@ -153,12 +156,14 @@ def hf_tokenizer(chars, block_size):
     )
 
 
-def write_folder(model, chars, folder, graph=False):
+def write_folder(model, chars, folder, graph=False, check=lambda made: None):
     """Write config.json, model.safetensors, the files of the tokenizer, and SUMS: all of them, or none after an error.
 
     chars   the vocabulary: token i is chars[i]
     folder  a Path, made if it does not exist
     graph   also write GRAPH, by the onnx packages. False: remove an earlier export's, which may be another model's
+    check   called with a temporary folder that holds the files, before `folder` changes
+    Split weights and SPECIAL files of an earlier model are removed, because readers would mix them with the new ones.
     Raises ValueError if no class of transformers computes what this model does, OSError if files cannot be written.
     """
     hf, tokenizer = to_transformers(model), hf_tokenizer(chars, model.config.block_size)
@@ -182,15 +187,12 @@ def write_folder(model, chars, folder, graph=False):
             (Path(made) / GRAPH).parent.mkdir()
             write_onnx(model, chars, Path(made) / GRAPH)
 
-        # replace what the folder holds, the checksums last
-        made_files = (file for file in Path(made).rglob("*") if file.is_file())
-        files = {file.relative_to(made).as_posix(): file.read_bytes() for file in made_files}
-        files[SUMS] = checksums(files)
-        for name in files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically({folder / name: content for name, content in files.items()})
-        if not graph:
-            (folder / GRAPH).unlink(missing_ok=True)
+        files = read_tree(Path(made))
+        check(Path(made))
+
+    # replace what the folder holds, the checksums last
+    stale = [INDEX, *SPECIAL, *(file.name for file in folder.glob(SHARDS)), *([] if graph else [GRAPH])]
+    write_tree(folder, files | {SUMS: checksums(files)}, stale)
 
 
 def amend(file, **entries):
@@ -243,7 +245,7 @@ def read_chars(file):
 
 def weight_files(folder):
     """Return the safetensors files of the folder. Large models are split into several."""
-    index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
+    index, names = folder / INDEX, {"model.safetensors"}
     if index.is_file():
         names = set(read_json(index)["weight_map"].values())
     for name in sorted(names):

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, here, load, log, ok, unix
+from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, here, load, log, ok, tree, unix
 from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import write_atomically
+from kvgpt.storage.files import write_atomically, write_tree
 
 # -- write_atomically --------------------------------------------------------------------------------------------------
 
@@ -51,6 +51,22 @@ def test_a_folder_that_is_not_there_is_an_os_error_that_names_the_file(tmp_path)
         write_atomically({tmp_path / "a": b"new", tmp_path / "missing" / "b": b"new"})
     assert "missing" in str(error.value.filename)
     assert contents(tmp_path) == {"a": b"old"}
+
+
+@pytest.mark.parametrize("obstacle", ["new", "stale"])
+def test_a_tree_is_written_as_a_whole_or_left_as_it_was(obstacle, tmp_path):
+    """A new file beside an old one, a stale file that is gone, or an empty folder that was made for nothing."""
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / obstacle).mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(IsADirectoryError) as error:
+        write_tree(tmp_path, {"old": b"new", "a/b/c": b"new", "new": b"new"}, stale=["stale"])
+    assert error.value.filename == str(tmp_path / obstacle)
+    assert tree(tmp_path) == before
+    (tmp_path / obstacle).rmdir()
+    (tmp_path / "stale").write_bytes(b"old")
+    write_tree(tmp_path, {"old": b"new", "a/b/c": b"new", "new": b"new"}, stale=["stale", "not there"])
+    assert tree(tmp_path) == dict.fromkeys(["old", "a/b/c", "new"], b"new") | {"a": None, "a/b": None}
 
 
 @unix

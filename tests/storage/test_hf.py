@@ -21,7 +21,7 @@ from transformers import (
     pipeline,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, assert_one_line, assert_tells_no_paths, here, tiny, unix
+from helpers import CHARS, GPT2, SIZE, STABLELM, assert_one_line, assert_tells_no_paths, here, tiny, tree, unix
 from kvgpt.storage.checksums import SUMS
 from kvgpt.storage.hf import GRAPH, model_type, read_folder, write_folder
 from kvgpt.storage.hf_engine import HuggingFaceGPT
@@ -132,10 +132,6 @@ def whole(written, tmp_path):
     return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
-def files_of(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_graph_in_a_folder_is_of_the_model_beside_it(tmp_path):
     """A graph of an earlier model, which transformers.js would take for the one of config.json."""
     first, second = tiny(**STABLELM), tiny(**GPT2)
@@ -155,10 +151,10 @@ def test_a_folder_that_cannot_be_written_leaves_the_older_one(obstacle, whole, t
     """A folder is in the way of a new file: config, weights and graph stay those of one model."""
     (tmp_path / obstacle).unlink()
     (tmp_path / obstacle).mkdir()
-    before = files_of(tmp_path)
+    before = tree(tmp_path)
     with pytest.raises(OSError):
         write_folder(tiny(**GPT2), CHARS, tmp_path, graph=True)
-    assert files_of(tmp_path) == before and len(before) >= 5
+    assert tree(tmp_path) == before and len(before) >= 5
 
 
 # -- models that were born in transformers -----------------------------------------------------------------------------
@@ -219,6 +215,38 @@ def test_weights_in_several_files_come_in(tmp_path):
     assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_no_file_of_an_earlier_model_is_mixed_with_the_new_ones(tmp_path):
+    """Split weights, which this kit and vLLM would read, or a special token, at which a pipeline would end."""
+    hf, model = foreign(tmp_path, StableLmForCausalLM(StableLmConfig(**STABLELM_SIZES))), tiny(**STABLELM)
+    (tmp_path / "model.safetensors").unlink()
+    hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}', encoding="utf-8")
+    (tmp_path / "added_tokens.json").write_text('{"abc": 99}', encoding="utf-8")
+    (tmp_path / "model-card.safetensors").write_bytes(b"a file of the user")
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "a" and (tmp_path / INDEX).is_file()
+    write_folder(model, CHARS, tmp_path)
+    weights = read_folder(tmp_path).weights
+    assert all(torch.equal(weights[name], p) for name, p in model.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token is None and len(tokenizer) == len(CHARS)
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors*")) == [
+        "model-card.safetensors",
+        "model.safetensors",
+    ]
+
+
+def test_a_folder_that_fails_its_check_leaves_the_older_one(whole, tmp_path):
+    before = tree(tmp_path)
+
+    def check(made):
+        assert read_folder(made).chars == CHARS  # all files but the checksums are there
+        raise ValueError("another model")
+
+    with pytest.raises(ValueError, match="another model"):
+        write_folder(tiny(**GPT2), CHARS, tmp_path, check=check)
+    assert tree(tmp_path) == before
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +282,8 @@ def test_the_checksums_of_a_folder_are_those_of_sha256sum(whole, tmp_path):
     """A checksum of other bytes, or a file without one."""
     result = subprocess.run(["sha256sum", "-c", SUMS], cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert {line.split(": ")[0] for line in result.stdout.splitlines()} == files_of(tmp_path).keys() - {SUMS}
+    files = {name for name, raw in tree(tmp_path).items() if raw is not None}
+    assert {line.split(": ")[0] for line in result.stdout.splitlines()} == files - {SUMS}
 
 
 def test_a_vocabulary_that_is_padded_is_refused(tmp_path):
