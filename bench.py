@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import copy
 import csv
+import io
 import json
 import math
 import statistics
@@ -56,7 +57,7 @@ from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.storage.checkpoint import load_checkpoint
-from kvgpt.storage.files import name_in_errors
+from kvgpt.storage.files import name_in_errors, refuse_folders, write_atomically
 from kvgpt.storage.onnx_engine import OnnxGPT, write_onnx
 from model import GPT, GPTConfig
 
@@ -445,10 +446,10 @@ def position_table(rows):
     return aligned(lines, num_left=1) if timed_rows else ""
 
 
-def plot(file, curves, rows):
-    """Draw a panel per shape: milliseconds per token against the position, a labelled line per variant.
+def plot(format, curves, rows):
+    """Return a picture as bytes, with a panel per shape: milliseconds per token against the position.
 
-    Variants that end with the prefill have no line.
+    Each variant has a labelled line. Variants that end with the prefill have no line.
     """
     import matplotlib
 
@@ -473,7 +474,9 @@ def plot(file, curves, rows):
         title = f"{shape}, batch {rows[0]['batch']}: milliseconds per token"
         axis.set(title=title, xlabel="position of the token", ylim=(0, max(top, last_label)))
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110, facecolor="white", bbox_inches="tight")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=format, dpi=110, facecolor="white", bbox_inches="tight")
+    return picture.getvalue()
 
 
 def smoothed(curve, width=9):
@@ -547,6 +550,11 @@ def parse_args():
     return args
 
 
+def is_device(file):
+    """Return whether a path is a device or a pipe, such as /dev/null, which a rename would replace by a file."""
+    return file.exists() and not file.is_file() and not file.is_dir()
+
+
 def check_outputs(args):
     """Exit if a file cannot be written. The check comes first, because a run takes minutes."""
     outputs = [Path(file).resolve() for file in (args.csv, args.json, args.plot) if file]
@@ -564,10 +572,10 @@ def check_outputs(args):
             fail(f"--plot {args.plot} must end in one of {', '.join(suffixes)}")
     for file in outputs:
         file.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not file.exists()
-        open(file, "ab").close()
-        if is_new:
-            file.unlink()
+        refuse_folders([file])
+        if not is_device(file):
+            with name_in_errors(file), tempfile.TemporaryFile(dir=file.parent):  # where write_atomically writes first
+                pass
 
 
 def models(args, device):
@@ -605,17 +613,21 @@ def real_prompts(chars, batch, repeats, length):
 
 
 def write(args, rows, curves):
-    """Write the files that the flags name."""
-    with name_in_errors(args.csv), open(args.csv, "w", encoding="utf-8", newline="") as f:
-        writer = csv.DictWriter(f, COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    """Write the files that the flags name: all of them, or none after an error. A device or a pipe is written last."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    contents = {args.csv: text.getvalue().encode()}
     if args.json:
-        with name_in_errors(args.json):
-            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        contents[args.json] = (json.dumps(rows, indent=1) + "\n").encode()
     if args.plot:
-        with name_in_errors(args.plot):
-            plot(args.plot, curves, rows)
+        contents[args.plot] = plot(Path(args.plot).suffix[1:], curves, rows)
+    contents = {Path(file).resolve(): content for file, content in contents.items()}  # a link stays a link
+    write_atomically({file: content for file, content in contents.items() if not is_device(file)})
+    for file in filter(is_device, contents):
+        with name_in_errors(file), open(file, "wb") as f:
+            f.write(contents[file])
 
 
 def main():

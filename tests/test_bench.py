@@ -1,7 +1,9 @@
 """bench.py and kvgpt/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
+import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import VARIANTS, check_tokens, limit_ms, make_runs, timed
+from bench import COLUMNS, VARIANTS, check_tokens, limit_ms, make_runs, timed, write
 from helpers import (
     CONTEXT,
     KINDS,
@@ -20,6 +22,8 @@ from helpers import (
     a_filter,
     a_seed,
     assert_one_line,
+    contents,
+    full_disk,
     linux,
     lively,
     needs_compiler,
@@ -27,6 +31,7 @@ from helpers import (
     prompts,
     run,
     tokens_differ,
+    unix,
 )
 from kvgpt.baselines import PerHeadLoop, llama2c_run, machine_rates
 from model import GPTConfig
@@ -226,14 +231,31 @@ def test_bench_mistakes_are_one_line(trained):
         assert result.stdout == ""
 
 
-@linux
-@pytest.mark.parametrize("flag", ["--csv", "--json", "--plot"])
-def test_a_full_disk_is_told_with_the_name_of_the_file(flag, tmp_path):
-    (tmp_path / "full.png").symlink_to("/dev/full")
+@unix
+@pytest.mark.parametrize(["flag", "limit"], [("--csv", 50), ("--json", 400), ("--plot", 5000)])
+def test_a_full_disk_leaves_the_older_files_and_is_told_with_a_name(flag, limit, tmp_path):
+    for name in ("rows.csv", "older.png"):
+        (tmp_path / name).write_bytes(b"older")
+    before = contents(tmp_path)
     flags = ["--shapes", "1/1/8/16", "--variants", "eager", "--repeats", "1", "--csv", tmp_path / "rows.csv"]
-    result = run("bench.py", *flags, flag, tmp_path / "full.png")
+    result = run("bench.py", *flags, flag, tmp_path / "older.png", preexec_fn=full_disk(limit))
     assert result.returncode == 1
-    assert result.stderr.splitlines()[1:] == [f"bench.py: cannot use {tmp_path / 'full.png'}: No space left on device"]
+    assert result.stderr.splitlines()[1:] == [f"bench.py: cannot use {tmp_path / 'older.png'}: File too large"]
+    assert contents(tmp_path) == before
+
+
+@unix
+def test_a_pipe_is_written_and_a_link_stays_a_link(tmp_path):
+    """A rename would put a file in the place of a pipe or of /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "rows.json").write_bytes(b"older")
+    (tmp_path / "link").symlink_to("rows.json")
+    write(Namespace(csv=tmp_path / "pipe", json=tmp_path / "link", plot=None), [], {})
+    assert os.read(reader, 4096).decode().split(",")[: len(COLUMNS) - 1] == list(COLUMNS[:-1])
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert (tmp_path / "rows.json").read_bytes() == b"[]\n"
 
 
 @pytest.mark.slow
