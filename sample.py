@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 import argparse
 import math
-import signal
 import sys
 import time
 from pathlib import Path
@@ -328,8 +327,6 @@ def report(config, itemsize, timing, rows, prompts, cache_bytes, stopped):
 
 
 def main():
-    # SIGTERM raises SystemExit, so that a compilation removes its temporary files
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if sys.stdout is None:
         fail("there is no stdout to write to")
 

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvgpt.guard import exit_after_ctrl_c
+from kvgpt.guard import exit_after_signals
 
 DEVICES = ("cpu", "cuda", "mps")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets in the environment
@@ -154,13 +154,15 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
 
     disk_hint    end of the message after a failed write
     memory_hint  end of the message after a failed allocation
-    Exit codes: 1 after an error, 130 after Ctrl-C. A closed pipe is reported only with a disk_hint.
+    Exit codes: 1 after an error; 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal. A closed pipe is
+    reported only with a disk_hint.
     """
     if sys.stdout is not None:
         # UTF-8 whatever the code page of the terminal, and \n on Windows too
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
     try:
-        with exit_after_ctrl_c():
+        # torchrun ends its processes by SIGTERM, and no handler runs while one waits for the others inside a C library
+        with exit_after_signals("SIGINT", *(() if torchrun_ranks() else ("SIGTERM", "SIGHUP"))):
             main()
             if sys.stdout is not None:
                 sys.stdout.flush()

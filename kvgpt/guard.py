@@ -42,24 +42,29 @@ def guard_process():
 
 
 @contextmanager
-def exit_after_ctrl_c():
-    """Turn Ctrl-C inside the block into exit code 130, after all inner blocks have cleaned up.
+def exit_after_signals(*names):
+    """Turn the signals of these names inside the block into an exit, after all inner blocks have cleaned up.
 
-    A library can make another error of a KeyboardInterrupt. The ONNX exporter does.
+    The exit code is 128 and the number of the signal. A library can make another error of a KeyboardInterrupt. The ONNX
+    exporter does.
     """
-    before, received = signal.getsignal(signal.SIGINT), []
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no SIGHUP
+    before = {number: signal.getsignal(number) for number in numbers}
+    received = []
 
     def interrupt(signum, frame):
         received.append(signum)
         raise KeyboardInterrupt
 
-    if before != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupt)
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup ignores a lost terminal on purpose
+            signal.signal(number, interrupt)
     try:
         yield
     except BaseException:
         if not received:
             raise
-        sys.exit(130)
+        sys.exit(128 + received[0])
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -230,13 +230,33 @@ def test_a_reader_that_has_gone_is_one_line_where_there_is_something_to_say(scri
     assert_one_line(finish(process), "cannot write its output: Broken pipe; older files are whole", code=1)
 
 
+WAITS = "with TemporaryDirectory(dir='.'): print('ready', flush=True); time.sleep(60)"
+
+
 @unix
-def test_ctrl_c_is_exit_code_130_without_a_word(script):
-    process = script("print('ready', flush=True)", "time.sleep(60)")
+@pytest.mark.parametrize(["name", "code"], [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_is_an_exit_code_without_a_word_or_a_temporary_folder(name, code, script, tmp_path):
+    process = script("from tempfile import TemporaryDirectory", WAITS)
     assert process.stdout.readline() == b"ready\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(getattr(signal, name))
     result = finish(process)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["tool.py"]
+
+
+@unix
+def test_nohup_keeps_a_script_alive(script):
+    """A handler of ours in the place of the one that ignores a lost terminal."""
+    lines = ["import signal", "os.kill(os.getpid(), signal.SIGHUP)", "print('alive')"]
+    result = finish(script(*lines, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "alive\n", "")
+
+
+@unix
+def test_torchrun_ends_a_process_that_waits_for_others_inside_a_library(script):
+    """30 seconds of waiting, because no handler of Python runs while a library waits."""
+    lines = ["import signal, sys", "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"]
+    assert finish(script(*lines, env=ranked())).stdout == "True\n"
 
 
 @pytest.mark.parametrize(

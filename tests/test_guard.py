@@ -73,7 +73,7 @@ import os, runpy, signal
 import model
 
 def hidden_states(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), int(os.environ["NUMBER"]))
 
 model.GPT.hidden_states = hidden_states
 runpy.run_path("export.py", run_name="__main__")
@@ -81,9 +81,12 @@ runpy.run_path("export.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_ctrl_c_inside_the_onnx_exporter_is_exit_code_130_without_a_word(trained, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_the_onnx_exporter_is_an_exit_code_without_a_word(number, trained, tmp_path):
     """The exporter makes an error of its own of it, with the traces of all its passes."""
     (tmp_path / "ckpt.pt").write_bytes((trained / "ckpt.pt").read_bytes())
-    result = run("-c", INTERRUPT, "--format", "onnx", "--out_dir", tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
-    assert not (tmp_path / "onnx").exists()
+    (tmp_path / "tmp").mkdir()
+    env = {"NUMBER": str(int(number)), "TMPDIR": str(tmp_path / "tmp")}
+    result = run("-c", INTERRUPT, "--format", "onnx", "--out_dir", tmp_path, env=env)
+    assert (result.returncode, result.stdout, result.stderr) == (128 + number, "", "")
+    assert not (tmp_path / "onnx").exists() and not list((tmp_path / "tmp").glob("tmp*"))  # torch leaves a folder
