@@ -13,7 +13,7 @@ def write_atomically(files):
     All contents are written beside their paths first and renamed last, in the order given. An error before the first
     rename leaves every old file in place. No error leaves a temporary file. Raises OSError.
     """
-    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}  # one process at a time: see lock_folder
+    temporary = {path: temporary_path(path) for path in files}
     try:
         for path, content in files.items():
             temporary[path].unlink(missing_ok=True)  # of a killed process; a link would be followed, a pipe would block
@@ -28,6 +28,11 @@ def write_atomically(files):
             path.unlink(missing_ok=True)
     for parent in {path.parent for path in files}:
         sync_folder(parent)
+
+
+def temporary_path(path):
+    """Return where write_atomically writes first. One process at a time writes there: see lock_folder."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def refuse_folders(paths):

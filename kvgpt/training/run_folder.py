@@ -7,7 +7,16 @@ import shutil
 from pathlib import Path
 
 from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import keep_copy, lock_folder, name_in_errors, require_regular, sync_folder, write_atomically
+from kvgpt.storage.files import (
+    keep_copy,
+    lock_folder,
+    name_in_errors,
+    refuse_folders,
+    require_regular,
+    sync_folder,
+    temporary_path,
+    write_atomically,
+)
 
 FILES = ("last.pt", "ckpt.pt", "log.csv", "samples.txt")
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
@@ -55,8 +64,9 @@ class RunFolder:
         Raises OSError before anything changes if a folder or a pipe is in the place of a file.
         Returns (characters, seconds) that the log of this run has counted so far.
         """
-        for name in FILES:  # an obstacle would be found at the first save, after minutes
-            require_regular(self.path / name)
+        for file in (self.path / name for name in FILES):  # an obstacle would be found at the first save, after minutes
+            require_regular(file)
+            refuse_folders([temporary_path(file)])
         self.header = header
         if not step:
             self.set_aside()
