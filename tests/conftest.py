@@ -12,6 +12,11 @@ from helpers import ROOT, TINY, child, ok, run
 
 torch.set_num_threads(1)
 
+# a shell that starts the tests with & ignores Ctrl-C for them, and so would every process that a test starts
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+
 # "kit" takes the same examples on every run. `pytest --hypothesis-profile random` searches for new ones.
 untimed = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # another process may take the cores
 settings.register_profile("kit", **untimed, derandomize=True, max_examples=40)
