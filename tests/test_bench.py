@@ -231,6 +231,7 @@ def test_bench_mistakes_are_one_line(trained):
         assert result.stdout == ""
 
 
+@pytest.mark.slow
 @unix
 @pytest.mark.parametrize(["flag", "limit"], [("--csv", 50), ("--json", 400), ("--plot", 5000)])
 def test_a_full_disk_leaves_the_older_files_and_is_told_with_a_name(flag, limit, tmp_path):

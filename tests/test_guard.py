@@ -29,6 +29,7 @@ def test_a_text_is_whole_and_alone_without_a_stderr(streams, trained):
     assert (result.returncode, result.stdout) == (0, texts_of(trained, PROMPT, 100)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [*STREAMS, ">&-", "<&- >&- 2>&-"])
 def test_a_run_saves_without_its_streams(streams, data_dir, tmp_path):
     flags = [*SMALL, "--max_iters", 4, "--eval_interval", 2, "--data_dir", data_dir, "--out_dir", tmp_path]

@@ -300,6 +300,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("name", ["n-grams", "meta.pkl"])
 def test_a_small_file_takes_little_memory(name, nanogpt):

@@ -90,6 +90,7 @@ def test_a_checkpoint_is_written_beside_synced_and_renamed(tmp_path):
 # -- writes that fail --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_saving_leaves_the_older_checkpoints(out):
     resource = pytest.importorskip("resource")
 

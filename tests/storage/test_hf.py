@@ -132,6 +132,7 @@ def whole(written, tmp_path):
     return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
+@pytest.mark.slow
 def test_the_graph_in_a_folder_is_of_the_model_beside_it(tmp_path):
     """A graph of an earlier model, which transformers.js would take for the one of config.json."""
     first, second = tiny(**STABLELM), tiny(**GPT2)

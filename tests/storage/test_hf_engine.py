@@ -123,6 +123,7 @@ def test_mistakes_are_one_line(folder, tmp_path):
     assert_one_line(hf(tmp_path), "cannot be read", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_model_that_brings_code_is_refused_and_runs_none(folder, tmp_path):
     """transformers asks on stdin whether to run it, and takes the first answer that comes."""
@@ -133,6 +134,7 @@ def test_a_model_that_brings_code_is_refused_and_runs_none(folder, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [dict(num_hidden_layers=3), dict(num_hidden_layers=10**6)], ids=str)
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_weights_that_are_missing_are_refused(change, folder, tmp_path):
@@ -143,6 +145,7 @@ def test_weights_that_are_missing_are_refused(change, folder, tmp_path):
         HuggingFaceGPT(mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_context_of_no_length_is_refused(folder, tmp_path):
     mine = shutil.copytree(folder, tmp_path / "mine")

@@ -22,7 +22,7 @@ NETWORKS = {
 }
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
+@pytest.fixture(scope="module", params=["GPT-2", "StableLM", pytest.param("post-LN", marks=pytest.mark.slow)])
 def exported(request, tmp_path_factory):
     """(model, its model.onnx)"""
     model, file = tiny(**NETWORKS[request.param]), tmp_path_factory.mktemp("onnx") / "model.onnx"

@@ -65,6 +65,7 @@ def test_two_processes_resume_to_the_bit_with_dropout(data_dir, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
+@pytest.mark.slow
 @unix
 def test_a_batch_that_cannot_be_shared_is_named_once(data_dir, tmp_path):
     result = torchrun(*SMALL, "--batch_size", 3, "--data_dir", data_dir, "--out_dir", tmp_path / "out")
@@ -111,6 +112,7 @@ def test_half_of_what_torchrun_sets_is_one_line(environment, monkeypatch, data_d
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("port", ["xyz", "99999999"])
 def test_a_port_that_is_none_is_one_line(port, data_dir, tmp_path):
     flags = [*SMALL, "--max_iters", 1, "--data_dir", data_dir, "--out_dir", tmp_path / "out"]
