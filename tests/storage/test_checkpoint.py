@@ -277,6 +277,11 @@ def test_weights_that_the_file_does_not_hold_are_refused(change, tmp_path):
         load_checkpoint(tmp_path / "ckpt.pt")
 
 
+def test_a_loss_too_large_for_a_float_is_unknown(tmp_path):
+    torch.save(CONTENT | {"best_val_loss": 10**400}, tmp_path / "ckpt.pt")
+    assert math.isnan(load_checkpoint(tmp_path / "ckpt.pt").best_val_loss)
+
+
 def test_a_compressed_file_is_refused(tmp_path):
     """Two megabytes would become gigabytes before anybody compares the shapes."""
     with (
