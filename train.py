@@ -39,7 +39,7 @@ from kvgpt.training.device import compile_module, pick_dtype
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
 from kvgpt.training.ngram_targets import ngram_targets
-from kvgpt.training.objective import falling
+from kvgpt.training.objective import loss_weights
 from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
 from kvgpt.training.run_folder import RunFolder
@@ -140,12 +140,11 @@ def train_step(config, data, state, ranks, measure=False):
             sequence = np.random.SeedSequence((config.seed, state.step, micro_step, ranks.rank))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
         ranks.sync_gradients(state.objective, micro_step == micro_steps - 1)
-        expected, ngram_share = None, falling(config.ngram_targets or 0.0, state.step, config)
-        if data.ngram_targets and ngram_share:
+        expected = None
+        if data.ngram_targets:
             rows, _ = get_batch(data.ngram_targets.rows, config.seed, number, *shape, *where)
-            expected = data.ngram_targets.table[rows].flatten(0, 1)
-        # tensors, because torch.compile would compile a step per value of a number
-        weights = torch.tensor([falling(config.mtp_weight or 0.0, state.step, config), ngram_share]).to(state.device)
+            expected = data.ngram_targets.table[rows]
+        weights = loss_weights(state.step, config).to(state.device)
         with state.autocast:
             objective, loss = state.objective(x, y, *weights, expected)
         state.scaler.scale(objective / micro_steps).backward()

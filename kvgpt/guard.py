@@ -45,8 +45,8 @@ def guard_process():
 def exit_after_signals(*names):
     """Turn the signals of these names inside the block into an exit, after all inner blocks have cleaned up.
 
-    The exit code is 128 and the number of the signal. A library can make another error of a KeyboardInterrupt. The ONNX
-    exporter does.
+    The exit code is 128 plus the number of the signal. The handler raises KeyboardInterrupt. A library may turn it into
+    an error of its own, as the ONNX exporter does. The exit code is the same then.
     """
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no SIGHUP
     before = {number: signal.getsignal(number) for number in numbers}

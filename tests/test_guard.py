@@ -84,7 +84,7 @@ runpy.run_path("export.py", run_name="__main__")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_inside_the_onnx_exporter_is_an_exit_code_without_a_word(number, trained, tmp_path):
-    """The exporter makes an error of its own of it, with the traces of all its passes."""
+    """The exporter turns it into an error of its own, with the traces of all its passes."""
     (tmp_path / "ckpt.pt").write_bytes((trained / "ckpt.pt").read_bytes())
     (tmp_path / "tmp").mkdir()
     env = {"NUMBER": str(int(number)), "TMPDIR": str(tmp_path / "tmp")}

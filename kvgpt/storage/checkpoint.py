@@ -169,7 +169,7 @@ def check_archive(file):
     """Compare the content of an open torch.save file with its CRC-32 checksums, which torch.load does not read.
 
     Raises BadZipFile or another error if one differs. A file of torch 1.5 or older has none. Raises ValueError for a
-    compressed record, which torch.save never writes: a thousandth of the memory that it takes would be on the disk.
+    compressed record. torch.save never writes one, and a small file could fill the memory with it.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:

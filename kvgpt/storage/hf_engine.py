@@ -41,7 +41,7 @@ class HuggingFaceGPT(nn.Module):
             check_num_layers(folder, transformers.AutoConfig.from_pretrained(folder, **options))
             read = transformers.AutoModelForCausalLM.from_pretrained
             self.hf, found = read(folder, output_loading_info=True, **options)
-            if found["missing_keys"]:  # transformers has given them random numbers
+            if found["missing_keys"]:  # transformers fills them with random numbers
                 raise ValueError(f"its weights lack {min(found['missing_keys'])}")
             self.hf.float().eval()
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -101,9 +101,10 @@ class HuggingFaceGPT(nn.Module):
 
 
 def check_num_layers(folder, config):
-    """Raise ValueError if a config has more layers than the weights have tensors: making them could take hours.
+    """Raise ValueError if a config has more layers than the weights have tensors.
 
-    Weights in files of PyTorch are not counted.
+    transformers makes the layers before it reads the weights. A million layers would take hours. Files of PyTorch are
+    not counted, because reading one takes as long as loading it.
     """
     from safetensors import safe_open
 

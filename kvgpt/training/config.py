@@ -61,7 +61,7 @@ class TrainConfig:
     ngram_targets: float | None = flag(
         None,
         number(float, "[0, 1]"),
-        "share of n-gram distributions in the targets of the first step; falls to 0 at lr_decay_iters",
+        "share of n-gram distributions in the targets of the first step; falls to half of it at lr_decay_iters",
         none="off",
     )
     mtp_weight: float | None = flag(

@@ -2,8 +2,8 @@
 
 The character that follows in the text is one sample of what could follow. An n-gram distribution averages many samples.
 The average gives a gradient with less noise. An n-gram sees at most MAX_ORDER characters. The targets therefore begin
-as n-gram distributions and end as the text. Malagutti et al. 2024 (arXiv:2403.17240) regularize language models by
-smoothed n-gram distributions. The decay to the plain loss is this kit's.
+as n-gram distributions and end as a mixture with the text: see objective.py. Malagutti et al. 2024 (arXiv:2403.17240)
+regularize language models by smoothed n-gram distributions. The fall of their share is this kit's.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 MAX_ORDER = 7  # characters of context; with more of them most contexts occur once, and nothing is averaged
-STRENGTH = 6.0  # occurrences of a context after which it weighs as much as the next shorter one
+DISCOUNT = 0.9  # that every count of a follower loses to the next shorter context
+STRENGTH = 1.0  # that the next shorter context has in any case, in counts
 MIN_ORDER = 3  # a table of shorter contexts is not used
 MAX_ENTRIES = 2**25  # of the table: 128 MiB
 MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
@@ -34,28 +35,43 @@ def ngram_targets(ids, vocab_size, device):
     """Return the NgramTargets of a text, or None if the text is too long or has too many distinct characters.
 
     ids  (N,) integers below vocab_size
-    The distribution after a context of k tokens is an average of what followed it and of the distribution after its
-    last k - 1 tokens. The occurrences of the context weigh 1 each, and the shorter context STRENGTH (a Dirichlet prior,
-    MacKay and Peto 1995). The longest context has MAX_ORDER tokens, or fewer if the table would be too large.
+    The longest context has MAX_ORDER tokens, or fewer if the table would be too large. Its distribution is that of
+    Kneser and Ney (1995), interpolated as by Teh (2006): with n counts of m distinct followers,
+
+        P(w) = (count(w) - DISCOUNT + (DISCOUNT m + STRENGTH) P_shorter(w)) / (n + STRENGTH)
+
+    where a follower that never came has neither count nor discount. A shorter context counts no occurrences of a
+    follower, but the distinct tokens that came before both.
     """
     if len(ids) > MAX_LENGTH:
         return None
     ids = ids.astype(np.int64)
-    rows, table = np.zeros(len(ids), np.int64), np.full((1, vocab_size), 1 / vocab_size, np.float32)
-    contexts = np.zeros(len(ids), np.int64)  # a number per context of k tokens, equal for equal contexts
-    for k in range(MAX_ORDER + 1):
-        if k:  # one token more, the one k - 1 before; the first tokens of the text take their context from its end
-            contexts = rows * vocab_size + np.roll(ids, k - 1)
-        found, longer = np.unique(contexts, return_inverse=True)
+
+    # number the contexts of each length, from short to long
+    rows = np.zeros(len(ids), np.int64)
+    parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
+    for k in range(1, MAX_ORDER + 1):  # one token more, the one k - 1 before; the first tokens take the end's
+        found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
         if len(found) * vocab_size > MAX_ENTRIES:
             if k <= MIN_ORDER:
                 return None
             break
-        shorter = np.zeros(len(found), np.int64)
-        shorter[longer] = rows
-        table = table[shorter]  # and then in place, because a table can have 128 MiB
-        table *= STRENGTH
-        np.add.at(table, (longer[:-1], ids[1:]), 1)
-        table /= table.sum(1, keepdims=True)
         rows = longer
+        parents.append(found // vocab_size)
+
+    # count the followers, from long to short
+    pairs, counts = np.unique(rows[:-1] * vocab_size + ids[1:], return_counts=True)  # (context, follower)
+    followers = [(pairs, counts)]
+    for parent in parents[:0:-1]:
+        pairs, counts = np.unique(parent[pairs // vocab_size] * vocab_size + pairs % vocab_size, return_counts=True)
+        followers.append((pairs, counts))
+
+    # average, from short to long, in place, because a table can have 128 MiB
+    table = np.full((1, vocab_size), 1 / vocab_size, np.float32)
+    for parent, (pairs, counts) in zip(parents, reversed(followers)):
+        row, follower = divmod(pairs, vocab_size)
+        total = STRENGTH + np.bincount(row, counts, len(parent))
+        table = table[parent]
+        table *= ((STRENGTH + DISCOUNT * np.bincount(row, minlength=len(parent))) / total)[:, None]
+        table[row, follower] += (counts - DISCOUNT) / total[row]
     return NgramTargets(torch.from_numpy(table).to(device), rows)

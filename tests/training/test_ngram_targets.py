@@ -10,7 +10,7 @@ import train
 from helpers import CPU, SMALL, assert_same_run, here, ok, tiny_run
 from kvgpt.training import ngram_targets as targets
 from kvgpt.training.dist import Ranks
-from kvgpt.training.ngram_targets import MAX_ORDER, STRENGTH, ngram_targets
+from kvgpt.training.ngram_targets import DISCOUNT, MAX_ORDER, STRENGTH, ngram_targets
 
 
 def expected(text, i, V, order):
@@ -20,7 +20,11 @@ def expected(text, i, V, order):
         context = [text[(i - j) % len(text)] for j in range(k)]
         places = [p for p in range(len(text) - 1) if [text[(p - j) % len(text)] for j in range(k)] == context]
         followers = [text[p + 1] for p in places]
-        after = [(followers.count(v) + STRENGTH * after[v]) / (len(places) + STRENGTH) for v in range(V)]
+        if k < order:  # one count per distinct token before the context
+            followers = [w for w, _ in {(text[p + 1], text[(p - k) % len(text)]) for p in places}]
+        counts = [followers.count(v) for v in range(V)]
+        shorter = STRENGTH + DISCOUNT * sum(c > 0 for c in counts)
+        after = [(max(c - DISCOUNT, 0) + shorter * p) / (len(followers) + STRENGTH) for c, p in zip(counts, after)]
     return after
 
 

@@ -1,5 +1,6 @@
 """kvgpt/training/objective.py: what training minimizes, and the layer that only training has."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -8,20 +9,26 @@ import train
 from helpers import CPU, SMALL, assert_same_run, here, load, ok, same, tiny_run
 from kvgpt.training.config import TrainConfig
 from kvgpt.training.dist import Ranks
-from kvgpt.training.objective import NUM_AHEAD, falling
+from kvgpt.training.ngram_targets import ngram_targets
+from kvgpt.training.objective import NUM_AHEAD, loss_weights
 
 
-def test_the_weights_fall_to_0_along_a_line():
-    config = TrainConfig(max_iters=40)
-    assert [falling(0.8, step, config) for step in (0, 10, 40, 50)] == pytest.approx([0.8, 0.6, 0, 0])
-    assert falling(0.8, 10, TrainConfig(max_iters=40, lr_decay_iters=20)) == 0.4
+def test_the_weights_fall_along_a_line():
+    config = TrainConfig(max_iters=40, mtp_weight=0.8, ngram_targets=0.5)
+    weights = [loss_weights(step, config).tolist() for step in (0, 10, 40, 50)]
+    expected = [[0.8, 0.5], [0.6, 0.4375], [0, 0.25], [0, 0.25]]
+    assert weights == [pytest.approx(pair, abs=1e-6) for pair in expected]
+    config = TrainConfig(max_iters=40, lr_decay_iters=20, mtp_weight=0.8)
+    assert loss_weights(10, config).tolist() == pytest.approx([0.4, 0])
 
 
-def test_the_objective_adds_the_losses_of_the_tokens_after_the_next():
+@pytest.mark.parametrize("ngrams", [0.0, 0.6])
+def test_the_objective_adds_the_losses_of_the_tokens_after_the_next(ngrams):
     """Gradients of two micro-steps at step 10 of 40, against the definition, one position at a time."""
     settings = dict(mtp_weight=0.4, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0, max_iters=40)
-    config, data, state = tiny_run(**settings)
-    state.step = 10
+    config, data, state = tiny_run(**settings, ngram_targets=ngrams)
+    V, state.step = len(data.chars), 10
+    data.ngram_targets = ngram_targets(data.train, V, CPU) if ngrams else None
     gradients = {}
     for name, p in state.objective.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
@@ -29,15 +36,25 @@ def test_the_objective_adds_the_losses_of_the_tokens_after_the_next():
 
     config, _, fresh = tiny_run(**settings)
     assert [layer.weight.tolist() for layer in fresh.mtp] == [torch.eye(16).tolist()] * NUM_AHEAD
-    plain = []
+    share, plain = ngrams * (0.5 + 0.5 * 0.75), []
+
+    def loss_at(hidden, place):  # of predicting the token after a place of the text
+        log_probs = fresh.model.lm_head(hidden).log_softmax(-1)
+        loss = -log_probs[data.train[place + 1]]
+        if ngrams:
+            after = data.ngram_targets.table[data.ngram_targets.rows[place]]
+            loss = (1 - share) * loss - share * (after * log_probs).sum()
+        return loss
+
     for number in (20, 21):
         x, y = train.get_batch(data.train, config.seed, number, 2, 16, CPU)
+        places, _ = train.get_batch(np.arange(len(data.train)), config.seed, number, 2, 16, CPU)
         _, loss = fresh.model(x, y)
         hidden = fresh.model.hidden_states(x)
-        objective = loss
+        objective = torch.stack([loss_at(hidden[i, t], places[i, t]) for i in range(2) for t in range(16)]).mean()
         for j in range(1, NUM_AHEAD + 1):
             ahead = [
-                F.cross_entropy(fresh.model.lm_head(F.layer_norm(fresh.mtp[j - 1](hidden[i, t]), (16,))), y[i, t + j])
+                loss_at(F.layer_norm(fresh.mtp[j - 1](hidden[i, t]), (16,)), places[i, t + j])
                 for i in range(2)
                 for t in range(16 - j)
             ]
