@@ -101,6 +101,7 @@ def test_a_resume_with_more_threads_than_cores_says_so_in_one_line(out):
     assert ok(here(*resume, 62, "--threads", threads)).stderr == ""  # this number was asked for
 
 
+@pytest.mark.slow
 def test_a_resume_computes_on_the_threads_of_its_run(data_dir, tmp_path):
     """Another number of threads adds the gradients of 512 positions in another order."""
     flags = ["--batch_size", 8, "--block_size", 64, "--n_layer", 1, "--lr_decay_iters", 6, "--data_dir", data_dir]
