@@ -194,6 +194,8 @@ def resolve_config(flags, presets, recipes, overrides, *, on_gpu, source=None):
     if flags.get("init_from") == "resume":
         earlier = checkpoint_config(source, {"preset": tuple(presets), "recipe": tuple(recipes)})
         fixed = ("preset", "recipe", "optimizer", *MODEL_FLAGS)
+        if bool(flags.get("mtp_weight", earlier.mtp_weight)) != bool(earlier.mtp_weight):
+            fixed = (*fixed, "mtp_weight")  # the optimizer has a state for its matrices, or has none
         require_unchanged(f"the run in {source.path.parent}", vars(earlier), flags, fixed)
         config = replace(earlier, **flags)
     else:

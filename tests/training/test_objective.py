@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import train
-from helpers import CPU, SMALL, assert_same_run, here, load, ok, same, tiny_run
+from helpers import CPU, SMALL, assert_one_line, assert_same_run, here, load, ok, same, tiny_run
 from kvgpt.training.config import TrainConfig
 from kvgpt.training.dist import Ranks
 from kvgpt.training.ngram_targets import ngram_targets
@@ -79,6 +79,11 @@ def test_a_resumed_run_goes_on_with_the_layer_and_the_model_has_none(data_dir, t
     assert "mtp" not in best and not [name for name in last["model"] if "mtp" in name]
     ok(here(*flags, tmp_path / "off", "--max_iters", 8, "--mtp_weight", 0))
     assert not load(tmp_path / "off" / "last.pt")["mtp"]
+    for name, weight, stored in (("whole", 0.0, 0.5), ("off", 0.5, 0.0)):
+        resume = ["--init_from", "resume", "--out_dir", tmp_path / name, "--data_dir", data_dir, "--max_iters", 9]
+        result = here(*resume, "--mtp_weight", weight)
+        assert_one_line(result, f"--mtp_weight {weight} conflicts", f"(mtp_weight {stored})", code=1)
+    ok(here(*resume, "--mtp_weight", 0))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
