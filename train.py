@@ -115,10 +115,15 @@ def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_s
         # the offset can leave one window fewer; the epoch then repeats its first window
         starts.append(windows[i % windows_per_epoch % len(windows)])
     windows = torch.from_numpy(ids[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int64))
-    if device.type == "cuda":
-        windows = windows.pin_memory()
-    windows = windows.to(device, non_blocking=device.type == "cuda")
+    windows = to_device(windows, device)
     return windows[:, :-1], windows[:, 1:]
+
+
+def to_device(tensor, device):
+    """Return a tensor of the CPU on the device. A copy to a GPU from pinned memory waits for no earlier step."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def train_step(config, data, state, ranks, measure=False):
         if data.ngram_targets:
             rows, _ = get_batch(data.ngram_targets.rows, config.seed, number, *shape, *where)
             expected = data.ngram_targets.table[rows]
-        weights = loss_weights(state.step, config).to(state.device)
+        weights = to_device(loss_weights(state.step, config), state.device)
         with state.autocast:
             objective, loss = state.objective(x, y, *weights, expected)
         state.scaler.scale(objective / micro_steps).backward()
@@ -306,7 +311,7 @@ def build(config, data, source, device, dtype):
         with one_line_errors():
             state.load_training(source)
         best = source.path.with_name("ckpt.pt")
-        if math.isfinite(state.best_val_loss) and not best.is_file():
+        if math.isfinite(state.best_val_loss) and not best.exists():
             note(f"{best} is gone, and with it the best weights so far: the next evaluation writes a new one")
             state.best_val_loss = math.inf
     return state

@@ -238,6 +238,16 @@ def test_what_is_in_the_place_of_a_file_is_found_before_the_first_step(name, kin
     assert contents(out) == before
 
 
+def test_a_resume_finds_a_folder_in_the_place_of_the_best_weights_in_one_line(out):
+    """The weights are not gone, so the run does not say so."""
+    (out / "ckpt.pt").unlink()
+    (out / "ckpt.pt").mkdir()
+    before = contents(out)
+    result = here("--init_from", "resume", "--out_dir", out, "--max_iters", 61)
+    assert_one_line(result, out / "ckpt.pt", "not a regular file")
+    assert contents(out) == before
+
+
 @unix
 @pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to(file.with_name("precious"))])
 def test_what_is_in_the_place_of_a_temporary_file_is_removed(make, out):
