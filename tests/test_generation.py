@@ -51,7 +51,6 @@ def per_head_generate(model, row, steps, sample, seed, temperature=1.0, top_k=No
     return tokens
 
 
-@settings(max_examples=60)
 @given(a_model, st.integers(1, CONTEXT), st.sampled_from([1, 3]), a_filter, a_seed)
 def test_cached_uncached_and_per_head_generate_pick_the_same_tokens(model, length, batch, filters, seed):
     idx = prompts(batch, length, seed % 1000)
@@ -63,6 +62,7 @@ def test_cached_uncached_and_per_head_generate_pick_the_same_tokens(model, lengt
     assert tokens_differ(model, cached, torch.tensor(plain), length, range(batch), seed, filters) is None
 
 
+@settings(max_examples=20)
 @given(a_model, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
 def test_past_the_context_the_newest_half_goes_on_with_and_without_the_cache(model, length, steps, filters, seed):
     idx, sampling = prompts(2, length, seed % 1000), dict(seed=seed, overflow="slide", **filters)

@@ -118,7 +118,7 @@ def test_a_resume_computes_on_the_threads_of_its_run(data_dir, tmp_path):
 def test_ten_steps_and_ten_after_a_resume_are_twenty_to_the_last_bit(data_dir, tmp_path):
     """Weights, optimizer and random numbers, with dropout and micro-steps. The settings come from the checkpoint."""
     flags = [*STATEFUL, "--lr_decay_iters", 20, "--data_dir", data_dir]
-    ok(child(*flags, "--max_iters", 20, "--out_dir", tmp_path / "whole"))
+    ok(here(*flags, "--max_iters", 20, "--out_dir", tmp_path / "whole"))
     ok(child(*flags, "--max_iters", 10, "--out_dir", tmp_path / "halves"))
     config = load(tmp_path / "halves" / "last.pt")["config"]
     result = ok(child("--init_from", "resume", "--out_dir", tmp_path / "halves", "--max_iters", 20))
