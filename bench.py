@@ -32,14 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvgpt.baselines import (
-    PerHeadLoop,
-    llama2c_run,
-    machine_rates,
-    padded_stream,
-    transformers_model,
-    transformers_run,
-)
+from kvgpt.checkpoint import load_checkpoint
 from kvgpt.cli import (
     Parser,
     aligned,
@@ -56,9 +49,16 @@ from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
-from kvgpt.storage.checkpoint import load_checkpoint
-from kvgpt.storage.files import name_in_errors, refuse_folders, write_atomically
-from kvgpt.storage.onnx_engine import OnnxGPT, write_onnx
+from kvgpt.engines.onnx import OnnxGPT, write_onnx
+from kvgpt.files import name_in_errors, refuse_folders, write_atomically
+from kvgpt.peers import (
+    PerHeadLoop,
+    llama2c_run,
+    machine_rates,
+    padded_stream,
+    transformers_model,
+    transformers_run,
+)
 from model import GPT, GPTConfig
 
 VARIANTS = {

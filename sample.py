@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
@@ -31,10 +32,9 @@ from kvgpt.decoding.sampling import Sampling, text_context_start
 from kvgpt.decoding.stop import cut_at_stop, num_undecided
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import verify
-from kvgpt.storage.checkpoint import load_checkpoint, load_model
-from kvgpt.storage.hf_engine import HuggingFaceGPT
-from kvgpt.storage.onnx_engine import OnnxGPT, weights_sha256
-from kvgpt.storage.vocabulary import character_vocabulary, tokenizer_vocabulary
+from kvgpt.engines.hf import HuggingFaceGPT
+from kvgpt.engines.onnx import OnnxGPT, weights_sha256
+from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 from model import GPTConfig
 
 SEPARATOR = "\n---------------\n"  # between samples

@@ -29,12 +29,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvgpt.checkpoint import load_checkpoint
 from kvgpt.cli import fail, note, one_line_errors, run_main
 from kvgpt.decoding.ngrams import count_ngrams
-from kvgpt.storage.checkpoint import load_checkpoint
-from kvgpt.storage.hf import read_folder
-from kvgpt.training.config import TrainConfig, parse_flags, resolve_config
-from kvgpt.training.dataset import evaluate, load_dataset
+from kvgpt.export.hf import read_folder
+from kvgpt.recipes import TrainConfig, parse_flags, resolve_config
+from kvgpt.training.data import evaluate, load_dataset
 from kvgpt.training.device import compile_module, pick_dtype
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
@@ -42,7 +42,7 @@ from kvgpt.training.ngram_targets import ngram_targets
 from kvgpt.training.objective import loss_weights
 from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
-from kvgpt.training.run_folder import RunFolder
+from kvgpt.training.run import RunFolder
 from kvgpt.training.signals import StopSignals
 from kvgpt.training.spinning import share_cores
 from kvgpt.training.state import Diverged, TrainState, require_finite
@@ -51,7 +51,7 @@ from model import GPT, GPTConfig
 # -- presets and recipes -----------------------------------------------------------------------------------------------
 
 # A preset is a size, a context length and a length of training. A recipe is a network and an optimizer.
-# Precedence: flags, OVERRIDES, PRESETS, RECIPES, defaults in kvgpt/training/config.py.
+# Precedence: flags, OVERRIDES, PRESETS, RECIPES, defaults in kvgpt/recipes.py.
 
 PRESETS = {
     "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),

@@ -21,9 +21,9 @@ from html import escape
 
 import torch
 
+from kvgpt.checkpoint import load_model
 from kvgpt.cli import MODEL_IN_THE_BOX, Parser, run_main
-from kvgpt.storage.checkpoint import load_model
-from kvgpt.storage.files import write_atomically
+from kvgpt.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
 PROMPT, SEED = "O Romeo, ", 183  # a text that ends with a sentence

@@ -25,10 +25,10 @@ import requests
 from requests import exceptions
 from tqdm import tqdm
 
+from kvgpt.checksums import sha256
 from kvgpt.cli import Parser, fail, path, run_main
-from kvgpt.storage.checksums import sha256
-from kvgpt.storage.files import read_regular
-from kvgpt.storage.prepared import write_prepared
+from kvgpt.files import read_regular
+from kvgpt.training.prepared import write_prepared
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

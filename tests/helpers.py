@@ -21,12 +21,12 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from kvgpt.checkpoint import load_model, save_checkpoint
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.sampling import Sampling, text_context_start
 from kvgpt.decoding.verify import near_tie
-from kvgpt.storage.checkpoint import load_model, save_checkpoint
-from kvgpt.training.config import TrainConfig
-from kvgpt.training.dataset import Dataset
+from kvgpt.recipes import TrainConfig
+from kvgpt.training.data import Dataset
 from kvgpt.training.device import pick_dtype
 from kvgpt.training.state import TrainState
 from model import GPT, GPTConfig, Head

@@ -1,4 +1,4 @@
-"""bench.py and kvgpt/baselines.py: what is measured computes the same network, and gives the same tokens."""
+"""bench.py and kvgpt/peers.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from helpers import (
     tokens_differ,
     unix,
 )
-from kvgpt.baselines import PerHeadLoop, llama2c_run, machine_rates
+from kvgpt.peers import PerHeadLoop, llama2c_run, machine_rates
 from model import GPTConfig
 
 SAME = "the same tokens as a forward without a cache: "

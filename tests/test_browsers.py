@@ -10,11 +10,11 @@ import torch
 
 from browsers import PROGRAMS, child, launch, missing
 from helpers import ROOT, lively, ok, run
+from kvgpt.checkpoint import save_checkpoint
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.verify import verify
-from kvgpt.storage.checkpoint import save_checkpoint
 from model import GPTConfig, causal_mask
 
 pytestmark = pytest.mark.slow

@@ -28,8 +28,8 @@ from helpers import (
     tree,
     unix,
 )
-from kvgpt.storage.checkpoint import load_model
-from kvgpt.storage.onnx_engine import write_onnx
+from kvgpt.checkpoint import load_model
+from kvgpt.engines.onnx import write_onnx
 from model import GPT
 
 

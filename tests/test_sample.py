@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helpers import PROMPT, ROOT, assert_one_line, linux, lively, needs_compiler, ok, run, sample, texts_of, unix
-from kvgpt.storage.checkpoint import save_checkpoint
+from kvgpt.checkpoint import save_checkpoint
 from model import GPTConfig
 from sample import parse_args
 

@@ -36,12 +36,12 @@ from helpers import (
     unix,
     write_data,
 )
-from kvgpt.training.config import TrainConfig
+from kvgpt.recipes import TrainConfig
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
 from kvgpt.training.objective import Objective
 from kvgpt.training.optim import configure_optimizers
-from kvgpt.training.run_folder import RunFolder
+from kvgpt.training.run import RunFolder
 from kvgpt.training.signals import StopSignals
 from kvgpt.training.state import Diverged
 from model import GPT, GPTConfig

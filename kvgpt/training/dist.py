@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from kvgpt.checkpoint import first_line
 from kvgpt.cli import TORCHRUN, pick_device, torchrun_ranks
-from kvgpt.storage.checkpoint import first_line
 
 
 class Ranks:

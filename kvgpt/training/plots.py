@@ -3,9 +3,9 @@
 import io
 import math
 
-from kvgpt.storage.checkpoint import load_checkpoint
-from kvgpt.storage.files import write_atomically
-from kvgpt.training.run_folder import LOG_FIELDS, log_rows, previous_runs
+from kvgpt.checkpoint import load_checkpoint
+from kvgpt.files import write_atomically
+from kvgpt.training.run import LOG_FIELDS, log_rows, previous_runs
 
 X_LABELS = {"chars": "characters of training text", "seconds": "seconds, evaluations included"}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from helpers import KINDS, PROMPT, heads_of, lively, prompts, sample, texts_of
+from kvgpt.checkpoint import load_model
 from kvgpt.decoding.explain import attention_weights, explain, layer_weights, watch
-from kvgpt.storage.checkpoint import load_model
 from model import GPTConfig
 
 

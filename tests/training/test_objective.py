@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import train
 from helpers import CPU, SMALL, assert_one_line, assert_same_run, here, load, ok, same, tiny_run
-from kvgpt.training.config import TrainConfig
+from kvgpt.recipes import TrainConfig
 from kvgpt.training.dist import Ranks
 from kvgpt.training.ngram_targets import ngram_targets
 from kvgpt.training.objective import NUM_AHEAD, loss_weights

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, here, load, ok, same
-from kvgpt.training.config import TrainConfig
+from kvgpt.recipes import TrainConfig
 from kvgpt.training.objective import Objective
 from kvgpt.training.optim import POLYNOMIALS, configure_optimizers, lr_multiplier, orthogonalize, set_lr
 from model import GPT, GPTConfig

@@ -1,4 +1,4 @@
-"""kvgpt/training/config.py: flags, presets and recipes, and how they become the settings of a run."""
+"""kvgpt/recipes.py: flags, presets and recipes, and how they become the settings of a run."""
 
 import argparse
 import contextlib
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import train
 from helpers import SMALL, assert_one_line, assert_refused, child, here, load, log, ok, run, same, write_data
+from kvgpt.checkpoint import Checkpoint, load_checkpoint
 from kvgpt.cli import boolean
-from kvgpt.storage.checkpoint import Checkpoint, load_checkpoint
-from kvgpt.training.config import FLAGS, TrainConfig, make_parser, parse_flags, resolve_config
+from kvgpt.recipes import FLAGS, TrainConfig, make_parser, parse_flags, resolve_config
 from kvgpt.training.optim import lr_multiplier
 from model import GPT, GPTConfig
 

@@ -1,4 +1,4 @@
-"""kvgpt/training/run_folder.py: checkpoints, log.csv, the lock, and the run that was there before."""
+"""kvgpt/training/run.py: checkpoints, log.csv, the lock, and the run that was there before."""
 
 import itertools
 import multiprocessing
@@ -31,7 +31,7 @@ from helpers import (
     start,
     unix,
 )
-from kvgpt.training.run_folder import RunFolder, previous_runs
+from kvgpt.training.run import RunFolder, previous_runs
 
 # -- the run before ----------------------------------------------------------------------------------------------------
 

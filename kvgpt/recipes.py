@@ -3,8 +3,8 @@
 import argparse
 from dataclasses import dataclass, field, fields, replace
 
+from kvgpt.checkpoint import PLAIN
 from kvgpt.cli import Parser, aligned, boolean, number, path
-from kvgpt.storage.checkpoint import PLAIN
 from model import GPTConfig
 
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from kvgpt.checkpoint import first_line
+from kvgpt.checksums import sha256
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.threads import StepThreads
-from kvgpt.storage.checkpoint import first_line
-from kvgpt.storage.checksums import sha256
-from kvgpt.storage.files import read_regular, write_atomically
-from kvgpt.storage.vocabulary import check_characters
+from kvgpt.files import read_regular, write_atomically
+from kvgpt.vocabulary import check_characters
 from model import GPTConfig, decode_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache

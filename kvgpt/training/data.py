@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvgpt.storage.checksums import sha256
-from kvgpt.storage.files import read_regular
-from kvgpt.storage.vocabulary import check_characters
+from kvgpt.checksums import sha256
+from kvgpt.files import read_regular
 from kvgpt.training.ngram_targets import NgramTargets
+from kvgpt.vocabulary import check_characters
 from model import eval_mode
 
 

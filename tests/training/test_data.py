@@ -1,4 +1,4 @@
-"""kvgpt/training/dataset.py: what data/prepare.py wrote is read, checked, and evaluated."""
+"""kvgpt/training/data.py: what data/prepare.py wrote is read, checked, and evaluated."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, assert_one_line, assert_refused, here, load, ok, plain_val_loss, unix, write_data
-from kvgpt.training.dataset import evaluate, load_dataset
+from kvgpt.training.data import evaluate, load_dataset
 from model import GPT, GPTConfig
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from kvgpt.checkpoint import check_finite, first_line
+from kvgpt.checksums import check_folder
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.threads import StepThreads
-from kvgpt.storage.checkpoint import check_finite, first_line
-from kvgpt.storage.checksums import check_folder
-from kvgpt.storage.hf import weight_files
+from kvgpt.export.hf import weight_files
 from model import decode_tokens, eval_mode
 
 

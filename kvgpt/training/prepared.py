@@ -2,8 +2,8 @@
 
 import json
 
-from kvgpt.storage.checksums import sha256
-from kvgpt.storage.files import lock_folder, write_atomically
+from kvgpt.checksums import sha256
+from kvgpt.files import lock_folder, write_atomically
 
 
 def write_prepared(data_dir, chars, train, val, source, text):

@@ -1,4 +1,4 @@
-"""kvgpt/storage/hf.py: folders as transformers itself reads and writes them."""
+"""kvgpt/export/hf.py: folders as transformers itself reads and writes them."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from helpers import CHARS, GPT2, SIZE, STABLELM, assert_one_line, assert_tells_no_paths, here, tiny, tree, unix
-from kvgpt.storage.checksums import SUMS
-from kvgpt.storage.hf import GRAPH, model_type, read_folder, write_folder
-from kvgpt.storage.hf_engine import HuggingFaceGPT
-from kvgpt.storage.onnx_engine import OnnxGPT
+from kvgpt.checksums import SUMS
+from kvgpt.engines.hf import HuggingFaceGPT
+from kvgpt.engines.onnx import OnnxGPT
+from kvgpt.export.hf import GRAPH, model_type, read_folder, write_folder
 from model import GPTConfig
 
 CONTEXT = SIZE["block_size"]

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from helpers import ROOT, assert_one_line, ok, run
-from kvgpt.storage.hf import hf_tokenizer
-from kvgpt.storage.hf_engine import HuggingFaceGPT
-from kvgpt.storage.vocabulary import tokenizer_vocabulary
+from kvgpt.engines.hf import HuggingFaceGPT
+from kvgpt.export.hf import hf_tokenizer
+from kvgpt.vocabulary import tokenizer_vocabulary
 
 BLOCK_SIZE = 48
 TEXT = (ROOT / "data" / "sample.txt").read_text(encoding="utf-8")

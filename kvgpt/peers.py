@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kvgpt.decoding.sampling import Sampling
 from kvgpt.decoding.timing import Timing
-from kvgpt.storage.hf import to_transformers
+from kvgpt.export.hf import to_transformers
 from model import decode_tokens
 
 # -- a loop over heads -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""kvgpt/storage/files.py: atomic writes, and the checkpoints that a failed or killed write leaves behind."""
+"""kvgpt/files.py: atomic writes, and the checkpoints that a failed or killed write leaves behind."""
 
 import itertools
 import shutil
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, here, load, log, ok, tree, unix
-from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import write_atomically, write_tree
+from kvgpt.checkpoint import save_checkpoint
+from kvgpt.files import write_atomically, write_tree
 
 # -- write_atomically --------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from kvgpt.decoding.ngrams import valid_ngrams
-from kvgpt.storage.files import read_regular, write_atomically
-from kvgpt.storage.vocabulary import check_characters
+from kvgpt.files import read_regular, write_atomically
+from kvgpt.vocabulary import check_characters
 from model import GPT, GPTConfig
 
 PLAIN = (bool, int, float, str, type(None))

@@ -1,4 +1,4 @@
-"""kvgpt/storage/onnx_engine.py: the graph as onnx and ONNX Runtime see it, and the engine against PyTorch."""
+"""kvgpt/engines/onnx.py: the graph as onnx and ONNX Runtime see it, and the engine against PyTorch."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, assert_tells_no_paths, ok, run, tiny, unix
-from kvgpt.storage.onnx_engine import OnnxGPT, quantize, write_onnx
+from kvgpt.engines.onnx import OnnxGPT, quantize, write_onnx
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -259,7 +259,7 @@ def test_a_graph_that_needs_more_memory_than_there_is_is_one_line(exported, tmp_
 @pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
 def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
     """ONNX Runtime reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
-    code = "import sys; from kvgpt.storage.onnx_engine import OnnxGPT; OnnxGPT(sys.argv[1])"
+    code = "import sys; from kvgpt.engines.onnx import OnnxGPT; OnnxGPT(sys.argv[1])"
     result = ok(run("-c", code, exported[1], env={"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}))
     assert result.stderr == "" and not list(tmp_path.iterdir())
 

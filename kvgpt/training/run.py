@@ -6,8 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
-from kvgpt.storage.checkpoint import save_checkpoint
-from kvgpt.storage.files import (
+from kvgpt.checkpoint import save_checkpoint
+from kvgpt.files import (
     keep_copy,
     lock_folder,
     name_in_errors,

@@ -27,7 +27,7 @@ from helpers import (
     texts_of,
     write_nanogpt,
 )
-from kvgpt.storage.checkpoint import load_checkpoint, load_model, save_checkpoint
+from kvgpt.checkpoint import load_checkpoint, load_model, save_checkpoint
 from model import GPTConfig
 from oracles import per_head_logits
 
@@ -296,7 +296,7 @@ def test_a_compressed_file_is_refused(tmp_path):
 
 PEAK = """
 import resource, sys
-from kvgpt.storage.checkpoint import load_checkpoint
+from kvgpt.checkpoint import load_checkpoint
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     load_checkpoint(*sys.argv[1:]).checked_ngrams()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from kvgpt.storage.checkpoint import Checkpoint, first_line, network_shapes
-from kvgpt.storage.checksums import SUMS, check_folder, checksums
-from kvgpt.storage.files import read_regular, read_tree, write_tree
-from kvgpt.storage.onnx_engine import write_onnx
-from kvgpt.storage.vocabulary import check_characters
+from kvgpt.checkpoint import Checkpoint, first_line, network_shapes
+from kvgpt.checksums import SUMS, check_folder, checksums
+from kvgpt.engines.onnx import write_onnx
+from kvgpt.files import read_regular, read_tree, write_tree
+from kvgpt.vocabulary import check_characters
 from model import GPTConfig
 
 # Our module names and StableLM's. Several names: our matrix is theirs, stacked. "{}": one module per head, all equal.
