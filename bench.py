@@ -46,7 +46,7 @@ from kvgpt.cli import (
     run_main,
 )
 from kvgpt.decoding.decode import Decoder
-from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
+from model import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.engines.onnx import OnnxGPT, write_onnx

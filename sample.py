@@ -7,13 +7,8 @@
     python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
     python sample.py --engine hf --ckpt FOLDER --verify            is the cache of a model of transformers right?
 
-The text goes to stdout. The report of time and memory goes to stderr.
+The text goes to stdout, the report of time and memory to stderr.
 """
-
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
 
 import argparse
 import math
@@ -25,17 +20,15 @@ import torch
 
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
+from kvgpt.cores import share_cores
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.explain import explain
-from kvgpt.decoding.sampling import Sampling, text_context_start
 from kvgpt.decoding.stop import cut_at_stop, num_undecided
-from kvgpt.decoding.timing import Timing
+from kvgpt.decoding.timing import Timing, report
 from kvgpt.decoding.verify import verify
-from kvgpt.engines.hf import HuggingFaceGPT
-from kvgpt.engines.onnx import OnnxGPT, weights_sha256
 from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
-from model import GPTConfig
+from model import Sampling
 
 SEPARATOR = "\n---------------\n"  # between samples
 
@@ -44,7 +37,7 @@ SEPARATOR = "\n---------------\n"  # between samples
 
 def parse_args(argv=None):
     parser = Parser(__doc__)
-    add = parser.add_argument
+    add, count = parser.add_argument, number(int, f"[1, {2**31})")
     # text and cache
     add("--prompt", action="append", help="text to continue, or FILE:path; repeat it for a batch (default: a newline)")
     add(
@@ -67,34 +60,20 @@ def parse_args(argv=None):
         default=Sampling.temperature,
         help=f"0 is greedy, 1 the model's own distribution (default: {Sampling.temperature})",
     )
-    add("--top_k", type=number(int, f"[1, {2**31})"), metavar="K", help="sample from the K likeliest characters")
-    add(
-        "--top_p",
-        type=number(float, "(0, 1]"),
-        metavar="P",
-        help="sample from the likeliest with probability P together",
-    )
-    add(
-        "--seed",
-        type=number(int, f"[0, {2**64})"),
-        default=1337,
-        help="the same seed gives the same text (default: 1337)",
-    )
+    add("--top_k", type=count, metavar="K", help="sample from the K likeliest characters")
+    top_p_help = "sample from the likeliest with probability P together"
+    add("--top_p", type=number(float, "(0, 1]"), metavar="P", help=top_p_help)
+    seed_help = "the same seed gives the same text (default: 1337)"
+    add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help=seed_help)
     add(
         "--overflow",
         choices=("stop", "slide"),
         default="stop",
         help="at a full context: stop, or keep its newest half and go on (default: stop)",
     )
-    add(
-        "--num_samples",
-        type=number(int, f"[1, {2**20})"),
-        default=1,
-        metavar="N",
-        help="samples per prompt (default: 1)",
-    )
+    add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="per prompt (default: 1)")
     # speed
-    add("--draft", choices=("ngram",), help="guess the next characters from n-grams and verify them in one forward")
+    add("--draft", choices=("ngram",), help="guess the next characters from n-grams and check them in one forward")
     add("--compile", action="store_true", help="decode by the step in C, which takes a second to compile")
     add(
         "--engine",
@@ -113,14 +92,15 @@ def parse_args(argv=None):
     add("--verify", action="store_true", help="also generate the other way, with or without the cache, and compare")
     add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
     args = parser.parse_args(argv)
-    args.prompt, args.stop = args.prompt or ["\n"], args.stop or []
+    args.stop = args.stop or []
     refuse_conflicts(args, parser.error)
     return args
 
 
 def refuse_conflicts(args, error):
     """Call error(message) if two flags exclude each other."""
-    need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": len(args.prompt) > 1}
+    num_prompts = len(args.prompt or [""])
+    need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": num_prompts > 1}
     if not args.kv_cache and any(need_cache.values()):
         error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
     if args.verify and args.dtype != "float32":
@@ -129,9 +109,8 @@ def refuse_conflicts(args, error):
         error("--meta belongs to a checkpoint of nanoGPT: name that, too, with --ckpt")
     if "" in args.stop:
         error("--stop needs a text, and this one is empty")
-    not_plain = (args.draft, args.compile, args.verify, args.num_samples > 1, args.engine != "torch", not args.kv_cache)
-    not_plain += (len(args.prompt) > 1, args.overflow != "stop", args.stop)
-    if args.explain and any(not_plain):
+    not_plain = (args.draft, args.compile, args.verify, args.stop, args.overflow != "stop", args.engine != "torch")
+    if args.explain and (any(not_plain) or args.num_samples > 1 or num_prompts > 1 or not args.kv_cache):
         error("--explain shows one prompt and the plain cache: leave out flags that change either")
     if args.engine != "torch":
         torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
@@ -150,7 +129,7 @@ def open_engine(args):
     """Return (engine, model, vocabulary, ngrams).
 
     engine  generates: a GPT, an OnnxGPT or a HuggingFaceGPT
-    model   --verify compares with its plain loop; None if that is not needed
+    model   whose plain loop --verify compares with; None if nothing does
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "torch":
@@ -161,8 +140,12 @@ def open_engine(args):
         return model, model, character_vocabulary(chars), ckpt.checked_ngrams() if args.draft else None
 
     if args.engine == "hf":
+        from kvgpt.engines.hf import HuggingFaceGPT
+
         engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
         return engine, engine, tokenizer_vocabulary(engine.tokenizer, engine.config.vocab_size), None
+
+    from kvgpt.engines.onnx import OnnxGPT, weights_sha256
 
     file = args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx"
     engine, model = OnnxGPT(file), None
@@ -170,7 +153,7 @@ def open_engine(args):
         raise ValueError(f"{file} has no cache in its graph: give --no-kv_cache")
     if args.verify:
         checkpoint = pick_checkpoint(None, args.out_dir)
-        model, chars = load_model(checkpoint)
+        model, _ = load_model(checkpoint)
         if weights_sha256(model) != engine.weights_sha256:
             raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
     return engine, model, character_vocabulary(engine.chars), None
@@ -179,7 +162,7 @@ def open_engine(args):
 def read_prompt(prompt, vocabulary):
     """Return the prompt's token ids. Exits with one line for a file that cannot be read, or an unknown character."""
     if prompt.startswith("FILE:"):
-        name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs the name of a file behind the colon")
+        name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs the name of a file after the colon")
         try:
             prompt = Path(name).read_bytes().decode("utf-8-sig")
         except OSError as error:
@@ -231,55 +214,49 @@ def choose_num_new(args, lengths, block_size):
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def start_generation(args, engine, ngrams, prompts, num_new, sampling):
-    """Return (stream, decoder). The stream prefills, then decodes. Yields a block of new tokens `(B, n)` per step.
-
-    decoder  a Decoder for drafts, a compiled step or several prompts; None: the plain loop, GPT.stream
-    """
-    settings = vars(sampling)
-    if args.engine == "torch" and (args.draft or args.compile or len(args.prompt) > 1):
-        decoder = Decoder(engine, args.draft, ngrams, args.compile)
+def make_decoder(args, engine, ngrams):
+    """Return a Decoder for drafts, the step in C or several prompts. None: the plain loop, engine.stream."""
+    draft, several = args.draft, len(args.prompt) > 1
+    if args.compile:
         try:
-            return decoder.stream(prompts, num_new, **settings), decoder
+            return Decoder(engine, draft, ngrams, compile=True)
         except CompileError as error:
             note(f"{error}: decoding without --compile")
-        decoder = Decoder(engine, args.draft, ngrams)
-        return decoder.stream(prompts, num_new, **settings), decoder
-    return engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **settings), None
+    return Decoder(engine, draft, ngrams) if draft or several else None
 
 
-def write_stream(stream, rows, vocabulary, stops, timing, engine, num_new, leave):
+def write_stream(stream, rows, goals, vocabulary, stops, timing, decoder):
     """Write the first row to stdout as its tokens arrive, then the other rows. Extends `rows`, lists of ids.
 
-    leave  called with the number of a row that has met a stop text
-    Returns (cache_bytes, stopped): the engine's cache_bytes() after the last step, and whether a stop text was met.
+    goals    the length of each row at its end
+    decoder  is told when a row has met a stop text; None: the plain loop, which has no use for it
+    Returns the number of new tokens in the longest row, those of a stop text included.
     """
-    cache_bytes, lengths = None, [len(row) for row in rows]  # of the prompts
-    running = set(range(len(rows)))  # the rows that have met no stop text
+    lengths, most_new = [len(row) for row in rows], 0
+    running = {i for i, row in enumerate(rows) if len(row) < goals[i]}
     sys.stdout.write(vocabulary.decode(rows[0]))
     sys.stdout.flush()
     before, written = 0, lengths[0]  # tokens of the first row: where the last piece of text began, and where it ended
     for block in stream:
-        new = block.tolist()
-        timing.record(block.size(1))
+        # append
+        new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1: fewer for this row
+        timing.record(sum(map(len, new)) / len(new))
         for i in sorted(running):
-            rows[i] += [token for token in new[i] if token >= 0]  # -1: this row's context is full
-            if stops:
-                num_tokens = len(rows[i])
-                rows[i] = cut_at_stop(rows[i], lengths[i], vocabulary.names, stops)
-                if len(rows[i]) < num_tokens:
-                    running -= {i}
-                    leave(i)
-        last = not running or sum(timing.sizes) == num_new
-        if last:
-            cache_bytes = engine.cache_bytes()  # before the stream ends and releases the cache
-        # the text of a token depends on the tokens before it
+            rows[i] += new[i]
+            most_new = max(most_new, len(rows[i]) - lengths[i])
+            num_tokens = len(rows[i])
+            rows[i] = cut_at_stop(rows[i], lengths[i], vocabulary.names, stops)
+            if len(rows[i]) < num_tokens and decoder:
+                decoder.leave(i)
+            if len(rows[i]) < num_tokens or num_tokens == goals[i]:
+                running.remove(i)
+
+        # write; the text of a token depends on the tokens before it
         text = vocabulary.decode(rows[0][before:])[len(vocabulary.decode(rows[0][before:written])) :]
-        waits = not last and 0 in running
-        if waits and stops:  # tokens are characters
+        if 0 in running and stops:  # tokens are characters, and the last ones may begin a stop text
             text = text[: len(text) - num_undecided(text, stops)]
             before = written = written + len(text)
-        elif waits and text.endswith("\ufffd"):  # a part of a character
+        elif 0 in running and text.endswith("\ufffd"):  # a part of a character
             text = ""
         else:
             before, written = written, len(rows[0])
@@ -292,54 +269,47 @@ def write_stream(stream, rows, vocabulary, stops, timing, engine, num_new, leave
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
-    return cache_bytes, len(running) < len(rows)
+    return most_new
 
 
-def report(config, itemsize, timing, rows, prompts, cache_bytes, stopped):
-    """Print what a generation cost.
+def step_work(args, engine, decoder, num_rows):
+    """Return the multiply-adds of a step, about one per weight and token. None: the step picks its own threads."""
+    if args.engine == "onnx" or (decoder and decoder.program):
+        return None
+    tokens = 1 + (decoder.num_drafts if decoder else 0) if args.kv_cache else engine.config.block_size
+    return num_rows * tokens * sum(p.numel() for p in engine.parameters())
 
-    itemsize     bytes per number in the cache
-    rows         the texts, prompts included
-    cache_bytes  (used, reserved), or None without a cache
-    stopped      whether stop texts have ended rows
+
+def compare(args, model, prompts, rows, num_new, sampling, names, seconds):
+    """Generate again, without the cache or with it, and compare. Returns whether the texts are the same.
+
+    seconds  that the texts in `rows` took
     """
-    produced = sum(map(len, rows)) - sum(map(len, prompts))
-    figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
-    line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
-    if num_steps > 1:
-        line += f", TPOT {figures['tpot_ms']:.3f} ms"
-        line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
-        line += f" per chunk of {per_row / num_steps:.2f}" if per_row > num_steps else ""
-    note(f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s")
-    if cache_bytes is None:
-        note("KV cache: off")
-        return
-    note(f"KV cache: {cache_bytes[0]:,} bytes used of {cache_bytes[1]:,} reserved")
-    if stopped:  # texts of different lengths
-        return
-    cached = max(map(len, rows)) - 1  # the last token is never fed
-    cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
-    if not isinstance(config, GPTConfig):  # a model of transformers may keep anything in its cache
-        return
-    factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(rows))
-    formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
-    note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,}")
+    began = time.perf_counter()
+    same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, names, args.stop)
+    for line in lines:
+        note(f"verify: {line}")
+    both = seconds, time.perf_counter() - began
+    cached, uncached = both if args.kv_cache else both[::-1]
+    if same and num_new > 1:
+        speedup = f"{uncached / cached:.1f} times as fast"
+        note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
+    return same
 
 
 def main():
-    if sys.stdout is None:
-        fail("there is no stdout to write to")
-
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
     with one_line_errors():
         engine, model, vocabulary, ngrams = open_engine(args)
+    block_size = engine.config.block_size
+    args.prompt = args.prompt or [vocabulary.start]
     prompts = [read_prompt(prompt, vocabulary) for prompt in args.prompt]
     check_stops(args.stop, vocabulary.names)
-    num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size)
+    num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size)
 
     # one row per sample: the samples of the first prompt, then those of the next
-    device = model.lm_head.weight.device if args.engine == "torch" else "cpu"
+    device = model.lm_head.weight.device if args.engine == "torch" else torch.device("cpu")
     prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
@@ -349,39 +319,31 @@ def main():
 
     # generate
     rows = [prompt.tolist() for prompt in prompts]
-    stream, decoder = (), None
-    if num_new:
-        stream, decoder = start_generation(args, engine, ngrams, prompts, num_new, sampling)
-    loaded = time.perf_counter() - began
-    timing = Timing(torch.device(device))
-    cache_bytes, stopped = write_stream(
-        stream, rows, vocabulary, args.stop, timing, engine, num_new, decoder.leave if decoder else lambda row: None
-    )
+    most = math.inf if args.overflow == "slide" else block_size
+    goals = [min(len(row) + num_new, max(most, len(row))) for row in rows]
+    decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" and num_new else None
+    with share_cores(step_work(args, engine, decoder, len(rows))):
+        if decoder:
+            stream = decoder.stream(prompts, num_new, **vars(sampling))
+        else:
+            stream = engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **vars(sampling))
+        loaded, timing = time.perf_counter() - began, Timing(device)
+        most_new = write_stream(stream, rows, goals, vocabulary, args.stop, timing, decoder)
 
     # report on stderr
-    if timing.times:
-        print(file=sys.stderr)
-        itemsize = getattr(torch, args.dtype).itemsize
-        report(engine.config, itemsize, timing, rows, prompts, cache_bytes if args.kv_cache else None, stopped)
-        compiled = decoder is not None and decoder.compile
-        note(f"loading: {loaded:.1f} s for the model{' and the compiled step' if compiled else ''}")
+    if not num_new:
+        return
+    print(file=sys.stderr)
+    for line in report(engine.config, args.dtype, args.kv_cache, timing, rows, prompts):
+        note(line)
+    note(f"loading: {loaded:.1f} s for the model{' and the step in C' if decoder and decoder.program else ''}")
     if decoder and decoder.offered:
         rate = decoder.accepted / decoder.offered
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
-    if args.verify and not num_new:
-        note("verify: no new tokens, so there is nothing to compare")
-    elif args.verify:
-        began = time.perf_counter()
-        num_new = sum(timing.sizes)  # fewer after a stop text
-        same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, vocabulary.names, args.stop)
-        seconds = timing.times[-1], time.perf_counter() - began
-        cached, uncached = seconds if args.kv_cache else seconds[::-1]
-        for line in lines:
-            note(f"verify: {line}")
-        if same and num_new > 1:
-            speedup = f"{uncached / cached:.1f} times as fast"
-            note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
+    if args.verify:
+        with share_cores():
+            same = compare(args, model, prompts, rows, most_new, sampling, vocabulary.names, timing.times[-1])
         sys.exit(0 if same else 1)
 
 

@@ -44,7 +44,7 @@ from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
 from kvgpt.training.run import RunFolder
 from kvgpt.training.signals import StopSignals
-from kvgpt.training.spinning import share_cores
+from kvgpt.cores import share_cores
 from kvgpt.training.state import Diverged, TrainState, require_finite
 from model import GPT, GPTConfig
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kvgpt.decoding.sampling import Sampling
+from model import Sampling
 from kvgpt.decoding.timing import Timing
 from kvgpt.export.hf import to_transformers
 from model import decode_tokens

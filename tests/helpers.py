@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from kvgpt.checkpoint import load_model, save_checkpoint
 from kvgpt.decoding.ngrams import count_ngrams
-from kvgpt.decoding.sampling import Sampling, text_context_start
+from model import Sampling, text_context_start
 from kvgpt.decoding.verify import near_tie
 from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset

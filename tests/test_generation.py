@@ -19,7 +19,7 @@ from helpers import (
     prompts,
     tokens_differ,
 )
-from kvgpt.decoding.sampling import gumbel_noise
+from model import gumbel_noise
 from model import GPTConfig, clear_kv_cache
 from oracles import per_head_logits
 

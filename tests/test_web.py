@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from helpers import ROOT, lively, ok, run, save_model
 from kvgpt.decoding.ngrams import count_ngrams, ngram_table
-from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
+from model import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.verify import verify
 from kvgpt.engines.onnx import GPTWithPast
 from model import GPTConfig

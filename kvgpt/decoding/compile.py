@@ -1,15 +1,19 @@
-"""The compiled step: step.c, compiled for the shape of a model and bound to its weights.
+"""The step in C: step.c, compiled for the shape of a model, with a packed copy of its weights.
 
-The program holds the shape and no weights. A model of a known shape starts at once, whatever its weights are.
+The program depends on the shape and not on the weights, so we keep it beside Python's own compiled files, and the next
+model of that shape starts at once.
 """
 
+import ast
 import ctypes
 import hashlib
+import io
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -17,10 +21,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+import model as model_py
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
-from kvgpt.decoding.sampling import gumbel_noise
-from kvgpt.decoding.speculate import DecodeState
-from model import eval_mode
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
@@ -29,66 +31,53 @@ WORK_PER_THREAD = 2**18
 # A guess is fed if all guesses up to it are right with this probability at least. A further row of a small model costs
 # half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
-# Seconds on one thread after another process has taken a core. A stall makes the pause 8 times as long, and a call
-# without a stall halves it.
-MIN_PAUSE, MAX_PAUSE = 0.03, 10.0
+
+# step.c says again in C what these definitions of model.py say. No comparison of numbers could promise that the two
+# agree, because a difference may show only far into a text. So step.c belongs to one version of their source, and after
+# an edit we decode without it. When you have changed both, test_compile.py tells you the new hash.
+REPEATED = "rotate CausalSelfAttention MLP Block GPT decode_tokens context_start sample_token gumbel_noise".split()
+REPEATED_SHA256 = "93eefef4c07ff3ab2ac126c96cdaf554884b6d4457404d0defb81d1f6c2276c6"
+LAYERS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
 class CompileError(RuntimeError):
-    """The step cannot be compiled or loaded here, or computes another network. The text is one line."""
+    """The step in C cannot be had here, or it would compute another network. The text is one line."""
 
 
 def compile_step(model, num_drafts, table):
-    """Compile the decode step for the model's shape, or load it, and give it the model's present weights.
+    """Compile the step for the model's shape, or load it, and copy the model's weights for it.
 
-    Returns bind(state), which empties the model's caches and returns run(max_steps). run appends tokens to the rows of
-    `state` in up to max_steps steps, and returns the numbers of steps, guesses offered and guesses accepted.
+    Returns bind(state), which returns run(max_steps): it appends tokens to the rows of `state` in up to max_steps
+    steps, with a cache of its own, and returns the numbers of steps, guesses offered and guesses accepted.
     Raises CompileError.
     """
     weight = model.lm_head.weight
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        held = f"{weight.dtype} on {weight.device.type}"
-        raise CompileError(f"the compiled step computes in float32 on a CPU, and the model is in {held}")
-    num_params = sum(p.numel() for p in model.parameters())
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        raise CompileError(
+            f"the step in C runs on CPUs in float32, and this model is in {weight.dtype} on {weight.device}"
+        )
+    check_source(model)
+    config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
-    weights = Pointers(model_tensors(model, library.lanes()))
-    tables = Pointers(table) if table else None
-    caches, alone_until, pause = Pointers([]), 0.0, MIN_PAUSE
+    weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
 
     def bind(state):
-        nonlocal caches
         B = len(state.end)
-        if not caches.tensors or len(caches.tensors[0]) != B:  # large buffers are kept, because making them takes long
-            for block in model.transformer["h"]:
-                block.attn.allocate_cache(B)
-            caches = Pointers([x for cache in model.caches for x in (cache.key, cache.value)])
-        model.clear_caches()
-        for cache, key, value in zip(model.caches, caches.tensors[::2], caches.tensors[1::2]):
-            cache.key, cache.value = key, value
+        shape = (B, config.num_kv_heads, config.block_size, config.head_size)
+        cache = Pointers([torch.empty(shape) for _ in range(2 * config.n_layer)])  # key and value of every layer
         rows = Pointers(list(vars(state).values()))
         by_rows = B >= 8 * torch.get_num_threads()
 
-        def run(max_steps, last_logits=None):
-            nonlocal alone_until, pause
+        def run(max_steps):
             threads = min(torch.get_num_threads(), max(1, num_params * B // WORK_PER_THREAD))
-            if time.perf_counter() < alone_until and not by_rows:
-                threads = 1
             counters = (ctypes.c_int64 * 3)()
-            inputs = (weights.array, caches.array, rows.array, tables and tables.array)
-            numbers = (B, threads, int(by_rows), max_steps, num_drafts)
-            stalled = library.decode(*inputs, *numbers, counters, last_logits and ctypes.c_void_p(last_logits.array[0]))
-            if stalled < 0:
-                raise MemoryError("the compiled step needs more memory than there is")
-            if stalled:  # wait longer each time, because a trial of several threads costs a time slice
-                pause = min(8 * pause, MAX_PAUSE)
-                alone_until = time.perf_counter() + pause
-            elif threads > 1:
-                pause = max(pause / 2, MIN_PAUSE)
+            inputs = (weights.array, cache.array, rows.array, tables and tables.array)
+            if library.decode(*inputs, B, threads, int(by_rows), max_steps, num_drafts, counters) < 0:
+                raise MemoryError("the step in C needs more memory than there is")
             return list(counters)
 
         return run
 
-    check_program(model, bind)
     return bind
 
 
@@ -99,6 +88,39 @@ class Pointers:
         self.tensors = [x if x is None else x.detach().contiguous() for x in tensors]
         addresses = [0 if x is None else x.data_ptr() for x in self.tensors]
         self.array = (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+# -- the source that step.c repeats ------------------------------------------------------------------------------------
+
+
+def check_source(model):
+    """Raise CompileError unless step.c belongs to the source of this model."""
+    known = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP, model_py.Head, *LAYERS)
+    foreign = {type(module).__name__ for module in model.modules() if type(module) not in known}
+    if foreign:
+        raise CompileError(f"step.c knows no {min(foreign)}")
+    if repeated_sha256() != REPEATED_SHA256:
+        raise CompileError("model.py has changed since step.c was written after it")
+
+
+@lru_cache
+def repeated_sha256():
+    """Return the hash of the REPEATED definitions in model.py, without their comments, docstrings and line breaks."""
+    lines = Path(model_py.__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+    tree, code = ast.parse("".join(lines)), []
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+    }
+    for node in tree.body:
+        if getattr(node, "name", None) in REPEATED:
+            skipped = node.lineno - 1
+            for token in tokenize.generate_tokens(io.StringIO("".join(lines[skipped : node.end_lineno])).readline):
+                is_docstring = token.type == tokenize.STRING and token.start[0] + skipped in docstrings
+                if token.type not in (tokenize.COMMENT, tokenize.NL) and not is_docstring:
+                    code.append(token.string.strip() or tokenize.tok_name[token.type])
+    return hashlib.sha256(" ".join(code).encode()).hexdigest()
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -127,36 +149,36 @@ def shape_macros(model, min_chance):
 def load_library(macros):
     """Return step.c, compiled with these macros. Raises CompileError.
 
-    The program is kept beside Python's own compiled files. Its name holds a hash of everything that shapes it, and a
-    hash of its content.
+    The name of the program holds a hash of all that shapes it, and a hash of its content, because a damaged program
+    could do anything.
     """
     command, target = find_compiler()
     command = [*command, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
     folder, key = SOURCE.parent / "__pycache__", sha256(repr((command, target, SOURCE.read_bytes())).encode())
     for file in folder.glob(f"step-{key}-*.so"):
         with suppress(OSError):
-            if file.stem.endswith(sha256(file.read_bytes())):  # a damaged program could do anything
+            if file.stem.endswith(sha256(file.read_bytes())):
                 return ctypes.CDLL(str(file))
 
     began = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             made = Path(temporary) / "step.so"
-            done = subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], capture_output=True)
+            done = subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, timeout=120)
             if done.returncode:
                 lines = done.stderr.decode("utf-8", "replace").splitlines()
                 why = next((line.strip() for line in lines if "error" in line), f"exit code {done.returncode}")
-                raise CompileError(f"{command[0]} cannot compile the decode step ({why[:200]})")
+                raise CompileError(f"{command[0]} cannot compile the step in C ({why[:200]})")
             program = made.read_bytes()
             library = ctypes.CDLL(str(made))
-    except OSError as error:  # no folder for temporary files, or none that programs may run from
-        raise CompileError(f"the decode step cannot be compiled or loaded ({error})") from None
+    except (OSError, subprocess.TimeoutExpired) as error:  # no folder that programs may run from, or a compiler hangs
+        raise CompileError(f"the step in C cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # a folder that cannot be written: compile again next time
         folder.mkdir(exist_ok=True)
         partial = folder / f"step-{key}.{os.getpid()}"
         partial.write_bytes(program)
         os.replace(partial, folder / f"step-{key}-{sha256(program)}.so")  # whole, as another process may be reading it
-    print(f"--compile: compiled the decode step in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    print(f"--compile: compiled the step in C in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     return library
 
 
@@ -174,8 +196,8 @@ def find_compiler():
         for chip in ("-march=native", "-mcpu=native"):  # Clang on ARM knows the second
             command = [*name.split(), chip]
             try:
-                target = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True)
-            except OSError:
+                target = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, timeout=30)
+            except (OSError, subprocess.TimeoutExpired):
                 break
             if target.returncode == 0:
                 return command, target.stdout
@@ -186,11 +208,11 @@ def find_compiler():
 
 
 def model_tensors(model, lanes):
-    """Return the weights in the order of `Model` in step.c. Matrices are packed for vectors of `lanes` numbers."""
+    """Return copies of the weights in the order of `Model` in step.c, matrices packed for vectors of `lanes` numbers."""
     net, layers = model.transformer, model.transformer["h"]
-    wpe = net["wpe"].weight if "wpe" in net else None
+    wpe = net["wpe"].weight.detach().clone() if "wpe" in net else None
     rope = (None, None) if model.rope is None else model.rope
-    tensors = [net["wte"].weight, wpe, *rope, *linear(model.lm_head, lanes)]
+    tensors = [net["wte"].weight.detach().clone(), wpe, *rope, *linear(model.lm_head, lanes)]
     norms = [norm for block in layers for norm in (block.ln_1, block.ln_2)]
     for norm in [*norms, net["ln_f"]] if model.config.norm_first else [None, *norms]:
         tensors += affine(norm)
@@ -203,7 +225,7 @@ def model_tensors(model, lanes):
 
 
 def affine(norm):
-    return (None, None) if norm is None else (norm.weight, norm.bias)
+    return [None if p is None else p.detach().clone() for p in (norm.weight, norm.bias)] if norm else (None, None)
 
 
 def linear(layer, lanes):
@@ -211,28 +233,6 @@ def linear(layer, lanes):
     N, K = layer.weight.shape
     pad = -N % lanes
     panels = F.pad(layer.weight.detach(), (0, 0, 0, pad)).view(-1, lanes, K).transpose(1, 2)  # (panels, K, lanes)
-    return panels.contiguous(), None if layer.bias is None else F.pad(layer.bias.detach(), (0, pad))
-
-
-@torch.no_grad()
-def check_program(model, bind):
-    """Generate a short text with the program. Raises CompileError unless `model` gives the same logits and tokens.
-
-    step.c spells out the network of model.py once more, so an edit of model.py would otherwise go unnoticed.
-    """
-    block_size, V, seed = model.config.block_size, model.config.vocab_size, 1
-    length, end = max(1, min(8, block_size // 2)), min(24, block_size + 1)
-    tokens = torch.zeros(1, block_size + 1, dtype=torch.int64)
-    tokens[0, :length] = torch.arange(length) % V
-    numbers = [torch.tensor([n]) for n in (length, 0, end, length, 0)]
-    state = DecodeState(tokens, *numbers, torch.tensor([seed, 0]), torch.tensor(1.0), None, None)
-    last_logits = Pointers([torch.zeros(V)])
-    bind(state)(end, last_logits)
-    model.clear_caches()
-    with eval_mode(model):
-        logits = model(tokens[:, : end - 1])[0][0, length - 1 :]
-    scores = logits + gumbel_noise(seed, torch.tensor([0]), torch.arange(end - length), V)[0]
-    loss = scores.amax(1) - scores.gather(1, tokens[0, length:end, None])[:, 0]  # 0 where the pick is the same
-    error = (logits[-1] - last_logits.tensors[0]).abs().max() / (1 + logits[-1].abs().max())
-    if not bool((loss.max() < 1e-3) & (error < 1e-3)):  # NaN is not below
-        raise CompileError(f"{SOURCE.name} computes another network than model.py")
+    return panels.clone(memory_format=torch.contiguous_format), None if layer.bias is None else F.pad(
+        layer.bias, (0, pad)
+    )

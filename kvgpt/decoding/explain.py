@@ -12,7 +12,7 @@ def watch(model, layer=0):
     """Record the tensors of every forward inside the block, in a dict that the block gets.
 
     "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "attn_args" are the arguments of the layer's
-    attention: x, rope, pos, num_slots, mask.
+    attention: x, rope, pos, mask.
     """
     block = model.transformer["h"][layer]
     modules = {
@@ -69,7 +69,7 @@ def explain(model, chars, idx, steps=3, **sampling):
     held = None  # shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, block in enumerate(model.stream(idx, steps, **sampling)):
-            x, rope, pos, num_slots, mask = seen["attn_args"]
+            x, rope, pos, mask = seen["attn_args"]
             with torch.inference_mode():
                 q, k, _ = attn.project(x, rope)
                 weights = layer_weights(attn, x, rope, pos)
@@ -84,7 +84,11 @@ def explain(model, chars, idx, steps=3, **sampling):
                 ("new k, v", k, f"written to {slots} of the cache"),
                 ("key_cache", key_cache, f"per Head, was {held}; value_cache has the same shape"),
                 ("queries", q, "of the characters fed in this step"),
-                ("keys, values", attn.cache.key[:, :, :num_slots], "of all characters so far, read from the cache"),
+                (
+                    "keys, values",
+                    attn.cache.key[0][:, :, : max(attn.cache.lengths)],
+                    "of all characters so far, read from the cache",
+                ),
                 ("mask", mask, "no mask: the query sees every slot" if mask is None else "slot <= pos of the query"),
                 ("weights", weights, "softmax of queries times keys"),
                 ("attention", seen["attention"], "weights times values, heads side by side, through c_proj"),

@@ -52,7 +52,7 @@ def valid_ngrams(ngrams, vocab_size):
         return False
 
 
-def ngram_table(ngrams, vocab_size, device):
+def ngram_table(ngrams, vocab_size):
     """Return (logits, after): the n-grams as an automaton whose state is a context, the longest known one.
 
     logits  (R, vocab_size) float32 log-probabilities of the next token, a row per known context. Row 0 is the empty one
@@ -90,4 +90,4 @@ def ngram_table(ngrams, vocab_size, device):
             after[before[exists], contexts[exists] % base - 1] = new_rows[exists]
             after = torch.cat((after, after[suffix_row]))
         known = torch.cat((known, contexts))
-    return probs.clamp(min=1e-12).log().float().to(device), after.to(device)
+    return probs.clamp(min=1e-12).log().float(), after

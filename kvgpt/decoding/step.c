@@ -1,8 +1,8 @@
 /* The decode step of sample.py --compile, in C: the network of model.py, its sampler, and guesses.
 
 The tokens are those of GPT.generate for the same seed. compile.py compiles this file for one shape, passed as macros
-(N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to packed weights and to the buffers of the model's
-KVCaches.
+(N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to packed weights and to the buffers of
+a cache.
 
 Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
 feeds the newest token of each row, and speculative decoding feeds guesses behind it.
@@ -12,12 +12,10 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 
 #include <math.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* Numbers per vector register, and the largest tile of a matrix product whose sums stay in registers. */
 #if defined(__AVX512F__)
@@ -47,7 +45,7 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-#define STALL 1e-3        /* seconds of waiting after which a thread assumes that the other one has lost its core */
+#define SPINS 20000       /* looks at a barrier before a thread sleeps, some tens of microseconds */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -73,7 +71,7 @@ typedef struct {
 } Model;
 
 typedef struct {
-    float *key, *value; /* (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE), the buffers of KVCache */
+    float *key, *value; /* (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE), as in KVCache */
 } Cache;
 
 typedef struct { /* DecodeState in speculate.py */
@@ -172,34 +170,34 @@ INLINE float dot(const float *x, const float *y, int n) {
 
 typedef struct {
     int parts; /* threads that share the forwards of these rows */
-    int alone; /* set after a stall: part 0 goes on without the others */
-    atomic_int waiting, round, stalled;
+    atomic_int waiting, round;
+    pthread_mutex_t mutex;
+    pthread_cond_t next_round;
     int first_row, end_row, next_row; /* next_row: the first row after those of the present forward */
     int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the present forward */
-    int num_picks, last_pick, fed[MAX_TOKENS], picks[MAX_TOKENS]; /* fed[j]: the fed token behind which pick j stands */
+    int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS]; /* fed[j]: the fed token behind which pick j stands */
     float *x, *qkv, *y, *fc, *noise, *logits;                   /* MAX_TOKENS rows each */
     int64_t steps, offered, accepted;
 } Group;
 
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec + now.tv_nsec * 1e-9;
-}
-
-/* Wait until all parts of the group are here. */
+/* Wait until all threads of the group are here. On an idle machine the others arrive within microseconds, so we spin.
+ * If they do not, another process must have taken a core from one of them. Then we sleep, which leaves it ours. */
 static void barrier(Group *g) {
-    int parts = g->parts, round = atomic_load(&g->round);
-    if (parts == 1) return;
-    if (atomic_fetch_add(&g->waiting, 1) == parts - 1) {
+    int round = atomic_load(&g->round);
+    if (g->parts == 1) return;
+    if (atomic_fetch_add(&g->waiting, 1) == g->parts - 1) {
         atomic_store(&g->waiting, 0);
+        pthread_mutex_lock(&g->mutex);
         atomic_store(&g->round, round + 1);
+        pthread_cond_broadcast(&g->next_round);
+        pthread_mutex_unlock(&g->mutex);
         return;
     }
-    for (int spins = 0; spins < 20000; spins++)
+    for (int spins = 0; spins < SPINS; spins++)
         if (atomic_load_explicit(&g->round, memory_order_acquire) != round) return;
-    for (double began = seconds(); atomic_load(&g->round) == round; sched_yield())
-        if (seconds() - began > STALL) atomic_store(&g->stalled, 1);
+    pthread_mutex_lock(&g->mutex);
+    while (atomic_load(&g->round) == round) pthread_cond_wait(&g->next_round, &g->mutex);
+    pthread_mutex_unlock(&g->mutex);
 }
 
 typedef struct {
@@ -210,7 +208,6 @@ typedef struct {
     const Cache *cache;
     const State *state;
     const Table *table;
-    atomic_int *go; /* 0: wait, 1: work, -1: end */
     float *in, *hidden; /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
     float *weights;     /* of attention */
     int *ids;           /* of the vocabulary, ranked by the logits */
@@ -407,7 +404,7 @@ static void forward(const Worker *w) {
     barrier(g);
 }
 
-/* -- sampling: sampling.py in C ------------------------------------------------------------------------------------ */
+/* -- the sampler of model.py ----------------------------------------------------------------------------------------- */
 
 #define MIX(h)                         \
     h = (h ^ (h >> 16)) * 0x7FEB352Du; \
@@ -554,7 +551,6 @@ static void accept(const Worker *w) {
         s->end[row] += right + 1;
         s->cached[row] = s->end[row] - 1; /* slots behind hold keys of wrong guesses, and are overwritten */
         g->offered += guesses, g->accepted += right;
-        g->last_pick = j + guesses;
     }
 }
 
@@ -562,18 +558,11 @@ static void accept(const Worker *w) {
 static void *work(void *argument) {
     const Worker *w = argument;
     Group *g = w->group;
-    while (atomic_load(w->go) == 0) sched_yield();
-    if (atomic_load(w->go) < 0) return NULL;
     for (int step = 0; step < w->max_steps; step++) {
         int row = g->first_row, fed = 0;
         while (row < g->end_row) {
-            if (w->part == 0) {
-                g->next_row = plan(w, row);
-                if (!g->alone) g->alone = atomic_load(&g->stalled);
-            }
+            if (w->part == 0) g->next_row = plan(w, row);
             barrier(g);
-            if (g->alone && w->part) return NULL;
-            if (g->alone) g->parts = 1;
             row = g->next_row;
             if (!g->n) break; /* the other rows are at their limits */
             forward(w);
@@ -593,11 +582,10 @@ static void *work(void *argument) {
 int lanes(void) { return LANES; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
- * accepted to counters[0..2], which are 0 before, and the logits of the last pick to last_logits, unless it is NULL.
- * Returns 1 if a thread had to wait for a core, -1 without memory, else 0. */
+ * accepted to counters[0..2], which are 0 before. Returns -1 without memory or threads, else 0. */
 int decode(const Model *model, const Cache *cache, const State *state, const Table *table, int B, int threads,
-           int by_rows, int max_steps, int num_drafts, int64_t *counters, float *last_logits) {
-    int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads, stalled = 0, started = 1;
+           int by_rows, int max_steps, int num_drafts, int64_t *counters) {
+    int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads, started = 1;
     size_t shared = ((size_t)X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE + VOCAB_SIZE;
     float *memory = malloc((num_groups * shared + threads * own) * sizeof(float)), *next = memory;
@@ -605,12 +593,13 @@ int decode(const Model *model, const Cache *cache, const State *state, const Tab
     Group groups[num_groups];
     Worker workers[threads];
     pthread_t ids[threads];
-    atomic_int go = 0;
 
     /* divide the rows among groups, and each forward among the threads of a group */
     for (int i = 0; i < num_groups; i++) {
         Group *g = groups + i;
         memset(g, 0, sizeof *g);
+        pthread_mutex_init(&g->mutex, NULL);
+        pthread_cond_init(&g->next_round, NULL);
         g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
         float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->noise, &g->logits};
         size_t sizes[] = {X, QKV, X, FC, V, V};
@@ -621,24 +610,18 @@ int decode(const Model *model, const Cache *cache, const State *state, const Tab
         int *ids = (int *)(weights + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE);
         next += own;
         workers[i] = (Worker){groups + i / parts, i % parts, max_steps, num_drafts, model, cache,
-                              state, table, &go, in, hidden, weights, ids};
+                              state, table, in, hidden, weights, ids};
     }
 
-    /* run them, or do all by this thread if another cannot be started */
+    /* run them */
     while (started < threads && !pthread_create(ids + started, NULL, work, workers + started)) started++;
-    atomic_store(&go, started == threads ? 1 : -1);
-    work(workers);
+    if (started == threads) work(workers);
     for (int i = 1; i < started; i++) pthread_join(ids[i], NULL);
     for (int i = 0; i < num_groups; i++) {
         const Group *g = groups + i;
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
         counters[1] += g->offered, counters[2] += g->accepted;
-        stalled |= g->stalled;
     }
-    if (last_logits)
-        memcpy(last_logits, groups[0].logits + (size_t)groups[0].last_pick * V, VOCAB_SIZE * sizeof(float));
     free(memory);
-    return started == threads
-               ? stalled
-               : decode(model, cache, state, table, B, 1, 0, max_steps, num_drafts, counters, last_logits);
+    return started == threads ? 0 : -1;
 }

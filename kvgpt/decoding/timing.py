@@ -1,15 +1,19 @@
-"""The time of a generation, in the terms of serving: TTFT, TPOT, ITL, E2E."""
+"""What a generation cost: its times in the terms of serving (TTFT, TPOT, ITL, E2E), and the bytes of its cache."""
 
+import math
 import time
 
 import torch
+
+from kvgpt.decoding.verify import text_context_start
+from model import GPTConfig
 
 
 class Timing:
     """Arrival times of the blocks of one generation. The clock starts when the object is made.
 
     times  seconds from the start to the arrival of each block
-    sizes  new tokens per row in each block
+    sizes  new tokens per row in each block, on average over the rows
     """
 
     def __init__(self, device=None):
@@ -47,3 +51,28 @@ class Timing:
             e2e_ms=self.times[-1] * 1e3,
             tokens_per_s=num_tokens / self.times[-1],
         )
+
+
+def report(config, dtype, kv_cache, timing, rows, prompts):
+    """Return the lines of sample.py's report.
+
+    rows  the texts as lists of ids, prompts included
+    """
+    produced = sum(map(len, rows)) - sum(map(len, prompts))
+    figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
+    line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
+    if num_steps > 1:
+        line += f", TPOT {figures['tpot_ms']:.3f} ms"
+        line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
+        line += f" per chunk of {per_row / num_steps:.2f}" if per_row > num_steps else ""
+    lines = [f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s"]
+    if not kv_cache:
+        lines.append("KV cache: off")
+    elif isinstance(config, GPTConfig):  # a model of transformers may keep anything in its cache
+        cached = max(map(len, rows)) - 1  # the last token is never fed
+        cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
+        factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(rows))
+        formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
+        itemsize = getattr(torch, dtype).itemsize
+        lines.append(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
+    return lines

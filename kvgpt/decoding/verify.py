@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from kvgpt.decoding.sampling import gumbel_noise, sample_token, text_context_start
 from kvgpt.decoding.stop import cut_at_stop
-from model import eval_mode
+from model import context_start, eval_mode, gumbel_noise, sample_token
 
 # Rounding can reorder logits whose difference is below NEAR_TIE. A full and a cached forward differ by up to 5e-5.
 NEAR_TIE = 1e-4
@@ -44,10 +43,18 @@ def near_tie(model, context, sample, step, picks, sampling):
 def logits_after(model, ids, T, kv_cache):
     """Return the logits `(V,)` of the plain loop after `ids`, the first T of which are the prompt."""
     tokens, block_size = torch.tensor([ids], device=next(model.parameters()).device), model.config.block_size
-    next_logits = model.next_logits(kv_cache)
+    owner = object() if kv_cache else None
     for end in range(T, len(ids) + 1):
-        logits = next_logits(tokens, text_context_start(block_size, T, end), end)
+        logits = model.next_logits(tokens, text_context_start(block_size, T, end), end, owner)
     return logits[0].float()
+
+
+def text_context_start(block_size, prompt_length, end):
+    """Return where the context of token `end` starts in a text that has grown from prompt_length tokens."""
+    start = 0
+    for i in range(prompt_length, end + 1):
+        start = context_start(start, i, block_size)
+    return start
 
 
 def first_difference(ours, theirs):

@@ -1,5 +1,6 @@
 """Any causal language model of transformers behind the loop and the sampler of this kit: sample.py --engine hf."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +9,8 @@ from torch import nn
 
 from kvgpt.checkpoint import check_finite, first_line
 from kvgpt.checksums import check_folder
-from kvgpt.decoding.sampling import Sampling
-from kvgpt.decoding.threads import StepThreads
 from kvgpt.export.hf import weight_files
-from model import decode_tokens, eval_mode
+from model import Sampling, decode_tokens, eval_mode
 
 
 class HuggingFaceGPT(nn.Module):
@@ -55,39 +54,33 @@ class HuggingFaceGPT(nn.Module):
         )
         if not self.config.block_size > 0:
             raise ValueError(f"{folder} cannot be read: its context is {self.config.block_size}")
-        self.past = None
+        self.past = self.past_length = self.owner = None  # the cache, its length, and the generation that fills it
 
     def forward(self, idx):
         """Return the logits `(B, T, V)` of idx `(B, T)`, computed without a cache, and None: see GPT.forward."""
         return self.hf(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False).logits, None
 
-    def next_logits(self, kv_cache):
-        """Return the function that decode_tokens calls at every step. With kv_cache it leaves its cache in `past`."""
-        threads, past_length = StepThreads(sum(p.numel() for p in self.parameters())), 0
-
-        def logits_after(tokens, start, end):
-            nonlocal past_length
-            context = tokens[:, start:end]
-            # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
-            decodes = kv_cache and self.past is not None and past_length == end - 1 - start
-            fed = context[:, -1:] if decodes else context
-            with torch.inference_mode(), eval_mode(self), threads.for_tokens(fed.numel()):
-                output = self.hf(
-                    input_ids=fed,
-                    attention_mask=torch.ones_like(context),
-                    past_key_values=self.past if decodes else None,
-                    use_cache=kv_cache,
-                )
-            if kv_cache:
-                self.past, past_length = output.past_key_values, end - start
-            return output.logits[:, -1]
-
-        return logits_after
+    @torch.inference_mode()
+    def next_logits(self, tokens, start, end, owner=None):
+        """Return the logits `(B, V)` of the token after tokens[:, start:end]. owner None: without the cache."""
+        context = tokens[:, start:end]
+        # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
+        decodes = owner is not None and self.owner is owner and self.past_length == end - 1 - start
+        with eval_mode(self):
+            output = self.hf(
+                input_ids=context[:, -1:] if decodes else context,
+                attention_mask=torch.ones_like(context),
+                past_key_values=self.past if decodes else None,
+                use_cache=owner is not None,
+            )
+        if owner is not None:
+            self.past, self.past_length, self.owner = output.past_key_values, end - start, owner
+        return output.logits[:, -1]
 
     def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
         """Yield the new tokens, a block `(B, 1)` per step. The arguments are those of GPT.stream."""
-        sampling = Sampling(**sampling)
-        return decode_tokens(self.next_logits(kv_cache), self.config, idx, max_new_tokens, sampling)
+        next_logits = partial(self.next_logits, owner=object() if kv_cache else None)
+        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
 
     def generate(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
         """Return idx `(B, T)` and its continuation. The arguments are those of GPT.generate."""

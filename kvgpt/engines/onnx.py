@@ -19,11 +19,10 @@ import torch.nn as nn
 
 from kvgpt.checkpoint import first_line
 from kvgpt.checksums import sha256
-from kvgpt.decoding.sampling import Sampling
-from kvgpt.decoding.threads import StepThreads
+from kvgpt.cores import num_threads
 from kvgpt.files import read_regular, write_atomically
 from kvgpt.vocabulary import check_characters
-from model import GPTConfig, decode_tokens
+from model import GPTConfig, Sampling, decode_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -32,18 +31,21 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 class ConcatCache:
-    """A layer's cache inside a graph. Appends new keys and values to the past, `(B, nkv, past, hs)` each.
+    """The cache inside a graph, in the place of KVCache: it appends to the past, because a graph cannot write slots.
 
-    Replaces a layer's KVCache, of which a forward uses only `update`.
+    past  n_layer pairs (key, value), `(B, nkv, past, hs)` each
     """
 
-    def __init__(self, key, value):
-        self.key, self.value = key, value
+    def __init__(self, past, mask):
+        self.pairs, self.the_mask = list(past), mask
 
-    def update(self, pos, k, v, num_slots):
-        self.key = torch.cat((self.key, k), dim=2)
-        self.value = torch.cat((self.value, v), dim=2)
-        return self.key, self.value
+    def mask(self, pos):
+        return self.the_mask
+
+    def update(self, layer, pos, k, v):
+        key, value = self.pairs[layer]
+        self.pairs[layer] = torch.cat((key, k), dim=2), torch.cat((value, v), dim=2)
+        return self.pairs[layer]
 
 
 class GPTWithPast(nn.Module):
@@ -61,15 +63,14 @@ class GPTWithPast(nn.Module):
         position_ids     (B, T) int64
         past_key_values  n_layer pairs (key, value), `(B, nkv, past, hs)` each; past may be 0
         """
-        caches = [ConcatCache(*pair) for pair in past_key_values]
-        for block, cache in zip(self.model.transformer["h"], caches):
-            block.attn.cache = cache
         slot = torch.arange(attention_mask.size(1), device=input_ids.device)
         query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
         # Every query sees its own slot. A padded query would see none otherwise, and a softmax over nothing is NaN.
         mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
-        x = self.model.hidden_states(input_ids, position_ids, num_slots=mask.size(-1), mask=mask)
-        return self.model.lm_head(x), [(cache.key, cache.value) for cache in caches]
+        self.model.cache = cache = ConcatCache(past_key_values, mask)
+        for block in self.model.transformer["h"]:
+            block.attn.cache = cache
+        return self.model.unembed(self.model.hidden_states(input_ids, position_ids)), cache.pairs
 
 
 class GPTLogits(nn.Module):
@@ -216,20 +217,17 @@ class OnnxGPT:
         if not Path(file).is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
 
-        def session(num_threads):  # the number is fixed when a session is made
+        def session(threads):  # the number is fixed when a session is made
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4  # an error is raised too, and its line in the log would be a second one
-            options.intra_op_num_threads = num_threads
+            options.intra_op_num_threads = threads
             options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch's threads
             return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
         try:
             content = read_checked(file)
-            self.sessions = {1: session(1)}  # by number of threads
-            if len(content) >= 2**24:  # for small models a second thread wakes up too late
-                self.sessions[torch.get_num_threads()] = session(torch.get_num_threads())
-            self.threads = StepThreads(len(content) // 4)
-            metadata = self.sessions[1].get_modelmeta().custom_metadata_map
+            self.session = session(num_threads(len(content) // 4))
+            metadata = self.session.get_modelmeta().custom_metadata_map
             self.chars, self.config = metadata["chars"], GPTConfig(**json.loads(metadata["model_args"]))
             self.weights_sha256 = metadata.get("weights_sha256")
         except KeyError as error:
@@ -238,7 +236,7 @@ class OnnxGPT:
             raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
         check_characters(self.chars, file, self.config.vocab_size)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
-        self.outputs = [output.name for output in self.sessions[1].get_outputs()]
+        self.outputs = [output.name for output in self.session.get_outputs()]
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
         self.cached = len(self.outputs) > 1
         self.past = []
@@ -249,7 +247,7 @@ class OnnxGPT:
 
     def check_sizes(self):
         """Raise an error unless the graph has the sizes of `config` and computes finite logits."""
-        config, (session, *_) = self.config, self.sessions.values()
+        config, session = self.config, self.session
         shapes = {each.name: each.shape for each in (*session.get_inputs(), *session.get_outputs())}
         if self.cached and len(self.outputs) != 1 + 2 * config.n_layer:
             raise ValueError(f"{len(self.outputs) // 2} layers instead of {config.n_layer}")
@@ -269,9 +267,8 @@ class OnnxGPT:
         past   `self.past` after an earlier call with the same rows; empty: nothing
         start  position of the first token; None: that after `past`. A graph without a cache starts at 0
         """
-        session = self.sessions[1 if torch.get_num_threads() == 1 else max(self.sessions)]
         if not self.cached:
-            return torch.from_numpy(session.run(None, {"token_ids": idx.numpy()})[0])
+            return torch.from_numpy(self.session.run(None, {"token_ids": idx.numpy()})[0])
         (B, T), config = idx.shape, self.config
         length = past[0].shape()[2] if past else 0
         start = length if start is None else start
@@ -285,7 +282,7 @@ class OnnxGPT:
         }
         inputs = {name: self.to_ort(array) for name, array in inputs.items()}
         inputs |= zip(self.past_inputs, past)
-        logits, *self.past = session.run_with_ort_values(self.outputs, inputs)
+        logits, *self.past = self.session.run_with_ort_values(self.outputs, inputs)
         return torch.from_numpy(logits.numpy())
 
     def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
@@ -297,8 +294,7 @@ class OnnxGPT:
             # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
             decodes = past_length == end - 1 - start > 0
             fed = tokens[:, end - 1 if decodes else start : end]
-            with self.threads.for_tokens(fed.numel()):
-                logits = self(fed, past if decodes else ())
+            logits = self(fed, past if decodes else ())
             if kv_cache and self.cached:
                 past, past_length = self.past, end - start
             return logits[:, -1]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import a_seed
-from kvgpt.decoding.sampling import gumbel_noise, sample_token
+from model import gumbel_noise, sample_token
 
 rows_of_logits = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
 

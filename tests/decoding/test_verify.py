@@ -5,7 +5,7 @@ import torch
 from helpers import CONTEXT, MODELS, PROMPT, V, lively, prompts, tokens_differ
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
-from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
+from model import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.verify import near_tie, verify
 from model import GPTConfig
 

@@ -1,0 +1,90 @@
+"""How our threads share a busy machine: small steps run on one thread, and threads that wait for others may sleep.
+
+On Linux PyTorch divides an operation among threads by GNU OpenMP. A thread that is done early spins: it asks 300,000
+times whether the others are done, and sleeps only then. That is fastest while every thread has a core. Beside another
+busy process it keeps the core from the very thread that all wait for, and two runs side by side drop to a hundredth.
+
+The number of spins cannot be changed after torch is imported. But GNU OpenMP itself spins only 100 times while it has
+more threads than there are cores, so we add some that do nothing. No sum changes, and the weights stay the same to the
+bit.
+"""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+
+SMALL_STEP = 2**22  # multiply-adds; in fewer a second thread gains nothing
+INTERVAL = 0.5  # seconds between two looks
+BUSY = 0.1  # share of the time in which our threads could run, but waited for a core; 0.001 alone on the machine
+
+
+def num_threads(multiply_adds):
+    """Return how many threads a step with so many multiply-adds is worth: one, or all that torch may use."""
+    return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
+
+
+@contextmanager
+def share_cores(multiply_adds=None):
+    """Inside the block, leave the cores to others while they need them.
+
+    multiply_adds  of a step, if the number of threads should follow it: see num_threads
+    """
+    before = torch.get_num_threads()
+    if multiply_adds is not None:
+        torch.set_num_threads(num_threads(multiply_adds))
+    done = Event()
+    watcher = Thread(target=watch, args=(done,), daemon=True)
+    if Path("/proc/self/schedstat").exists():  # Linux
+        watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if watcher.is_alive():
+            watcher.join()
+        torch.set_num_threads(before)
+
+
+def watch(done):
+    """Add threads while the machine is busy, until `done` is set."""
+    release, ran, waited = None, 0, 0  # since the process began, so that even a short text knows about the machine
+    while True:
+        (ran_before, waited_before), (ran, waited) = (ran, waited), scheduled()
+        busy = waited - waited_before > BUSY * (ran - ran_before + waited - waited_before)
+        if busy and not release:
+            release = Event()
+            for _ in range(num_holders(torch.get_num_threads(), len(os.sched_getaffinity(0)))):
+                Thread(target=hold_threads, args=(release,), daemon=True).start()
+        elif not busy and release:
+            release.set()
+            release = None
+        if done.wait(INTERVAL):
+            break
+    if release:
+        release.set()
+
+
+def scheduled():
+    """Return the nanoseconds that our threads ran, and those that they were ready to run and had no core."""
+    ran = waited = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            times = file.read_text(encoding="ascii").split()
+        except OSError:  # the thread has ended
+            continue
+        ran, waited = ran + int(times[0]), waited + int(times[1])
+    return ran, waited
+
+
+def num_holders(num_threads, cores):
+    """Return how many sets of num_threads - 1 more threads GNU OpenMP needs to have more threads than cores."""
+    return (cores - num_threads) // (num_threads - 1) + 1 if 1 < num_threads <= cores else 0
+
+
+def hold_threads(release):
+    """Start another set of PyTorch's threads, and keep them asleep until the Event `release` is set."""
+    torch.zeros(2**18).add_(1)  # large enough to be divided among threads
+    release.wait()
