@@ -46,7 +46,6 @@ from kvgpt.cli import (
     run_main,
 )
 from kvgpt.decoding.decode import Decoder
-from model import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.engines.onnx import OnnxGPT, write_onnx
@@ -59,7 +58,7 @@ from kvgpt.peers import (
     transformers_model,
     transformers_run,
 )
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
 
 VARIANTS = {
     "per_head_loop_uncached": "a Python loop over heads, no cache, as in articles",

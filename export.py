@@ -31,12 +31,12 @@ from torch.nn import functional as F
 from kvgpt.checkpoint import load_checkpoint
 from kvgpt.cli import Parser, fail, note, one_line_errors, path, pick_checkpoint, run_main
 from kvgpt.decoding.ngrams import order_of
-from model import Sampling
 from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.engines.onnx import OnnxGPT, quantize, write_onnx
 from kvgpt.export.hf import GRAPH, model_type, write_folder
 from kvgpt.files import lock_folder, read_tree, write_tree
 from kvgpt.training.data import evaluate, load_dataset
+from model import Sampling
 
 HERE = Path(__file__).resolve().parent
 ONNX = ("onnx", "onnxscript", "onnxruntime")

@@ -125,8 +125,9 @@ class KVCache:
         self.clear()
 
     def clear(self):
-        self.key = self.value = self.owner = None
-        self.lengths = []
+        with self.lock:
+            self.key = self.value = self.owner = None
+            self.lengths = []
 
     @contextmanager
     def step(self, owner=None):
@@ -445,8 +446,9 @@ class GPT(nn.Module):
         try:
             yield from blocks
         finally:
-            if owner is not None and self.cache.owner is owner:
-                self.cache.clear()
+            with self.cache.lock:
+                if owner is not None and self.cache.owner is owner:
+                    self.cache.clear()
 
     @torch.inference_mode()
     def next_logits(self, tokens, start, end, owner=None):

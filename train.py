@@ -31,6 +31,7 @@ import torch
 
 from kvgpt.checkpoint import load_checkpoint
 from kvgpt.cli import fail, note, one_line_errors, run_main
+from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.export.hf import read_folder
 from kvgpt.recipes import TrainConfig, parse_flags, resolve_config
@@ -44,7 +45,6 @@ from kvgpt.training.optim import lr_multiplier, set_lr
 from kvgpt.training.plots import plot_loss
 from kvgpt.training.run import RunFolder
 from kvgpt.training.signals import StopSignals
-from kvgpt.cores import share_cores
 from kvgpt.training.state import Diverged, TrainState, require_finite
 from model import GPT, GPTConfig
 

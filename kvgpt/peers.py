@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model import Sampling
 from kvgpt.decoding.timing import Timing
 from kvgpt.export.hf import to_transformers
-from model import decode_tokens
+from model import Sampling, decode_tokens
 
 # -- a loop over heads -------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,12 @@ from torch.nn import functional as F
 
 from kvgpt.checkpoint import load_model, save_checkpoint
 from kvgpt.decoding.ngrams import count_ngrams
-from model import Sampling, text_context_start
-from kvgpt.decoding.verify import near_tie
+from kvgpt.decoding.verify import near_tie, text_context_start
 from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset
 from kvgpt.training.device import pick_dtype
 from kvgpt.training.state import TrainState
-from model import GPT, GPTConfig, Head
+from model import GPT, GPTConfig, Head, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -370,8 +369,8 @@ def assert_same_as_alone(model, got, ragged, steps, samples, seed, filters, **mo
 
 def without_minus_one(ragged, blocks):
     """Return each prompt with its continuation, from the blocks of Decoder.stream."""
-    rows = torch.cat(blocks, dim=1)
-    return [torch.cat((prompt, row[row >= 0])) for prompt, row in zip(ragged, rows, strict=True)]
+    rows = [torch.cat((prompt, *(block[i] for block in blocks))) for i, prompt in enumerate(ragged)]
+    return [row[row >= 0] for row in rows]
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------

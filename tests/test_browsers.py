@@ -13,9 +13,8 @@ from helpers import ROOT, lively, ok, run
 from kvgpt.checkpoint import save_checkpoint
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
-from model import Sampling
 from kvgpt.decoding.verify import verify
-from model import GPTConfig, causal_mask
+from model import GPTConfig, Sampling, causal_mask
 
 pytestmark = pytest.mark.slow
 

@@ -71,22 +71,16 @@ def test_post_ln_decoder_with_packed_weights_gives_the_same_tokens_through_the_c
         ("block_size", 0),
         ("vocab_size", -1),
         ("n_layer", 0),
-        ("n_layer", 2.0),
-        ("n_head", True),
         ("n_head", 5),
         ("n_embd", 30),
         ("dropout", 1.0),
         ("dropout", math.nan),
-        ("dropout", "0.1"),
-        ("bias", None),
         ("n_kv_head", 3),
         ("n_kv_head", 0),
         ("mlp_ratio", 0),
         ("mlp_ratio", math.inf),
         ("activation", "relu"),
         ("pos_emb", "alibi"),
-        ("norm_first", 1),
-        ("tie_weights", "yes"),
     ],
 )
 def test_impossible_values_name_field_and_value(field, value):
@@ -199,12 +193,12 @@ def test_a_cached_call_keeps_no_graph_and_a_failed_one_no_keys():
     assert all(head.key_cache is None for head in heads_of(model))
 
 
-def test_a_cache_follows_the_dtype_of_a_new_prefill_and_refuses_it_within_a_sequence():
+def test_a_cache_takes_the_dtype_of_a_prefill_and_keeps_it_within_a_text():
     model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     head = model.transformer.h[0].attn.heads[0]
     model(idx, pos=torch.arange(6))
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"holds torch\.float32"):
+        with pytest.raises(ValueError, match="no keys in torch"):
             model(idx[:, :1], pos=torch.tensor([6]))
         model(idx, pos=torch.arange(6))
         assert head.key_cache.dtype == torch.bfloat16

@@ -15,10 +15,9 @@ from matplotlib.image import imread
 
 from helpers import ROOT, lively, ok, run, save_model
 from kvgpt.decoding.ngrams import count_ngrams, ngram_table
-from model import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.verify import verify
 from kvgpt.engines.onnx import GPTWithPast
-from model import GPTConfig
+from model import GPTConfig, Sampling, gumbel_noise, sample_token
 
 pytestmark = pytest.mark.slow
 

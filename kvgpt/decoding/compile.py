@@ -32,11 +32,10 @@ WORK_PER_THREAD = 2**18
 # half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 
-# step.c says again in C what these definitions of model.py say. No comparison of numbers could promise that the two
-# agree, because a difference may show only far into a text. So step.c belongs to one version of their source, and after
-# an edit we decode without it. When you have changed both, test_compile.py tells you the new hash.
-REPEATED = "rotate CausalSelfAttention MLP Block GPT decode_tokens context_start sample_token gumbel_noise".split()
-REPEATED_SHA256 = "93eefef4c07ff3ab2ac126c96cdaf554884b6d4457404d0defb81d1f6c2276c6"
+# step.c says again in C what model.py says. No comparison of numbers could promise that the two agree, because a
+# difference may show only far into a text. So step.c belongs to one version of model.py, and after an edit we decode
+# without it. When you have changed both, test_compile.py tells you the new hash.
+MODEL_SHA256 = "0cfefd06c9905bb174db0e4491a695fe643c9c21ca8a25e54157884b3b662316"
 LAYERS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
@@ -53,9 +52,8 @@ def compile_step(model, num_drafts, table):
     """
     weight = model.lm_head.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        raise CompileError(
-            f"the step in C runs on CPUs in float32, and this model is in {weight.dtype} on {weight.device}"
-        )
+        held = f"{weight.dtype} on {weight.device.type}"
+        raise CompileError(f"the step in C runs on CPUs in float32, and this model is in {held}")
     check_source(model)
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
@@ -90,7 +88,7 @@ class Pointers:
         self.array = (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-# -- the source that step.c repeats ------------------------------------------------------------------------------------
+# -- the model.py that step.c belongs to ---------------------------------------------------------------------------------
 
 
 def check_source(model):
@@ -99,27 +97,24 @@ def check_source(model):
     foreign = {type(module).__name__ for module in model.modules() if type(module) not in known}
     if foreign:
         raise CompileError(f"step.c knows no {min(foreign)}")
-    if repeated_sha256() != REPEATED_SHA256:
+    if model_sha256() != MODEL_SHA256:
         raise CompileError("model.py has changed since step.c was written after it")
 
 
 @lru_cache
-def repeated_sha256():
-    """Return the hash of the REPEATED definitions in model.py, without their comments, docstrings and line breaks."""
-    lines = Path(model_py.__file__).read_text(encoding="utf-8").splitlines(keepends=True)
-    tree, code = ast.parse("".join(lines)), []
+def model_sha256():
+    """Return the hash of model.py without its comments and docstrings."""
+    source = Path(model_py.__file__).read_text(encoding="utf-8")
     docstrings = {
         node.body[0].lineno
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
     }
-    for node in tree.body:
-        if getattr(node, "name", None) in REPEATED:
-            skipped = node.lineno - 1
-            for token in tokenize.generate_tokens(io.StringIO("".join(lines[skipped : node.end_lineno])).readline):
-                is_docstring = token.type == tokenize.STRING and token.start[0] + skipped in docstrings
-                if token.type not in (tokenize.COMMENT, tokenize.NL) and not is_docstring:
-                    code.append(token.string.strip() or tokenize.tok_name[token.type])
+    code = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        if token.type not in (tokenize.COMMENT, tokenize.NL) and not is_docstring:
+            code.append(token.string.strip() or tokenize.tok_name[token.type])
     return hashlib.sha256(" ".join(code).encode()).hexdigest()
 
 
@@ -208,7 +203,7 @@ def find_compiler():
 
 
 def model_tensors(model, lanes):
-    """Return copies of the weights in the order of `Model` in step.c, matrices packed for vectors of `lanes` numbers."""
+    """Return copies of the weights in the order of `Model` in step.c. Matrices are packed for vectors of `lanes`."""
     net, layers = model.transformer, model.transformer["h"]
     wpe = net["wpe"].weight.detach().clone() if "wpe" in net else None
     rope = (None, None) if model.rope is None else model.rope
@@ -233,6 +228,5 @@ def linear(layer, lanes):
     N, K = layer.weight.shape
     pad = -N % lanes
     panels = F.pad(layer.weight.detach(), (0, 0, 0, pad)).view(-1, lanes, K).transpose(1, 2)  # (panels, K, lanes)
-    return panels.clone(memory_format=torch.contiguous_format), None if layer.bias is None else F.pad(
-        layer.bias, (0, pad)
-    )
+    bias = None if layer.bias is None else F.pad(layer.bias.detach(), (0, pad))
+    return panels.clone(memory_format=torch.contiguous_format), bias

@@ -59,9 +59,8 @@ class Decoder:
                 f"prompts of {sorted(set(lengths))} tokens cannot slide together: overflow='slide' needs equal lengths"
             )
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
-        state = new_state(
-            [prompt[context_start(0, len(prompt), block_size) :] for prompt in prompts], sampling, block_size
-        )
+        contexts = [prompt[context_start(0, len(prompt), block_size) :] for prompt in prompts]
+        state = new_state(contexts, sampling, self.model.config)
         self.goal = state.end + torch.tensor(num_new)  # where `end` stops, also beyond the context
         self.state = state
         self.forwards = self.offered = self.accepted = 0
@@ -144,12 +143,14 @@ class Decoder:
         return step
 
 
-def new_state(contexts, sampling, block_size):
+def new_state(contexts, sampling, config):
     """Return the DecodeState of rows whose contexts, int64 tensors of one dimension, are given."""
     end = torch.tensor([len(context) for context in contexts])
-    tokens = torch.zeros(len(contexts), block_size + 1, dtype=torch.int64)
+    tokens = torch.zeros(len(contexts), config.block_size + 1, dtype=torch.int64)
     for row, context in zip(tokens, contexts):
         row[: len(context)] = context
+    if not ((tokens >= 0) & (tokens < config.vocab_size)).all():  # step.c would read beyond its tables
+        raise ValueError(f"a prompt holds tokens outside 0..{config.vocab_size - 1}")
     return DecodeState(
         tokens=tokens,
         end=end,

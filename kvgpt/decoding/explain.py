@@ -77,6 +77,7 @@ def explain(model, chars, idx, steps=3, **sampling):
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
             token, key_cache = chars[block.item()], attn.heads[0].key_cache
+            keys = attn.cache.key[attn.layer][:, :, : key_cache.size(1)]
             print(f"{what}: idx {(1, pos.size(1))}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),
@@ -84,11 +85,7 @@ def explain(model, chars, idx, steps=3, **sampling):
                 ("new k, v", k, f"written to {slots} of the cache"),
                 ("key_cache", key_cache, f"per Head, was {held}; value_cache has the same shape"),
                 ("queries", q, "of the characters fed in this step"),
-                (
-                    "keys, values",
-                    attn.cache.key[0][:, :, : max(attn.cache.lengths)],
-                    "of all characters so far, read from the cache",
-                ),
+                ("keys, values", keys, "of all characters so far, read from the cache"),
                 ("mask", mask, "no mask: the query sees every slot" if mask is None else "slot <= pos of the query"),
                 ("weights", weights, "softmax of queries times keys"),
                 ("attention", seen["attention"], "weights times values, heads side by side, through c_proj"),

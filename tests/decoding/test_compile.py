@@ -23,10 +23,12 @@ from helpers import (
     lively,
     needs_compiler,
     num_threads,
+    ok,
     prompts,
+    run,
 )
 from kvgpt.decoding import compile as compiling
-from kvgpt.decoding.compile import CompileError, compile_step
+from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
 from model import GPT, GPTConfig
 
@@ -66,7 +68,7 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
         assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
 
 
-A_STALL = [("STALL 1e-3", "STALL -1.0"), ("spins < 20000", "spins < 0")]  # every wait seems to be one
+A_SLEEP = [("spins < SPINS", "spins < 0")]
 NO_THREAD = [("!pthread_create(ids + started, NULL, work, workers + started)", "0")]
 NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memory) return -1;")]
 
@@ -88,9 +90,8 @@ def patched_step(tmp_path, monkeypatch):
         yield patch
 
 
-@pytest.mark.parametrize("trouble", [A_STALL, NO_THREAD])
-def test_a_thread_that_lost_its_core_or_never_came_changes_no_token(patched_step, trouble):
-    patched_step(trouble)
+def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
+    patched_step(A_SLEEP)
     model = lively(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
     ragged = [prompts(1, n, n)[0] for n in (3, 70)]
     for draft in DRAFTS.values():
@@ -98,41 +99,10 @@ def test_a_thread_that_lost_its_core_or_never_came_changes_no_token(patched_step
         assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
 
 
-def test_after_a_stall_one_thread_goes_on_for_a_while(patched_step, monkeypatch):
-    patched_step(A_STALL)
-    model = lively(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
-    library = compiling.load_library(compiling.shape_macros(model, 0.5))
-    threads, clock = [], [0.0]
-
-    class Recorder:
-        lanes = library.lanes
-
-        def decode(self, *args):
-            threads.append(args[5])
-            return library.decode(*args)
-
-    monkeypatch.setattr(compiling, "load_library", lambda macros: Recorder())
-    monkeypatch.setattr(compiling.time, "perf_counter", lambda: clock[0])
-    decoder = Decoder(model, compile=True)
-
-    def generate():
-        threads.clear()
-        decoder.generate(prompts(1, 3), 30, seed=1)
-        return set(threads)
-
-    decoder._compiled()  # its check has met a stall
-    assert generate() == {1}
-    clock[0] = 0.2
-    assert generate() == {1}
-    clock[0] = 0.3
-    assert generate() == {3, 1}
-    clock[0] = 2.0  # this pause is eight times as long
-    assert generate() == {1}
-
-
-def test_too_little_memory_is_an_error_of_its_own(patched_step):
-    patched_step(NO_MEMORY)
-    with pytest.raises(MemoryError, match="compiled step"):
+@pytest.mark.parametrize("trouble", [NO_MEMORY, NO_THREAD])
+def test_too_little_memory_is_an_error_of_its_own(patched_step, trouble):
+    patched_step(trouble)
+    with pytest.raises(MemoryError, match="the step in C"):
         Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
 
 
@@ -146,58 +116,81 @@ def test_a_prompt_may_be_longer_than_a_forward():
     assert_same_as_alone(model, Decoder(model, compile=True).generate(many, 9, seed=2), many, 9, range(150), 2, {})
 
 
-def test_the_compiled_step_follows_the_weights():
-    """They are packed once, and a fused optimizer changes them without a trace in their version counters."""
+def test_a_decoder_takes_the_weights_when_it_is_made():
     model = lively(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
-    decoder, idx = Decoder(model, compile=True), torch.arange(7)[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
-
-    def same():
-        (ours,) = decoder.generate(idx[:, :1], 7, seed=1, temperature=0)
-        assert torch.equal(ours[None], model.generate(idx[:, :1], 7, seed=1, temperature=0, kv_cache=False))
-
-    same()
-    model.train()
-    for _ in range(20):
-        model(idx[:, :-1], idx[:, 1:])[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    list(decoder.stream(idx[:, :1], 3))
-    assert model.training and all(module.training for module in model.modules())
-    model.eval()
-    same()
+    idx = torch.zeros(1, 1, dtype=torch.int64)
+    before, decoder = model.generate(idx, 7, temperature=0, kv_cache=False), Decoder(model, compile=True)
     with torch.no_grad():
-        model.lm_head.weight.mul_(-1)
-    same()
-    stream, got = decoder.stream(idx[:, :1], 7, seed=1), [0]
-    got.append(int(next(stream)[0, 0]))
-    with torch.no_grad():
-        model.train()
-        model.lm_head.weight.mul_(1)
-        model.eval()
-    got += [int(token) for block in stream for token in block[0]]
-    assert got == model.generate(idx[:, :1], 7, seed=1, kv_cache=False)[0].tolist()
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    after = model.generate(idx, 7, temperature=0, kv_cache=False)
+    assert not torch.equal(before, after)
+    assert torch.equal(decoder.generate(idx, 7, temperature=0)[0][None], before)
+    assert torch.equal(Decoder(model, compile=True).generate(idx, 7, temperature=0)[0][None], after)
 
 
-def test_a_network_that_was_edited_is_not_replaced_by_another():
-    """step.c spells out the network once more. Its text would be the old network's."""
-    edits = [
-        lambda model: model.transformer.h[1].mlp.register_forward_hook(lambda module, x, y: 0.9 * y),
-        lambda model: model.transformer.h[0].attn.c_proj.register_forward_hook(lambda module, x, y: y.roll(1, -1)),
-        lambda model: model.lm_head.register_forward_hook(lambda module, x, y: y.flip(-1)),
-        lambda model: setattr(model.transformer.ln_f, "eps", 10.0),
-    ]
-    for edit in edits:
-        model = lively(MODELS[8].config, seed=8)
-        compile_step(model, 0, None)
-        edit(model)
-        with pytest.raises(CompileError, match="another network than model"):
-            compile_step(model, 0, None)
+# -- step.c belongs to one model.py ------------------------------------------------------------------------------------
+
+EDITS = {  # right edits of model.py, after which step.c would write another text, or none
+    "window": (
+        "if pos.size(1) == 1 and min(self.lengths) == t:",
+        "if pos.size(1) == 1 and min(self.lengths) == t < 8:",
+    ),
+    "gelu": ("F.gelu(x, approximate=self.approximate)", 'F.gelu(x, approximate="tanh")'),
+    "eps": ("self.ln_1 = nn.LayerNorm(config.n_embd, bias", "self.ln_1 = nn.LayerNorm(config.n_embd, 1e-4, bias"),
+    "norm": ("self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)", "self.ln_2 = nn.RMSNorm(config.n_embd)"),
+    "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
+    "sampler": ("score = logits + temperature * noise", "score = logits + 2 * temperature * noise"),
+    "loop": ("tokens[:, end] = new", "tokens[:, end] = new.clamp(min=1)"),
+}
+SAMPLE_COPY = "--prompt CC --seed 4 --device cpu --max_new_tokens 12".split()
+
+
+def test_step_c_belongs_to_this_model_py():
+    """If this fails you have edited model.py. Make step.c compute the same, and put the hash into compile.py."""
+    assert compiling.model_sha256() == compiling.MODEL_SHA256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", EDITS)
+def test_after_an_edit_of_model_py_one_line_says_so_and_the_text_is_the_plain_one(edit, tmp_path, trained):
+    for name in ("model.py", "sample.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "kvgpt", tmp_path / "kvgpt")
+    source = (tmp_path / "model.py").read_text(encoding="utf-8")
+    old, new = EDITS[edit]
+    assert source.count(old) == 1, old
+    (tmp_path / "model.py").write_text(source.replace(old, new), encoding="utf-8")
+    flags = ["sample.py", "--ckpt", trained / "ckpt.pt", *SAMPLE_COPY]
+    plain, compiled = run(*flags, cwd=tmp_path), run(*flags, "--compile", cwd=tmp_path)
+    assert ok(compiled).stdout == ok(plain).stdout
+    assert compiled.stderr.count("decoding without --compile") == 1
+
+
+def test_comments_and_docstrings_are_no_edit(monkeypatch, tmp_path):
+    text = Path(compiling.model_py.__file__).read_text(encoding="utf-8")
+    for old, new in (("# no cache: causal attention within x", "# another"), ('"""Attention and MLP,', '"""Both,')):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "model.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(compiling.model_py, "__file__", str(tmp_path / "model.py"))
+    compiling.model_sha256.cache_clear()
+    try:
+        assert compiling.model_sha256() == compiling.MODEL_SHA256
+    finally:
+        compiling.model_sha256.cache_clear()
+
+
+def test_another_layer_in_the_model_is_refused():
+    model = lively(MODELS[8].config, seed=8)
+    model.transformer["ln_f"] = torch.nn.RMSNorm(model.config.n_embd)
+    with pytest.raises(CompileError, match="RMSNorm"):
+        Decoder(model, compile=True)
 
 
 def test_other_numbers_than_float32_are_refused():
     with pytest.raises(CompileError, match=r"float32.*bfloat16"):
-        Decoder(GPT(GPTConfig(8, 7, 1, 1, 8)).bfloat16(), compile=True).stream([torch.tensor([1])], 3)
+        Decoder(GPT(GPTConfig(8, 7, 1, 1, 8)).bfloat16(), compile=True)
 
 
 # -- which program is kept where ---------------------------------------------------------------------------------------
@@ -217,7 +210,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
         got = Decoder(model, draft, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
         assert torch.equal(got[0][None], model.generate(idx, 6, seed=1, top_k=top_k))
         stderr = capfd.readouterr().err
-        assert stderr.count("\n") == stderr.count("--compile: compiled the decode step in")
+        assert stderr.count("\n") == stderr.count("--compile: compiled the step in C in")
         return stderr.count("compiled")
 
     assert compiles() == 1 and compiles() == 0
@@ -257,5 +250,5 @@ def test_chips_with_shorter_vectors_give_the_same_tokens(flags, monkeypatch):
 
 def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch):
     monkeypatch.setattr(compiling, "SOURCE", ROOT / "README.md")
-    with pytest.raises(CompileError, match="cannot compile the decode step"):
-        Decoder(MODELS[0], compile=True).stream([torch.tensor([1])], 3)
+    with pytest.raises(CompileError, match="cannot compile the step in C"):
+        Decoder(MODELS[0], compile=True)

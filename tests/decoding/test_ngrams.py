@@ -34,7 +34,7 @@ def dictionary_ngrams(runs, context):
 
 def test_the_table_is_interpolated_absolute_discounting_of_the_longest_known_context():
     ngrams = count_ngrams(TEXT, V, 10**6)
-    logits, after = ngram_table(ngrams, V, "cpu")
+    logits, after = ngram_table(ngrams, V)
     assert ngrams["order"] == ORDER and logits.shape == after.shape
     torch.testing.assert_close(logits.exp().sum(1), torch.ones(len(logits)), atol=1e-4, rtol=0)
     text = TEXT.tolist()
@@ -65,7 +65,7 @@ def test_counts_of_an_older_checkpoint_have_contexts_of_three():
     codes = sorted({sum(text[i + j] * 5 ** (3 - j) for j in range(4)) for i in range(4)})
     older = {"codes": torch.tensor(codes), "counts": torch.tensor([4] * 4)}
     assert valid_ngrams(older, 5)
-    logits, after = ngram_table(older, 5, "cpu")
+    logits, after = ngram_table(older, 5)
     row = 0
     for token in text:
         row = int(after[row, token])
@@ -85,12 +85,12 @@ def test_ngrams_are_counted_as_a_dictionary_counts_them(text, most):
     assert all(counted[run] == n for run, n in zip(runs, ngrams["counts"].tolist(), strict=True))
     assert sorted(ngrams["counts"].tolist()) == sorted(counted.values())[len(counted) - len(codes) :]
     assert valid_ngrams(ngrams, 6)
-    ngram_table(ngrams, 6, "cpu")
+    ngram_table(ngrams, 6)
 
 
 def test_a_large_vocabulary_shortens_the_contexts():
     text = np.random.default_rng(0).integers(3000, size=5000).tolist() * 2
-    logits, after = ngram_table(count_ngrams(np.array(text), 3000, 10**6), 3000, "cpu")
+    logits, after = ngram_table(count_ngrams(np.array(text), 3000, 10**6), 3000)
     assert logits.shape == after.shape and logits.numel() <= 2**23
     model = lively(GPTConfig(block_size=8, vocab_size=3000, n_layer=1, n_head=2, n_embd=16))
     decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 3000, 1000))

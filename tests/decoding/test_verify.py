@@ -5,9 +5,8 @@ import torch
 from helpers import CONTEXT, MODELS, PROMPT, V, lively, prompts, tokens_differ
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
-from model import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.verify import near_tie, verify
-from model import GPTConfig
+from model import GPTConfig, Sampling, gumbel_noise, sample_token
 
 
 def test_a_difference_is_told_from_a_near_tie():
@@ -21,16 +20,15 @@ def test_a_difference_is_told_from_a_near_tie():
 
 def break_cache(model):
     """Make the cached path wrong: one head's first key is lost after the prefill."""
-    attn = model.transformer.h[0].attn
-    update = attn.cache.update
+    update = model.cache.update
 
-    def forgetful(pos, k, v, num_slots):
-        views = update(pos, k, v, num_slots)
+    def forgetful(layer, pos, k, v):
+        views = update(layer, pos, k, v)
         if pos[0, 0] > 0:
-            attn.cache.key[:, 0, 0] = 0
+            model.cache.key[0][:, 0, 0] = 0
         return views
 
-    attn.cache.update = forgetful
+    model.cache.update = forgetful
 
 
 def test_verify_finds_a_broken_cache(trained):
