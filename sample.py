@@ -273,9 +273,9 @@ def write_stream(stream, rows, goals, vocabulary, stops, timing, decoder):
 
 
 def step_work(args, engine, decoder, num_rows):
-    """Return the multiply-adds of a step, about one per weight and token. None: the step picks its own threads."""
+    """Return the multiply-adds that torch does per step, about one per weight and token."""
     if args.engine == "onnx" or (decoder and decoder.program):
-        return None
+        return 0
     tokens = 1 + (decoder.num_drafts if decoder else 0) if args.kv_cache else engine.config.block_size
     return num_rows * tokens * sum(p.numel() for p in engine.parameters())
 

@@ -9,6 +9,7 @@ more threads than there are cores, so we add some that do nothing. No sum change
 bit.
 """
 
+import math
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,23 +28,22 @@ def num_threads(multiply_adds):
 
 
 @contextmanager
-def share_cores(multiply_adds=None):
-    """Inside the block, leave the cores to others while they need them.
+def share_cores(multiply_adds=math.inf):
+    """Inside the block, run torch on as many threads as steps with so many multiply-adds are worth.
 
-    multiply_adds  of a step, if the number of threads should follow it: see num_threads
+    If these are several, they leave the cores to other processes that need them.
     """
-    before = torch.get_num_threads()
-    if multiply_adds is not None:
-        torch.set_num_threads(num_threads(multiply_adds))
-    done = Event()
+    before, done = torch.get_num_threads(), Event()
+    torch.set_num_threads(num_threads(multiply_adds))
     watcher = Thread(target=watch, args=(done,), daemon=True)
-    if Path("/proc/self/schedstat").exists():  # Linux
+    watches = torch.get_num_threads() > 1 and Path("/proc/self/schedstat").exists()  # Linux
+    if watches:
         watcher.start()
     try:
         yield
     finally:
         done.set()
-        if watcher.is_alive():
+        if watches:
             watcher.join()
         torch.set_num_threads(before)
 

@@ -58,16 +58,17 @@ def compile_step(model, num_drafts, table):
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
     weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
+    most_threads = torch.get_num_threads()
 
     def bind(state):
         B = len(state.end)
         shape = (B, config.num_kv_heads, config.block_size, config.head_size)
         cache = Pointers([torch.empty(shape) for _ in range(2 * config.n_layer)])  # key and value of every layer
         rows = Pointers(list(vars(state).values()))
-        by_rows = B >= 8 * torch.get_num_threads()
+        by_rows = B >= 8 * most_threads
+        threads = min(most_threads, max(1, num_params * B // WORK_PER_THREAD))
 
         def run(max_steps):
-            threads = min(torch.get_num_threads(), max(1, num_params * B // WORK_PER_THREAD))
             counters = (ctypes.c_int64 * 3)()
             inputs = (weights.array, cache.array, rows.array, tables and tables.array)
             if library.decode(*inputs, B, threads, int(by_rows), max_steps, num_drafts, counters) < 0:
@@ -88,7 +89,7 @@ class Pointers:
         self.array = (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-# -- the model.py that step.c belongs to ---------------------------------------------------------------------------------
+# -- the model.py that step.c belongs to ----------------------------------------------------------------------------------
 
 
 def check_source(model):
