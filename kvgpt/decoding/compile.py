@@ -12,8 +12,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tokenize
+import weakref
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -58,7 +60,10 @@ def compile_step(model, num_drafts, table):
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
     weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
-    most_threads = torch.get_num_threads()
+    most_threads, lock = torch.get_num_threads(), threading.Lock()
+    pool = library.start_threads(most_threads)
+    if not pool:
+        raise CompileError("the step in C needs more threads than there are")
 
     def bind(state):
         B = len(state.end)
@@ -71,12 +76,15 @@ def compile_step(model, num_drafts, table):
         def run(max_steps):
             counters = (ctypes.c_int64 * 3)()
             inputs = (weights.array, cache.array, rows.array, tables and tables.array)
-            if library.decode(*inputs, B, threads, int(by_rows), max_steps, num_drafts, counters) < 0:
+            with lock:  # one call at a time has the threads
+                failed = library.decode(pool, *inputs, B, threads, int(by_rows), max_steps, num_drafts, counters)
+            if failed:
                 raise MemoryError("the step in C needs more memory than there is")
             return list(counters)
 
         return run
 
+    weakref.finalize(bind, library.stop_threads, pool)
     return bind
 
 
@@ -89,7 +97,7 @@ class Pointers:
         self.array = (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-# -- the model.py that step.c belongs to ----------------------------------------------------------------------------------
+# -- the model.py that step.c belongs to --------------------------------------------------------------------------------
 
 
 def check_source(model):
@@ -154,7 +162,7 @@ def load_library(macros):
     for file in folder.glob(f"step-{key}-*.so"):
         with suppress(OSError):
             if file.stem.endswith(sha256(file.read_bytes())):
-                return ctypes.CDLL(str(file))
+                return open_library(file)
 
     began = time.perf_counter()
     try:
@@ -166,7 +174,7 @@ def load_library(macros):
                 why = next((line.strip() for line in lines if "error" in line), f"exit code {done.returncode}")
                 raise CompileError(f"{command[0]} cannot compile the step in C ({why[:200]})")
             program = made.read_bytes()
-            library = ctypes.CDLL(str(made))
+            library = open_library(made)
     except (OSError, subprocess.TimeoutExpired) as error:  # no folder that programs may run from, or a compiler hangs
         raise CompileError(f"the step in C cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # a folder that cannot be written: compile again next time
@@ -175,6 +183,14 @@ def load_library(macros):
         partial.write_bytes(program)
         os.replace(partial, folder / f"step-{key}-{sha256(program)}.so")  # whole, as another process may be reading it
     print(f"--compile: compiled the step in C in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    return library
+
+
+def open_library(file):
+    library = ctypes.CDLL(str(file))
+    library.start_threads.restype = ctypes.c_void_p  # an int would lose half of the address
+    library.stop_threads.argtypes = [ctypes.c_void_p]
+    library.decode.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
     return library
 
 

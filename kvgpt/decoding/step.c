@@ -10,8 +10,12 @@ feeds the newest token of each row, and speculative decoding feeds guesses behin
 Sums run in one order for any number of tokens and threads. So a row gets the same bits in any batch, with or without
 guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
 
+#ifdef __linux__
+#define _GNU_SOURCE /* for sched_getcpu */
+#endif
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -45,7 +49,7 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-#define SPINS 20000       /* looks at a barrier before a thread sleeps, some tens of microseconds */
+#define SPINS 100000      /* looks at a barrier before a thread sleeps: longer than another thread takes to wake up */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -169,36 +173,33 @@ INLINE float dot(const float *x, const float *y, int n) {
 /* -- threads ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    int parts; /* threads that share the forwards of these rows */
+    int threads;
     atomic_int waiting, round;
-    pthread_mutex_t mutex;
-    pthread_cond_t next_round;
-    int first_row, end_row, next_row; /* next_row: the first row after those of the present forward */
+} Barrier;
+
+/* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we look again and again.
+ * If they do not, another process must have taken a core from one of them, and we offer ours. */
+static void barrier(Barrier *b) {
+    if (b->threads == 1) return;
+    int round = atomic_load(&b->round);
+    if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
+        atomic_store(&b->waiting, 0);
+        atomic_store(&b->round, round + 1);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&b->round, memory_order_acquire) == round; spins++)
+        if (spins > SPINS) sched_yield();
+}
+
+typedef struct {
+    Barrier barrier;
+    int parts;                                                  /* threads that share the forwards of these rows */
+    int first_row, end_row, next_row;                           /* next_row: the first row after the present forward */
     int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the present forward */
-    int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS]; /* fed[j]: the fed token behind which pick j stands */
+    int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS];          /* pick j follows the fed token fed[j] */
     float *x, *qkv, *y, *fc, *noise, *logits;                   /* MAX_TOKENS rows each */
     int64_t steps, offered, accepted;
 } Group;
-
-/* Wait until all threads of the group are here. On an idle machine the others arrive within microseconds, so we spin.
- * If they do not, another process must have taken a core from one of them. Then we sleep, which leaves it ours. */
-static void barrier(Group *g) {
-    int round = atomic_load(&g->round);
-    if (g->parts == 1) return;
-    if (atomic_fetch_add(&g->waiting, 1) == g->parts - 1) {
-        atomic_store(&g->waiting, 0);
-        pthread_mutex_lock(&g->mutex);
-        atomic_store(&g->round, round + 1);
-        pthread_cond_broadcast(&g->next_round);
-        pthread_mutex_unlock(&g->mutex);
-        return;
-    }
-    for (int spins = 0; spins < SPINS; spins++)
-        if (atomic_load_explicit(&g->round, memory_order_acquire) != round) return;
-    pthread_mutex_lock(&g->mutex);
-    while (atomic_load(&g->round) == round) pthread_cond_wait(&g->next_round, &g->mutex);
-    pthread_mutex_unlock(&g->mutex);
-}
 
 typedef struct {
     Group *group;
@@ -355,14 +356,14 @@ static void forward(const Worker *w) {
             float position = m->wpe ? m->wpe[(size_t)g->pos[i] * N_EMBD + c] : 0;
             x[i * X + c] = m->wte[(size_t)g->token[i] * N_EMBD + c] + position;
         }
-    barrier(g);
+    barrier(&g->barrier);
 
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
         /* queries, keys and values. Every part computes the norms for itself, which is faster than waiting for them */
         for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l], in + i * X, N_EMBD);
         matmul(w, n, in, X, N_EMBD, layer->c_attn, C_ATTN, NULL, g->qkv, QKV);
-        barrier(g);
+        barrier(&g->barrier);
 
         /* attention: a token first writes its slot, then reads all slots up to its own */
         for (int h = N_KV_HEAD * w->part / g->parts; h < N_KV_HEAD * (w->part + 1) / g->parts; h++)
@@ -381,27 +382,27 @@ static void forward(const Worker *w) {
                     attend(q + j, keys, values, pos + 1, w->weights, g->y + i * X + j);
                 }
             }
-        barrier(g);
+        barrier(&g->barrier);
         matmul(w, n, g->y, X, N_EMBD, layer->attn_proj, N_EMBD, POST_LN ? in : x, x, X);
-        barrier(g);
+        barrier(&g->barrier);
 
         /* MLP */
         for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l + 1], in + i * X, N_EMBD);
         matmul(w, n, in, X, N_EMBD, layer->c_fc, C_FC, NULL, g->fc, FC);
-        barrier(g);
+        barrier(&g->barrier);
         for (int i = 0; i < n; i++)
             for (int c = 0; c < HIDDEN; c += LANES) {
                 vec active = activate(load(g->fc + i * FC + c));
                 store(w->hidden + i * PAD(HIDDEN) + c, GATED ? active * load(g->fc + i * FC + HIDDEN + c) : active);
             }
         matmul(w, n, w->hidden, PAD(HIDDEN), HIDDEN, layer->mlp_proj, N_EMBD, POST_LN ? in : x, x, X);
-        barrier(g);
+        barrier(&g->barrier);
     }
 
     /* logits, of the tokens behind which a token is picked */
     for (int j = 0; j < g->num_picks; j++) layer_norm(x + g->fed[j] * X, m->norm[2 * N_LAYER], in + j * X, N_EMBD);
     matmul(w, g->num_picks, in, X, N_EMBD, m->lm_head, VOCAB_SIZE, NULL, g->logits, V);
-    barrier(g);
+    barrier(&g->barrier);
 }
 
 /* -- the sampler of model.py ----------------------------------------------------------------------------------------- */
@@ -555,52 +556,114 @@ static void accept(const Worker *w) {
 }
 
 /* Run the steps of a group. Every step appends at least one token to each row below its limit. */
-static void *work(void *argument) {
-    const Worker *w = argument;
+static void work(const Worker *w) {
     Group *g = w->group;
     for (int step = 0; step < w->max_steps; step++) {
         int row = g->first_row, fed = 0;
         while (row < g->end_row) {
             if (w->part == 0) g->next_row = plan(w, row);
-            barrier(g);
+            barrier(&g->barrier);
             row = g->next_row;
             if (!g->n) break; /* the other rows are at their limits */
             forward(w);
             for (int j = w->part; j < g->num_picks; j += g->parts)
                 g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V, w->ids, NULL);
-            barrier(g);
+            barrier(&g->barrier);
             if (w->part == 0) accept(w);
             fed = 1;
         }
         if (!fed) break;
         if (w->part == 0) g->steps++;
     }
-    return NULL;
+}
+
+/* -- what Python calls --------------------------------------------------------------------------------------------- */
+
+/* The threads of a Decoder, which live as long as it does and sleep between its calls. */
+typedef struct {
+    pthread_mutex_t mutex;
+    pthread_cond_t next_call;
+    atomic_int joined, call;
+    Barrier done;
+    Worker *workers; /* of the present call */
+    int num_workers; /* 0: end */
+#ifdef __linux__
+    cpu_set_t cores; /* for all threads but the caller */
+#endif
+    pthread_t ids[];
+} Pool;
+
+static void *serve(void *argument) {
+    Pool *pool = argument;
+    int i = 1 + atomic_fetch_add(&pool->joined, 1), call = 0;
+    for (;;) {
+        for (int spins = 0; spins < SPINS && atomic_load(&pool->call) == call;) spins++; /* the next call may be near */
+        pthread_mutex_lock(&pool->mutex);
+        while (atomic_load(&pool->call) == call) pthread_cond_wait(&pool->next_call, &pool->mutex);
+        call = atomic_load(&pool->call);
+        pthread_mutex_unlock(&pool->mutex);
+        if (!pool->num_workers) return NULL;
+#ifdef __linux__
+        sched_setaffinity(0, sizeof pool->cores, &pool->cores);
+#endif
+        if (i < pool->num_workers) work(pool->workers + i);
+        barrier(&pool->done);
+    }
+}
+
+/* Wake the threads of the pool. Linux wakes a thread on the core where it ran last, or where its caller runs, and there
+ * the two would wait for each other until the kernel looks at the balance, milliseconds later. So they leave the
+ * caller's core to the caller. */
+static void wake(Pool *pool, Worker *workers, int num_workers) {
+#ifdef __linux__
+    sched_getaffinity(0, sizeof pool->cores, &pool->cores);
+    if (CPU_COUNT(&pool->cores) > 1) CPU_CLR(sched_getcpu(), &pool->cores);
+#endif
+    pool->workers = workers, pool->num_workers = num_workers;
+    pthread_mutex_lock(&pool->mutex);
+    atomic_fetch_add(&pool->call, 1);
+    pthread_cond_broadcast(&pool->next_call);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+/* Return a pool of so many threads, the caller's included. NULL: there are no more. */
+Pool *start_threads(int threads) {
+    Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
+    if (!pool) return NULL;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->next_call, NULL);
+    pool->done.threads = threads;
+    for (int i = 1; i < threads; i++)
+        if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;
+    return pool;
+}
+
+void stop_threads(Pool *pool) {
+    wake(pool, NULL, 0);
+    for (int i = 1; i < pool->done.threads; i++) pthread_join(pool->ids[i], NULL);
+    free(pool);
 }
 
 /* Outputs per panel of packed weights. */
 int lanes(void) { return LANES; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
- * accepted to counters[0..2], which are 0 before. Returns -1 without memory or threads, else 0. */
-int decode(const Model *model, const Cache *cache, const State *state, const Table *table, int B, int threads,
-           int by_rows, int max_steps, int num_drafts, int64_t *counters) {
-    int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads, started = 1;
+ * accepted to counters[0..2], which are 0 before. Returns -1 without memory, else 0. */
+int decode(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
+           int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
+    int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE + VOCAB_SIZE;
     float *memory = malloc((num_groups * shared + threads * own) * sizeof(float)), *next = memory;
     if (!memory) return -1;
     Group groups[num_groups];
     Worker workers[threads];
-    pthread_t ids[threads];
 
     /* divide the rows among groups, and each forward among the threads of a group */
     for (int i = 0; i < num_groups; i++) {
         Group *g = groups + i;
         memset(g, 0, sizeof *g);
-        pthread_mutex_init(&g->mutex, NULL);
-        pthread_cond_init(&g->next_round, NULL);
-        g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
+        g->barrier.threads = g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
         float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->noise, &g->logits};
         size_t sizes[] = {X, QKV, X, FC, V, V};
         for (int j = 0; j < 6; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
@@ -613,15 +676,15 @@ int decode(const Model *model, const Cache *cache, const State *state, const Tab
                               state, table, in, hidden, weights, ids};
     }
 
-    /* run them */
-    while (started < threads && !pthread_create(ids + started, NULL, work, workers + started)) started++;
-    if (started == threads) work(workers);
-    for (int i = 1; i < started; i++) pthread_join(ids[i], NULL);
+    /* work: thread 0 is the caller's */
+    if (threads > 1) wake(pool, workers, threads);
+    work(workers);
+    if (threads > 1) barrier(&pool->done);
     for (int i = 0; i < num_groups; i++) {
         const Group *g = groups + i;
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
         counters[1] += g->offered, counters[2] += g->accepted;
     }
     free(memory);
-    return started == threads ? 0 : -1;
+    return 0;
 }
