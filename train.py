@@ -323,7 +323,7 @@ def main():
         run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-        counted = run.begin(state.step, header)
+            counted = run.begin(state.step, header)
     print(describe(config, state, ranks), flush=True)
     meter = Meter(config, state, ranks, *counted)
 

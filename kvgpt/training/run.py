@@ -52,7 +52,8 @@ class RunFolder:
         """Prepare for a run that starts at `step`. If that is 0, set aside the run that the folder holds.
 
         header  the part of a checkpoint that stays the same during the run
-        Returns (characters, seconds) that the log of this run has counted so far. Raises OSError.
+        Returns (characters, seconds) that the log of this run has counted so far. Raises OSError, or ValueError if the
+        log is damaged.
         """
         self.header = header
         if not step:
@@ -75,13 +76,18 @@ class RunFolder:
 
     def trim_log(self, step):
         """Cut log.csv back to the rows up to `step`. Returns the characters and seconds of the last row."""
-        rows = [row for row in read_log(self.path) if int(row["step"]) <= step]
+        file = self.path / "log.csv"
+        try:
+            rows = [row for row in read_log(self.path) if int(row["step"]) <= step]
+            counted = (int(rows[-1]["chars"]), float(rows[-1]["seconds"])) if rows else (0, 0.0)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{file} is damaged: remove it, and the run begins a new one") from None
         text = io.StringIO()
         writer = csv.DictWriter(text, LOG_FIELDS, extrasaction="ignore")  # older versions wrote another column
         writer.writeheader()
         writer.writerows(rows)
-        write_atomically({self.path / "log.csv": text.getvalue().encode()})
-        return (int(rows[-1]["chars"]), float(rows[-1]["seconds"])) if rows else (0, 0.0)
+        write_atomically({file: text.getvalue().encode()})
+        return counted
 
     def log(self, row):
         file = self.path / "log.csv"
@@ -92,7 +98,7 @@ class RunFolder:
         """Cut samples.txt back to the samples up to `step`."""
         file = self.path / "samples.txt"
         if file.is_file():
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8", errors="replace")
             headings = re.finditer(SAMPLE_HEADING.format(r"(\d+)"), text)
             end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))
             write_atomically({file: text[:end].encode()})

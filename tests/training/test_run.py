@@ -13,6 +13,7 @@ from helpers import (
     STATEFUL,
     TINY,
     assert_one_line,
+    assert_refused,
     assert_same_run,
     child,
     contents,
@@ -87,6 +88,14 @@ def test_the_log_of_an_older_version_gets_todays_fields(more, tmp_path):
     assert RunFolder(tmp_path).trim_log(20) == (2560, 0.031)
     (row,) = log(tmp_path)
     assert row["lr"] == "0.001" and row["grad_norm"] == ("9" if more else "")
+
+
+def test_a_damaged_log_is_one_line_and_a_run_goes_on_without_it(out):
+    (out / "log.csv").write_bytes((out / "log.csv").read_bytes().replace(b"\n20,", b"\n2x,"))
+    assert_refused(out, words=[out / "log.csv", "is damaged: remove it"])
+    (out / "log.csv").unlink()
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
+    assert [row["step"] for row in log(out)] == ["61"]
 
 
 @linux
