@@ -35,7 +35,8 @@ from kvgpt.decoding.verify import NEAR_TIE, first_difference, near_tie
 from kvgpt.engines.onnx import OnnxGPT, quantize, write_onnx
 from kvgpt.export.hf import GRAPH, model_type, write_folder
 from kvgpt.files import lock_folder, read_tree, write_tree
-from kvgpt.training.data import evaluate, load_dataset
+from kvgpt.training.data import load_dataset
+from kvgpt.training.objective import evaluate
 from model import Sampling
 
 HERE = Path(__file__).resolve().parent

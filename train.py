@@ -11,81 +11,32 @@ Writes out/ckpt.pt (best val loss, which sample.py reads), out/last.pt (latest s
 out/log.csv. On a CPU the same command gives the same weights to the bit, interrupted and resumed or not.
 """
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
 import importlib.util
 import math
 import os
 import shlex
 import sys
-import time
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed import ReduceOp
 
-from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import fail, note, one_line_errors, run_main
+from kvgpt.checkpoint import first_line, load_checkpoint
+from kvgpt.cli import StopSignals, fail, note, one_line_errors, run_main
 from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import count_ngrams
-from kvgpt.export.hf import read_folder
 from kvgpt.recipes import TrainConfig, parse_flags, resolve_config
-from kvgpt.training.data import evaluate, load_dataset
-from kvgpt.training.device import compile_module, pick_dtype
+from kvgpt.training.data import load_dataset
 from kvgpt.training.dist import Ranks
 from kvgpt.training.meter import Meter
-from kvgpt.training.ngram_targets import ngram_targets
-from kvgpt.training.objective import loss_weights
+from kvgpt.training.objective import evaluate, loss_weights, ngram_targets
 from kvgpt.training.optim import lr_multiplier, set_lr
-from kvgpt.training.plots import plot_loss
-from kvgpt.training.run import RunFolder
-from kvgpt.training.signals import StopSignals
-from kvgpt.training.state import Diverged, TrainState, require_finite
+from kvgpt.training.run import RunFolder, plot_loss
+from kvgpt.training.state import Diverged, TrainState, pick_dtype, require_finite
 from model import GPT, GPTConfig
-
-# -- presets and recipes -----------------------------------------------------------------------------------------------
-
-# A preset is a size, a context length and a length of training. A recipe is a network and an optimizer.
-# Precedence: flags, OVERRIDES, PRESETS, RECIPES, defaults in kvgpt/recipes.py.
-
-PRESETS = {
-    "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
-    "nanogpt-cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000),
-    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3200),
-    "laptop": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=7000),
-    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
-}
-RECIPES = {
-    "modern": dict(
-        pos_emb="rope",
-        qk_norm=True,
-        activation="swiglu",
-        zero_init=True,
-        ngram_targets=1.0,
-        mtp_weight=0.3,
-        optimizer="muon",
-        learning_rate=1e-2,
-        beta2=0.95,
-        weight_decay=0.0,
-        grad_clip=0.0,
-        warmup_iters=0,
-        lr_decay="linear",
-        lr_stable_frac=0.3,
-        min_lr=0.0,
-    ),
-    "nanogpt": dict(learning_rate=1e-3),
-}
-OVERRIDES = {
-    ("nanogpt-cpu", "modern"): dict(mlp_ratio=4.2),
-    ("cpu", "modern"): dict(mlp_ratio=4.2),
-    ("laptop", "modern"): dict(mlp_ratio=4.2),
-    ("gpu", "modern"): dict(max_iters=2000, dropout=0.3),
-}
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
@@ -94,8 +45,8 @@ OVERRIDES = {
 def window_starts(length, block_size, seed, epoch):
     """Return the start of every window of an epoch, in random order.
 
-    The offset of the first window is random. An epoch predicts every character once, except less than a window at
-    either end of the text.
+    The offset of the first window is random too. An epoch predicts every character once, except for less than a window
+    at either end of the text.
     """
     rng = np.random.default_rng((seed, epoch))
     offset = rng.integers(min(block_size, length - block_size))
@@ -105,7 +56,7 @@ def window_starts(length, block_size, seed, epoch):
 def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_size=1):
     """Return x and y, `(batch_size / world_size, block_size)` int64: this rank's rows of batch `number` of the run.
 
-    A batch is a pure function of the seed and its number. A resumed run needs no saved state for it, and any number of
+    A batch depends on the seed and its number alone, so a resumed run needs no saved random state, and any number of
     processes sees the same batches.
     """
     windows_per_epoch = (len(ids) - 1) // block_size
@@ -120,7 +71,7 @@ def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_s
 
 
 def to_device(tensor, device):
-    """Return a tensor of the CPU on the device. A copy to a GPU from pinned memory waits for no earlier step."""
+    """Return a tensor of the CPU on the device. From pinned memory, a GPU copies while it computes."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -132,16 +83,17 @@ def to_device(tensor, device):
 def train_step(config, data, state, ranks, measure=False):
     """Run one optimizer step: forward and backward per micro-step, clip, update.
 
-    measure  whether to compute the norm of the gradients where no clipping needs it
-    Returns this rank's mean loss, a tensor; the norm, a tensor or None; and the seconds in Muon.
+    measure  whether to compute the norm of the gradients even if we do not clip them
+    Returns this rank's mean loss, a tensor, and the norm, a tensor or None.
     """
+    # forward and backward
     micro_steps = config.gradient_accumulation_steps
     total = 0.0
     for micro_step in range(micro_steps):
         number = state.step * micro_steps + micro_step
         shape, where = (config.batch_size, config.block_size), (state.device, ranks.rank, ranks.world_size)
         x, y = get_batch(data.train, config.seed, number, *shape, *where)
-        if config.dropout:  # dropout masks are a function of the seed and the step, like the batches
+        if config.dropout:  # like the batches, the masks depend on the seed and the step alone
             sequence = np.random.SeedSequence((config.seed, state.step, micro_step, ranks.rank))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
         ranks.sync_gradients(state.objective, micro_step == micro_steps - 1)
@@ -154,6 +106,8 @@ def train_step(config, data, state, ranks, measure=False):
             objective, loss = state.objective(x, y, *weights, expected)
         state.scaler.scale(objective / micro_steps).backward()
         total = total + loss.detach() / micro_steps
+
+    # clip
     grad_norm = None
     if config.grad_clip or measure:
         for optimizer in state.optimizers:
@@ -162,13 +116,13 @@ def train_step(config, data, state, ranks, measure=False):
             grad_norm = torch.nn.utils.clip_grad_norm_(state.objective.parameters(), config.grad_clip)
         else:
             grad_norm = torch.nn.utils.get_total_norm([p.grad for p in state.objective.parameters()])
+
+    # update
     for optimizer in state.optimizers:
-        began = time.perf_counter()
         state.scaler.step(optimizer)
-    muon_seconds = time.perf_counter() - began if len(state.optimizers) > 1 else 0.0  # Muon is the second of two
     state.scaler.update()
     state.objective.zero_grad(set_to_none=True)
-    return total, grad_norm, muon_seconds
+    return total, grad_norm
 
 
 def val_loss(config, data, state, ranks, limit=None):
@@ -186,8 +140,7 @@ def due(step, interval):
 def train(config, data, state, ranks, run, meter, signals):
     """Train from state.step until max_iters, a stop signal, or the end of patience.
 
-    data, state, run, meter: a Dataset, TrainState, RunFolder and Meter. Returns the stop signal's number, or 0.
-    Raises Diverged instead of saving weights whose loss is not finite.
+    Returns the number of the stop signal, or 0. Raises Diverged instead of saving weights whose loss is not finite.
     """
     signum = 0
     while state.step < config.max_iters and not signum:
@@ -201,7 +154,7 @@ def train(config, data, state, ranks, run, meter, signals):
         state.step = number
 
         # evaluate, save, log
-        signum = signals.poll()
+        signum = int(ranks.all_reduce(signals.received, ReduceOp.MAX))  # all processes stop after the same step
         if config.sample_interval and due(state.step, config.sample_interval) and ranks.is_main:
             run.add_sample(state.step, sample(config, data, state, 300))
         if not (logging or signum):
@@ -213,7 +166,7 @@ def train(config, data, state, ranks, run, meter, signals):
             meter.warn_of_overfitting(row["val_loss"])
             if state.record_evaluation(row["val_loss"]) and ranks.is_main:
                 run.save_best(state)
-        elif saving:  # raise Diverged if the last update broke the weights, which no loss has shown yet
+        elif saving:  # did the last update break the weights? The loss above is from before it
             val_loss(config, data, state, ranks, limit=config.block_size + 1)
         if ranks.is_main:
             run.log(row | {"seconds": meter.seconds()})  # first, because a resume drops rows after last.pt's step
@@ -237,23 +190,41 @@ def sample(config, data, state, num_chars):
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def resolve(flags, ranks, run):
-    """Return (config, data, source, device, dtype) of the run that the flags describe. Raises ValueError.
-
-    source  the Checkpoint to resume or to start from; None: from scratch
-    """
-    # the run to resume, or the model to start from
-    resuming, source = flags.get("init_from") == "resume", None
-    if resuming:
+def load_source(init_from, ranks, run):
+    """Return the Checkpoint to resume or to start from, or None for a run from scratch. Raises ValueError."""
+    if init_from == "scratch":
+        return None
+    if init_from == "resume":
         if ranks.is_main and run.path.is_dir():
-            run.lock()  # before reading, so that no other run writes meanwhile
-        source = load_checkpoint(run.path / "last.pt")
-    elif flags.get("init_from", "scratch") != "scratch":
-        source = read_folder(flags["init_from"])
+            run.lock()  # before we read, so that no other run writes meanwhile
+        return load_checkpoint(run.path / "last.pt")
+    from kvgpt.export.hf import read_folder  # imported here because few runs need it
 
+    return read_folder(init_from)
+
+
+def load_text(config, source, run):
+    """Return the Dataset of a run. Raises ValueError if it is not the text that `source` was trained on."""
+    data_dir, resuming = Path(config.data_dir or Path(__file__).resolve().parent / "data"), config.init_from == "resume"
+    if resuming and config.data_dir and not data_dir.exists():
+        raise ValueError(f"the run in {run.path} was trained on {data_dir}, which is not here: say where by --data_dir")
+    data = load_dataset(data_dir, config.block_size)
+    if resuming and (source.chars, source.training["data_sha256"]) != (data.chars, data.sha256):
+        raise ValueError(
+            f"{data_dir} holds another text than the run in {run.path} was trained on: "
+            "name the folder of that text by --data_dir, or prepare it again"
+        )
+    if source and source.chars != data.chars:
+        raise ValueError(f"{data_dir} holds other characters than the model in {source.path} was trained on")
+    return data
+
+
+def setup(flags, ranks, run):
+    """Return (config, data, state) of the run that the flags describe, with one line for the user in a ValueError."""
     # settings
+    source = load_source(flags.get("init_from", TrainConfig.init_from), ranks, run)
     on_gpu = ranks.pick_device(flags.get("device", TrainConfig.device)).type == "cuda"
-    config = resolve_config(flags, PRESETS, RECIPES, OVERRIDES, on_gpu=on_gpu, source=source)
+    config = resolve_config(flags, on_gpu=on_gpu, source=source)
     if config.batch_size % ranks.world_size:
         raise ValueError(
             f"--batch_size {config.batch_size} cannot be shared by {ranks.world_size} processes: "
@@ -263,82 +234,66 @@ def resolve(flags, ranks, run):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     device = ranks.pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    if ranks.world_size > 1:  # torchrun sets the number
+
+    # threads: we record their number, because it decides the last bits of a sum
+    if ranks.world_size > 1:  # torchrun decides
         config.threads = flags.get("threads")
-    else:  # recorded, because the number of threads decides the last bits of a sum
-        config.threads = config.threads or torch.get_num_threads()
-        if "threads" not in flags and config.threads > (os.cpu_count() or config.threads):
-            note(
-                f"the run in {run.path} has {config.threads} threads, and this machine {os.cpu_count()} cores: "
-                f"--threads {os.cpu_count()} is faster, and gives weights with other last bits"
-            )
+    else:
+        config.threads, cores = config.threads or torch.get_num_threads(), os.cpu_count()
+        if "threads" not in flags and cores and config.threads > cores:
+            note(f"the run has {config.threads} threads and this machine {cores} cores: --threads {cores} is faster")
     if config.threads:
         torch.set_num_threads(config.threads)
 
-    # data
-    data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-    data = load_dataset(data_dir, config.block_size)
-    if source and source.chars != data.chars:
-        what = f"the run in {run.path}" if resuming else f"the model in {source.path}"
-        raise ValueError(f"{data_dir} holds other characters than {what} was trained on")
-    if resuming and source.training["data_sha256"] != data.sha256:
-        raise ValueError(f"the text in {data_dir} has changed since the run in {run.path} began")
-
-    # memory: a batch that does not fit fails here, where no file has changed
-    num_logits = config.batch_size // ranks.world_size * config.block_size * len(data.chars)
-    torch.empty(min(num_logits, 2**60), device=device)  # more elements than that are an error of another kind
-    return config, data, source, device, dtype
-
-
-def build(config, data, source, device, dtype):
-    """Return the TrainState at the start of the run, or where `source` left it. Exits with one line on an error."""
+    # text and weights
+    data = load_text(config, source, run)
     try:
         model_config = GPTConfig(vocab_size=len(data.chars), **config.model_args())
-    except ValueError as error:  # the message begins with the name of the field, which is a flag
-        fail(f"--{error} (--help lists the flags)", code=2)
-    with one_line_errors():
-        start = replace(source, model_args=asdict(model_config)).build_model() if source else None
+    except ValueError as error:  # it begins with the name of a field, which is a flag
+        raise ValueError(f"--{error} (--help lists the flags)") from None
     torch.manual_seed(config.seed)
-    try:
-        model = start or GPT(model_config)
-        if not source and config.zero_init:
-            model.zero_init()
-        model.to(device)
-    except (RuntimeError, MemoryError) as error:
-        fail(f"a network of this size does not fit: {str(error).strip().splitlines()[0]}")
-    state = TrainState(model, config, device, dtype)
+    model = replace(source, model_args=asdict(model_config)).build_model() if source else GPT(model_config)
+    if config.zero_init and not source:
+        model.zero_init()
+    state = TrainState(model.to(device), config, device, dtype)
     if config.init_from == "resume":
-        with one_line_errors():
-            state.load_training(source)
-        best = source.path.with_name("ckpt.pt")
-        if math.isfinite(state.best_val_loss) and not best.exists():
-            note(f"{best} is gone, and with it the best weights so far: the next evaluation writes a new one")
-            state.best_val_loss = math.inf
-    return state
+        state.load_training(source)
+        if not (run.path / "ckpt.pt").exists():
+            state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation writes new ones
+    return config, data, state
+
+
+def compile_module(module):
+    """Return torch.compile(module). Without a working compiler, say so and return the module."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(2, device=next(module.parameters()).device))
+    except Exception as error:  # a missing compiler shows in many ways
+        note(f"--compile: no working compiler ({first_line(error)}): training uncompiled")
+        return module
+    note("--compile: compiling the training step; the first steps take a while")
+    return torch.compile(module)
 
 
 def describe(config, state, ranks):
     """Return the first line of a run's output."""
-    config_line = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
     others = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
     if state.device.type == "cpu" and config.threads:
         others += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
     return (
         f"{'resuming' if state.step else 'training'} preset {config.preset}, recipe {config.recipe}, "
         f"on {state.device}{others} in {str(state.dtype).removeprefix('torch.')}: "
-        f"{config_line}, {state.num_parameters() / 1e6:.2f}M parameters; "
+        f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}, "
+        f"{state.num_parameters() / 1e6:.2f}M parameters; "
         f"steps {state.step}..{config.max_iters} of {config.chars_per_step:,} characters"
     )
 
 
 def main():
-    # settings, data and weights
-    flags = parse_flags(__doc__, PRESETS, RECIPES, OVERRIDES)
-    run = RunFolder(flags.get("out_dir", TrainConfig.out_dir))
+    # settings, text and weights
+    flags = parse_flags(__doc__)
+    ranks, run = Ranks(), RunFolder(flags.get("out_dir", TrainConfig.out_dir))
     with one_line_errors():
-        ranks = Ranks()
-        config, data, source, device, dtype = resolve(flags, ranks, run)
-    state = build(config, data, source, device, dtype)
+        config, data, state = setup(flags, ranks, run)
     if state.step >= config.max_iters:
         print(
             f"the run in {run.path} is at step {state.step} of {config.max_iters} already: "
@@ -346,36 +301,36 @@ def main():
         )
         return
     if config.ngram_targets:
-        data.ngram_targets = ngram_targets(data.train, len(data.chars), device)
+        data.ngram_targets = ngram_targets(data.train, len(data.chars), state.device)
         if not data.ngram_targets:
             print("the text is too long, or has too many distinct characters, for n-gram targets: training without")
-    with one_line_errors():
-        ranks.connect(device)
+
+    # other processes
+    ranks.connect(state.device)
     state.objective = ranks.wrap(compile_module(state.objective) if config.compile else state.objective)
 
     # run folder and log
-    header = dict(
-        model_args=asdict(state.model.config),
-        config=asdict(config),
-        chars=data.chars,
-        data_sha256=data.sha256,
-        # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
-        ngrams=count_ngrams(data.train, len(data.chars), state.num_parameters() // 16),
-    )
     counted = (0, 0.0)
     if ranks.is_main:
+        header = dict(
+            model_args=asdict(state.model.config),
+            config=asdict(config),
+            chars=data.chars,
+            data_sha256=data.sha256,
+            # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
+            ngrams=count_ngrams(data.train, len(data.chars), state.num_parameters() // 16),
+        )
         run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-        counted = run.begin(state.step, header)
+            counted = run.begin(state.step, header)
     print(describe(config, state, ranks), flush=True)
     meter = Meter(config, state, ranks, *counted)
 
     # train
-    signals = StopSignals(ranks)
     try:
         with share_cores():
-            signum = train(config, data, state, ranks, run, meter, signals)
+            signum = train(config, data, state, ranks, run, meter, StopSignals())
     except Diverged as error:
         meter.close()
         fail(
@@ -387,7 +342,7 @@ def main():
 
     # report
     if signum:
-        command = f"python train.py --init_from resume --out_dir {shlex.quote(str(run.path))}"
+        command = f"python train.py --init_from resume --out_dir={shlex.quote(str(run.path))}"
         print(f"stopped at step {state.step} of {config.max_iters} and saved; to continue: {command}")
         sys.exit(128 + signum)
     if state.step < config.max_iters:

@@ -18,8 +18,7 @@ if __name__ == "__main__":
     guard_process()  # before the imports, which take seconds
 
 from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
-from kvgpt.training.data import load_dataset
-from kvgpt.training.prepared import write_prepared
+from kvgpt.training.data import load_dataset, write_prepared
 
 HERE = Path(__file__).resolve().parent
 

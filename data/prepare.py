@@ -28,7 +28,7 @@ from tqdm import tqdm
 from kvgpt.checksums import sha256
 from kvgpt.cli import Parser, fail, path, run_main
 from kvgpt.files import read_regular
-from kvgpt.training.prepared import write_prepared
+from kvgpt.training.data import write_prepared
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

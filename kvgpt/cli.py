@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -190,3 +191,19 @@ def aligned(rows, num_left):
         for cells in rows
     )
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+class StopSignals:
+    """Ctrl-C, SIGTERM and a lost terminal, as a number to poll: `received`, or 0 while none came."""
+
+    def __init__(self):
+        self.received = 0
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, None)
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
+                signal.signal(number, self._receive)
+
+    def _receive(self, signum, frame):
+        self.received = self.received or signum
+        if not torchrun_ranks():  # torchrun passes on what the terminal has sent to every process already
+            signal.signal(signum, signal.SIG_DFL)

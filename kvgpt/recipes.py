@@ -1,11 +1,55 @@
-"""The settings of train.py: one dataclass, which is also the list of flags, and the rules that resolve them."""
+"""The settings of train.py: presets, recipes, all flags in one dataclass, and the rules of which one wins."""
 
 import argparse
 from dataclasses import dataclass, field, fields, replace
 
-from kvgpt.checkpoint import PLAIN
 from kvgpt.cli import Parser, aligned, boolean, number, path
 from model import GPTConfig
+
+# A preset is a size, a context length and a length of training. A recipe is a network and an optimizer. If both name a
+# setting then the preset wins, an override wins over both, and what you write on the command line wins over all.
+
+PRESETS = {
+    "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
+    "nanogpt-cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_iters=2000),
+    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3200),
+    "laptop": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=7000),
+    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
+}
+RECIPES = {
+    "modern": dict(
+        pos_emb="rope",
+        qk_norm=True,
+        activation="swiglu",
+        zero_init=True,
+        ngram_targets=1.0,
+        mtp_weight=0.3,
+        optimizer="muon",
+        learning_rate=1e-2,
+        beta2=0.95,
+        weight_decay=0.0,
+        grad_clip=0.0,
+        warmup_iters=0,
+        lr_decay="linear",
+        lr_stable_frac=0.3,
+        min_lr=0.0,
+    ),
+    "nanogpt": dict(learning_rate=1e-3),
+}
+OVERRIDES = {
+    ("nanogpt-cpu", "modern"): dict(mlp_ratio=4.2),
+    ("cpu", "modern"): dict(mlp_ratio=4.2),
+    ("laptop", "modern"): dict(mlp_ratio=4.2),
+    ("gpu", "modern"): dict(max_iters=2000, dropout=0.3),
+}
+
+
+def defaults(preset, recipe):
+    """Return {name: value} of the settings that a preset and a recipe choose."""
+    return RECIPES[recipe] | PRESETS[preset] | OVERRIDES.get((preset, recipe), {})
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
 
 
 def flag(default, kind, help, none=None):
@@ -15,16 +59,16 @@ def flag(default, kind, help, none=None):
 
 positive = number(int, f"[1, {2**31})")
 not_negative = number(int, f"[0, {2**31})")
-rate = number(float, "[0, 1e30]")  # torch refuses larger factors of a float32 tensor with a traceback
+rate = number(float, "[0, 1e30]")  # torch cannot multiply a float32 tensor by more
 share = number(float, "[0, 1)")
 
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. Presets and recipes of train.py take precedence over the defaults here."""
+    """All settings of a run. The defaults here are what no preset, recipe or flag decides."""
 
-    preset: str = flag("auto", str, "size and length of the run; auto: gpu on a GPU, else cpu")
-    recipe: str = flag("modern", str, "network and optimizer: this kit's, or nanoGPT's")
+    preset: str = flag("auto", ("auto", *PRESETS), "size and length of the run; auto: gpu on a GPU, else cpu")
+    recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: this kit's, or nanoGPT's")
     init_from: str = flag(
         "scratch", path, "scratch; resume continues last.pt in --out_dir; or a Hugging Face folder to start from"
     )
@@ -113,100 +157,85 @@ class TrainConfig:
 
 FLAGS = {f.name: f for f in fields(TrainConfig)}
 MODEL_FLAGS = [f.name for f in fields(GPTConfig) if f.name in FLAGS]
+PER_PRESET = {name for settings in (*PRESETS.values(), *OVERRIDES.values()) for name in settings}
+PER_RECIPE = {name for settings in RECIPES.values() for name in settings} - PER_PRESET
 
 
-# -- flags -------------------------------------------------------------------------------------------------------------
+def parse_flags(description, argv=None):
+    """Return {name: value} of the flags that were given. resolve_config fills in the others."""
+    return vars(make_parser(description).parse_args(argv))
 
 
-def parse_flags(description, presets, recipes, overrides, argv=None):
-    """Return {name: value} of the flags that were given. Presets, recipes or a checkpoint fill in the others."""
-    parser = make_parser(description, presets, recipes, overrides)
-    return vars(parser.parse_args(argv))
-
-
-def make_parser(description, presets, recipes, overrides):
-    epilog = defaults_tables(presets, recipes, overrides)
-    parser = Parser(description, epilog=epilog)
-    per_preset, per_recipe = varying_flags(presets, recipes, overrides)
-    choices = {"preset": ("auto", *presets), "recipe": tuple(recipes)}
+def make_parser(description):
+    parser = Parser(description, epilog=defaults_tables())
     for name, f in FLAGS.items():
-        kind = choices.get(name, f.metadata["kind"])
-        if name in per_preset or name in per_recipe:
-            default = f"per {'preset' if name in per_preset else 'recipe'}, see below"
+        kind, default = f.metadata["kind"], shown(name, f.default)
+        if name in PER_PRESET or name in PER_RECIPE:
+            default = f"per {'preset' if name in PER_PRESET else 'recipe'}, see below"
+        if isinstance(kind, tuple):
+            options = dict(choices=kind)
+        elif kind is boolean:
+            options = dict(type=kind, nargs="?", const=True, metavar="True|False")
         else:
-            default = shown(name, f.default)
-        options = (
-            dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=name.split("_")[-1].upper())
-        )
-        if kind is boolean:
-            options |= dict(nargs="?", const=True, metavar="True|False")
+            options = dict(type=kind, metavar=name.split("_")[-1].upper())
         help = f"{f.metadata['help']} (default: {default})".replace("%", "%%")
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     return parser
-
-
-def varying_flags(presets, recipes, overrides):
-    """Return two sets of flags: defaults that depend on the preset, and defaults that depend on the recipe alone."""
-    per_preset = {name for settings in (*presets.values(), *overrides.values()) for name in settings}
-    per_recipe = {name for settings in recipes.values() for name in settings} - per_preset
-    return per_preset, per_recipe
 
 
 def shown(name, value):
     return FLAGS[name].metadata["none"] if value is None else str(value)
 
 
-def defaults_tables(presets, recipes, overrides):
-    """Return the defaults that apply, as text: a table with a column per preset, and one with a column per recipe."""
-    per_preset, per_recipe = varying_flags(presets, recipes, overrides)
-    usual = TrainConfig.recipe
+def defaults_tables():
+    """Return the defaults as text: a table with a column per preset, and one with a column per recipe."""
+    usual, any_preset = TrainConfig.recipe, next(iter(PRESETS))
 
     def default(name, preset, recipe):
-        settings = recipes[recipe] | presets[preset] | overrides.get((preset, recipe), {})
-        return shown(name, settings.get(name, FLAGS[name].default))
+        return shown(name, defaults(preset, recipe).get(name, FLAGS[name].default))
 
-    def per_preset_cell(name, preset):
-        cell = default(name, preset, usual)
-        differing = [(r, default(name, preset, r)) for r in recipes if default(name, preset, r) != cell]
-        return cell + "".join(f" ({recipe}: {value})" for recipe, value in differing)
+    def cell(name, preset):
+        """The default with the usual recipe, and in parentheses that of a recipe which differs."""
+        values = {recipe: default(name, preset, recipe) for recipe in RECIPES}
+        others = [f" ({recipe}: {value})" for recipe, value in values.items() if value != values[usual]]
+        return values[usual] + "".join(others)
 
-    rows = [[f"defaults per preset (recipe {usual})", *presets]]
-    rows += [[f"  --{name}", *(per_preset_cell(name, p) for p in presets)] for name in FLAGS if name in per_preset]
-    text = aligned(rows, num_left=len(rows[0]))
-    any_preset = next(iter(presets))
-    rows = [["defaults per recipe", *recipes]]
-    rows += [[f"  --{name}", *(default(name, any_preset, r) for r in recipes)] for name in FLAGS if name in per_recipe]
-    return f"{text}\n\n{aligned(rows, num_left=len(rows[0]))}"
-
-
-# -- resolution --------------------------------------------------------------------------------------------------------
+    per_preset = [[f"defaults per preset (recipe {usual})", *PRESETS]]
+    per_preset += [[f"  --{name}", *(cell(name, p) for p in PRESETS)] for name in FLAGS if name in PER_PRESET]
+    per_recipe = [["defaults per recipe", *RECIPES]]
+    per_recipe += [
+        [f"  --{name}", *(default(name, any_preset, r) for r in RECIPES)] for name in FLAGS if name in PER_RECIPE
+    ]
+    return "\n\n".join(aligned(rows, num_left=len(rows[0])) for rows in (per_preset, per_recipe))
 
 
-def resolve_config(flags, presets, recipes, overrides, *, on_gpu, source=None):
-    """Return the TrainConfig of a run. A pure function of its arguments.
+# -- which one wins ----------------------------------------------------------------------------------------------------
 
-    flags    {name: value} of the flags that were given; they come before everything else
+
+def resolve_config(flags, *, on_gpu, source=None):
+    """Return the TrainConfig of a run.
+
+    flags    {name: value} of the flags that were given
     on_gpu   whether preset "auto" means "gpu"
     source   the Checkpoint of the run to resume, or of the Hugging Face folder to start from; None: from scratch
-    Raises ValueError for a damaged checkpoint, and for flags that contradict it or each other.
+    Raises ValueError for flags that contradict `source` or each other, and for a checkpoint that cannot be resumed.
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     if flags.get("init_from") == "resume":
-        earlier = checkpoint_config(source, {"preset": tuple(presets), "recipe": tuple(recipes)})
-        fixed = ("preset", "recipe", "optimizer", *MODEL_FLAGS)
+        earlier = stored_config(source)
+        fixed = ["preset", "recipe", "optimizer", *MODEL_FLAGS]
         if bool(flags.get("mtp_weight", earlier.mtp_weight)) != bool(earlier.mtp_weight):
-            fixed = (*fixed, "mtp_weight")  # the optimizer has a state for its matrices, or has none
+            fixed.append("mtp_weight")  # its layers are in last.pt or they are not, so it cannot be turned on or off
         require_unchanged(f"the run in {source.path.parent}", vars(earlier), flags, fixed)
         config = replace(earlier, **flags)
     else:
         preset = flags.get("preset", "gpu" if on_gpu else "cpu")
         recipe = flags.get("recipe", TrainConfig.recipe)
-        defaults = recipes[recipe] | presets[preset] | overrides.get((preset, recipe), {})
-        config = TrainConfig(**(defaults | flags | dict(preset=preset, recipe=recipe)))
+        config = TrainConfig(**(defaults(preset, recipe) | flags | dict(preset=preset, recipe=recipe)))
         if source:
             network = {name: source.model_args[name] for name in MODEL_FLAGS if name != "dropout"}
             require_unchanged(f"the model in {source.path}", network, flags, network)
-            # a trained model knows more than n-grams do, and needs no help to begin
+            # a trained model knows more than n-grams do, so it gets the helps of a first training only if you ask
             helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
             config = replace(config, **network, **helps)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
@@ -227,34 +256,15 @@ def require_unchanged(what, settings, flags, names):
             )
 
 
-RUN_KEYS = ("config", "data_sha256", "optimizer", "scaler", "iter_num", "evals_since_best")
-
-
-def checkpoint_config(ckpt, choices):
-    """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if there is none, or an impossible one.
-
-    choices  {name: allowed values} of the flags that train.py defines
-    """
-    if missing := [key for key in RUN_KEYS if key not in ckpt.training]:
+def stored_config(source):
+    """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if another version or program wrote it."""
+    stored = source.training.get("config", {})
+    missing = [key for key in ("data_sha256", "optimizer", "evals_since_best") if key not in source.training]
+    # a flag that came later, and is off by default, was off
+    missing += [name for name, f in FLAGS.items() if name not in stored and f.default is not None]
+    if missing:
         raise ValueError(
-            f"{ckpt.path} cannot be resumed, because another version of this kit, or another program, "
+            f"{source.path} cannot be resumed, because another version of this kit, or another program, "
             f"wrote it (no {missing[0]} in it): start a new run"
         )
-    stored = ckpt.training["config"]
-    if not isinstance(stored, dict):
-        raise ValueError(f"{ckpt.path} is damaged: its config is no dict but a {type(stored).__name__}")
-    for name, f in FLAGS.items():
-        if name not in stored and f.default is not None:  # None is what a flag that came later was before
-            raise ValueError(f"{ckpt.path} is of another version of this kit (no {name} in it): start a new run")
-        value, kind = stored.get(name), choices.get(name, f.metadata["kind"])
-        try:
-            if value is None:
-                valid = f.default is None
-            else:
-                valid = type(value) in PLAIN
-                valid = valid and (value in kind if isinstance(kind, tuple) else kind(str(value)) == value)
-        except (ValueError, argparse.ArgumentTypeError):
-            valid = False
-        if not valid or ckpt.model_args.get(name, value) != value:
-            raise ValueError(f"{ckpt.path} is damaged: its {name} is {' '.join(repr(value).split())[:200]}")
     return TrainConfig(**{name: stored.get(name) for name in FLAGS})

@@ -26,8 +26,7 @@ from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.verify import near_tie, text_context_start
 from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset
-from kvgpt.training.device import pick_dtype
-from kvgpt.training.state import TrainState
+from kvgpt.training.state import TrainState, pick_dtype
 from model import GPT, GPTConfig, Head, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +104,7 @@ SMALL = "--recipe nanogpt --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --b
 # all that a resume has to carry over: dropout, micro-steps, warm-up and decay, and the state of both optimizers
 STATEFUL = [*SMALL, *"--recipe modern --dropout 0.2 --gradient_accumulation_steps 2 --warmup_iters 4".split()]
 BROKEN = "--learning_rate 1e30 --min_lr 1e30 --warmup_iters 0 --grad_clip 0".split()  # one such step ends in NaN
-HEADER = "step,chars,seconds,train_loss,val_loss,lr,tokens_per_s,grad_norm,muon_share".split(",")
+HEADER = "step,chars,seconds,train_loss,val_loss,lr,tokens_per_s,grad_norm".split(",")
 CPU = torch.device("cpu")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -118,14 +117,14 @@ def ranked(**numbers):
 
 def child(*flags, **kwargs):
     """Run train.py in a process of its own, to its end."""
-    return run("train.py", *flags, env=ONE_THREAD | kwargs.pop("env", {}), **kwargs)
+    return run(ROOT / "train.py", *flags, env=ONE_THREAD | kwargs.pop("env", {}), **kwargs)
 
 
-def start(*flags, **kwargs):
+def start(*flags, cwd=ROOT, **kwargs):
     """Start train.py in a process of its own."""
     kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") | kwargs
     env = {**os.environ, **ONE_THREAD, "PYTHONIOENCODING": "utf-8"}
-    return subprocess.Popen([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, env=env, **kwargs)
+    return subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, flags)], cwd=cwd, env=env, **kwargs)
 
 
 def here(*flags):

@@ -26,7 +26,7 @@ from helpers import (
     tokens_differ,
 )
 from kvgpt.decoding.decode import Decoder
-from kvgpt.training.device import pick_dtype
+from kvgpt.training.state import pick_dtype
 from model import GPT, GPTConfig
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")

@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 import prepare
 from helpers import ROOT, assert_one_line, linux, ok, run, unix
 from kvgpt.files import lock_folder
-from kvgpt.training.data import load_dataset
-from kvgpt.training.prepared import write_prepared
+from kvgpt.training.data import load_dataset, write_prepared
 
 SAMPLE = ROOT / "data" / "sample.txt"
 CLOSED = "http://127.0.0.1:9"

@@ -272,6 +272,9 @@ def read_config(hf_args, tensors):
     if hf_args["model_type"] not in ("gpt2", "stablelm"):
         raise ValueError(f"it is a {hf_args['model_type']}, and this kit reads gpt2 and stablelm")
     biased = [name for name, tensor in tensors.items() if name.endswith("bias") and tensor.any()]
+    # like transformers, we do not tie a head whose weights are there and differ, whatever config.json says
+    embedding = "transformer.wte.weight" if hf_args["model_type"] == "gpt2" else "model.embed_tokens.weight"
+    may_tie = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"], tensors[embedding])
     vocab_size = hf_args["vocab_size"]
 
     # GPT-2
@@ -293,7 +296,7 @@ def read_config(hf_args, tensors):
             mlp_ratio=4 if hidden == 4 * n_embd else (hidden + 0.5) / n_embd,  # MLP rounds down to `hidden`
             activation=activations[activation],
             pos_emb="learned",
-            tie_weights=hf_args.get("tie_word_embeddings", True),
+            tie_weights=may_tie and hf_args.get("tie_word_embeddings", True),
         )
 
     # StableLM
@@ -317,7 +320,7 @@ def read_config(hf_args, tensors):
         mlp_ratio=(1.5 * hf_args["intermediate_size"] - 1) / hf_args["hidden_size"],  # MLP takes 2/3 and rounds up
         activation="swiglu",
         pos_emb="rope",
-        tie_weights=hf_args.get("tie_word_embeddings", False),
+        tie_weights=may_tie and hf_args.get("tie_word_embeddings", False),
         qk_norm=hf_args.get("qk_layernorm", False),
     )
 

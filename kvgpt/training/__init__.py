@@ -1,1 +1,1 @@
-"""Training behind train.py: settings, data, optimizers, the run folder, several processes."""
+"""What train.py needs: the text, the objective, the optimizers, the state and the folder of a run, processes."""

@@ -7,26 +7,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from kvgpt.checkpoint import first_line
-from kvgpt.cli import TORCHRUN, pick_device, torchrun_ranks
+from kvgpt.cli import pick_device, torchrun_ranks
 
 
 class Ranks:
-    """The processes of a run. Without torchrun there is one process.
+    """The processes of a run. Without torchrun there is one.
 
-    Every process runs all of train.py. Rank 0 alone prints, evaluates and writes. Raises ValueError for an environment
-    that holds a part of what torchrun sets.
+    Every process runs all of train.py, but rank 0 alone prints, evaluates and writes.
     """
 
     def __init__(self):
-        ranks, given = torchrun_ranks(), [name for name in TORCHRUN[:3] if name in os.environ]
-        if given and not ranks:
-            values = ", ".join(f"{name}={os.environ[name]}" for name in given)
-            raise ValueError(
-                f"the environment has {values}, but torchrun sets RANK, LOCAL_RANK and WORLD_SIZE to numbers, and "
-                f"MASTER_ADDR and MASTER_PORT too: unset {' '.join(given)}, or start train.py with torchrun"
-            )
-        self.rank, self.local_rank, self.world_size = ranks or (0, 0, 1)
+        self.rank, self.local_rank, self.world_size = torchrun_ranks() or (0, 0, 1)
         self.is_main = self.rank == 0
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -38,13 +29,9 @@ class Ranks:
         return pick_device(name)
 
     def connect(self, device):
-        """Wait until all processes are there. Raises ValueError if they cannot meet."""
+        """Wait until all processes are there."""
         if self.world_size > 1:
-            try:
-                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-            except (ValueError, RuntimeError) as error:
-                where = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-                raise ValueError(f"the processes cannot meet at {where}: {first_line(error)}") from None
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
     def wrap(self, objective):
         """Return the module to call in training. With several processes, it averages gradients over them."""

@@ -1,4 +1,4 @@
-"""Progress of a run: loss and speed between two log rows, and the lines or the bar that show them."""
+"""Progress of a run: loss and speed since the last log row, and the lines or the bar that show them."""
 
 import math
 import shutil
@@ -25,8 +25,7 @@ class Meter:
         self.first_step, self.chars_before, self.seconds_before = state.step, chars_before, seconds_before
         self.chars_per_step = config.chars_per_step
         self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
-        self.grad_norm, self.muon_seconds = None, 0.0  # of the last step; since the last row
-        self.has_muon = config.optimizer == "muon" and state.device.type == "cpu"  # a GPU computes after the call
+        self.grad_norm = None  # of the last step
         self.rates = []  # tokens per second, per row
         self.last_val_loss = math.nan
         self.train_loss_sum, self.train_steps = 0.0, 0  # since the last evaluation
@@ -45,12 +44,11 @@ class Meter:
         )
         self.began = self.row_began = time.perf_counter()
 
-    def update(self, loss, grad_norm, muon_seconds):
-        """Count a step, see train_step. loss and grad_norm are tensors, so that nothing waits for the device."""
+    def update(self, loss, grad_norm):
+        """Count a step. loss and grad_norm stay tensors, because reading a number would wait for the device."""
         self.loss_sum += loss
         self.num_steps += 1
         self.grad_norm = grad_norm
-        self.muon_seconds += muon_seconds
         self.bar.update()
 
     def row(self, step, lr):
@@ -69,7 +67,6 @@ class Meter:
             train_loss=require_finite(mean),
             tokens_per_s=rate,
             grad_norm=None if self.grad_norm is None else self.grad_norm.item(),
-            muon_share=self.muon_seconds / seconds if self.has_muon else None,
         )
 
     def warn_of_overfitting(self, val_loss):
@@ -91,7 +88,7 @@ class Meter:
         return round(self.seconds_before + time.perf_counter() - self.began, 3)
 
     def show(self, row):
-        """Show a row in the bar, or as a line if stderr is not a terminal, and begin the next row."""
+        """Show a row in the bar, or as a line where stderr is no terminal, and begin the next row."""
         self.last_val_loss = row.get("val_loss", self.last_val_loss)
         val_loss = "-" if math.isnan(self.last_val_loss) else f"{self.last_val_loss:.4f}"
         text = f"loss {row['train_loss']:.4f}, val {val_loss}, {row['tokens_per_s']:,} tokens/s"
@@ -101,7 +98,7 @@ class Meter:
             seconds_left = (time.perf_counter() - self.began) / done * left
             print(f"step {row['step']}/{self.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
         self.loss_sum.zero_()
-        self.num_steps, self.muon_seconds, self.row_began = 0, 0.0, time.perf_counter()
+        self.num_steps, self.row_began = 0, time.perf_counter()
 
     def close(self):
         self.bar.close()

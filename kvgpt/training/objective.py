@@ -1,11 +1,16 @@
 """The loss that training minimizes: cross-entropy with the text, n-gram targets, and the tokens after the next.
 
-A validation loss is plain cross-entropy with the text. The other two parts help training, and fall during the run.
+A validation loss is plain cross-entropy with the text. The other two parts help training, and they fade during the run.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+
+from model import eval_mode
 
 NUM_AHEAD = 3  # tokens after the next that are predicted too
 NGRAM_END = 0.5  # what is left at the end of the n-gram distributions' share in the targets
@@ -14,10 +19,10 @@ NGRAM_END = 0.5  # what is left at the end of the n-gram distributions' share in
 class Objective(nn.Module):
     """A GPT and the loss that its training minimizes.
 
-    mtp  NUM_AHEAD Linear layers `(C, C)`. Layer j predicts the hidden state j positions ahead, and lm_head maps the
-         prediction to logits. The layers begin as the identity. They exist in training only. Empty: off
+    mtp  NUM_AHEAD Linear layers `(C, C)`, or none if multi-token prediction is off. Layer j predicts the hidden state j
+         positions ahead, which lm_head maps to logits. The layers begin as the identity and exist in training only.
 
-    Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737) has a block per further token. Here a matrix serves.
+    Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737) has a block per further token. For us a matrix does.
     """
 
     def __init__(self, model, config):
@@ -37,7 +42,7 @@ class Objective(nn.Module):
         expected      (B, T, V): the n-gram distribution of the token after each; None: the text alone
         """
         hidden = self.model.hidden_states(x)  # (B, T, C)
-        logits = self.model.lm_head(hidden).flatten(0, 1).float()
+        logits = self.model.unembed(hidden).flatten(0, 1).float()
         loss = F.cross_entropy(logits.detach(), y.flatten())
         targets = y  # (B, T), or distributions (B, T, V)
         if expected is not None:
@@ -45,7 +50,7 @@ class Objective(nn.Module):
         objective = F.cross_entropy(logits, targets.flatten(0, 1))
         for j, layer in enumerate(self.mtp, start=1):
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
-            logits = self.model.lm_head(ahead).flatten(0, 1).float()
+            logits = self.model.unembed(ahead).flatten(0, 1).float()
             objective = objective + mtp_weight / j * F.cross_entropy(logits, targets[:, j:].flatten(0, 1))
         return objective, loss
 
@@ -53,9 +58,108 @@ class Objective(nn.Module):
 def loss_weights(step, config):
     """Return mtp_weight and ngram_share at a step, a float32 tensor `(2,)`.
 
-    Both fall along a line until lr_decay_iters: mtp_weight to 0, ngram_share to NGRAM_END of its start. The result is a
-    tensor, because torch.compile would compile a step per value of a number.
+    Both fall along a line until lr_decay_iters: mtp_weight to 0, ngram_share to NGRAM_END of its start. It is a tensor
+    because torch.compile would compile the step again for every new number.
     """
     left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
     mtp_weight, ngram_share = config.mtp_weight or 0.0, config.ngram_targets or 0.0
     return torch.tensor([mtp_weight * left, ngram_share * (NGRAM_END + (1 - NGRAM_END) * left)])
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, ids, block_size, device, autocast):
+    """Return the mean cross-entropy in nats over every character of `ids` but the first.
+
+    This is one exact pass: windows of block_size tokens that do not overlap, the last one short. It draws no random
+    numbers, so a run trains the same however often you evaluate it.
+    model     a Module that maps (x, y) to (logits, loss)
+    autocast  a context manager around the forwards
+    """
+    total = 0.0
+    rows = max(1, 2**13 // block_size)  # windows per forward
+    whole = (len(ids) - 1) // block_size * block_size  # characters in whole windows
+    edges = [*range(0, whole, rows * block_size), whole]
+    with eval_mode(model), autocast:
+        for begin, end in zip(edges, [*edges[1:], len(ids) - 1]):
+            if end > begin:
+                window = torch.from_numpy(ids[begin : end + 1].astype(np.int64)).to(device)
+                width = block_size if end <= whole else end - begin
+                _, loss = model(window[:-1].view(-1, width), window[1:].view(-1, width))
+                total += loss.item() * (end - begin)
+    return total / (len(ids) - 1)
+
+
+# -- n-gram targets ----------------------------------------------------------------------------------------------------
+
+# The character that follows in the text is one sample of what could follow. After the same few characters the training
+# text holds many such samples, and their average gives a gradient with less noise. But an n-gram sees MAX_ORDER
+# characters at most, so the targets begin as n-gram distributions and end as a mixture with the text. Malagutti et al.
+# 2024 (arXiv:2403.17240) regularize language models by smoothed n-gram distributions. That their share falls is ours.
+
+MAX_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
+DISCOUNT = 0.9  # that every count of a follower loses to the next shorter context
+STRENGTH = 1.0  # that the next shorter context has in any case, in counts
+MIN_ORDER = 3  # a table of shorter contexts is not worth using
+MAX_ENTRIES = 2**25  # of the table: 128 MiB
+MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
+
+
+@dataclass
+class NgramTargets:
+    """table[rows[i]] is the distribution of token i + 1 of the training text.
+
+    table  (contexts, V) float32
+    rows   (N,) int64: the row of the context that ends with token i
+    """
+
+    table: torch.Tensor
+    rows: np.ndarray
+
+
+def ngram_targets(ids, vocab_size, device):
+    """Return the NgramTargets of a text, or None if the text is too long or has too many distinct characters.
+
+    ids  (N,) integers below vocab_size
+    The longest context has MAX_ORDER tokens, or fewer if the table would be too large. Its distribution is that of
+    Kneser and Ney (1995), interpolated as by Teh (2006). With n counts of m distinct followers,
+
+        P(w) = (count(w) - DISCOUNT + (DISCOUNT m + STRENGTH) P_shorter(w)) / (n + STRENGTH)
+
+    where a follower that never came has neither count nor discount. A shorter context does not count how often a
+    follower came, but how many distinct tokens came before both.
+    """
+    if len(ids) > MAX_LENGTH:
+        return None
+    ids = ids.astype(np.int64)
+
+    # number the contexts of each length, from short to long
+    rows = np.zeros(len(ids), np.int64)
+    parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
+    for k in range(1, MAX_ORDER + 1):  # one token more, the one k - 1 before; the first tokens take the end's
+        found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
+        if len(found) * vocab_size > MAX_ENTRIES:
+            if k <= MIN_ORDER:
+                return None
+            break
+        rows = longer
+        parents.append(found // vocab_size)
+
+    # count the followers, from long to short
+    pairs, counts = np.unique(rows[:-1] * vocab_size + ids[1:], return_counts=True)  # (context, follower)
+    followers = [(pairs, counts)]
+    for parent in parents[:0:-1]:
+        pairs, counts = np.unique(parent[pairs // vocab_size] * vocab_size + pairs % vocab_size, return_counts=True)
+        followers.append((pairs, counts))
+
+    # average, from short to long, in place because a table can have 128 MiB
+    table = np.full((1, vocab_size), 1 / vocab_size, np.float32)
+    for parent, (pairs, counts) in zip(parents, reversed(followers)):
+        row, follower = divmod(pairs, vocab_size)
+        total = STRENGTH + np.bincount(row, counts, len(parent))
+        table = table[parent]
+        table *= ((STRENGTH + DISCOUNT * np.bincount(row, minlength=len(parent))) / total)[:, None]
+        table[row, follower] += (counts - DISCOUNT) / total[row]
+    return NgramTargets(torch.from_numpy(table).to(device), rows)

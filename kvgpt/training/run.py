@@ -1,45 +1,36 @@
-"""The folder of a run: its lock, its checkpoints, its log, and the runs that were there before."""
+"""The folder of a run: its lock, checkpoints, log, samples and figure, and the runs that were there before."""
 
 import csv
-import os
+import io
+import itertools
 import re
-import shutil
 from pathlib import Path
 
-from kvgpt.checkpoint import save_checkpoint
-from kvgpt.files import (
-    keep_copy,
-    lock_folder,
-    name_in_errors,
-    refuse_folders,
-    require_regular,
-    sync_folder,
-    temporary_path,
-    write_atomically,
-)
+from kvgpt.checkpoint import load_checkpoint, save_checkpoint
+from kvgpt.files import lock_folder, name_in_errors, write_atomically
 
-FILES = ("last.pt", "ckpt.pt", "log.csv", "samples.txt")
-LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm", "muon_share")
+FILES = ("log.csv", "samples.txt", "ckpt.pt", "last.pt")
+LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")
 SAMPLE_HEADING = "=== step {} ===\n"
-COUNT = r"\d{1,18}"
-NUMBER = rf"(-?{COUNT}(\.\d{{1,24}})?(e[+-]\d{{2,3}})?|inf|nan)"
-# older logs lack the last two fields; editors and git change \r\n to \n
-LOG_ROW = re.compile(rf"{COUNT},{COUNT},{NUMBER}(,{NUMBER}?){{4}}((,{NUMBER}?){{2}})?\r?\n", re.ASCII)
 
 
-def log_rows(file):
-    """Return the rows of a log.csv as lists of text, a cell per field. Rows that are cut or damaged are left out."""
-    if not file.is_file():
-        return []
-    with open(file, encoding="utf-8", errors="replace", newline="") as f:
-        rows = [line.rstrip().split(",") for line in f if LOG_ROW.fullmatch(line)]
-    return [row + [""] * (len(LOG_FIELDS) - len(row)) for row in rows]
+def read_log(folder):
+    """Return the rows of log.csv in a folder as dicts of text. A last row that a full disk has cut is left out."""
+    file = folder / "log.csv"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return list(csv.DictReader(lines, restval=""))
+
+
+def previous_folder(out_dir, number):
+    return out_dir / ("previous" if number == 1 else f"previous-{number}")
 
 
 def previous_runs(out_dir):
-    """Return {number: folder} of the runs that were set aside: `previous` is 1, `previous-2` is 2, and so on."""
-    names = ((path, re.fullmatch(r"previous(?:-(\d{1,18}))?", path.name)) for path in out_dir.glob("previous*"))
-    return {int(match[1] or 1): path for path, match in names if match}
+    """Return the folders of the runs that were set aside, the oldest first: `previous`, `previous-2` and so on."""
+    folders = (previous_folder(out_dir, number) for number in itertools.count(1))
+    return list(itertools.takewhile(Path.exists, folders))
 
 
 class RunFolder:
@@ -58,15 +49,12 @@ class RunFolder:
             raise ValueError(f"another run is at work in {self.path}: stop it, or choose another --out_dir") from None
 
     def begin(self, step, header):
-        """Prepare for a run that starts at `step`. Sets an earlier run aside if the new one starts at 0.
+        """Prepare for a run that starts at `step`. If that is 0, set aside the run that the folder holds.
 
         header  the part of a checkpoint that stays the same during the run
-        Raises OSError before anything changes if a folder or a pipe is in the place of a file.
-        Returns (characters, seconds) that the log of this run has counted so far.
+        Returns (characters, seconds) that the log of this run has counted so far. Raises OSError, or ValueError if the
+        log is damaged.
         """
-        for file in (self.path / name for name in FILES):  # an obstacle would be found at the first save, after minutes
-            require_regular(file)
-            refuse_folders([temporary_path(file)])
         self.header = header
         if not step:
             self.set_aside()
@@ -74,38 +62,46 @@ class RunFolder:
         return self.trim_log(step)
 
     def set_aside(self):
-        """Move an earlier run to a new folder, `previous`, `previous-2` and so on. Raises OSError.
-
-        The run is whole in out_dir or in the new folder at any moment, because one rename makes the folder.
-        """
-        files = [self.path / name for name in FILES if (self.path / name).is_file()]
+        """Move the files of an earlier run to a new folder. last.pt goes last, and nothing is ever replaced."""
+        files = [self.path / name for name in FILES if (self.path / name).exists()]
         if not {"last.pt", "ckpt.pt"} & {file.name for file in files}:  # a log alone is not worth keeping
             return
-        number = max(previous_runs(self.path), default=0) + 1
-        previous, copies = self.path / ("previous" if number == 1 else f"previous-{number}"), self.path / ".previous"
-        shutil.rmtree(copies, ignore_errors=True)  # copies that a killed process has left
-        copies.mkdir()
+        previous = previous_folder(self.path, len(previous_runs(self.path)) + 1)
+        previous.mkdir()
         for file in files:
-            keep_copy(file, copies / file.name)
-        sync_folder(copies)
-        os.rename(copies, previous)
-        sync_folder(self.path)
-        for file in files:
-            file.unlink()
+            file.rename(previous / file.name)
         print(f"{self.path} held a run. It is now in {previous}. --init_from resume would have continued it.")
 
+    # -- log.csv and samples.txt: a resume cuts what came after last.pt, because it makes that again -------------------
+
     def trim_log(self, step):
-        """Cut log.csv back to whole rows up to `step`. Returns the characters and seconds of the last row."""
+        """Cut log.csv back to the rows up to `step`. Returns the characters and seconds of the last row."""
         file = self.path / "log.csv"
-        rows = [row for row in log_rows(file) if int(row[0]) <= step]
-        write_atomically({file: "".join(",".join(row) + "\r\n" for row in [LOG_FIELDS, *rows]).encode()})
-        _, chars, seconds, *_ = rows[-1] if rows else ("0", "0", "0")
-        return int(chars), float(seconds)
+        try:
+            rows = [row for row in read_log(self.path) if int(row["step"]) <= step]
+            counted = (int(rows[-1]["chars"]), float(rows[-1]["seconds"])) if rows else (0, 0.0)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{file} is damaged: remove it, and the run begins a new one") from None
+        text = io.StringIO()
+        writer = csv.DictWriter(text, LOG_FIELDS, extrasaction="ignore")  # older versions wrote another column
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically({file: text.getvalue().encode()})
+        return counted
 
     def log(self, row):
         file = self.path / "log.csv"
         with name_in_errors(file), open(file, "a", encoding="utf-8", newline="") as f:
             csv.DictWriter(f, LOG_FIELDS).writerow(row)
+
+    def trim_samples(self, step):
+        """Cut samples.txt back to the samples up to `step`."""
+        file = self.path / "samples.txt"
+        if file.is_file():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            headings = re.finditer(SAMPLE_HEADING.format(r"(\d+)"), text)
+            end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))
+            write_atomically({file: text[:end].encode()})
 
     def add_sample(self, step, text):
         """Append a sample to samples.txt."""
@@ -113,14 +109,7 @@ class RunFolder:
         with name_in_errors(file), open(file, "a", encoding="utf-8", newline="\n") as f:
             f.write(f"{SAMPLE_HEADING.format(step)}{text}\n\n")
 
-    def trim_samples(self, step):
-        """Cut samples.txt back to the samples up to `step`, because a resumed run makes the others again."""
-        file = self.path / "samples.txt"
-        if file.is_file():
-            text = file.read_text(encoding="utf-8", errors="replace")
-            headings = re.finditer(SAMPLE_HEADING.format(f"({COUNT})"), text)
-            end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))
-            write_atomically({file: text[:end].encode()})
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_best(self, state):
         """Write ckpt.pt, the weights of the TrainState, atomically. Raises OSError."""
@@ -129,3 +118,52 @@ class RunFolder:
     def save_latest(self, state):
         """Write last.pt, the whole TrainState, atomically. Raises OSError."""
         save_checkpoint(self.path / "last.pt", self.header | state.state_dict(with_optimizers=True))
+
+
+# -- the figure --------------------------------------------------------------------------------------------------------
+
+X_LABELS = {"chars": "characters of training text", "seconds": "seconds, evaluations included"}
+
+
+def plot_loss(out_dir):
+    """Draw out_dir/loss.png from log.csv: losses over characters and over seconds, those of the run before in gray."""
+    from matplotlib.figure import Figure
+
+    runs = [(folder, "tab:gray") for folder in previous_runs(out_dir)[-1:]] + [(out_dir, "tab:blue")]
+    curves = [(run_name(folder), read_log(folder), color) for folder, color in runs]
+    figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
+    for axes, x in zip(figure.subplots(1, 2, sharey=True), X_LABELS):
+        for name, rows, color in curves:
+            plot_run(axes, x, name, rows, color)
+        axes.set(xlabel=X_LABELS[x])
+        axes.grid(alpha=0.3)
+    figure.axes[0].set(ylabel="loss in nats per character")
+    figure.axes[1].legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    write_atomically({out_dir / "loss.png": picture.getvalue()})
+
+
+def run_name(folder):
+    """Return the preset and recipe of a run, or its folder if its checkpoint does not say."""
+    try:
+        config = load_checkpoint(folder / "last.pt").training["config"]
+        return f"{config['preset']}, {config['recipe']}"
+    except (OSError, ValueError, KeyError):
+        return str(folder)
+
+
+def plot_run(axes, x, name, rows, color):
+    """Draw the train and val loss of one run over the log column x, and mark the best val loss."""
+    scored = [row for row in rows if row["val_loss"]]
+    for column, points, style, label in (
+        ("train_loss", rows, dict(alpha=0.35), "train"),
+        ("val_loss", scored, dict(marker="o", markersize=3), "val"),
+    ):
+        xs, losses = ([float(row[key]) for row in points] for key in (x, column))
+        axes.plot(xs, losses, color=color, label=f"{name}: {label}", **style)
+    best = min(scored, key=lambda row: float(row["val_loss"]), default=None)
+    if best:
+        point = float(best[x]), float(best["val_loss"])
+        axes.plot(*point, "*", markersize=13, color=color)
+        axes.annotate(f"{point[1]:.3f}", point, (-2, -13), textcoords="offset points")

@@ -6,21 +6,30 @@ from contextlib import nullcontext
 import torch
 
 from kvgpt.training.objective import Objective
-from kvgpt.training.optim import Muon, configure_optimizers
+from kvgpt.training.optim import configure_optimizers
 
 
 class Diverged(Exception):
     """The loss is no longer a finite number."""
 
-    def __init__(self, loss):
-        super().__init__(f"the loss is {loss}")
-
 
 def require_finite(loss):
     """Return the loss. Raises Diverged if it is infinite or NaN."""
     if not math.isfinite(loss):
-        raise Diverged(loss)
+        raise Diverged(f"the loss is {loss}")
     return loss
+
+
+def pick_dtype(name, device):
+    """Return the dtype of the forward. Raises ValueError for a dtype that the device cannot train in."""
+    if name == "auto":
+        if device.type != "cuda":
+            return torch.float32
+        # without including_emulation=False a T4 says yes, and computes bfloat16 several times slower than float16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if name == "float16" and device.type != "cuda":
+        raise ValueError(f"--dtype float16 trains on CUDA only, not on {device.type}: use float32 or bfloat16")
+    return getattr(torch, name)
 
 
 class TrainState:
@@ -28,7 +37,7 @@ class TrainState:
 
     model             the GPT, for evaluation and checkpoints
     objective         the Objective of the same GPT, which training calls; train.py may compile or wrap it
-    mtp               the layers of the objective that no model has
+    mtp               the layers of the objective that are not the model's
     device, dtype     where the forward runs, and in which dtype
     optimizers        AdamW, or AdamW and Muon
     scaler, autocast  for a dtype other than float32
@@ -59,7 +68,7 @@ class TrainState:
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
-        with_optimizers  False gives half of the bytes, enough to generate text and too little to resume the run
+        with_optimizers  False is enough to generate text, and half of the bytes; a resume needs the rest
         """
         state = dict(model=self.model.state_dict(), iter_num=self.step, best_val_loss=self.best_val_loss)
         if with_optimizers:
@@ -72,46 +81,18 @@ class TrainState:
         return state
 
     def load_training(self, ckpt):
-        """Continue the run of a Checkpoint, whose weights the model has already. Raises ValueError if it is damaged."""
+        """Continue the run of a Checkpoint, whose weights the model has. Raises ValueError if the rest does not fit."""
         saved = ckpt.training
         try:
             for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
-                # load_state_dict overwrites the settings of this run, such as weight_decay: restore them
-                wanted = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-                optimizer.load_state_dict(state)
-                for group, settings in zip(optimizer.param_groups, wanted):
-                    group |= settings
-                check_optimizer(optimizer)
-            self.mtp.load_state_dict(saved.get("mtp", {}))  # runs of older versions have no such layers
+                # with our settings instead of the saved ones, because a resume may change --weight_decay or --beta2
+                settings = optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict(dict(state=state["state"], param_groups=settings))
+            self.mtp.load_state_dict(saved.get("mtp", {}))  # older versions had no such layers
             if self.scaler.is_enabled() and saved["scaler"]:
-                if not all(type(value) in (int, float) for value in saved["scaler"].values()):
-                    raise ValueError("scaler: no numbers")
                 self.scaler.load_state_dict(saved["scaler"])
             self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
             self.best_val_loss = ckpt.best_val_loss
-            counters = dict(iter_num=self.step, evals_since_best=self.evals_since_best)
-            for name, value in counters.items():
-                if type(value) is not int or value < 0:
-                    raise ValueError(f"{name}={value!r}")
-            if not self.best_val_loss >= 0:  # NaN, which no loss is below
-                raise ValueError(f"best_val_loss={self.best_val_loss}")
-        except Exception as error:  # a damaged file can raise anything
-            why = " ".join(repr(error).split())[:200]
+        except Exception as error:  # torch raises many kinds
+            why = " ".join(str(error).split())[:200]
             raise ValueError(f"{ckpt.path} does not hold the state of this run ({why}): start a new run") from None
-
-
-def check_optimizer(optimizer):
-    """Raise ValueError unless the loaded state of an AdamW or Muon fits its parameters.
-
-    A fused step reads and writes as many numbers as the parameter has, whatever the size of the state is.
-    """
-    params = {p for group in optimizer.param_groups for p in group["params"]}
-    for p, state in optimizer.state.items():
-        names = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
-        if p not in params or state.keys() != names:
-            raise ValueError(f"optimizer: {sorted(map(str, state))} instead of {sorted(names)}")
-        for name, value in state.items():
-            shape = () if name == "step" else p.shape
-            plain = value.dtype == torch.float32 and value.layout == torch.strided and value.is_contiguous()
-            if value.shape != shape or not plain:
-                raise ValueError(f"optimizer: {name} is {value.dtype} {tuple(value.shape)} instead of {tuple(shape)}")

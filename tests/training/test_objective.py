@@ -1,16 +1,23 @@
-"""kvgpt/training/objective.py: what training minimizes, and the layer that only training has."""
+"""kvgpt/training/objective.py: the loss of a step against its definition, n-gram targets, and the evaluation."""
+
+import contextlib
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import train
-from helpers import CPU, SMALL, assert_one_line, assert_same_run, here, load, ok, same, tiny_run
+from helpers import CPU, SMALL, assert_refused, assert_same_run, here, load, ok, plain_val_loss, same, tiny_run
 from kvgpt.recipes import TrainConfig
+from kvgpt.training import objective as module
 from kvgpt.training.dist import Ranks
-from kvgpt.training.ngram_targets import ngram_targets
-from kvgpt.training.objective import NUM_AHEAD, loss_weights
+from kvgpt.training.objective import DISCOUNT, MAX_ORDER, NUM_AHEAD, STRENGTH, evaluate, loss_weights, ngram_targets
+from model import GPT, GPTConfig
+
+# -- the loss of a step ------------------------------------------------------------------------------------------------
 
 
 def test_the_weights_fall_along_a_line():
@@ -22,24 +29,25 @@ def test_the_weights_fall_along_a_line():
     assert loss_weights(10, config).tolist() == pytest.approx([0.4, 0])
 
 
-@pytest.mark.parametrize("ngrams", [0.0, 0.6])
-def test_the_objective_adds_the_losses_of_the_tokens_after_the_next(ngrams):
+@pytest.mark.parametrize("mtp", [None, 0.4])
+@pytest.mark.parametrize("ngrams", [None, 0.6])
+def test_a_step_descends_the_objective_and_reports_the_plain_loss(ngrams, mtp):
     """Gradients of two micro-steps at step 10 of 40, against the definition, one position at a time."""
-    settings = dict(mtp_weight=0.4, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0, max_iters=40)
+    settings = dict(mtp_weight=mtp, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0, max_iters=40)
     config, data, state = tiny_run(**settings, ngram_targets=ngrams)
     V, state.step = len(data.chars), 10
     data.ngram_targets = ngram_targets(data.train, V, CPU) if ngrams else None
     gradients = {}
     for name, p in state.objective.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
-    reported, _, _ = train.train_step(config, data, state, Ranks())
+    reported, _ = train.train_step(config, data, state, Ranks())
 
     config, _, fresh = tiny_run(**settings)
-    assert [layer.weight.tolist() for layer in fresh.mtp] == [torch.eye(16).tolist()] * NUM_AHEAD
-    share, plain = ngrams * (0.5 + 0.5 * 0.75), []
+    assert [layer.weight.tolist() for layer in fresh.mtp] == ([torch.eye(16).tolist()] * NUM_AHEAD if mtp else [])
+    share, plain = (ngrams or 0) * (0.5 + 0.5 * 0.75), []
 
     def loss_at(hidden, place):  # of predicting the token after a place of the text
-        log_probs = fresh.model.lm_head(hidden).log_softmax(-1)
+        log_probs = fresh.model.unembed(hidden).log_softmax(-1)
         loss = -log_probs[data.train[place + 1]]
         if ngrams:
             after = data.ngram_targets.table[data.ngram_targets.rows[place]]
@@ -52,9 +60,9 @@ def test_the_objective_adds_the_losses_of_the_tokens_after_the_next(ngrams):
         _, loss = fresh.model(x, y)
         hidden = fresh.model.hidden_states(x)
         objective = torch.stack([loss_at(hidden[i, t], places[i, t]) for i in range(2) for t in range(16)]).mean()
-        for j in range(1, NUM_AHEAD + 1):
+        for j, layer in enumerate(fresh.mtp, start=1):
             ahead = [
-                loss_at(F.layer_norm(fresh.mtp[j - 1](hidden[i, t]), (16,)), places[i, t + j])
+                loss_at(F.layer_norm(layer(hidden[i, t]), (16,)), places[i, t + j])
                 for i in range(2)
                 for t in range(16 - j)
             ]
@@ -66,28 +74,85 @@ def test_the_objective_adds_the_losses_of_the_tokens_after_the_next(ngrams):
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_a_resumed_run_goes_on_with_the_layer_and_the_model_has_none(data_dir, tmp_path):
+def test_a_resumed_run_goes_on_with_the_layers_ahead_and_the_model_has_none(data_dir, tmp_path):
     flags = [*SMALL, "--data_dir", data_dir, "--mtp_weight", 0.5, "--lr_decay_iters", 8, "--out_dir"]
     ok(here(*flags, tmp_path / "whole", "--max_iters", 8))
     ok(here(*flags, tmp_path / "halves", "--max_iters", 4))
-    ok(here("--init_from", "resume", "--max_iters", 8, "--data_dir", data_dir, "--out_dir", tmp_path / "halves"))
+    ok(here("--init_from", "resume", "--max_iters", 8, "--out_dir", tmp_path / "halves"))
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
     last, best = (load(tmp_path / "whole" / name) for name in ("last.pt", "ckpt.pt"))
-    assert same(last["mtp"], load(tmp_path / "halves" / "last.pt")["mtp"])
-    assert len(last["mtp"]) == NUM_AHEAD
+    assert same(last["mtp"], load(tmp_path / "halves" / "last.pt")["mtp"]) and len(last["mtp"]) == NUM_AHEAD
     assert not any(torch.equal(weight, torch.eye(len(weight))) for weight in last["mtp"].values())
     assert "mtp" not in best and not [name for name in last["model"] if "mtp" in name]
-    ok(here(*flags, tmp_path / "off", "--max_iters", 8, "--mtp_weight", 0))
-    assert not load(tmp_path / "off" / "last.pt")["mtp"]
-    for name, weight, stored in (("whole", 0.0, 0.5), ("off", 0.5, 0.0)):
-        resume = ["--init_from", "resume", "--out_dir", tmp_path / name, "--data_dir", data_dir, "--max_iters", 9]
-        result = here(*resume, "--mtp_weight", weight)
-        assert_one_line(result, f"--mtp_weight {weight} conflicts", f"(mtp_weight {stored})", code=1)
-    ok(here(*resume, "--mtp_weight", 0))
+    assert_refused(tmp_path / "whole", "--mtp_weight", 0, words=["--mtp_weight 0.0 conflicts", "(mtp_weight 0.5)"])
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 3])
 def test_a_short_context_has_fewer_tokens_after_the_next(block_size, data_dir, tmp_path):
     flags = [*SMALL, "--data_dir", data_dir, "--mtp_weight", 0.5, "--block_size", block_size, "--max_iters", 2]
     ok(here(*flags, "--out_dir", tmp_path / "out"))
     assert len(load(tmp_path / "out" / "last.pt")["mtp"]) == block_size - 1
+
+
+# -- n-gram targets ----------------------------------------------------------------------------------------------------
+
+
+def expected(text, i, V, order):
+    """The distribution after text[: i + 1], by counting. The text goes round: its end comes before its beginning."""
+    after = [1 / V] * V
+    for k in range(order + 1):
+        context = [text[(i - j) % len(text)] for j in range(k)]
+        places = [p for p in range(len(text) - 1) if [text[(p - j) % len(text)] for j in range(k)] == context]
+        followers = [text[p + 1] for p in places]
+        if k < order:  # one count per distinct token before the context
+            followers = [w for w, _ in {(text[p + 1], text[(p - k) % len(text)]) for p in places}]
+        counts = [followers.count(v) for v in range(V)]
+        shorter = STRENGTH + DISCOUNT * sum(c > 0 for c in counts)
+        after = [(max(c - DISCOUNT, 0) + shorter * p) / (len(followers) + STRENGTH) for c, p in zip(counts, after)]
+    return after
+
+
+@given(st.integers(1, 4), st.data())
+def test_the_targets_are_those_of_plain_counting(V, data):
+    text = data.draw(st.lists(st.integers(0, V - 1), min_size=2, max_size=40))
+    found = ngram_targets(np.array(text, dtype="<u2"), V, CPU)
+    assert found.table.dtype == torch.float32
+    for i in range(len(text)):
+        assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text, i, V, MAX_ORDER), abs=1e-6)
+
+
+def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch, data_dir, tmp_path):
+    text = np.random.default_rng(0).integers(0, 5, 400).astype("<u2")
+    monkeypatch.setattr(module, "MAX_ENTRIES", 130 * 5)  # at most 125 contexts of three
+    found = ngram_targets(text, 5, CPU)
+    assert len(found.table) <= 125
+    for i in (0, 1, 200, 399):
+        assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text.tolist(), i, 5, 3), abs=1e-6)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 26 * 5)  # 25 contexts of two
+    assert ngram_targets(text, 5, CPU) is None
+    flags = [*SMALL, "--data_dir", data_dir, "--max_iters", 2, "--out_dir"]
+    assert "training without" in ok(here(*flags, tmp_path / "a", "--ngram_targets", 1)).stdout
+    ok(here(*flags, tmp_path / "b"))
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(2, 80), block_size=st.integers(1, 40), seed=st.integers(0, 9))
+@example(length=8193, block_size=32, seed=0)  # a forward takes 8192 characters at most, in whole windows
+@example(length=8194, block_size=32, seed=0)
+@example(length=20001, block_size=100, seed=0)
+@example(length=40, block_size=9000, seed=0)
+def test_evaluation_is_one_exact_pass_over_the_text(length, block_size, seed):
+    """Not a mean of means: the short last window counts by its characters. And it leaves the model and rng alone."""
+    torch.manual_seed(seed)
+    config = GPTConfig(block_size=block_size, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=0.5)
+    model = GPT(config).train()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.7)  # so that every character has a loss of its own
+    ids = np.random.default_rng(seed).integers(7, size=length).astype("<u2")
+    before = torch.get_rng_state()
+    loss = evaluate(model, ids, block_size, CPU, contextlib.nullcontext())
+    assert model.training and torch.equal(before, torch.get_rng_state())
+    assert loss == pytest.approx(plain_val_loss(model, ids, block_size), rel=1e-5)

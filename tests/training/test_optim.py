@@ -51,15 +51,6 @@ def test_a_level_learning_rate_falls_after_its_share_of_the_steps(decay):
     assert (max(falls) - min(falls) < 1e-9) == (decay == "linear")
 
 
-def test_the_learning_rates_defaults_end_at_a_tenth_after_max_iters():
-    schedule = dict(learning_rate=0.5, warmup_iters=0, lr_decay_iters=None, min_lr=None, max_iters=100)
-    schedule |= dict(lr_stable_frac=0.0, lr_decay="cosine")
-    before, at_the_end, later = learning_rates((99, 100, 1000), **schedule)
-    assert at_the_end == later == pytest.approx(0.05)
-    assert before > 0.05
-    assert learning_rates([100], **(schedule | {"min_lr": 0.0})) == [0]  # given as 0 is not: not given
-
-
 def test_every_group_of_both_optimizers_follows_the_schedule_from_a_peak_of_its_own():
     model = GPT(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=2, n_embd=8))
     config = TrainConfig(optimizer="muon", learning_rate=0.2, muon_learning_rate=0.03)
