@@ -1,12 +1,12 @@
-"""Support code for the scripts. Skip it on a first reading.
+"""What the scripts need beside model.py. Skip it on a first reading.
 
-guard.py      the first call of a script: closed streams, and Ctrl-C during the imports
-cli.py        command line: parser, argument types, error messages
-baselines.py  other implementations that bench.py measures
-decoding/     sampling, threads, n-grams and drafts, the compiled step, stop texts, comparison, timing, --explain
-training/     settings, data, optimizers, the run folder, signals, several processes
-storage/      checkpoints, Hugging Face folders, ONNX files, vocabularies
-
-The scripts import kvgpt. kvgpt imports model.py. model.py imports decoding/sampling.py and decoding/threads.py, and
-nothing else from here. No module here imports a script.
+cli.py         the command line: parser, argument types, one-line errors, signals
+cores.py       how our threads share a busy machine
+recipes.py     the settings of train.py, and its presets and recipes
+checkpoint.py  read and write a model; files.py writes any file whole, vocabulary.py turns text into ids
+peers.py       what bench.py measures beside the kit
+decoding/      guesses, the step in C, stop texts, comparison, timing, --explain
+engines/       ONNX Runtime and transformers behind the loop of model.py
+export/        what export.py writes, and the checks of it
+training/      data, loss, optimizers, the run folder, several processes
 """

@@ -97,7 +97,7 @@ class Pointers:
         self.array = (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-# -- the model.py that step.c belongs to --------------------------------------------------------------------------------
+# -- the model.py that step.c belongs to -------------------------------------------------------------------------------
 
 
 def check_source(model):

@@ -1,4 +1,4 @@
-// The sampler: the same picks as sample_token and gumbel_noise in kvgpt/decoding/sampling.py, in the same float32.
+// The sampler: the same picks as sample_token and gumbel_noise in model.py, in the same float32.
 
 /** The id that wins: argmax of logits + temperature * noise among the topK likeliest, or among all. */
 export function pick(logits, noise, temperature, topK) {
