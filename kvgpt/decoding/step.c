@@ -49,7 +49,7 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-#define SPINS 100000      /* looks at a barrier before a thread sleeps: longer than another thread takes to wake up */
+#define LOOKS 100000      /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -175,20 +175,35 @@ INLINE float dot(const float *x, const float *y, int n) {
 typedef struct {
     int threads;
     atomic_int waiting, round;
+    pthread_mutex_t mutex;
+    pthread_cond_t next_round;
 } Barrier;
 
+static void make_barrier(Barrier *b, int threads) {
+    memset(b, 0, sizeof *b);
+    b->threads = threads;
+    pthread_mutex_init(&b->mutex, NULL);
+    pthread_cond_init(&b->next_round, NULL);
+}
+
 /* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we look again and again.
- * If they do not, another process must have taken a core from one of them, and we offer ours. */
+ * If they do not, another process must have taken a core from one of them, and we sleep and leave it ours. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
     int round = atomic_load(&b->round);
     if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
         atomic_store(&b->waiting, 0);
+        pthread_mutex_lock(&b->mutex);
         atomic_store(&b->round, round + 1);
+        pthread_cond_broadcast(&b->next_round);
+        pthread_mutex_unlock(&b->mutex);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&b->round, memory_order_acquire) == round; spins++)
-        if (spins > SPINS) sched_yield();
+    for (int looks = 0; looks < LOOKS; looks++)
+        if (atomic_load_explicit(&b->round, memory_order_acquire) != round) return;
+    pthread_mutex_lock(&b->mutex);
+    while (atomic_load(&b->round) == round) pthread_cond_wait(&b->next_round, &b->mutex);
+    pthread_mutex_unlock(&b->mutex);
 }
 
 typedef struct {
@@ -581,66 +596,60 @@ static void work(const Worker *w) {
 
 /* The threads of a Decoder, which live as long as it does and sleep between its calls. */
 typedef struct {
-    pthread_mutex_t mutex;
-    pthread_cond_t next_call;
-    atomic_int joined, call;
-    Barrier done;
+    Barrier barrier;
+    atomic_int joined;
     Worker *workers; /* of the present call */
     int num_workers; /* 0: end */
 #ifdef __linux__
-    cpu_set_t cores; /* for all threads but the caller */
+    cpu_set_t all, others; /* the cores that the caller may use, and those without its own */
 #endif
     pthread_t ids[];
 } Pool;
 
-static void *serve(void *argument) {
-    Pool *pool = argument;
-    int i = 1 + atomic_fetch_add(&pool->joined, 1), call = 0;
-    for (;;) {
-        for (int spins = 0; spins < SPINS && atomic_load(&pool->call) == call;) spins++; /* the next call may be near */
-        pthread_mutex_lock(&pool->mutex);
-        while (atomic_load(&pool->call) == call) pthread_cond_wait(&pool->next_call, &pool->mutex);
-        call = atomic_load(&pool->call);
-        pthread_mutex_unlock(&pool->mutex);
-        if (!pool->num_workers) return NULL;
+/* Linux wakes a thread where it ran last, or where the thread runs that wakes it. There the two would wait for each other
+ * until the kernel looks at the balance, milliseconds later. So during a call the caller stays on its core, and the
+ * other threads stay off it. */
+static void part_cores(Pool *pool) {
 #ifdef __linux__
-        sched_setaffinity(0, sizeof pool->cores, &pool->cores);
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(sched_getcpu(), &own);
+    sched_getaffinity(0, sizeof pool->all, &pool->all);
+    pool->others = pool->all;
+    if (CPU_COUNT(&pool->all) == 1) return;
+    CPU_XOR(&pool->others, &pool->all, &own);
+    sched_setaffinity(0, sizeof own, &own);
 #endif
-        if (i < pool->num_workers) work(pool->workers + i);
-        barrier(&pool->done);
-    }
 }
 
-/* Wake the threads of the pool. Linux wakes a thread on the core where it ran last, or where its caller runs, and there
- * the two would wait for each other until the kernel looks at the balance, milliseconds later. So they leave the
- * caller's core to the caller. */
-static void wake(Pool *pool, Worker *workers, int num_workers) {
+static void *serve(void *argument) {
+    Pool *pool = argument;
+    int i = 1 + atomic_fetch_add(&pool->joined, 1);
+    for (;;) {
+        barrier(&pool->barrier);
+        if (!pool->num_workers) return NULL;
 #ifdef __linux__
-    sched_getaffinity(0, sizeof pool->cores, &pool->cores);
-    if (CPU_COUNT(&pool->cores) > 1) CPU_CLR(sched_getcpu(), &pool->cores);
+        sched_setaffinity(0, sizeof pool->others, &pool->others);
 #endif
-    pool->workers = workers, pool->num_workers = num_workers;
-    pthread_mutex_lock(&pool->mutex);
-    atomic_fetch_add(&pool->call, 1);
-    pthread_cond_broadcast(&pool->next_call);
-    pthread_mutex_unlock(&pool->mutex);
+        if (i < pool->num_workers) work(pool->workers + i);
+        barrier(&pool->barrier);
+    }
 }
 
 /* Return a pool of so many threads, the caller's included. NULL: there are no more. */
 Pool *start_threads(int threads) {
     Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
     if (!pool) return NULL;
-    pthread_mutex_init(&pool->mutex, NULL);
-    pthread_cond_init(&pool->next_call, NULL);
-    pool->done.threads = threads;
+    make_barrier(&pool->barrier, threads);
     for (int i = 1; i < threads; i++)
         if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;
     return pool;
 }
 
 void stop_threads(Pool *pool) {
-    wake(pool, NULL, 0);
-    for (int i = 1; i < pool->done.threads; i++) pthread_join(pool->ids[i], NULL);
+    pool->num_workers = 0;
+    barrier(&pool->barrier);
+    for (int i = 1; i < pool->barrier.threads; i++) pthread_join(pool->ids[i], NULL);
     free(pool);
 }
 
@@ -663,7 +672,8 @@ int decode(Pool *pool, const Model *model, const Cache *cache, const State *stat
     for (int i = 0; i < num_groups; i++) {
         Group *g = groups + i;
         memset(g, 0, sizeof *g);
-        g->barrier.threads = g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
+        make_barrier(&g->barrier, parts);
+        g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
         float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->noise, &g->logits};
         size_t sizes[] = {X, QKV, X, FC, V, V};
         for (int j = 0; j < 6; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
@@ -677,9 +687,18 @@ int decode(Pool *pool, const Model *model, const Cache *cache, const State *stat
     }
 
     /* work: thread 0 is the caller's */
-    if (threads > 1) wake(pool, workers, threads);
+    if (threads > 1) {
+        pool->workers = workers, pool->num_workers = threads;
+        part_cores(pool);
+        barrier(&pool->barrier);
+    }
     work(workers);
-    if (threads > 1) barrier(&pool->done);
+    if (threads > 1) {
+        barrier(&pool->barrier);
+#ifdef __linux__
+        sched_setaffinity(0, sizeof pool->all, &pool->all);
+#endif
+    }
     for (int i = 0; i < num_groups; i++) {
         const Group *g = groups + i;
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
