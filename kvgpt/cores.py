@@ -11,6 +11,7 @@ bit.
 
 import math
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -18,7 +19,7 @@ from threading import Event, Thread
 import torch
 
 SMALL_STEP = 2**22  # multiply-adds; in fewer a second thread gains nothing
-INTERVAL = 0.5  # seconds between two looks
+INTERVAL = 0.1  # seconds between two looks at the machine
 BUSY = 0.1  # share of the time in which our threads could run, but waited for a core; 0.001 alone on the machine
 
 
@@ -35,7 +36,7 @@ def share_cores(multiply_adds=math.inf):
     """
     before, done = torch.get_num_threads(), Event()
     torch.set_num_threads(num_threads(multiply_adds))
-    watcher = Thread(target=watch, args=(done,), daemon=True)
+    watcher = Thread(target=share, args=(done,), daemon=True)
     watches = torch.get_num_threads() > 1 and Path("/proc/self/schedstat").exists()  # Linux
     if watches:
         watcher.start()
@@ -48,12 +49,11 @@ def share_cores(multiply_adds=math.inf):
         torch.set_num_threads(before)
 
 
-def watch(done):
+def share(done):
     """Add threads while the machine is busy, until `done` is set."""
-    release, ran, waited = None, 0, 0  # since the process began, so that even a short text knows about the machine
+    watch, release = Watch(), None
     while True:
-        (ran_before, waited_before), (ran, waited) = (ran, waited), scheduled()
-        busy = waited - waited_before > BUSY * (ran - ran_before + waited - waited_before)
+        busy = watch.busy()
         if busy and not release:
             release = Event()
             for _ in range(num_holders(torch.get_num_threads(), len(os.sched_getaffinity(0)))):
@@ -67,8 +67,27 @@ def watch(done):
         release.set()
 
 
+class Watch:
+    """Tells whether other processes need the cores, by how long our own threads were ready to run and had none.
+
+    The first look is at all that the process has done so far, so that even a short text knows about the machine.
+    """
+
+    def __init__(self):
+        self.next_look, self.ran, self.waited, self.answer = 0.0, 0, 0, False
+
+    def busy(self):
+        """Return the answer of the last look. Each is good for INTERVAL seconds, because a look costs some time."""
+        if time.perf_counter() >= self.next_look:
+            ran, waited = scheduled()
+            new_ran, new_waited = ran - self.ran, waited - self.waited
+            self.answer = new_waited > BUSY * (new_ran + new_waited)
+            self.next_look, self.ran, self.waited = time.perf_counter() + INTERVAL, ran, waited
+        return self.answer
+
+
 def scheduled():
-    """Return the nanoseconds that our threads ran, and those that they were ready to run and had no core."""
+    """Return the nanoseconds that our threads ran, and those that they waited for a core. Only Linux knows: else 0."""
     ran = waited = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
         try:
