@@ -10,11 +10,6 @@ warm-up the variants run in turn, --repeats times. Figures are medians. Every va
 of a forward without a cache. Otherwise bench.py fails. A shape is layers/heads/width/context.
 """
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
 import copy
 import csv
 import io

@@ -10,11 +10,6 @@
 The text goes to stdout. The report of time and memory goes to stderr.
 """
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
 import argparse
 import math
 import sys

@@ -11,11 +11,6 @@ Writes out/ckpt.pt (best val loss, which sample.py reads), out/last.pt (latest s
 out/log.csv. On a CPU the same command gives the same weights to the bit, interrupted and resumed or not.
 """
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
 import importlib.util
 import math
 import os
