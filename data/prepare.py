@@ -1,12 +1,12 @@
 """Prepare a text for training: write train.bin, val.bin (uint16 character ids) and meta.json.
 
-python data/prepare.py                  tiny Shakespeare, downloaded
-python data/prepare.py --input my.txt   any UTF-8 text of your own
-python data/prepare.py --url https://…  a UTF-8 text from elsewhere
-python data/prepare.py --hold_out       split the training text once more, into data/dev
+    python data/prepare.py                  tiny Shakespeare, downloaded
+    python data/prepare.py --input my.txt   any UTF-8 text of your own
+    python data/prepare.py --url https://…  a UTF-8 text from elsewhere
+    python data/prepare.py --hold_out       split the training text once more, into data/dev
 
-A setting that you choose by its loss on val.bin makes that loss look better than it is. So choose it on data/dev, which
---hold_out makes: it trains on nine tenths of train.bin and evaluates on the last, and val.bin stays unseen.
+If you choose a setting by its loss on val.bin, that loss will look better than it is. So choose it on data/dev, which
+has the first nine tenths of train.bin for training and the last tenth for evaluation. val.bin stays unseen.
 """
 
 import sys
