@@ -84,7 +84,7 @@ def pick_checkpoint(ckpt, out_dir):
         return Path(ckpt)
     folder = Path(ckpt or out_dir or "out")
     file, last = folder / "ckpt.pt", folder / "last.pt"
-    if file.exists():
+    if os.path.lexists(file):  # a link to a disk that is not mounted is a problem to report, not a missing run
         return file
     if last.is_file():
         raise FileNotFoundError(f"no checkpoint at {file}, which the next evaluation writes: give --ckpt {last}")
