@@ -8,11 +8,6 @@ Every export ends with a check. The library that will read the files computes lo
 compared with PyTorch's.
 """
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
 import gzip
 import importlib.metadata
 import importlib.util

@@ -11,11 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # model.py and kvgpt are beside this script's folder
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
 import time
 from html import escape
 

@@ -1,8 +1,12 @@
 """Prepare a text for training: write train.bin, val.bin (uint16 character ids) and meta.json.
 
-python data/prepare.py                  tiny Shakespeare, downloaded
-python data/prepare.py --input my.txt   any UTF-8 text of your own
-python data/prepare.py --url https://…  a UTF-8 text from elsewhere
+    python data/prepare.py                  tiny Shakespeare, downloaded
+    python data/prepare.py --input my.txt   any UTF-8 text of your own
+    python data/prepare.py --url https://…  a UTF-8 text from elsewhere
+    python data/prepare.py --hold_out       split the training text once more, into data/dev
+
+If you choose a setting by its loss on val.bin, that loss will look better than it is. So choose it on data/dev, which
+has the first nine tenths of train.bin for training and the last tenth for evaluation. val.bin stays unseen.
 """
 
 import sys
@@ -10,153 +14,80 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kvgpt is beside this script's folder
 
-if __name__ == "__main__":
-    from kvgpt.guard import guard_process
-
-    guard_process()  # before the imports, which take seconds
-
-import codecs
 import json
 import os
 import time
 
 import numpy as np
 import requests
-from requests import exceptions
 from tqdm import tqdm
 
 from kvgpt.checksums import sha256
-from kvgpt.cli import Parser, fail, path, run_main
-from kvgpt.files import read_regular
-from kvgpt.training.data import write_prepared
+from kvgpt.cli import Parser, fail, note, one_line_errors, path, run_main
+from kvgpt.training.data import load_dataset, write_prepared
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-CORPUS_BYTES = 1_115_394
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = "sample.txt (offline stand-in)"
-TRIES = 3
-
-# -- the prepared text -------------------------------------------------------------------------------------------------
-
-
-def prepared_text(data_dir):
-    """Return (source, sha256) of the text that data_dir holds, or None if a file is missing or damaged.
-
-    Both .bin files must have the hashes in meta.json. The text that they decode to must have its hash too.
-    """
-    try:
-        meta = json.loads(read_regular(data_dir / "meta.json"))
-        splits = {split: read_regular(data_dir / f"{split}.bin") for split in ("train", "val")}
-        points = np.frombuffer(meta["chars"].encode("utf-32-le"), dtype="<u4")
-        ids = np.frombuffer(splits["train"] + splits["val"], dtype="<u2")
-        text = points[ids].tobytes().decode("utf-32-le").encode()
-        whole = all(sha256(content) == meta["sha256"][split] for split, content in splits.items())
-        whole = whole and meta["sha256"]["text"] in (sha256(text), sha256(codecs.BOM_UTF8 + text))
-        return (meta.get("source"), meta["sha256"]["text"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return None
-
-
-def is_prepared(args, source, raw, prepared):
-    """Return whether the data folder already holds the text that args ask for.
-
-    source    name of that text
-    raw       bytes of that text; None: not known before the download
-    prepared  a result of prepared_text
-    """
-    if prepared is None:
-        return False
-    if raw is not None:
-        return prepared == (source, sha256(raw))
-    return prepared[0] == source or (args.url is None and prepared[1] == CORPUS_SHA256)
-
+WAITS = (1, 2)  # seconds before a second and a third try
+TIMEOUT = (10, 30)  # seconds to connect, and between two pieces of the answer
 
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-def read_text(file, name, hint=""):
-    """Return the bytes of a file, or exit with one line that calls it `name`."""
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        fail(f"cannot read {name} {file}: {error.strerror}{hint}")
+def download(url):
+    """Return the bytes at `url`, after three tries at most. Tiny Shakespeare must have the hash that we know.
 
-
-def fetch(args, source, prepared, keep):
-    """Download `source`. Return (source, bytes), or None if the files in data_dir stay as they are.
-
-    prepared  a result of prepared_text
-    keep      whether that is the text asked for
-    A --url that cannot be downloaded is an error. A failed download of tiny Shakespeare is replaced by the stand-in, or
-    by the files in data_dir if they hold either text.
+    Raises an OSError, as all errors of requests are, or ValueError for something else than the text.
     """
-    try:
-        return source, download(source, is_corpus=source == CORPUS_URL)
-    except (OSError, ValueError) as error:  # the errors of requests are OSErrors
-        if args.url is not None:
-            fail(f"cannot download {args.url}: {reason(error)}; nothing was changed")
-        warning = f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})"
-        stand_in = "" if keep else ": USING THE SMALL STAND-IN data/sample.txt INSTEAD"
-        print(warning + stand_in, file=sys.stderr)
-    if keep:
-        print(f"{args.data_dir} keeps the {prepared[0]} that it holds")
-        return None
-    raw = read_text(HERE / "sample.txt", "the stand-in", "; nothing was changed")
-    if prepared == (STAND_IN, sha256(raw)):
-        print(f"{args.data_dir} already holds the stand-in, whole: nothing else to do")
-        return None
-    return STAND_IN, raw
-
-
-def download(url, is_corpus):
-    """Return the bytes at `url`. The corpus must have its known size and hash.
-
-    Tries up to three times where another try may help. Raises requests' RequestException, or ValueError.
-    """
-    for attempt in range(1, TRIES + 1):
+    for wait in (*WAITS, None):
         try:
             body = download_once(url)
-            if is_corpus and (len(body) != CORPUS_BYTES or sha256(body) != CORPUS_SHA256):
-                raise ValueError(f"the {len(body)} bytes that came back are not tiny Shakespeare (size, sha256)")
-            return body
-        except (OSError, ValueError) as error:
+            break
+        except OSError as error:
             refused = getattr(error, "response", None) is not None and error.response.status_code < 500
-            no_address = isinstance(error, (exceptions.InvalidURL, exceptions.MissingSchema, exceptions.InvalidSchema))
-            if attempt == TRIES or refused or no_address:
+            if refused or isinstance(error, ValueError) or wait is None:  # a ValueError of requests: no such address
                 raise
-            wait = 2 ** (attempt - 1)
-            print(f"try {attempt} of {TRIES} failed ({reason(error)}); again in {wait} s", file=sys.stderr)
+            note(f"the download failed ({reason(error)}); again in {wait} s")
             time.sleep(wait)
+    if url == CORPUS_URL and sha256(body) != CORPUS_SHA256:
+        raise ValueError(f"the {len(body)} bytes that came back are not tiny Shakespeare, whose SHA-256 we know")
+    return body
 
 
 def download_once(url):
-    """Return the bytes at `url`. Raises RequestException, or ValueError for an incomplete text or an HTML page."""
-    with requests.get(url, stream=True, timeout=(10, 30)) as response:
+    """Return the bytes at `url`. Raises an OSError, or ValueError for an HTML page, which is never the text itself."""
+    with requests.get(url, stream=True, timeout=TIMEOUT) as response:
         response.raise_for_status()
-        size = int(response.headers.get("Content-Length", 0))
-        body = bytearray()
+        if "html" in response.headers.get("Content-Type", ""):
+            raise ValueError("an HTML page came back, not a text")
+        body, size = bytearray(), int(response.headers.get("Content-Length", 0))
         with tqdm(total=size or None, unit="B", unit_scale=True, desc="download", disable=None) as bar:
             for chunk in response.iter_content(2**16):
                 body += chunk
                 bar.update(len(chunk))
-    if "Content-Encoding" not in response.headers and size and len(body) != size:
-        raise ValueError(f"{len(body)} of {size} bytes arrived")
-    head = bytes(body[:99]).removeprefix(codecs.BOM_UTF8).lstrip().lower()
-    is_html = "html" in response.headers.get("Content-Type", "")
-    if is_html or head.startswith((b"<!doctype html", b"<html")):
-        raise ValueError("an HTML page came back, not a text")
     return bytes(body)
 
 
 def reason(error):
-    """Return the innermost cause of a requests error in one line. The outer errors contain object addresses."""
+    """Return the innermost cause of an error of requests, in one line. The outer ones show addresses of objects."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
     return " ".join(f"{error}".split())[:200] or type(error).__name__
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- reading and writing -----------------------------------------------------------------------------------------------
+
+
+def prepared(data_dir):
+    """Return (source, sha256) of the text that data_dir holds, or (None, None) if a file is missing or damaged."""
+    try:
+        load_dataset(data_dir, block_size=1)  # compares the files with the hashes in meta.json
+        meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
+        return meta["source"], meta["sha256"]["text"]
+    except (ValueError, KeyError):
+        return None, None
 
 
 def encode(text):
@@ -171,8 +102,7 @@ def encode(text):
 
 
 def write(data_dir, source, raw):
-    """Write train.bin, val.bin and meta.json for the text `raw`, UTF-8 bytes, and print its size."""
-    # decode and encode
+    """Write the files for the text `raw`, bytes that came from `source`, and print its size."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -180,21 +110,31 @@ def write(data_dir, source, raw):
     if len(text) < 2:
         fail(f"{source} is empty" if not text else f"{source} has one character only")
     chars, train, val = encode(text)
-
-    # write
-    try:
-        write_prepared(data_dir, chars, train, val, source, raw)
-    except OSError as error:
-        fail(f"cannot write {error.filename or data_dir}: {error.strerror}; the files that were there are unchanged")
+    write_prepared(data_dir, chars, train, val, source, raw)
     print(f"source: {source}")
     print(f"{len(text):,} characters, {len(chars):,} distinct; train {len(train):,}, val {len(val):,}: {data_dir}")
 
 
+def hold_out(data_dir):
+    """Split the training text in data_dir once more, into data_dir/dev, with the same characters and ids."""
+    with one_line_errors():
+        data = load_dataset(data_dir, block_size=1)
+    n = int(0.9 * len(data.train))
+    text = "".join(data.chars[i] for i in data.train)
+    source, dev = f"the training text in {data_dir}", data_dir / "dev"
+    write_prepared(dev, data.chars, data.train[:n], data.train[n:], source, text.encode())
+    print(f"train {n:,}, val {len(text) - n:,} characters: {dev}")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = Parser(__doc__)
-    origin = parser.add_mutually_exclusive_group()
-    origin.add_argument("--input", type=path, metavar="FILE", help="a UTF-8 text of your own instead")
-    origin.add_argument("--url", help="download the text from here instead")
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--input", type=path, metavar="FILE", help="a UTF-8 text of your own instead")
+    task.add_argument("--url", help="download the text from here instead")
+    task.add_argument("--hold_out", action="store_true", help="split the training text that is there, into DIR/dev")
     parser.add_argument(
         "--data_dir", type=path, default=str(HERE), metavar="DIR", help="where to write (default: beside this script)"
     )
@@ -205,22 +145,38 @@ def parse_args():
 def main():
     args = parse_args()
     data_dir = Path(args.data_dir)
-    source, raw = args.url, None
+    if args.hold_out:
+        hold_out(data_dir)
+        return
+
+    # is the text there already?
+    there, there_sha256 = prepared(data_dir)
     if args.input is not None:
-        source, raw = os.path.abspath(args.input), read_text(args.input, "--input")
+        with one_line_errors():
+            source, raw = os.path.abspath(args.input), Path(args.input).read_bytes()
         if Path(source).resolve() in [(data_dir / name).resolve() for name in ("train.bin", "val.bin", "meta.json")]:
             fail(f"--input {args.input} is a file that would be overwritten: choose another --data_dir")
-    elif args.url is None:
-        source = CORPUS_URL
-    prepared = prepared_text(data_dir)
-    done = is_prepared(args, source, raw, prepared)
+        done = (there, there_sha256) == (source, sha256(raw))
+    elif args.url is not None:
+        source, raw, done = args.url, None, there == args.url
+    else:
+        source, raw, done = CORPUS_URL, None, there_sha256 == CORPUS_SHA256
     if done and not args.force:
-        print(f"{data_dir} already holds {prepared[0]}, whole: nothing to do (--force does it again)")
+        print(f"{data_dir} already holds {there}, whole: nothing to do (--force does it again)")
         return
-    text = (source, raw) if raw is not None else fetch(args, source, prepared, keep=done)
-    if text is not None:
-        write(data_dir, *text)
+
+    # fetch it, or take the stand-in for tiny Shakespeare
+    if raw is None:
+        try:
+            raw = download(source)
+        except (OSError, ValueError) as error:
+            if args.url is not None or done:
+                fail(f"cannot download {source}: {reason(error)}; nothing was changed")
+            warning = f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})"
+            note(f"{warning}: USING THE SMALL STAND-IN data/sample.txt INSTEAD")
+            source, raw = STAND_IN, (HERE / "sample.txt").read_bytes()
+    write(data_dir, source, raw)
 
 
 if __name__ == "__main__":
-    run_main(main, disk_hint="the files are in place", memory_hint="a shorter text would fit")
+    run_main(main, disk_hint="the files in place are whole", memory_hint="a shorter text would fit")

@@ -1,4 +1,4 @@
-"""The command line of every script: parser, argument types, device, and errors as one line on stderr."""
+"""What every script does around its work: read the command line, say what went wrong in one line, obey a signal."""
 
 import argparse
 import os
@@ -8,34 +8,25 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvgpt.guard import exit_after_signals
-
-DEVICES = ("cpu", "cuda", "mps")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets in the environment
 MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description and reports an error in one line."""
+    """An ArgumentParser that keeps the line breaks of its description and reports a mistake in one line."""
 
     def __init__(self, description, **options):
         options = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False) | options
         super().__init__(description=description, **options)
-
-    def parse_args(self, args=None, namespace=None):
-        parsed = super().parse_args(args, namespace)
-        for action in self._actions:  # Python 3.11 turns the value of "--flag=--" into an empty list
-            value = getattr(parsed, action.dest, None)
-            if value == [] or (isinstance(value, list) and [] in value):
-                self.error(f"argument {'/'.join(action.option_strings)}: expected a value other than '--'")
-        return parsed
 
     def error(self, message):
         self.exit(2, f"{one_line(f'{self.prog}: {message}')} (--help lists the flags)\n")
 
 
 def number(kind, interval):
-    """Return an argparse type: an int or a float within `interval`, which is written like "[0, 1)"."""
+    """Return an argparse type: an int or a float in an interval that is written like "[0, 1)"."""
     low, high = (float(bound) for bound in interval[1:-1].split(","))
 
     def parse(text):
@@ -57,28 +48,26 @@ def boolean(text):
 
 
 def path(text):
-    """An argparse type: a path. An empty string is refused, because it is most likely an unset shell variable."""
+    """An argparse type: a path. We refuse an empty one, because it is most likely a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return text
 
 
 def pick_device(name):
-    """Return the torch.device for --device. Raises ValueError for a device that cannot be used here.
+    """Return the torch.device for --device. "auto" is a GPU if there is one. Raises ValueError if we cannot use it.
 
-    A GPU with a number becomes PyTorch's current one, on which streams, graphs and pinned memory work.
+    A GPU with a number becomes PyTorch's current one, because pinned memory and NCCL go by that.
     """
-    import torch
+    import torch  # here, because data/prepare.py does without torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = f"--device {name} cannot be used here"
-    if name.partition(":")[0] not in DEVICES:  # torch has names for twenty devices, and no clear error for most
-        raise ValueError(f"{problem}: choose auto, {', '.join(DEVICES)}")
     try:
         torch.zeros(1, device=name).tolist()
-    except Exception as error:  # every backend raises its own error
-        raise ValueError(f"{problem}: {str(error).strip().splitlines()[0][:150]}") from None
+    except Exception as error:  # every backend raises its own kind
+        reason = str(error).strip().splitlines()[0][:150]
+        raise ValueError(f"--device {name} cannot be used here: {reason}") from None
     device = torch.device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -86,51 +75,53 @@ def pick_device(name):
 
 
 def pick_checkpoint(ckpt, out_dir):
-    """Return the path of the checkpoint to read, from the flags --ckpt and --out_dir. None is a flag that is not given.
+    """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
 
-    Without both flags the path is out/ckpt.pt. Where no run has left a file, it is MODEL_IN_THE_BOX, which a line on
-    stderr says. Raises FileNotFoundError for a run that has no ckpt.pt yet.
+    --ckpt may name a file, or the folder of a run. Without either flag we take out/ckpt.pt, and if nothing has been
+    trained there yet, the model that comes with the code. Raises FileNotFoundError if we can tell what went wrong.
     """
-    file = Path(ckpt or Path(out_dir or "out") / "ckpt.pt")
-    last, folder = file.with_name("last.pt"), file.parent
-    if not ckpt and last.is_file() and not os.path.lexists(file):
-        raise FileNotFoundError(f"no checkpoint at {file}, which the next evaluation writes: give --ckpt {last}")
-    broken = os.path.lexists(file) or (os.path.lexists(folder) and not folder.is_dir())  # load_checkpoint says how
-    if ckpt or out_dir or broken or not MODEL_IN_THE_BOX.is_file():
+    if ckpt and not Path(ckpt).is_dir():
+        return Path(ckpt)
+    folder = Path(ckpt or out_dir or "out")
+    file, last = folder / "ckpt.pt", folder / "last.pt"
+    if os.path.lexists(file):  # a link to a disk that is not mounted is a problem to report, not a missing run
         return file
+    if last.is_file():
+        raise FileNotFoundError(f"no checkpoint at {file}, which the next evaluation writes: give --ckpt {last}")
+    if (folder / "config.json").is_file():
+        read = f"sample.py --engine hf --ckpt {folder} reads it, and so does train.py --init_from {folder}"
+        raise FileNotFoundError(f"{folder} is a Hugging Face folder, without a ckpt.pt: {read}")
+    if ckpt or out_dir:
+        return file  # load_checkpoint says that it is not there
     note(f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}, a model that comes with the code")
     return MODEL_IN_THE_BOX
 
 
-# -- messages and exit codes -------------------------------------------------------------------------------------------
-
-
-def script():
-    return Path(sys.argv[0]).name
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def one_line(text):
-    """Return the text with escapes for unprintable characters: a path can hold a newline, or move the cursor."""
+    """Return the text with escapes for what cannot be printed. A path may hold a newline, or move the cursor."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def note(message):
     """Print a line on stderr that begins with the name of the script."""
-    print(one_line(f"{script()}: {message}"), file=sys.stderr)
+    print(one_line(f"{Path(sys.argv[0]).name}: {message}"), file=sys.stderr)
 
 
 def fail(message, code=1):
     """Exit with `code` and one line on stderr."""
     rank, *_ = torchrun_ranks() or (0,)
-    if rank == 0:  # of the processes that torchrun starts, which all fail alike
+    if rank == 0:
         note(message)
-    else:
-        time.sleep(2)  # torchrun ends all processes when the first one ends, and rank 0 may not have spoken yet
+    else:  # fails like rank 0, which speaks for all: torchrun ends the others as soon as one process has ended
+        time.sleep(2)
     sys.exit(code)
 
 
 def torchrun_ranks():
-    """Return (rank, local rank, number of processes) of a process that torchrun has started. Otherwise None."""
+    """Return (rank, local rank, number of processes) if torchrun has started this process, otherwise None."""
     try:
         rank, local_rank, world_size = (int(os.environ[name]) for name in TORCHRUN[:3])
     except (KeyError, ValueError):
@@ -140,47 +131,16 @@ def torchrun_ranks():
 
 @contextmanager
 def one_line_errors():
-    """Turn a ValueError or FileNotFoundError inside the block into one line and exit code 1.
+    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
 
-    Wrap code that reads user-named files. An error anywhere else is a bug and keeps its traceback.
+    Wrap code that reads the user's files in it. Anywhere else a ValueError is a bug, and its traceback helps.
     """
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except OSError as error:  # our own have a message alone; those of the operating system have three parts
+        fail(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or error)
+    except ValueError as error:
         fail(error)
-
-
-def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would fit"):
-    """Run a script's main(). Report I/O errors and out of memory in one line.
-
-    disk_hint    end of the message after a failed write
-    memory_hint  end of the message after a failed allocation
-    Exit codes: 1 after an error; 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal. A closed pipe is
-    reported only with a disk_hint.
-    """
-    if sys.stdout is not None:
-        # UTF-8 whatever the code page of the terminal, and \n on Windows too
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
-    try:
-        # torchrun ends its processes by SIGTERM, and no handler runs while one waits for the others inside a C library
-        with exit_after_signals("SIGINT", *(() if torchrun_ranks() else ("SIGTERM", "SIGHUP"))):
-            main()
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except OSError as error:
-        if error.filename is None:
-            sys.stdout = None  # stdout itself has failed: the interpreter must not flush it again
-        if isinstance(error, BrokenPipeError) and not disk_hint:  # `head` has read enough, and nothing is lost
-            sys.exit(1)
-        hint = f"; {disk_hint}" if disk_hint else ""
-        # a script with a disk_hint reads its files inside one_line_errors
-        what = f"write {error.filename or 'its output'}" if hint or not error.filename else f"use {error.filename}"
-        fail(f"cannot {what}: {error.strerror}{hint}")
-    except (MemoryError, RuntimeError) as error:
-        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
-        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
-            raise
-        fail(f"out of memory: {memory_hint}")
 
 
 def aligned(rows, num_left):
@@ -193,17 +153,64 @@ def aligned(rows, num_left):
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
+# -- around main -------------------------------------------------------------------------------------------------------
+
+
+def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would fit"):
+    """Run a script's main() so that whatever ends it, short of a bug, takes one line or none.
+
+    disk_hint    end of the line about a file that could not be written
+    memory_hint  end of the line about memory that ran out
+    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal.
+    """
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
+    # torchrun ends its processes by SIGTERM, and one that waits for the others inside a library would never see it
+    handle_signals(leave, ["SIGINT"] if torchrun_ranks() else ["SIGINT", "SIGTERM", "SIGHUP"])
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `head` has read enough
+        sys.stdout = None  # the interpreter would flush it once more, and complain
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            sys.stdout = None  # the only file of ours that has no name
+        verb = "write" if disk_hint or sys.stdout is None else "use"  # we read inside one_line_errors
+        hint = f"; {disk_hint}" if disk_hint else ""
+        fail(f"cannot {verb} {error.filename or 'the output'}: {error.strerror}{hint}")
+    except (MemoryError, RuntimeError) as error:
+        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
+        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
+            raise
+        fail(f"out of memory: {memory_hint}")
+
+
+def leave(signum, frame):
+    """Exit as a shell expects of a process that a signal has ended, but clean up first: `with` and `finally` run."""
+    sys.exit(128 + signum)
+
+
+def handle_signals(handler, names=("SIGINT", "SIGTERM", "SIGHUP")):
+    """Let the handler take these signals, except one that is ignored: nohup means it, and so does `&` in a script."""
+    for name in names:
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 class StopSignals:
-    """Ctrl-C, SIGTERM and a lost terminal, as a number to poll: `received`, or 0 while none came."""
+    """Ctrl-C, SIGTERM and a lost terminal as a wish that train.py can grant after its present step.
+
+    received  the number of the first signal, or 0
+    A second Ctrl-C ends the process at once. A second SIGTERM or SIGHUP doesn't, because they come in pairs: `timeout`
+    sends to the process and to its group, and a terminal that closes is reported by the shell and by the kernel.
+    """
 
     def __init__(self):
         self.received = 0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
-            number = getattr(signal, name, None)
-            if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
-                signal.signal(number, self._receive)
+        handle_signals(self.receive)
 
-    def _receive(self, signum, frame):
+    def receive(self, signum, frame):
         self.received = self.received or signum
-        if not torchrun_ranks():  # torchrun passes on what the terminal has sent to every process already
-            signal.signal(signum, signal.SIG_DFL)
+        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun passes on a Ctrl-C that everybody got already
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
