@@ -368,13 +368,14 @@ class GPT(nn.Module):
                  the newest pos is forgotten. Such a call has no gradient. In train mode pos only places the tokens.
         Raises ValueError for positions beyond block_size, and for a pos that would leave a gap in the cache.
         """
-        lengths = None if pos is None else self._lengths_after(idx, pos)
+        if pos is not None:
+            pos, lengths = self._check_pos(idx, pos)
         if pos is None or self.training:
             logits = self.unembed(self.hidden_states(idx, pos))
         else:
             with torch.no_grad(), self.cache.step():
                 self.cache.lengths = lengths
-                logits = self.unembed(self.hidden_states(idx, pos.expand(idx.shape)))
+                logits = self.unembed(self.hidden_states(idx, pos))
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
@@ -390,7 +391,7 @@ class GPT(nn.Module):
         if self.config.pos_emb == "learned":
             x = x + self.transformer["wpe"](places)
         else:
-            rope = self.rope[:, places.expand(len(places), -1)][:, :, None]  # cos and sin, (B, 1, T, hs) each
+            rope = self.rope[:, places][:, :, None]  # cos and sin, (B, 1, T, hs) each
         if self.training:
             x = F.dropout(x, self.config.dropout)
         mask = None if pos is None or self.training else self.cache.mask(pos)
@@ -402,14 +403,14 @@ class GPT(nn.Module):
         """Return the logits `(..., V)` of hidden states `(..., C)`: the one place where they are made."""
         return self.lm_head(x)
 
-    def _lengths_after(self, idx, pos):
-        """Return the cache lengths per row after a call at pos. Raises ValueError; see forward."""
+    def _check_pos(self, idx, pos):
+        """Return pos as (B, T), and the cache lengths per row after a call at pos. Raises ValueError; see forward."""
         B, T = idx.shape
         if pos.dtype != torch.int64 or pos.shape not in ((T,), (B, T)) or not pos.numel():
             raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)} or {(B, T)}")
         held = self.cache.lengths if self.cache.owner is None and len(self.cache.lengths) == B else [0] * B
-        lengths = []
-        for i, row in enumerate(pos.expand(B, T).tolist()):
+        pos, lengths = pos.expand(B, T), []
+        for i, row in enumerate(pos.tolist()):
             if row != list(range(row[0], row[0] + T)):
                 raise ValueError(f"pos must rise by one along a row, got {row}")
             if row[0] < 0 or row[-1] >= self.config.block_size:
@@ -420,7 +421,7 @@ class GPT(nn.Module):
                     "prefill first, with pos from 0"
                 )
             lengths.append(row[-1] + 1)
-        return lengths
+        return pos, lengths
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

@@ -277,11 +277,13 @@ def test_a_forward_past_block_size_is_refused():
         lively(GPTConfig(**SHAPE))(torch.zeros(1, 17, dtype=torch.int64))
 
 
-def test_in_train_mode_pos_places_tokens_but_nothing_is_cached():
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (2, 7))
+@pytest.mark.parametrize("pos_emb", ["learned", "rope"])
+def test_in_train_mode_pos_places_tokens_but_nothing_is_cached(pos_emb):
+    model, idx = lively(GPTConfig(**SHAPE, pos_emb=pos_emb)), torch.randint(23, (2, 7))
     expected = model(idx)[0]
     model.train()
-    torch.testing.assert_close(model(idx, pos=torch.arange(7))[0], expected)
+    for pos in (torch.arange(7), torch.arange(7).repeat(2, 1)):
+        torch.testing.assert_close(model(idx, pos=pos)[0], expected)
     assert model.transformer.h[0].attn.heads[0].key_cache is None
 
 
