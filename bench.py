@@ -49,8 +49,9 @@ from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
-from kvgpt.engines.onnx import OnnxGPT, write_onnx
-from kvgpt.files import name_in_errors, refuse_folders, write_atomically
+from kvgpt.engines.onnx import OnnxGPT
+from kvgpt.export.onnx import write_onnx
+from kvgpt.files import name_in_errors, write_atomically
 from kvgpt.peers import (
     PerHeadLoop,
     llama2c_run,
@@ -572,7 +573,6 @@ def check_outputs(args):
             fail(f"--plot {args.plot} must end in one of {', '.join(suffixes)}")
     for file in outputs:
         file.parent.mkdir(parents=True, exist_ok=True)
-        refuse_folders([file])
         if not is_device(file):
             with name_in_errors(file), tempfile.TemporaryFile(dir=file.parent):  # where write_atomically writes first
                 pass

@@ -25,9 +25,8 @@ import requests
 from requests import exceptions
 from tqdm import tqdm
 
-from kvgpt.checksums import sha256
 from kvgpt.cli import Parser, fail, path, run_main
-from kvgpt.files import read_regular
+from kvgpt.files import sha256
 from kvgpt.training.prepared import write_prepared
 
 HERE = Path(__file__).resolve().parent
@@ -46,8 +45,8 @@ def prepared_text(data_dir):
     Both .bin files must have the hashes in meta.json. The text that they decode to must have its hash too.
     """
     try:
-        meta = json.loads(read_regular(data_dir / "meta.json"))
-        splits = {split: read_regular(data_dir / f"{split}.bin") for split in ("train", "val")}
+        meta = json.loads((data_dir / "meta.json").read_bytes())
+        splits = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
         points = np.frombuffer(meta["chars"].encode("utf-32-le"), dtype="<u4")
         ids = np.frombuffer(splits["train"] + splits["val"], dtype="<u2")
         text = points[ids].tobytes().decode("utf-32-le").encode()

@@ -3,9 +3,10 @@
 import argparse
 from dataclasses import dataclass, field, fields, replace
 
-from kvgpt.checkpoint import PLAIN
 from kvgpt.cli import Parser, aligned, boolean, number, path
 from model import GPTConfig
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 def flag(default, kind, help, none=None):

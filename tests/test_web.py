@@ -17,7 +17,7 @@ from helpers import ROOT, lively, ok, run, save_model
 from kvgpt.decoding.ngrams import count_ngrams, ngram_table
 from kvgpt.decoding.sampling import Sampling, gumbel_noise, sample_token
 from kvgpt.decoding.verify import verify
-from kvgpt.engines.onnx import GPTWithPast
+from kvgpt.export.onnx import GPTWithPast
 from model import GPTConfig
 
 pytestmark = pytest.mark.slow

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from kvgpt.checkpoint import check_finite, first_line
-from kvgpt.checksums import check_folder
 from kvgpt.decoding.sampling import Sampling
-from kvgpt.decoding.threads import StepThreads
-from kvgpt.export.hf import weight_files
+from kvgpt.files import check_folder
 from model import decode_tokens, eval_mode
 
 
@@ -38,7 +36,6 @@ class HuggingFaceGPT(nn.Module):
         options = dict(local_files_only=True, trust_remote_code=False)  # a model that needs code of its own is refused
         try:
             check_folder(folder)
-            check_num_layers(folder, transformers.AutoConfig.from_pretrained(folder, **options))
             read = transformers.AutoModelForCausalLM.from_pretrained
             self.hf, found = read(folder, output_loading_info=True, **options)
             if found["missing_keys"]:  # transformers fills them with random numbers
@@ -53,8 +50,6 @@ class HuggingFaceGPT(nn.Module):
             block_size=getattr(settings, "max_position_embeddings", None) or 2048,  # Bloom and its like name no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
-        if not self.config.block_size > 0:
-            raise ValueError(f"{folder} cannot be read: its context is {self.config.block_size}")
         self.past = None
 
     def forward(self, idx):
@@ -63,17 +58,16 @@ class HuggingFaceGPT(nn.Module):
 
     def next_logits(self, kv_cache):
         """Return the function that decode_tokens calls at every step. With kv_cache it leaves its cache in `past`."""
-        threads, past_length = StepThreads(sum(p.numel() for p in self.parameters())), 0
+        past_length = 0
 
         def logits_after(tokens, start, end):
             nonlocal past_length
             context = tokens[:, start:end]
-            # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
+            # We feed the newest token if the cache holds all others. It does not at first, and after a slide.
             decodes = kv_cache and self.past is not None and past_length == end - 1 - start
-            fed = context[:, -1:] if decodes else context
-            with torch.inference_mode(), eval_mode(self), threads.for_tokens(fed.numel()):
+            with torch.inference_mode(), eval_mode(self):
                 output = self.hf(
-                    input_ids=fed,
+                    input_ids=context[:, -1:] if decodes else context,
                     attention_mask=torch.ones_like(context),
                     past_key_values=self.past if decodes else None,
                     use_cache=kv_cache,
@@ -94,25 +88,7 @@ class HuggingFaceGPT(nn.Module):
         return torch.cat((idx, *self.stream(idx, max_new_tokens, kv_cache=kv_cache, **sampling)), dim=1)
 
     def cache_bytes(self):
-        """Return (used, reserved): the bytes of all tensors in the cache, twice."""
+        """Return (used, reserved) bytes of the cache. They are equal: we count whole tensors, however full they are."""
         layers = getattr(self.past, "layers", ())
         used = sum(t.nbytes for layer in layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
         return used, used
-
-
-def check_num_layers(folder, config):
-    """Raise ValueError if a config has more layers than the weights have tensors.
-
-    transformers makes the layers before it reads the weights. A million layers would take hours. Files of PyTorch are
-    not counted, because reading one takes as long as loading it.
-    """
-    from safetensors import safe_open
-
-    if any(Path(folder).glob("*.safetensors")):
-        num_tensors = 0
-        for file in weight_files(Path(folder)):
-            with safe_open(file, framework="pt") as tensors:
-                num_tensors += len(tensors.keys())
-        num_layers = config.get_text_config().num_hidden_layers
-        if num_layers > num_tensors:
-            raise ValueError(f"it has {num_layers} layers, and its weights {num_tensors} tensors")

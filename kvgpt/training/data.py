@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvgpt.checksums import sha256
-from kvgpt.files import read_regular
+from kvgpt.files import sha256
 from kvgpt.training.ngram_targets import NgramTargets
 from kvgpt.vocabulary import check_characters
 from model import eval_mode
@@ -34,9 +33,9 @@ def load_dataset(data_dir, block_size):
     """
     # read
     try:
-        meta = json.loads(read_regular(data_dir / "meta.json"))
+        meta = json.loads((data_dir / "meta.json").read_bytes())
         chars, recorded = meta["chars"], dict(meta["sha256"])
-        splits = {split: read_regular(data_dir / f"{split}.bin") for split in ("train", "val")}
+        splits = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
     except FileNotFoundError as error:
         raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
     except OSError as error:

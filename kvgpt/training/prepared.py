@@ -2,8 +2,7 @@
 
 import json
 
-from kvgpt.checksums import sha256
-from kvgpt.files import lock_folder, write_atomically
+from kvgpt.files import lock_folder, sha256, write_atomically
 
 
 def write_prepared(data_dir, chars, train, val, source, text):

@@ -11,10 +11,7 @@ from kvgpt.files import (
     keep_copy,
     lock_folder,
     name_in_errors,
-    refuse_folders,
-    require_regular,
     sync_folder,
-    temporary_path,
     write_atomically,
 )
 
@@ -61,12 +58,8 @@ class RunFolder:
         """Prepare for a run that starts at `step`. Sets an earlier run aside if the new one starts at 0.
 
         header  the part of a checkpoint that stays the same during the run
-        Raises OSError before anything changes if a folder or a pipe is in the place of a file.
         Returns (characters, seconds) that the log of this run has counted so far.
         """
-        for file in (self.path / name for name in FILES):  # an obstacle would be found at the first save, after minutes
-            require_regular(file)
-            refuse_folders([temporary_path(file)])
         self.header = header
         if not step:
             self.set_aside()
