@@ -153,12 +153,15 @@ def write_folder(model, chars, folder):
     """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
 
     chars  the vocabulary: token i is chars[i]
-    Raises ValueError if no class of transformers computes what this model does.
+    Raises ValueError if no class of transformers computes what this model does, and OSError.
     """
     hf, tokenizer = to_transformers(model), hf_tokenizer(chars, model.config.block_size)
     hf.generation_config.max_length = model.config.block_size  # else a pipeline adds 256 tokens to any prompt
-    hf.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        hf.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # each library reports a full disk in its own way
+        raise OSError(None, str(error).strip(), str(folder)) from None
     # transformers 4 reads the same settings under other names
     amend(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     if model.config.pos_emb == "rope":
