@@ -1,11 +1,13 @@
-"""Checkpoints of this kit and of nanoGPT: equal to the bit after a round trip. Damaged ones are in test_damaged.py."""
+"""Checkpoints of this kit and of nanoGPT: equal to the bit after a round trip, or not loaded."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from helpers import PROMPT, assert_one_line, lively, sample, same, texts_of, write_nanogpt
+from helpers import PROMPT, assert_one_line, lively, same, sample, saved, texts_of, write_nanogpt
 from kvgpt.checkpoint import load_checkpoint, load_model, save_checkpoint
 from model import GPTConfig
 from oracles import per_head_logits
@@ -21,6 +23,7 @@ CONTENT = {
     "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0), "step": torch.tensor(7.0)}}},
     "config": {"learning_rate": 1e-3, "device": "cpu"},
 }
+WHOLE = saved(CONTENT)
 
 
 def content_of(ckpt):
@@ -54,6 +57,31 @@ def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
 def test_a_file_of_a_torch_without_checksums_loads(tmp_path):
     torch.save(CONTENT, tmp_path / "old.pt", _use_new_zipfile_serialization=False)  # as torch before 1.6
     assert same(content_of(load_checkpoint(tmp_path / "old.pt")), CONTENT)
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+@example(len(WHOLE) - 1)
+def test_a_cut_checkpoint_never_loads(tmp_path_factory, length):
+    path = tmp_path_factory.mktemp("cut") / "ckpt.pt"
+    path.write_bytes(WHOLE[:length])
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value) and "ckpt.pt" in str(error.value)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255))
+def test_a_checkpoint_with_an_altered_byte_loads_as_it_was_or_not_at_all(tmp_path_factory, place, change):
+    """torch.load alone would take another weight, count or setting as it comes."""
+    path, altered = tmp_path_factory.mktemp("altered") / "ckpt.pt", bytearray(WHOLE)
+    altered[place] ^= change
+    path.write_bytes(altered)
+    try:
+        got = content_of(load_checkpoint(path))
+    except ValueError as error:
+        assert "\n" not in str(error) and "ckpt.pt" in str(error)
+    else:
+        assert same(got, CONTENT)
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])

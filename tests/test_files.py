@@ -13,8 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, full_disk, here, load, log, ok
-from helpers import run, tree, unix
+from helpers import (
+    ROOT,
+    STATEFUL,
+    assert_one_line,
+    assert_same_run,
+    child,
+    contents,
+    full_disk,
+    here,
+    load,
+    log,
+    ok,
+    run,
+    tree,
+    unix,
+)
 from kvgpt.checkpoint import save_checkpoint
 from kvgpt.files import SUMS, check_folder, write_atomically, write_tree
 

@@ -115,10 +115,10 @@ STABLELM_SIZES = dict(
 )
 
 
-def born(folder, vocab_size=len(CHARS), **settings):
+def born(folder, **settings):
     """Write the folder of a random model of transformers' own, with our tokenizer."""
     sizes = (GPT2_SIZES if "n_inner" in settings else STABLELM_SIZES) | settings
-    sizes = dict(vocab_size=vocab_size, tie_word_embeddings=True) | sizes
+    sizes = dict(vocab_size=len(CHARS), tie_word_embeddings=True) | sizes
     torch.manual_seed(3)
     hf = GPT2LMHeadModel(GPT2Config(**sizes)) if "n_inner" in sizes else StableLmForCausalLM(StableLmConfig(**sizes))
     for name, p in hf.named_parameters():
