@@ -111,18 +111,6 @@ def test_a_text_and_its_tokens_there_and_back():
 
 @pytest.mark.slow
 @only_llama
-def test_mistakes_are_one_line(folder, tmp_path):
-    assert_one_line(hf(tmp_path), "no model of transformers", tmp_path, "--ckpt")
-    assert_one_line(
-        hf(folder, "--prompt", "The cat", "--prompt", "The cat and the dog"), "prompts of one length", "tokens"
-    )
-    assert_one_line(hf(folder, "--prompt", "The cat sat. " * 1000), "tokens", "leave room")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}), encoding="utf-8")
-    assert_one_line(hf(tmp_path), "cannot be read", tmp_path)
-
-
-@pytest.mark.slow
-@only_llama
 def test_a_model_that_brings_code_is_refused_and_runs_none(folder, tmp_path):
     """transformers asks on stdin whether to run it, and takes the first answer that comes."""
     mine = shutil.copytree(folder, tmp_path / "mine")
