@@ -96,7 +96,7 @@ def load_checkpoint(path, meta=None):
         weights = {
             name.removeprefix("_orig_mod."): tensor  # torch.compile adds this prefix
             for name, tensor in content.pop("model").items()
-            if not name.endswith((".attn.bias", ".attn.masked_bias"))  # the causal masks that nanoGPT once saved
+            if not name.endswith(".attn.bias")  # the causal masks that nanoGPT once saved
         }
         return Checkpoint(
             path=path,
