@@ -22,8 +22,8 @@ import numpy as np
 import requests
 from tqdm import tqdm
 
-from kvgpt.checksums import sha256
 from kvgpt.cli import Parser, fail, note, one_line_errors, path, run_main
+from kvgpt.files import sha256
 from kvgpt.training.data import load_dataset, write_prepared
 
 HERE = Path(__file__).resolve().parent

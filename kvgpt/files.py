@@ -1,45 +1,35 @@
-"""Files that are whole at every moment, the old content or the new one, and folders that one process writes to."""
+"""Files that are whole at every moment, folders that carry checksums, and one writer per folder."""
 
 import errno
+import hashlib
 import os
-import shutil
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+SUMS = "SHA256SUMS"  # what sha256sum writes, so that `sha256sum -c SHA256SUMS` checks a folder too
+
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write_atomically(files):
-    """Write {path: bytes}. Each path holds its old bytes or its new ones at any moment, even after a power cut.
+    """Write {path: bytes}, so that at any moment each path holds its old bytes or its new ones, even after a power cut.
 
-    All contents are written beside their paths first and renamed last, in the order given. An error before the first
-    rename leaves every old file in place. No error leaves a temporary file. Raises OSError.
+    We write everything beside its path first, and rename only when all of it is on the disk. So an error, say because
+    the disk is full, leaves the old files alone. Raises OSError.
     """
-    temporary = {path: temporary_path(path) for path in files}
+    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
         for path, content in files.items():
-            temporary[path].unlink(missing_ok=True)  # of a killed process; a link would be followed, a pipe would block
-            with name_in_errors(path), open(temporary[path], "xb") as f:
+            with name_in_errors(path), open(temporary[path], "wb") as f:
                 f.write(content)
                 sync(f)
-        refuse_folders(files)  # before the first rename, so that no old file has been replaced yet
         for path in files:
             os.replace(temporary[path], path)
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-    for parent in {path.parent for path in files}:
-        sync_folder(parent)
-
-
-def temporary_path(path):
-    """Return where write_atomically writes first. One process at a time writes there: see lock_folder."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def refuse_folders(paths):
-    """Raise IsADirectoryError if one of the paths is a folder, which no file can replace."""
-    for path in paths:
-        if path.is_dir():
-            raise IsADirectoryError(0, "a folder is in the way", str(path))
+    for folder in {path.parent for path in files}:
+        sync_folder(folder)
 
 
 def read_tree(folder):
@@ -48,22 +38,15 @@ def read_tree(folder):
 
 
 def write_tree(folder, files, stale=()):
-    """Write {name inside the folder, with slashes: bytes} by write_atomically, then remove the files named in `stale`.
+    """Write {name inside the folder, with slashes: bytes} and their SUMS atomically, then remove the files in `stale`.
 
-    Missing folders are made. An error before the first rename leaves the folder as it was. Raises OSError.
+    SUMS comes last, so that a folder whose files are half old and half new does not fit its checksums. Raises OSError.
     """
-    refuse_folders(folder / name for name in stale)
-    files = {folder / name: content for name, content in files.items()}
-    missing = sorted({parent for path in files for parent in path.parents if not parent.is_dir()})  # outer ones first
-    try:
-        for parent in missing:
-            parent.mkdir(exist_ok=True)  # "new/.." exists as soon as "new" does
-        write_atomically(files)
-    except BaseException:  # a signal, too
-        for parent in reversed(missing):
-            with suppress(OSError):  # not made yet, or not empty
-                parent.rmdir()
-        raise
+    sums = "".join(f"{sha256(content)}  {name}\n" for name, content in sorted(files.items()))
+    paths = {folder / name: content for name, content in (files | {SUMS: sums.encode()}).items()}
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(paths)
     for name in stale:
         (folder / name).unlink(missing_ok=True)
 
@@ -82,36 +65,44 @@ def sync_folder(folder):
         os.close(opened)
 
 
-def keep_copy(file, copy):
-    """Give the content of a file a second name. `copy` does not exist yet. Raises OSError."""
+@contextmanager
+def name_in_errors(path):
+    """Add the path to an OSError inside the block that names no file, such as that of a write to a full disk."""
     try:
-        os.link(file.resolve(), copy)
-    except OSError:  # a file system without links
-        with open(file, "rb") as source, open(copy, "wb") as target:
-            shutil.copyfileobj(source, target)
-            sync(target)
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
-def read_regular(file):
-    """Return the bytes of a file. Raises OSError, for a pipe too, which would block."""
-    Path(file).stat()  # raises what is wrong with the path
-    require_regular(file)
-    return Path(file).read_bytes()
+# -- checksums ---------------------------------------------------------------------------------------------------------
 
 
-def require_regular(file):
-    """Raise OSError if a path holds something else than a file. A pipe would block, and a folder cannot be replaced."""
-    if os.path.exists(file) and not os.path.isfile(file):
-        raise OSError(errno.EINVAL, "not a regular file", str(file))
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_folder(folder):
+    """Raise ValueError if a file in `folder` has changed since write_tree wrote it. A folder without SUMS passes."""
+    sums = Path(folder, SUMS)
+    if not sums.is_file():
+        return
+    for line in sums.read_text("utf-8", "replace").splitlines():
+        recorded, _, name = line.partition("  ")
+        file = Path(folder, name)
+        if file.is_file() and sha256(file.read_bytes()) != recorded:
+            raise ValueError(f"{name} has changed since export.py wrote it: export again, or remove {SUMS}")
+
+
+# -- one writer --------------------------------------------------------------------------------------------------------
 
 
 def lock_folder(folder, name=".lock"):
-    """Lock a folder for this process by a file of that name in it.
+    """Lock a folder for this process by a file of that name in it, and return the lock, an open file.
 
-    Returns the lock, an open file. Closing it unlocks the folder. The operating system closes it when the process ends.
+    Closing it unlocks the folder, which the operating system does for a process that has ended, however it ended.
     Raises BlockingIOError if another process holds the lock, and OSError if the folder cannot be written.
     """
-    require_regular(folder / name)
     lock = open(folder / name, "ab")  # noqa: SIM115
     try:
         if os.name == "nt":
@@ -123,17 +114,7 @@ def lock_folder(folder, name=".lock"):
 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):  # others: the file system has no locks
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # any other error: a file system that has no locks
             lock.close()
             raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
     return lock
-
-
-@contextmanager
-def name_in_errors(path):
-    """Add the path to an OSError inside the block that names no file, such as that of a write to a full disk."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a token is a character, or a piece of a word."""
+"""Text to token ids and back. A token is a character, or with a tokenizer of transformers a piece of a word."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Vocabulary:
     """How a model reads and writes text.
 
-    names   the name of each token id in messages
+    names   what to call each token id in messages
     encode  text -> list of ids. Raises ValueError, with one line, for a text that has none
     decode  list of ids -> text
     start   the text that stands for an empty prompt
@@ -22,13 +22,8 @@ class Vocabulary:
 
 def check_characters(chars, path, vocab_size=None):
     """Raise ValueError unless `chars`, read from `path`, is a str of different characters, and vocab_size of them."""
-    if not isinstance(chars, str):
-        raise ValueError(f"{path} is damaged: its characters are no text")
-    if any(0xD800 <= ord(char) < 0xE000 for char in chars):
-        raise ValueError(f"{path} is damaged: half a surrogate pair is no character")
-    if len(set(chars)) != len(chars):
-        twice = next(char for char in chars if chars.count(char) > 1)
-        raise ValueError(f"{path} is damaged: its characters hold {twice!r} twice")
+    if not isinstance(chars, str) or len(set(chars)) != len(chars):
+        raise ValueError(f"{path} is damaged: its characters are not a text in which each of them comes once")
     if vocab_size is not None and len(chars) != vocab_size:
         raise ValueError(f"{path} has {len(chars)} characters and a vocab_size of {vocab_size}: each token needs one")
 
@@ -47,11 +42,11 @@ def character_vocabulary(chars):
     def decode(tokens):
         return "".join(chars[i] for i in tokens)
 
-    return Vocabulary(chars, encode, decode, start="\n" if "\n" in chars else chars[0])
+    return Vocabulary(chars, encode, decode, start="\n" if "\n" in ids else chars[0])
 
 
 def tokenizer_vocabulary(tokenizer, vocab_size):
-    """Return the Vocabulary of a tokenizer of transformers. A model may have more ids than its tokenizer."""
+    """Return the Vocabulary of a tokenizer of transformers. Its model may have more ids than the tokenizer has."""
     names = [tokenizer.convert_ids_to_tokens(i) if i < len(tokenizer) else None for i in range(vocab_size)]
 
     def encode(text):

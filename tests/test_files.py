@@ -1,4 +1,4 @@
-"""kvgpt/files.py: atomic writes, and the checkpoints that a failed or killed write leaves behind."""
+"""kvgpt/files.py: atomic writes, and what a failed or killed write leaves behind."""
 
 import itertools
 import shutil
@@ -13,11 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, STATEFUL, assert_one_line, assert_same_run, child, contents, here, load, log, ok, tree, unix
+from helpers import (
+    ROOT,
+    STATEFUL,
+    assert_one_line,
+    assert_same_run,
+    child,
+    contents,
+    here,
+    load,
+    log,
+    ok,
+    run,
+    tree,
+    unix,
+)
 from kvgpt.checkpoint import save_checkpoint
-from kvgpt.files import write_atomically, write_tree
-
-# -- write_atomically --------------------------------------------------------------------------------------------------
+from kvgpt.files import SUMS, check_folder, write_atomically, write_tree
 
 
 @given(
@@ -33,45 +45,9 @@ def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
         assert contents(folder) == old | new  # and no temporary file
 
 
-@pytest.mark.parametrize("blocked", ["a", "b", "c"])
-def test_all_files_or_none(blocked, tmp_path):
-    """A folder under one of the names stops the write before any file is replaced."""
-    files = {tmp_path / name: b"new" for name in "abc"}
-    for path in files:
-        path.mkdir() if path.name == blocked else path.write_bytes(b"old")
-    with pytest.raises(IsADirectoryError) as error:
-        write_atomically(files)
-    assert error.value.filename == str(tmp_path / blocked)
-    assert contents(tmp_path) == {name: b"old" for name in "abc" if name != blocked}
-
-
-def test_a_folder_that_is_not_there_is_an_os_error_that_names_the_file(tmp_path):
-    (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(OSError) as error:
-        write_atomically({tmp_path / "a": b"new", tmp_path / "missing" / "b": b"new"})
-    assert "missing" in str(error.value.filename)
-    assert contents(tmp_path) == {"a": b"old"}
-
-
-@pytest.mark.parametrize("obstacle", ["new", "stale"])
-def test_a_tree_is_written_as_a_whole_or_left_as_it_was(obstacle, tmp_path):
-    """A new file beside an old one, a stale file that is gone, or an empty folder that was made for nothing."""
-    (tmp_path / "old").write_bytes(b"old")
-    (tmp_path / obstacle).mkdir()
-    before = tree(tmp_path)
-    with pytest.raises(IsADirectoryError) as error:
-        write_tree(tmp_path, {"old": b"new", "a/b/c": b"new", "new": b"new"}, stale=["stale"])
-    assert error.value.filename == str(tmp_path / obstacle)
-    assert tree(tmp_path) == before
-    (tmp_path / obstacle).rmdir()
-    (tmp_path / "stale").write_bytes(b"old")
-    write_tree(tmp_path, {"old": b"new", "a/b/c": b"new", "new": b"new"}, stale=["stale", "not there"])
-    assert tree(tmp_path) == dict.fromkeys(["old", "a/b/c", "new"], b"new") | {"a": None, "a/b": None}
-
-
 @unix
 def test_a_checkpoint_is_written_beside_synced_and_renamed(tmp_path):
-    """The sync comes before the rename. A power cut could leave an empty file under the good name otherwise."""
+    """The sync comes first, because a power cut could leave an empty file under the good name otherwise."""
     path, calls = tmp_path / "last.pt", []
     save_checkpoint(path, {"x": torch.zeros(3)})
     sys.setprofile(lambda frame, event, arg: event == "c_call" and calls.append(getattr(arg, "__name__", "")))
@@ -82,30 +58,8 @@ def test_a_checkpoint_is_written_beside_synced_and_renamed(tmp_path):
             sys.setprofile(None)
         assert torch.equal(load(old)["x"], torch.zeros(3))  # a process that has the old file open still reads it whole
     assert torch.equal(load(path)["x"], torch.ones(3))
-    assert contents(tmp_path).keys() == {"last.pt"}
     calls = [call for call in calls if call in ("fsync", "replace", "rename")]
     assert calls.index("fsync") < calls.index("replace")
-
-
-# -- writes that fail --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_full_disk_while_saving_leaves_the_older_checkpoints(out):
-    resource = pytest.importorskip("resource")
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    before = contents(out)
-    assert len(before["last.pt"]) > 100_000
-    result = child("--init_from", "resume", "--out_dir", out, "--max_iters", 65, preexec_fn=limit)
-    assert_one_line(result, f"cannot write {out}", ".pt: File too large", "older checkpoints are whole")
-    after = contents(out)
-    assert after.keys() == before.keys()  # no temporary file
-    assert (after["ckpt.pt"], after["last.pt"]) == (before["ckpt.pt"], before["last.pt"])
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 65))  # the disk has room again
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +77,42 @@ def faults(tmp_path_factory):
     return faults
 
 
+WRITE_NEW = """
+import sys
+from pathlib import Path
+from kvgpt.files import write_tree
+write_tree(Path(sys.argv[1]), {"a": b"new", "b/c": b"new"}, stale=["d"])
+"""
+
+
+@pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
+def test_a_tree_fits_its_checksums_only_if_it_is_wholly_old_or_new(kills, faults, tmp_path):
+    for at in itertools.count(1):
+        folder = tmp_path / str(at)
+        write_tree(folder, {"a": b"old", "b/c": b"old", "d": b"old"})
+        check_folder(folder)
+        old = tree(folder)
+        result = run("-c", WRITE_NEW, folder, env=faults(folder, at, kills))
+        left = {name: content for name, content in tree(folder).items() if not name.endswith(".tmp") and content}
+        assert {left["a"], left["b/c"]} <= {b"old", b"new"}
+        if left["a"] == left["b/c"] == b"old":
+            assert {**left, "b": None} == old
+            check_folder(folder)
+        elif left[SUMS] == old[SUMS]:
+            with pytest.raises(ValueError, match="has changed"):
+                check_folder(folder)
+        ok(run("-c", WRITE_NEW, folder))
+        assert tree(folder).keys() == {"a", "b", "b/c", SUMS}
+        check_folder(folder)
+        if result.returncode == 0:
+            break
+    assert at > 12  # an open, a write, a sync and a rename of three files
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
 def test_a_save_that_ends_at_any_write_leaves_checkpoints_to_go_on_from(kills, faults, data_dir, tmp_path):
-    """Every write of log.csv, ckpt.pt and last.pt in turn, until a run has no more of them.
-
-    A kill between last.pt and log.csv cost a row of the log, when last.pt came first.
-    """
+    """Every write of log.csv, ckpt.pt and last.pt in turn, until a run has no more of them."""
     flags = [*STATEFUL, "--lr_decay_iters", 6, "--log_interval", 2, "--eval_interval", 2, "--data_dir", data_dir]
     ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
     ok(here(*flags, "--max_iters", 4, "--out_dir", tmp_path / "half"))

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from kvgpt.checkpoint import check_finite, first_line
-from kvgpt.checksums import check_folder
-from kvgpt.export.hf import weight_files
+from kvgpt.files import check_folder
 from model import Sampling, decode_tokens, eval_mode
 
 
@@ -18,7 +17,6 @@ class HuggingFaceGPT(nn.Module):
 
     config     block_size and vocab_size of the model
     tokenizer  the folder's tokenizer
-    past       the cache of transformers after the last cached step; None without one
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the folder.
     """
 
@@ -37,7 +35,6 @@ class HuggingFaceGPT(nn.Module):
         options = dict(local_files_only=True, trust_remote_code=False)  # a model that needs code of its own is refused
         try:
             check_folder(folder)
-            check_num_layers(folder, transformers.AutoConfig.from_pretrained(folder, **options))
             read = transformers.AutoModelForCausalLM.from_pretrained
             self.hf, found = read(folder, output_loading_info=True, **options)
             if found["missing_keys"]:  # transformers fills them with random numbers
@@ -52,9 +49,7 @@ class HuggingFaceGPT(nn.Module):
             block_size=getattr(settings, "max_position_embeddings", None) or 2048,  # Bloom and its like name no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
-        if not self.config.block_size > 0:
-            raise ValueError(f"{folder} cannot be read: its context is {self.config.block_size}")
-        self.past = self.past_length = self.owner = None  # the cache, its length, and the generation that fills it
+        self.past = self.past_length = self.owner = None  # the cache, and the generation that fills it
 
     def forward(self, idx):
         """Return the logits `(B, T, V)` of idx `(B, T)`, computed without a cache, and None: see GPT.forward."""
@@ -64,7 +59,7 @@ class HuggingFaceGPT(nn.Module):
     def next_logits(self, tokens, start, end, owner=None):
         """Return the logits `(B, V)` of the token after tokens[:, start:end]. owner None: without the cache."""
         context = tokens[:, start:end]
-        # Decode feeds the newest token. Prefill feeds the whole context, also after the context has moved.
+        # We feed the newest token if the cache holds all others. It does not at first, and after a slide.
         decodes = owner is not None and self.owner is owner and self.past_length == end - 1 - start
         with eval_mode(self):
             output = self.hf(
@@ -85,27 +80,3 @@ class HuggingFaceGPT(nn.Module):
     def generate(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
         """Return idx `(B, T)` and its continuation. The arguments are those of GPT.generate."""
         return torch.cat((idx, *self.stream(idx, max_new_tokens, kv_cache=kv_cache, **sampling)), dim=1)
-
-    def cache_bytes(self):
-        """Return (used, reserved): the bytes of all tensors in the cache, twice."""
-        layers = getattr(self.past, "layers", ())
-        used = sum(t.nbytes for layer in layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
-        return used, used
-
-
-def check_num_layers(folder, config):
-    """Raise ValueError if a config has more layers than the weights have tensors.
-
-    transformers makes the layers before it reads the weights. A million layers would take hours. Files of PyTorch are
-    not counted, because reading one takes as long as loading it.
-    """
-    from safetensors import safe_open
-
-    if any(Path(folder).glob("*.safetensors")):
-        num_tensors = 0
-        for file in weight_files(Path(folder)):
-            with safe_open(file, framework="pt") as tensors:
-                num_tensors += len(tensors.keys())
-        num_layers = config.get_text_config().num_hidden_layers
-        if num_layers > num_tensors:
-            raise ValueError(f"it has {num_layers} layers, and its weights {num_tensors} tensors")

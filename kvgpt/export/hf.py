@@ -1,7 +1,7 @@
 """Hugging Face folders: a model written as a class of transformers that computes the same, and read back.
 
-GPT-2's class computes learned positions with GELU. StableLM's class computes rotary positions with SwiGLU, with or
-without normalized queries and keys, and with any number of key/value heads.
+GPT-2's class computes learned positions with GELU. StableLM's computes rotary positions with SwiGLU, with or without
+normalized queries and keys, and with any number of key/value heads.
 """
 
 import json
@@ -11,13 +11,25 @@ from pathlib import Path
 
 import torch
 
-from kvgpt.checkpoint import Checkpoint, first_line, network_shapes
-from kvgpt.checksums import SUMS, check_folder, checksums
-from kvgpt.engines.onnx import write_onnx
-from kvgpt.files import read_regular, read_tree, write_tree
+from kvgpt.checkpoint import Checkpoint, first_line
+from kvgpt.cli import fail, one_line_errors
+from kvgpt.export.check import compare, compare_onnx, own_text
+from kvgpt.files import check_folder, read_tree, write_tree
 from kvgpt.vocabulary import check_characters
-from model import GPTConfig
+from model import GPT, GPTConfig
 
+# Our settings and theirs.
+SETTINGS = {
+    "gpt2": dict(block_size="n_positions", n_layer="n_layer", n_head="n_head", n_embd="n_embd"),
+    "stablelm": dict(
+        block_size="max_position_embeddings",
+        n_layer="num_hidden_layers",
+        n_head="num_attention_heads",
+        n_kv_head="num_key_value_heads",
+        n_embd="hidden_size",
+        qk_norm="qk_layernorm",
+    ),
+}
 # Our module names and StableLM's. Several names: our matrix is theirs, stacked. "{}": one module per head, all equal.
 STABLELM = {
     "transformer.wte": ["model.embed_tokens"],
@@ -33,10 +45,7 @@ STABLELM = {
     "mlp.c_proj": ["mlp.down_proj"],
 }
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-GRAPH = Path("onnx", "model.onnx")  # inside a folder, where transformers.js and Optimum look for it
-INDEX = "model.safetensors.index.json"  # names the files of weights that are split
-SHARDS = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"  # the names that transformers gives them
-SPECIAL = ("added_tokens.json", "special_tokens_map.json")  # transformers adds their tokens to those of tokenizer.json
+GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
 
 
 def model_type(config):
@@ -60,7 +69,7 @@ def model_type(config):
 
 
 def their_names(name, config):
-    """Return the names in transformers of our parameter `name`: a list of one, or of the parts that it is made of."""
+    """Return what our parameter `name` is called in transformers: a list of one name, or of the parts it is made of."""
     if config.pos_emb == "learned":
         return [name]  # nanoGPT's names are GPT-2's
     module, kind = name.rsplit(".", 1)
@@ -85,33 +94,17 @@ def hf_config(model):
     from transformers import GPT2Config, StableLmConfig
 
     config, hidden = model.config, model.transformer["h"][0].mlp.c_proj.in_features
-    common = dict(
-        vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights, bos_token_id=None, eos_token_id=None
-    )
-    if model_type(config) == "gpt2":
-        return GPT2Config(
-            n_positions=config.block_size,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_inner=hidden,
-            activation_function="gelu" if config.activation == "gelu" else "gelu_new",
-            **{f"{place}_pdrop": config.dropout for place in ("resid", "embd", "attn")},
-            **common,
-        )
-    return StableLmConfig(
-        max_position_embeddings=config.block_size,
-        hidden_size=config.n_embd,
-        num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head,
-        num_key_value_heads=config.num_kv_heads,
-        intermediate_size=hidden,
-        qk_layernorm=config.qk_norm,
-        rope_parameters={"rope_type": "default"} | ROPE,
-        hidden_dropout=config.dropout,
-        attention_dropout=config.dropout,
-        **common,
-    )
+    kind = model_type(config)
+    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
+    settings |= dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights)
+    settings |= dict(bos_token_id=None, eos_token_id=None)
+    if kind == "gpt2":
+        settings |= {f"{place}_pdrop": config.dropout for place in ("resid", "embd", "attn")}
+        activation = "gelu" if config.activation == "gelu" else "gelu_new"
+        return GPT2Config(n_inner=hidden, activation_function=activation, **settings)
+    settings |= dict(num_key_value_heads=config.num_kv_heads, intermediate_size=hidden)
+    settings |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout)
+    return StableLmConfig(rope_parameters={"rope_type": "default"} | ROPE, **settings)
 
 
 def to_transformers(model):
@@ -138,8 +131,8 @@ def to_transformers(model):
 def hf_tokenizer(chars, block_size):
     """Return the transformers tokenizer that makes every character a token. An unknown character is an error.
 
-    It has no pad token. transformers would make a character that the folder names as pad token special, and a pipeline
-    leaves special tokens out of the text.
+    It names no pad token, because transformers would make that character special, and a pipeline leaves special tokens
+    out of the text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -156,43 +149,23 @@ def hf_tokenizer(chars, block_size):
     )
 
 
-def write_folder(model, chars, folder, graph=False, check=lambda made: None):
-    """Write config.json, model.safetensors, the files of the tokenizer, and SUMS: all of them, or none after an error.
+def write_folder(model, chars, folder):
+    """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
 
-    chars   the vocabulary: token i is chars[i]
-    folder  a Path, made if it does not exist
-    graph   also write GRAPH, by the onnx packages. False: remove an earlier export's, which may be another model's
-    check   called with a temporary folder that holds the files, before `folder` changes
-    Split weights and SPECIAL files of an earlier model are removed, because readers would mix them with the new ones.
-    Raises ValueError if no class of transformers computes what this model does, OSError if files cannot be written.
+    chars  the vocabulary: token i is chars[i]
+    Raises ValueError if no class of transformers computes what this model does, and OSError.
     """
     hf, tokenizer = to_transformers(model), hf_tokenizer(chars, model.config.block_size)
     hf.generation_config.max_length = model.config.block_size  # else a pipeline adds 256 tokens to any prompt
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
-        # transformers and tokenizers make the files that they will read
-        try:
-            hf.save_pretrained(made)
-            tokenizer.save_pretrained(made)
-        except Exception as error:  # each library reports a full disk in its own way
-            raise OSError(None, str(error).strip(), made) from None
-
-        # transformers 4 reads the same settings under other names
-        amend(Path(made) / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-        if model.config.pos_emb == "rope":
-            amend(Path(made) / "config.json", **{name: hf.config.rope_parameters[name] for name in ROPE})
-
-        if graph:
-            # without this entry transformers.js in a browser looks for model_quantized.onnx
-            amend(Path(made) / "config.json", **{"transformers.js_config": {"dtype": "fp32"}})
-            (Path(made) / GRAPH).parent.mkdir()
-            write_onnx(model, chars, Path(made) / GRAPH)
-
-        files = read_tree(Path(made))
-        check(Path(made))
-
-    # replace what the folder holds, the checksums last
-    stale = [INDEX, *SPECIAL, *(file.name for file in folder.glob(SHARDS)), *([] if graph else [GRAPH])]
-    write_tree(folder, files | {SUMS: checksums(files)}, stale)
+    try:
+        hf.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # each library reports a full disk in its own way
+        raise OSError(None, str(error).strip(), str(folder)) from None
+    # transformers 4 reads the same settings under other names
+    amend(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    if model.config.pos_emb == "rope":
+        amend(folder / "config.json", **{name: hf.config.rope_parameters[name] for name in ROPE})
 
 
 def amend(file, **entries):
@@ -200,14 +173,62 @@ def amend(file, **entries):
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def export_hf(model, chars, folder, graph):
+    """Write the files of write_folder, with GRAPH if `graph` is true, into `folder`, a Path.
+
+    Exits with one line, and leaves the folder as it was, if transformers has no class for this network, or if what it
+    reads does not compute what the model does.
+    """
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        fail("--format hf needs transformers 5 or newer (version 4 can read its folders): pip install -U transformers")
+    transformers.utils.logging.disable_progress_bar()
+    with one_line_errors():
+        model_type(model.config)
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows keeps a file that is mapped
+        # make
+        made = Path(made)
+        write_folder(model, chars, made)
+        if graph:
+            from kvgpt.export.onnx import write_onnx
+
+            # without this entry transformers.js in a browser looks for model_quantized.onnx
+            amend(made / "config.json", **{"transformers.js_config": {"dtype": "fp32"}})
+            (made / GRAPH).parent.mkdir()
+            write_onnx(model, chars, made / GRAPH)
+
+        # check
+        ids, block_size = own_text(model), model.config.block_size
+        hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+        if tokenizer(chars)["input_ids"] != list(range(len(chars))) or tokenizer.decode(range(len(chars))) != chars:
+            fail(f"the tokenizer for {folder} does not give the characters back")
+
+        def greedy(prompt):
+            # generate raises an error if max_length leaves no room for a new token
+            out = hf.generate(prompt, max_length=block_size, do_sample=False) if block_size > 1 else prompt
+            return out[0].tolist()
+
+        with torch.no_grad():
+            compare(f"{folder}, {type(hf).__name__}", model, ids, hf(ids).logits, greedy)
+        if graph:
+            compare_onnx(made / GRAPH, model, ids)
+        files = read_tree(made)
+
+    # move into place; the graph of an earlier export may be another model's
+    write_tree(folder, files, stale={GRAPH} - files.keys())
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_folder(folder):
-    """Return the Checkpoint of a folder that write_folder or transformers wrote: a GPT-2 or StableLM of characters.
+    """Return the Checkpoint of a folder that export_hf or transformers wrote: a GPT-2 or StableLM of characters.
 
-    The files are read without transformers. Raises ValueError, with one line that says why, for a folder that cannot be
-    read, and for a network that model.py does not have.
+    We read the files without transformers, so a network that model.py does not have is an error, not an approximation.
+    Raises ValueError, with one line that says why, for such a network and for a folder that cannot be read.
     """
     try:
         from safetensors.torch import load_file
@@ -216,13 +237,10 @@ def read_folder(folder):
     folder = Path(folder)
     try:
         check_folder(folder)
-        hf_args = read_json(folder / "config.json")
-        chars = read_chars(folder / "tokenizer.json")
-        tensors = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
-        config = GPTConfig(**read_config(hf_args, tensors))
+        tensors = load_file(folder / "model.safetensors")
+        config = GPTConfig(**read_config(read_json(folder / "config.json"), tensors))
         weights = from_transformers(tensors, config)
-    except OSError as error:
-        raise ValueError(f"{folder} is no Hugging Face folder: {error.filename}: {error.strerror}") from None
+        chars = read_chars(folder / "tokenizer.json")
     except KeyError as error:
         raise ValueError(f"{folder} cannot be read: it lacks {error}") from None
     except Exception as error:  # a damaged file can raise nearly anything
@@ -232,7 +250,7 @@ def read_folder(folder):
 
 
 def read_json(file):
-    return json.loads(read_regular(file))
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def read_chars(file):
@@ -243,86 +261,49 @@ def read_chars(file):
     return "".join(sorted(vocab, key=vocab.get))
 
 
-def weight_files(folder):
-    """Return the safetensors files of the folder. Large models are split into several."""
-    index, names = folder / INDEX, {"model.safetensors"}
-    if index.is_file():
-        names = set(read_json(index)["weight_map"].values())
-    for name in sorted(names):
-        if Path(name).name != name:
-            raise ValueError(f"{index.name} names {name!r}, which is not a file of the folder")
-        if not (folder / name).is_file():
-            raise ValueError(f"{name} is missing")
-    return [folder / name for name in sorted(names)]
-
-
 def read_config(hf_args, tensors):
     """Return the fields of GPTConfig that describe a folder's network.
 
     hf_args  the content of config.json
-    tensors  the weights; they tell whether biases are used
+    tensors  the weights; they tell whether biases are used, and whether the head is tied
     Raises ValueError for a network that model.py does not have, KeyError for a setting that is missing.
     """
-
-    def require(**wanted):
-        for name, value in wanted.items():
-            if hf_args.get(name, value) != value:
-                raise ValueError(f"it has {name} {hf_args[name]!r}, and this kit's network {value!r}")
-
-    if hf_args["model_type"] not in ("gpt2", "stablelm"):
-        raise ValueError(f"it is a {hf_args['model_type']}, and this kit reads gpt2 and stablelm")
+    kind = hf_args["model_type"]
+    if kind not in ("gpt2", "stablelm"):
+        raise ValueError(f"it is a {kind}, and this kit reads gpt2 and stablelm")
     biased = [name for name, tensor in tensors.items() if name.endswith("bias") and tensor.any()]
-    # like transformers, we do not tie a head whose weights are there and differ, whatever config.json says
-    embedding = "transformer.wte.weight" if hf_args["model_type"] == "gpt2" else "model.embed_tokens.weight"
-    may_tie = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"], tensors[embedding])
-    vocab_size = hf_args["vocab_size"]
+    embedding = tensors["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
+    # as in transformers, a head of its own counts more than what config.json says
+    tied = hf_args.get("tie_word_embeddings", kind == "gpt2")
+    tied = tied and torch.equal(tensors.get("lm_head.weight", embedding), embedding)
 
-    # GPT-2
-    if hf_args["model_type"] == "gpt2":
-        require(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    # what our network has no setting for
+    if kind == "gpt2":
+        settings = hf_args
+        fixed = dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    else:  # transformers 5 nests the settings of rotary positions, 4 does not
+        settings = {"partial_rotary_factor": 0.25} | hf_args | (hf_args.get("rope_parameters") or {})
+        fixed = dict(layer_norm_eps=1e-5, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False)
+        fixed |= dict(rope_type="default", rope_scaling=None) | ROPE
+        if biased:
+            raise ValueError(f"its {biased[0]} is not zero, and this kit's network has no biases beside SwiGLU")
+    for name, value in fixed.items():
+        if settings.get(name, value) != value:
+            raise ValueError(f"its {name} is {settings[name]!r}, and this kit's {value!r}")
+
+    # what it has one for; MLP rounds down to the hidden units of GELU, and takes 2/3 of SwiGLU's and rounds up
+    config = {ours: hf_args[theirs] for ours, theirs in SETTINGS[kind].items()}
+    config |= dict(vocab_size=hf_args["vocab_size"], tie_weights=tied, bias=bool(biased))
+    n_embd = config["n_embd"]
+    if kind == "gpt2":
         activation, activations = hf_args["activation_function"], {"gelu": "gelu", "gelu_new": "gelu_tanh"}
         if activation not in activations:
             raise ValueError(f"its activation_function {activation!r} is neither gelu nor gelu_new")
-        n_embd = hf_args["n_embd"]
         hidden = hf_args.get("n_inner") or 4 * n_embd
-        return dict(
-            block_size=hf_args["n_positions"],
-            vocab_size=vocab_size,
-            n_layer=hf_args["n_layer"],
-            n_head=hf_args["n_head"],
-            n_embd=n_embd,
-            dropout=hf_args.get("resid_pdrop", 0.0),
-            bias=bool(biased),
-            mlp_ratio=4 if hidden == 4 * n_embd else (hidden + 0.5) / n_embd,  # MLP rounds down to `hidden`
-            activation=activations[activation],
-            pos_emb="learned",
-            tie_weights=may_tie and hf_args.get("tie_word_embeddings", True),
-        )
-
-    # StableLM
-    rope = hf_args.get("rope_parameters") or hf_args  # transformers 5 nests the settings, 4 does not
-    for name, value in ({"rope_type": "default"} | ROPE).items():
-        if rope.get(name, "default" if name == "rope_type" else None) != value:
-            raise ValueError(f"its {name} is {rope.get(name)!r}, and this kit's {value!r}")
-    require(rope_scaling=None)
-    require(layer_norm_eps=1e-5, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False)
-    if biased:
-        raise ValueError(f"its {biased[0]} is not zero, and this kit's network has no biases beside SwiGLU")
-    return dict(
-        block_size=hf_args["max_position_embeddings"],
-        vocab_size=vocab_size,
-        n_layer=hf_args["num_hidden_layers"],
-        n_head=hf_args["num_attention_heads"],
-        n_kv_head=hf_args["num_key_value_heads"],
-        n_embd=hf_args["hidden_size"],
-        dropout=hf_args.get("hidden_dropout", 0.0),
-        bias=False,
-        mlp_ratio=(1.5 * hf_args["intermediate_size"] - 1) / hf_args["hidden_size"],  # MLP takes 2/3 and rounds up
-        activation="swiglu",
-        pos_emb="rope",
-        tie_weights=may_tie and hf_args.get("tie_word_embeddings", False),
-        qk_norm=hf_args.get("qk_layernorm", False),
-    )
+        mlp_ratio = 4 if hidden == 4 * n_embd else (hidden + 0.5) / n_embd
+        return config | dict(activation=activations[activation], mlp_ratio=mlp_ratio)
+    mlp_ratio = (1.5 * hf_args["intermediate_size"] - 1) / n_embd
+    return config | dict(activation="swiglu", mlp_ratio=mlp_ratio, pos_emb="rope")
 
 
 def from_transformers(tensors, config):
@@ -331,13 +312,13 @@ def from_transformers(tensors, config):
     Raises KeyError for a tensor that is missing, ValueError for one that the network has no place for.
     """
     state, unused = {}, {name for name, tensor in tensors.items() if tensor.any()}  # zeros add nothing
-    for name, shape in network_shapes(config, tensors).items():
+    for name, ours in GPT(config).state_dict().items():
         names = their_names(name, config)
         unused -= set(names)
         if name == "lm_head.weight" and config.tie_weights:
             continue
         parts = [tensors[each] for each in names]
-        if len(parts) > 1 and shape == parts[0].shape:
+        if len(parts) > 1 and ours.shape == parts[0].shape:
             if any(not torch.equal(part, parts[0]) for part in parts):
                 raise ValueError(f"{name}: every head has a norm of its own, and here a layer's heads share one")
             parts = parts[:1]

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvgpt.checksums import sha256
-from kvgpt.files import lock_folder, write_atomically
+from kvgpt.files import lock_folder, sha256, write_atomically
 
 
 @dataclass

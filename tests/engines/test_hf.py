@@ -19,9 +19,7 @@ COMMON = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_po
 CONFIGS = {
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=BLOCK_SIZE),
     "llama": dict(intermediate_size=64, num_key_value_heads=2, **COMMON),
-    "gpt_neox": dict(intermediate_size=64, **COMMON),
     "mistral": dict(intermediate_size=64, num_key_value_heads=1, sliding_window=8, **COMMON),
-    "opt": dict(ffn_dim=64, word_embed_proj_dim=32, **COMMON),
     "bloom": dict(hidden_size=32, n_layer=2, n_head=4),
 }
 BREAK_THE_CACHE = """
@@ -63,13 +61,15 @@ def folder(request, tokenizer, tmp_path_factory):
     return path
 
 
+only_llama = pytest.mark.parametrize("folder", ["llama"], indirect=True)
+
+
 def hf(folder, *flags, **kwargs):
     return run("sample.py", "--engine", "hf", "--ckpt", folder, "--max_new_tokens", "30", *flags, **kwargs)
 
 
 @pytest.mark.slow
 def test_the_text_is_that_of_generate_and_the_cache_changes_nothing(folder, tokenizer):
-    """A position, a mask or a token off by one in the loop; a prompt cut or joined wrongly."""
     prompt = "The cat sat — né"
     result = ok(hf(folder, "--prompt", prompt, "--temperature", "0", "--verify"))
     assert "1 of 1 samples match" in result.stderr or "near-tie" in result.stderr
@@ -85,8 +85,8 @@ def test_the_text_is_that_of_generate_and_the_cache_changes_nothing(folder, toke
 
 
 @pytest.mark.slow
+@only_llama
 def test_a_broken_cache_is_found_and_its_logits_are_shown(folder):
-    """A comparison of the cache with itself."""
     flags = ["--engine", "hf", "--ckpt", folder, "--prompt", "The cat", "--max_new_tokens", "30", "--verify"]
     result = run("-c", BREAK_THE_CACHE, *flags)
     assert result.returncode == 1 and "Traceback" not in result.stderr
@@ -100,7 +100,7 @@ def test_a_broken_cache_is_found_and_its_logits_are_shown(folder):
 
 
 def test_a_text_and_its_tokens_there_and_back():
-    """A token without a name, a character that the tokenizer does not know, a text without a token."""
+    """With a token that has no name, a character that the tokenizer does not know, and a text without a token."""
     vocabulary = tokenizer_vocabulary(hf_tokenizer("abc\n", 8), 6)
     assert vocabulary.encode("cab\n") == [2, 0, 1, 3] and vocabulary.decode([2, 0, 1, 3]) == "cab\n"
     assert vocabulary.names == ["a", "b", "c", "\n", "<4>", "<5>"]
@@ -110,21 +110,7 @@ def test_a_text_and_its_tokens_there_and_back():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
-def test_mistakes_are_one_line(folder, tmp_path):
-    assert_one_line(hf(tmp_path), "no model of transformers", tmp_path, "--ckpt")
-    assert_one_line(hf(folder, "--draft", "ngram"), "--draft", "hf", code=2)
-    assert_one_line(hf(folder, "--stop", "The"), "--stop", "hf", code=2)
-    assert_one_line(
-        hf(folder, "--prompt", "The cat", "--prompt", "The cat and the dog"), "prompts of one length", "tokens"
-    )
-    assert_one_line(hf(folder, "--prompt", "The cat sat. " * 1000), "tokens", "leave room")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}), encoding="utf-8")
-    assert_one_line(hf(tmp_path), "cannot be read", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@only_llama
 def test_a_model_that_brings_code_is_refused_and_runs_none(folder, tmp_path):
     """transformers asks on stdin whether to run it, and takes the first answer that comes."""
     mine = shutil.copytree(folder, tmp_path / "mine")
@@ -134,23 +120,19 @@ def test_a_model_that_brings_code_is_refused_and_runs_none(folder, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [dict(num_hidden_layers=3), dict(num_hidden_layers=10**6)], ids=str)
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_weights_that_are_missing_are_refused(change, folder, tmp_path):
-    """transformers gives them random numbers, or makes layers for hours."""
+@only_llama
+def test_weights_that_are_missing_or_not_finite_are_refused(folder, tmp_path):
+    """transformers itself gives missing ones random numbers."""
     mine = shutil.copytree(folder, tmp_path / "mine")
-    amend(mine, **change)
-    with pytest.raises(ValueError, match=r"lack model\.layers\.2|1000000 layers"):
+    amend(mine, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"lack model\.layers\.2"):
         HuggingFaceGPT(mine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_a_context_of_no_length_is_refused(folder, tmp_path):
-    mine = shutil.copytree(folder, tmp_path / "mine")
-    amend(mine, max_position_embeddings=-5)
-    with pytest.raises(ValueError, match="context is -5"):
+    amend(mine, num_hidden_layers=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(mine)
+    with torch.no_grad():
+        model.lm_head.weight[1, 2] = torch.nan
+    model.save_pretrained(mine)
+    with pytest.raises(ValueError, match="NaN"):
         HuggingFaceGPT(mine)
 
 

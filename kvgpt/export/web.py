@@ -1,0 +1,70 @@
+"""The web page: the model, the n-grams and ONNX Runtime for browsers, for any static server."""
+
+import gzip
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from kvgpt.cli import fail, one_line_errors
+from kvgpt.decoding.ngrams import order_of
+from kvgpt.export.check import compare_onnx, own_text
+from kvgpt.export.onnx import write_onnx
+from kvgpt.files import read_tree, write_tree
+
+WEB = Path(__file__).resolve().parent.parent.parent / "web"
+
+
+def export_web(model, checkpoint, folder):
+    """Write the page of a Checkpoint, whose GPT is `model`, into `folder`.
+
+    Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
+    """
+    runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
+    if not runtime.is_dir():
+        fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
+    with one_line_errors():
+        ngrams = ngrams_bytes(checkpoint.checked_ngrams())
+
+    # make and check the graph
+    chars, config, loss = checkpoint.chars, model.config, checkpoint.best_val_loss
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "model.onnx"
+        write_onnx(model, chars, file)
+        compare_onnx(file, model, own_text(model))
+        graph = file.read_bytes()
+    about = dict(
+        chars=chars,
+        block_size=config.block_size,
+        n_layer=config.n_layer,
+        n_kv_head=config.num_kv_heads,
+        head_size=config.head_size,
+        pos_emb=config.pos_emb,
+        parameters=sum(p.numel() for p in model.parameters()),
+        val_loss=loss if math.isfinite(loss) else None,  # JSON has no infinity
+    )
+
+    # add the page, and pack what is large, because a plain server packs nothing
+    packed = {
+        "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
+        "ngrams.bin.gz": ngrams,
+        "model.onnx.gz": graph,
+    }
+    files = read_tree(WEB / "page") | {name: gzip.compress(content, mtime=0) for name, content in packed.items()}
+    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
+        files[f"ort/{name}"] = (runtime / name).read_bytes()
+    files["model.json"] = json.dumps(about).encode()
+    write_tree(folder, files)
+    print(f"{folder}: {sum(map(len, files.values())) / 1e6:.1f} MB")
+    print(f"serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
+
+
+def ngrams_bytes(ngrams):
+    """Return n-grams as uint32: order, the differences of the codes, the counts. No bytes for None."""
+    if ngrams is None:
+        return b""
+    codes, counts = (ngrams[name].numpy().astype("<u4") for name in ("codes", "counts"))
+    differences = np.diff(codes, prepend=np.uint32(0))  # small, so gzip makes them smaller
+    return np.concatenate(([np.uint32(order_of(ngrams))], differences, counts)).astype("<u4").tobytes()

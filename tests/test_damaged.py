@@ -1,0 +1,185 @@
+"""Files that are damaged, hostile or of another kind: one line that names the file, and no code runs."""
+
+import json
+import math
+import pickle
+import shutil
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers import CHARS, STABLELM, Bomb, assert_one_line, load, sample, save_model, saved, tiny
+from kvgpt.checkpoint import load_checkpoint, load_model
+from kvgpt.engines.hf import HuggingFaceGPT
+from kvgpt.engines.onnx import OnnxGPT
+from kvgpt.export.hf import read_folder, write_folder
+from kvgpt.export.onnx import write_onnx
+from kvgpt.files import read_tree, write_tree
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with ckpt.pt, nanoGPT's nano.pt and meta.pkl, model.onnx and the folder hf, all of one model."""
+    folder, model = tmp_path_factory.mktemp("whole"), tiny(**STABLELM)
+    save_model(folder, model)
+    nano = load(folder / "ckpt.pt")
+    torch.save({name: nano[name] for name in ("model", "model_args")}, folder / "nano.pt")
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(CHARS))}))
+    write_onnx(model, CHARS, folder / "model.onnx")
+    (folder / "hf").mkdir()
+    write_folder(model, CHARS, folder / "hf")
+    return folder
+
+
+@pytest.fixture
+def files(whole, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(whole, tmp_path / "files")
+
+
+def read(files, name):
+    """Read a file or folder as the scripts do."""
+    if name == "meta.pkl":
+        load_model(files / "nano.pt", files / "meta.pkl")
+    elif name == "model.onnx":
+        OnnxGPT(files / name)
+    elif name == "hf":
+        read_folder(files / name).build_model()
+    else:
+        ckpt = load_checkpoint(files / name)
+        ckpt.build_language_model()
+        ckpt.checked_ngrams()
+
+
+# -- ways to damage a file: functions of the folder above --------------------------------------------------------------
+
+
+def bytes_of(name, content):
+    """Other bytes, or what a function of the path that hostile code would write to makes."""
+    return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
+
+
+def entry(name, change):
+    """Another entry in ckpt.pt."""
+
+    def damage(files):
+        content = load(files / "ckpt.pt")
+        torch.save(content | {name: change(content[name])}, files / "ckpt.pt")
+
+    return damage
+
+
+def args(**changes):
+    return entry("model_args", lambda old: old | changes)
+
+
+def weight(value):
+    return entry("model", lambda old: old | {"lm_head.weight": torch.full_like(old["lm_head.weight"], value)})
+
+
+def json_of(name, change):
+    """Other settings in a JSON file of the folder hf."""
+
+    def damage(files):
+        content = json.loads((files / "hf" / name).read_text(encoding="utf-8"))
+        change(content)
+        (files / "hf" / name).write_text(json.dumps(content), encoding="utf-8")
+
+    return damage
+
+
+def config(**changes):
+    return json_of("config.json", lambda old: old.update(changes))
+
+
+def tensors(change):
+    """Other tensors in the folder hf."""
+
+    def damage(files):
+        content = load_file(files / "hf" / "model.safetensors")
+        change(content)
+        save_file(content, files / "hf" / "model.safetensors")
+
+    return damage
+
+
+def without_metadata(files):
+    proto = onnx.load(files / "model.onnx")
+    del proto.metadata_props[:]
+    onnx.save(proto, files / "model.onnx")
+
+
+DAMAGES = [
+    # what is read, the damage, a word of the message
+    ("ckpt.pt", bytes_of("ckpt.pt", b""), "damaged"),
+    ("ckpt.pt", bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
+    ("ckpt.pt", bytes_of("ckpt.pt", pickle.dumps({"itos": "a meta.pkl"})), "not loaded"),
+    ("ckpt.pt", bytes_of("ckpt.pt", saved([1, 2])), "no checkpoint"),
+    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "no 'model_args'"),
+    ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
+    ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
+    ("ckpt.pt", args(n_layer=0), "n_layer=0"),
+    ("ckpt.pt", args(n_leyer=2), "n_leyer"),
+    ("ckpt.pt", args(n_layer=3), "Missing key"),
+    ("ckpt.pt", args(n_embd=40), "size mismatch"),
+    ("ckpt.pt", args(vocab_size=2**24 - 1, n_embd=2**23), "do not fit"),  # more memory than any machine has
+    ("ckpt.pt", weight(math.nan), "NaN"),
+    ("ckpt.pt", weight(math.inf), "NaN"),
+    ("ckpt.pt", entry("model", lambda old: old | {"lm_head.weight": 3}), "lm_head"),
+    ("ckpt.pt", entry("chars", lambda old: old[:-1]), "characters"),
+    ("ckpt.pt", entry("chars", lambda old: old[1] + old[1:]), "characters"),
+    ("ckpt.pt", entry("chars", list), "characters"),
+    ("ckpt.pt", entry("ngrams", lambda old: {"codes": torch.ones(3)}), "n-grams"),
+    ("meta.pkl", bytes_of("meta.pkl", b"\x80"), "not a nanoGPT meta"),
+    ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
+    ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {0: "a"}})), "characters"),
+    ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
+    ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
+    ("model.onnx", without_metadata, "not written by export.py"),
+    ("hf", lambda files: (files / "hf" / "config.json").unlink(), "config.json"),
+    ("hf", lambda files: (files / "hf" / "model.safetensors").unlink(), "model.safetensors"),
+    ("hf", config(model_type="llama"), "llama"),
+    ("hf", config(use_parallel_residual=True), "parallel"),
+    ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
+    ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
+    ("hf", config(num_hidden_layers=3), "layers.2"),
+    ("hf", config(num_hidden_layers=1), "layers.1"),
+    ("hf", config(hidden_size=48), "fit"),
+    ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "single characters"),
+    ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].popitem()), "characters"),
+    ("hf", tensors(lambda old: old.update(extra=torch.ones(2))), "extra, which"),
+    ("hf", tensors(lambda old: old["model.norm.weight"].fill_(math.nan)), "NaN"),
+]
+
+
+@pytest.mark.parametrize(["name", "damage", "word"], DAMAGES)
+def test_damage_is_a_one_line_value_error_that_names_the_file_and_runs_no_code(name, damage, word, files):
+    read(files, name)
+    damage(files)
+    with pytest.raises(ValueError, match=word) as error:
+        read(files, name)
+    assert "\n" not in str(error.value) and str(files) in str(error.value)
+    assert not (files / "harm").exists()
+
+
+def test_the_command_line_says_it_in_one_line(trained, files):
+    bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}}))(files)
+    assert_one_line(sample(trained, "--ckpt", files / "ckpt.pt"), files / "ckpt.pt", "not loaded")
+    assert_one_line(sample(trained, "--ckpt", files), files, "folder")
+    assert not (files / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["hf/config.json", "hf/model.safetensors", "hf/tokenizer.json", "model.onnx"])
+def test_a_flipped_bit_beside_checksums_is_refused(name, files):
+    """In every file that SHA256SUMS lists. The table above has shown that a folder without it passes."""
+    file = files / name
+    write_tree(file.parent, read_tree(file.parent))
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    for read in (OnnxGPT,) if file.suffix == ".onnx" else (read_folder, HuggingFaceGPT):
+        with pytest.raises(ValueError, match=f"{file.name} has changed") as error:
+            read(file if file.suffix == ".onnx" else file.parent)
+        assert str(file.parent) in str(error.value) and "\n" not in str(error.value)
