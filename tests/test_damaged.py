@@ -167,7 +167,6 @@ def test_damage_is_a_one_line_value_error_that_names_the_file_and_runs_no_code(n
 def test_the_command_line_says_it_in_one_line(trained, files):
     bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}}))(files)
     assert_one_line(sample(trained, "--ckpt", files / "ckpt.pt"), files / "ckpt.pt", "not loaded")
-    assert_one_line(sample(trained, "--ckpt", files), files, "folder")
     assert not (files / "harm").exists()
 
 
