@@ -11,7 +11,6 @@ bit.
 
 import math
 import os
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -51,9 +50,10 @@ def share_cores(multiply_adds=math.inf):
 
 def share(done):
     """Add threads while the machine is busy, until `done` is set."""
-    watch, release = Watch(), None
+    release, before = None, (0, 0)  # the first look is at all that the process has done so far
     while True:
-        busy = watch.busy()
+        (ran, waited), before = before, scheduled()
+        busy = is_busy(before[0] - ran, before[1] - waited)
         if busy and not release:
             release = Event()
             for _ in range(num_holders(torch.get_num_threads(), len(os.sched_getaffinity(0)))):
@@ -67,23 +67,9 @@ def share(done):
         release.set()
 
 
-class Watch:
-    """Tells whether other processes need the cores, by how long our own threads were ready to run and had none.
-
-    The first look is at all that the process has done so far, so that even a short text knows about the machine.
-    """
-
-    def __init__(self):
-        self.next_look, self.ran, self.waited, self.answer = 0.0, 0, 0, False
-
-    def busy(self):
-        """Return the answer of the last look. Each is good for INTERVAL seconds, because a look costs some time."""
-        if time.perf_counter() >= self.next_look:
-            ran, waited = scheduled()
-            new_ran, new_waited = ran - self.ran, waited - self.waited
-            self.answer = new_waited > BUSY * (new_ran + new_waited)
-            self.next_look, self.ran, self.waited = time.perf_counter() + INTERVAL, ran, waited
-        return self.answer
+def is_busy(ran, waited):
+    """Return whether other processes need the cores, from what `scheduled` tells about some time."""
+    return waited > BUSY * (ran + waited)
 
 
 def scheduled():

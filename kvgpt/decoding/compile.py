@@ -24,7 +24,6 @@ import torch
 from torch.nn import functional as F
 
 import model as model_py
-from kvgpt.cores import Watch
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
 
 SOURCE = Path(__file__).with_name("step.c")
@@ -61,7 +60,7 @@ def compile_step(model, num_drafts, table):
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
     weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
-    most_threads, lock, watch = torch.get_num_threads(), threading.Lock(), Watch()
+    most_threads, lock = torch.get_num_threads(), threading.Lock()
     pool = library.start_threads(most_threads)
     if not pool:
         raise CompileError("the step in C needs more threads than there are")
@@ -78,8 +77,7 @@ def compile_step(model, num_drafts, table):
             counters = (ctypes.c_int64 * 3)()
             inputs = (weights.array, cache.array, rows.array, tables and tables.array)
             with lock:  # one call at a time has the threads
-                numbers = (B, threads, int(by_rows), int(watch.busy()), max_steps, num_drafts)
-                failed = library.decode(pool, *inputs, *numbers, counters)
+                failed = library.decode(pool, *inputs, B, threads, int(by_rows), max_steps, num_drafts, counters)
             if failed:
                 raise MemoryError("the step in C needs more memory than there is")
             return list(counters)
@@ -192,7 +190,7 @@ def open_library(file):
     library = ctypes.CDLL(str(file))
     library.start_threads.restype = ctypes.c_void_p  # an int would lose half of the address
     library.stop_threads.argtypes = [ctypes.c_void_p]
-    library.decode.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 6 + [ctypes.c_void_p]
+    library.decode.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
     return library
 
 

@@ -49,9 +49,7 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-/* Looks at a barrier before a thread sleeps. On an idle machine it looks for longer than another thread takes to wake up. */
-#define LOOKS 100000
-#define LOOKS_BUSY 3000
+#define LOOKS 100000      /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -175,21 +173,21 @@ INLINE float dot(const float *x, const float *y, int n) {
 /* -- threads ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    int threads, looks;
+    int threads;
     atomic_int waiting, round;
     pthread_mutex_t mutex;
     pthread_cond_t next_round;
 } Barrier;
 
-static void make_barrier(Barrier *b, int threads, int looks) {
+static void make_barrier(Barrier *b, int threads) {
     memset(b, 0, sizeof *b);
-    b->threads = threads, b->looks = looks;
+    b->threads = threads;
     pthread_mutex_init(&b->mutex, NULL);
     pthread_cond_init(&b->next_round, NULL);
 }
 
 /* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we look again and again.
- * If they do not, another process has taken a core from one of them, and we sleep and leave it ours. */
+ * If they do not, another process must have taken a core from one of them, and we sleep and leave it ours. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
     int round = atomic_load(&b->round);
@@ -201,7 +199,7 @@ static void barrier(Barrier *b) {
         pthread_mutex_unlock(&b->mutex);
         return;
     }
-    for (int looks = 0; looks < b->looks; looks++)
+    for (int looks = 0; looks < LOOKS; looks++)
         if (atomic_load_explicit(&b->round, memory_order_acquire) != round) return;
     pthread_mutex_lock(&b->mutex);
     while (atomic_load(&b->round) == round) pthread_cond_wait(&b->next_round, &b->mutex);
@@ -610,15 +608,15 @@ typedef struct {
 
 /* Linux wakes a thread where it ran last, or where the thread runs that wakes it. There the two would wait for each other
  * until the kernel looks at the balance, milliseconds later. So during a call the caller stays on its core, and the
- * other threads stay off it. On a busy machine they take any core that they can get. */
-static void part_cores(Pool *pool, int busy) {
+ * other threads stay off it. */
+static void part_cores(Pool *pool) {
 #ifdef __linux__
     cpu_set_t own;
     CPU_ZERO(&own);
     CPU_SET(sched_getcpu(), &own);
     sched_getaffinity(0, sizeof pool->all, &pool->all);
     pool->others = pool->all;
-    if (busy || CPU_COUNT(&pool->all) == 1) return;
+    if (CPU_COUNT(&pool->all) == 1) return;
     CPU_XOR(&pool->others, &pool->all, &own);
     sched_setaffinity(0, sizeof own, &own);
 #endif
@@ -642,7 +640,7 @@ static void *serve(void *argument) {
 Pool *start_threads(int threads) {
     Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
     if (!pool) return NULL;
-    make_barrier(&pool->barrier, threads, LOOKS);
+    make_barrier(&pool->barrier, threads);
     for (int i = 1; i < threads; i++)
         if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;
     return pool;
@@ -659,9 +657,9 @@ void stop_threads(Pool *pool) {
 int lanes(void) { return LANES; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
- * accepted to counters[0..2], which are 0 before. busy: other processes need the cores. Returns -1 without memory, else 0. */
+ * accepted to counters[0..2], which are 0 before. Returns -1 without memory, else 0. */
 int decode(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
-           int threads, int by_rows, int busy, int max_steps, int num_drafts, int64_t *counters) {
+           int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE + VOCAB_SIZE;
@@ -674,7 +672,7 @@ int decode(Pool *pool, const Model *model, const Cache *cache, const State *stat
     for (int i = 0; i < num_groups; i++) {
         Group *g = groups + i;
         memset(g, 0, sizeof *g);
-        make_barrier(&g->barrier, parts, busy ? LOOKS_BUSY : LOOKS);
+        make_barrier(&g->barrier, parts);
         g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
         float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->noise, &g->logits};
         size_t sizes[] = {X, QKV, X, FC, V, V};
@@ -691,8 +689,7 @@ int decode(Pool *pool, const Model *model, const Cache *cache, const State *stat
     /* work: thread 0 is the caller's */
     if (threads > 1) {
         pool->workers = workers, pool->num_workers = threads;
-        pool->barrier.looks = busy ? LOOKS_BUSY : LOOKS;
-        part_cores(pool, busy);
+        part_cores(pool);
         barrier(&pool->barrier);
     }
     work(workers);
