@@ -1,7 +1,7 @@
 # make demo    environment, a text with and without the cache (make box), a short training run, and a sample of it
 # make test    environment, lint, the fast tests
 # make check   make test, and the slow tests
-# make fuzz    random calls, damaged files and kills, for MINUTES=30 or until something breaks the rule
+# make fuzz    random commands, damaged files and kills, for MINUTES=30 or until something is found
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, by the python3 that has PyTorch for it
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the model in assets
 PYTHON ?= python3
@@ -49,14 +49,16 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 
 # a process per core, because torch gains little from a second thread in models this small
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n auto --maxprocesses 8
+	$(PYTEST) -m "not slow"
 
 check: test
 	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
 	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: some readers are not tested"
-	$(BIN)/python -m pytest -q -m slow
-	TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_gpu.py -n auto --maxprocesses 8
+	$(PYTEST) -m slow --dist loadfile # a file's tests share what takes long: an exported page, a trained model
+	TEST_DEVICE=cpu $(PYTEST) tests/test_gpu.py
 
 MINUTES ?= 30
 fuzz: .venv/installed

@@ -26,23 +26,24 @@ def softmax(x):
     return e / e.sum(-1, keepdim=True)
 
 
-def turned(x):
+def turned(x, positions=None):
     """Rotary embedding of x (T, head_size), one position and one pair of coordinates at a time."""
     T, size = x.shape
     out = torch.empty_like(x)
-    for position in range(T):
+    for t, position in enumerate(range(T) if positions is None else positions):
         for i in range(size // 2):
             angle = position * 10000.0 ** (-2 * i / size)
-            a, b = x[position, i], x[position, i + size // 2]
-            out[position, i] = a * math.cos(angle) - b * math.sin(angle)
-            out[position, i + size // 2] = a * math.sin(angle) + b * math.cos(angle)
+            a, b = x[t, i], x[t, i + size // 2]
+            out[t, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[t, i + size // 2] = a * math.sin(angle) + b * math.cos(angle)
     return out
 
 
-def per_head_logits(state, args, ids):
+def per_head_logits(state, args, ids, positions=None, allowed=None):
     """(T, vocab_size) logits of one sequence, by a loop over layers and heads under a triangular mask.
 
-    `state` is a state_dict with nanoGPT's key names, `args` the model_args that go with it.
+    `state` is a state_dict with nanoGPT's key names, `args` the model_args that go with it. The tokens stand at
+    `positions` (default: 0 to T - 1), and token i sees token j where `allowed` (T, T) says so (default: j <= i).
     """
     state = {key: value.double() for key, value in state.items()}
     n_head, C, T = args["n_head"], args["n_embd"], len(ids)
@@ -50,7 +51,8 @@ def per_head_logits(state, args, ids):
     size = C // n_head
     rope, tanh = args.get("pos_emb", "learned") == "rope", args.get("activation", "gelu") == "gelu_tanh"
     norm_first = args.get("norm_first", True)
-    allowed = torch.tril(torch.ones(T, T)) == 1
+    positions = list(range(T) if positions is None else positions)
+    allowed = torch.tril(torch.ones(T, T)) == 1 if allowed is None else allowed
 
     def linear(x, name):
         y = x @ state[f"{name}.weight"].T
@@ -69,7 +71,7 @@ def per_head_logits(state, args, ids):
             if args.get("qk_norm"):
                 q_h, k_h = norm(q_h, f"{name}.q_norm"), norm(k_h, f"{name}.k_norm")
             if rope:
-                q_h, k_h = turned(q_h), turned(k_h)
+                q_h, k_h = turned(q_h, positions), turned(k_h, positions)
             scores = q_h @ k_h.T / math.sqrt(size)
             scores[~allowed] = -math.inf
             outputs.append(softmax(scores) @ v_h)
@@ -83,7 +85,7 @@ def per_head_logits(state, args, ids):
 
     x = state["transformer.wte.weight"][list(ids)]
     if not rope:
-        x = x + state["transformer.wpe.weight"][:T]
+        x = x + state["transformer.wpe.weight"][positions]
     for i in range(args["n_layer"]):
         block = f"transformer.h.{i}"
         if norm_first:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -91,8 +90,6 @@ def store_outputs(train_flags):
         notebook = nbformat.read(NOTEBOOK, 4)
         for cell, done in zip(code_cells(notebook), code_cells(executed)):
             cell.outputs, cell.execution_count = clean(done.outputs, folder), done.execution_count
-            for private in (socket.gethostname(), str(ROOT)):
-                assert private not in printed(cell), f"{cell.id} has printed {private}"
     nbformat.write(notebook, NOTEBOOK)
 
 
@@ -103,72 +100,12 @@ def printed(cell):
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def drawing(notebook):
-    """Return the id of the cell of every figure."""
-    return [
-        cell.id for cell in code_cells(notebook) for output in cell.outputs if "image/png" in output.get("data", ())
-    ]
-
-
-def lasting_lines(notebook):
-    """Return the lines printed by the cells before training. Lines with a time or with torch's version are left out."""
+def assert_true_outputs(notebook):
+    """The cache changes no text and no old row, it saves the work that it should, and every figure is drawn."""
     cells = code_cells(notebook)
-    cells = cells[: [cell.id for cell in cells].index("prepare")]
-    changing = re.compile(r" \d[\d,.]* (ms|s)\b|^torch ")
-    return {cell.id: [line for line in printed(cell).splitlines() if not changing.search(line)] for cell in cells}
-
-
-@pytest.fixture(scope="module")
-def stored():
-    notebook = nbformat.read(NOTEBOOK, 4)
-    nbformat.validate(notebook)
-    return notebook
-
-
-def test_it_asks_for_a_gpu_and_names_one_repository(stored):
-    """A session without a GPU, a badge of another repository, or a torch beside Colab's."""
-    assert stored.metadata["accelerator"] == "GPU"
-    sources = "\n".join(cell.source for cell in code_cells(stored))
-    repository = re.search(r'^REPO = "https://github.com/(.*?)"', sources, re.MULTILINE).group(1)
-    assert f"colab.research.google.com/github/{repository}/blob/main/colab.ipynb" in stored.cells[0].source
-    assert not re.search(r"pip install.*\btorch\b", sources)  # Colab has its own
-
-
-def test_it_holds_no_code_for_tests_and_waits_for_nobody(stored):
-    """A reader meets the harness, or "Run all" stops at a dialog."""
-    text = "\n".join(cell.source for cell in stored.cells)
-    assert not re.search(r"QUICK|_exit_code|\bassert\b", text)
-    assert '\nOWN_TEXT = ""\nUPLOAD = False\n' in f"\n{text}" and "input(" not in text
-
-
-def test_its_outputs_are_those_of_one_run_from_top_to_bottom(stored):
-    """Cells without outputs, outputs of cells that ran out of order, a missing figure, or a file too large to show."""
-    cells = code_cells(stored)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert drawing(stored) == FIGURES
-    silent = {cell.id for cell in cells if not cell.outputs}
-    assert silent == {"own"}
-    assert all(len(printed(cell).splitlines()) < 60 for cell in cells)
-    assert NOTEBOOK.stat().st_size < 1_500_000
-
-
-def test_its_outputs_hold_no_error_no_warning_and_no_path(stored):
-    """A traceback, a deprecation, a failed download, a progress bar, or a path of somebody's machine."""
-    outputs = [output for cell in code_cells(stored) for output in cell.outputs]
-    assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs)
-    text = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
-    assert not re.search(r"\w(Warning|Error)\b|WARNING|Traceback|\r|\x1b|\d%\|", text)
-    assert not re.search(r"(^|[\s\"'=(])(/\w|~/|[A-Z]:\\|file:)", text)
-
-
-def test_its_text_outputs_agree_with_each_other(stored):
-    """Outputs in which the cache changed the text or an old row, or saved no work."""
-    text = {cell.id: printed(cell) for cell in code_cells(stored)}
-    assert_true_outputs(text)
-
-
-def assert_true_outputs(text):
-    """text: what each cell has printed, by id."""
+    drawing = [cell.id for cell in cells for output in cell.outputs if "image/png" in output.get("data", ())]
+    assert drawing == FIGURES
+    text = {cell.id: printed(cell) for cell in cells}
     context, prompt = int(re.search(r"context of (\d+)", text["model"]).group(1)), len("O Romeo, ")
     steps = context - prompt
     without = sum(range(prompt, context))  # a step reads all characters before the new one
@@ -183,21 +120,30 @@ def assert_true_outputs(text):
     assert "model.onnx: logits within" in text["export"]
 
 
+def test_its_outputs_are_those_of_one_run_without_errors():
+    notebook = nbformat.read(NOTEBOOK, 4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert_true_outputs(notebook)
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs)
+    text = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
+    assert not re.search(r"\w(Warning|Error)\b|WARNING|Traceback|\r|\x1b|\d%\|", text)
+    assert not re.search(r"(^|[\s\"'=(])(/\w|~/|[A-Z]:\\|file:)", text)  # a path of somebody's machine
+    assert NOTEBOOK.stat().st_size < 1_500_000  # a larger one is not shown
+
+
 @pytest.mark.slow
-def test_every_cell_runs_and_prints_what_is_stored(stored, tmp_path):
-    """A cell or a command that fails, a page full of progress, or stored outputs of other code or another model."""
+def test_every_cell_runs(tmp_path):
     folder = tmp_path.resolve() / "kit"
     copy_project(folder)
     shorter = "--preset lecture --max_iters 100 --eval_interval 50"
     notebook = execute(folder, shorter, own_text="data/sample.txt", timeout=300)
     for cell in code_cells(notebook):
-        assert len(re.split(r"[\r\n]+", printed(cell))) < 60, cell.source  # a notebook keeps every state of a bar
         cell.outputs = clean(cell.outputs, folder)
-    text = {cell.id: printed(cell) for cell in code_cells(notebook)}
-    assert drawing(notebook) == FIGURES
-    assert_true_outputs(text)
-    assert "best val loss" in text["own"] and (folder / "out" / "own" / "ckpt.pt").exists()
-    assert lasting_lines(notebook) == lasting_lines(stored), "store new outputs: python tests/test_colab.py"
+    assert_true_outputs(notebook)
+    assert (folder / "out" / "own" / "ckpt.pt").exists()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The folder of export.py --format hf, read by transformers.js and by Optimum: the text is that of the kit's own model.
 
-transformers itself is in tests/storage/test_hf.py. vLLM has been run by hand, see docs/export.md.
+transformers itself is in tests/export/test_hf.py. vLLM has been run by hand, see docs/export.md.
 """
 
 import json
@@ -50,7 +50,7 @@ def texts_of(model):
 
 @needs_transformers_js
 def test_transformers_js_generates_the_greedy_text(exported):
-    """A name, a mask or a tokenizer that JavaScript reads otherwise, or a file that a browser would not find."""
+    """Names, masks and the tokenizer mean the same in JavaScript, and a browser finds every file."""
     model, folder = exported
     plan = json.dumps(dict(folder=str(folder), prompts=PROMPTS, context=CONTEXT))
     node = ["node", HUB / "generate.mjs", plan]
@@ -61,7 +61,6 @@ def test_transformers_js_generates_the_greedy_text(exported):
 
 @needs_optimum
 def test_optimum_and_transformers_4_generate_the_greedy_text(exported):
-    """A name or a shape that Optimum expects otherwise, or settings that transformers 4 misses."""
     model, folder = exported
     env = {"PYTHONPATH": str(HUB / ".packages")}
     seen = json.loads(ok(run(HUB / "generate.py", folder, *PROMPTS, env=env)).stdout)
