@@ -323,9 +323,10 @@ def main():
     goals = [min(len(row) + num_new, max(most, len(row))) for row in rows]
     decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" and num_new else None
     with share_cores(step_work(args, engine, decoder, len(rows))):
+        stream = ()
         if decoder:
             stream = decoder.stream(prompts, num_new, **vars(sampling))
-        else:
+        elif num_new:
             stream = engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **vars(sampling))
         loaded, timing = time.perf_counter() - began, Timing(device)
         most_new = write_stream(stream, rows, goals, vocabulary, args.stop, timing, decoder)

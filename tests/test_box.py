@@ -10,7 +10,8 @@ import torch
 from helpers import ROOT, assert_one_line, ok, run
 from kvgpt.checkpoint import load_checkpoint
 from kvgpt.cli import MODEL_IN_THE_BOX
-from kvgpt.training.data import evaluate, load_dataset
+from kvgpt.training.data import load_dataset
+from kvgpt.training.objective import evaluate
 
 NOTE = f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}"
 

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script, which finds no helpers
 FLAGS = ROOT / "docs" / "flags.md"
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = ("data/prepare.py", "data/hold_out.py", "train.py", "sample.py", "bench.py", "export.py")
+SCRIPTS = ("data/prepare.py", "train.py", "sample.py", "bench.py", "export.py")
 # what the scripts write
 WRITTEN = ("data/train.bin", "data/val.bin", "data/meta.json", "data/dev", "kvgpt/decoding/__pycache__")
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

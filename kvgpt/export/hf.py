@@ -241,6 +241,8 @@ def read_folder(folder):
         config = GPTConfig(**read_config(read_json(folder / "config.json"), tensors))
         weights = from_transformers(tensors, config)
         chars = read_chars(folder / "tokenizer.json")
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is no Hugging Face folder: {first_line(error)}") from None
     except KeyError as error:
         raise ValueError(f"{folder} cannot be read: it lacks {error}") from None
     except Exception as error:  # a damaged file can raise nearly anything

@@ -68,8 +68,8 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
         assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
 
 
-A_SLEEP = [("spins < SPINS", "spins < 0")]
-NO_THREAD = [("!pthread_create(ids + started, NULL, work, workers + started)", "0")]
+A_SLEEP = [("looks < LOOKS", "looks < 0")]
+NO_THREAD = [("if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;", "return NULL;")]
 NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memory) return -1;")]
 
 
@@ -99,11 +99,16 @@ def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
         assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
 
 
-@pytest.mark.parametrize("trouble", [NO_MEMORY, NO_THREAD])
-def test_too_little_memory_is_an_error_of_its_own(patched_step, trouble):
-    patched_step(trouble)
+def test_too_little_memory_is_an_error_of_its_own(patched_step):
+    patched_step(NO_MEMORY)
     with pytest.raises(MemoryError, match="the step in C"):
         Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
+
+
+def test_without_threads_there_is_no_step_in_c(patched_step):
+    patched_step(NO_THREAD)
+    with pytest.raises(CompileError, match="more threads than there are"):
+        Decoder(MODELS[0], compile=True)
 
 
 def test_a_prompt_may_be_longer_than_a_forward():
