@@ -37,12 +37,11 @@ def parse_args():
     )
     add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint")
     add("--int8", action="store_true", help="with onnx: also model_int8.onnx, a quarter of the size")
-    add("--cacheless", action="store_true", help="with onnx: also model_cacheless.onnx, (token_ids) -> logits")
     data = Path(__file__).resolve().parent / "data"
     add("--data_dir", type=path, default=str(data), help="the prepared text for val losses (default: data)")
     args = parser.parse_args()
-    if args.format != "onnx" and (args.int8 or args.cacheless):
-        parser.error(f"{'--int8' if args.int8 else '--cacheless'} goes with --format onnx, not {args.format}")
+    if args.int8 and args.format != "onnx":
+        parser.error(f"--int8 goes with --format onnx, not {args.format}")
     return args
 
 
@@ -57,8 +56,6 @@ def main():
     with one_line_errors():
         checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, chars = checkpoint.build_language_model()
-    if args.cacheless and model.config.block_size < 3:  # the exporter takes sizes of 1 and 2 for constants
-        fail(f"--cacheless needs a context of 3 at least, and this model's is {model.config.block_size}")
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the lock stands beside the folder, because people publish all that is in it
@@ -66,7 +63,7 @@ def main():
         if args.format == "onnx":
             from kvgpt.export.onnx import export_onnx
 
-            export_onnx(model, chars, folder, Path(args.data_dir), args.cacheless, args.int8)
+            export_onnx(model, chars, folder, Path(args.data_dir), args.int8)
         elif args.format == "hf":
             from kvgpt.export.hf import export_hf
 

@@ -6,7 +6,6 @@ model of that shape starts at once.
 
 import ast
 import ctypes
-import hashlib
 import io
 import os
 import subprocess
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 
 import model as model_py
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
+from kvgpt.files import sha256
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
@@ -124,7 +124,7 @@ def model_sha256():
         is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
         if token.type not in (tokenize.COMMENT, tokenize.NL) and not is_docstring:
             code.append(token.string.strip() or tokenize.tok_name[token.type])
-    return hashlib.sha256(" ".join(code).encode()).hexdigest()
+    return sha256(" ".join(code).encode())
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -192,10 +192,6 @@ def open_library(file):
     library.stop_threads.argtypes = [ctypes.c_void_p]
     library.decode.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
     return library
-
-
-def sha256(content):
-    return hashlib.sha256(content).hexdigest()[:32]
 
 
 @lru_cache

@@ -32,7 +32,6 @@ class OnnxGPT:
     chars           the vocabulary: token i is chars[i]
     config          the GPTConfig of the exported model
     weights_sha256  of the exported model; None in files of the first versions
-    cached          whether the graph has the KV cache as inputs and outputs
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
 
@@ -65,16 +64,13 @@ class OnnxGPT:
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         self.outputs = [output.name for output in self.session.get_outputs()]
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
-        self.cached = len(self.outputs) > 1
 
     def __call__(self, idx, past=()):
         """Return (logits, past): float32 `(B, T, V)` for idx `(B, T)` int64, and the cache after them.
 
-        past  what an earlier call with the same rows has returned; empty: idx begins the text. It is a list of keys and
-              values, OrtValues `(B, nkv, past, hs)`, and stays empty if the graph has no cache
+        past  what an earlier call with the same rows has returned, a list of keys and values, OrtValues
+              `(B, nkv, past, hs)`; empty: idx begins the text
         """
-        if not self.cached:
-            return torch.from_numpy(self.session.run(None, {"token_ids": idx.numpy()})[0]), []
         (B, T), config = idx.shape, self.config
         if not past:
             empty = self.to_ort(np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32))
@@ -98,7 +94,7 @@ class OnnxGPT:
             # We feed the newest token if the cache holds all others. It does not at first, and after a slide.
             decodes = past_length == end - 1 - start > 0
             logits, present = self(tokens[:, end - 1 if decodes else start : end], past if decodes else [])
-            if kv_cache and self.cached:
+            if kv_cache:
                 past, past_length = present, end - start
             return logits[:, -1]
 

@@ -52,10 +52,9 @@ def compare_onnx(file, model, ids, exact=True):
 
 
 def chunked_logits(onnx, ids):
-    """Return the logits of ids `(B, T)` through the cache: half of them as a prefill, a quarter as a chunk, then single
-    tokens. A graph without a cache takes all at once."""
+    """Return the logits of ids `(B, T)` through the cache: a prefill, a chunk, then single tokens."""
     T, past, logits = ids.size(1), [], []
-    edges = sorted({0, T // 2, *range(T * 3 // 4, T + 1)}) if onnx.cached else [0, T]
+    edges = sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
     for begin, end in itertools.pairwise(edges):
         some, past = onnx(ids[:, begin:end], past)
         logits.append(some)

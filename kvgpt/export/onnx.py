@@ -69,40 +69,37 @@ class GPTWithPast(nn.Module):
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_onnx(model, chars, file, cached=True):
+def write_onnx(model, chars, file):
     """Write the model as one ONNX file of opset 20, dynamic in batch size and lengths.
 
-    model   a GPT on the CPU
-    chars   the vocabulary: token i is chars[i]
-    file    a Path
-    cached  with the KV cache as inputs `past_key_values.{i}.key|value` and outputs `present.{i}.key|value`. False:
-            (token_ids) -> logits
-    Inputs, outputs and axes have the names that Optimum and transformers.js use. The metadata holds the characters and
-    the sizes, so the file alone is enough to generate text. Raises OSError.
+    model  a GPT on the CPU
+    chars  the vocabulary: token i is chars[i]
+    file   a Path
+    The cache goes in as `past_key_values.{i}.key|value` and comes out as `present.{i}.key|value`. Inputs, outputs and
+    axes have the names that Optimum and transformers.js use. The metadata holds the characters and the sizes, so the
+    file alone is enough to generate text. Raises OSError.
     """
     # example inputs, names and dynamic axes; no example size is 1, because the exporter would take 1 for a constant
     config = model.config
     batch, length, past = "batch_size", "sequence_length", "past_sequence_length"
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    if cached:
-        past_shape = (2, config.num_kv_heads, 5, config.head_size)
-        pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
-        inputs = (ids, torch.ones(2, 8, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1), pairs)
-        names = ["input_ids", "attention_mask", "position_ids"]
-        axes = [{0: batch, 1: length}, {0: batch, 1: f"{past} + {length}"}, {0: batch, 1: length}]
-        axes.append([({0: batch, 2: past},) * 2] * config.n_layer)
-        slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
-    else:
-        inputs, names, axes, slots = (ids,), ["token_ids"], [{0: batch, 1: length}], []
+    past_shape = (2, config.num_kv_heads, 5, config.head_size)
+    pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
+    ids, places = torch.zeros(2, 3, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1)
+    slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
     # export
     with quiet():
         proto = torch.onnx.export(
-            GPTWithPast(model).eval() if cached else model.eval(),
-            inputs,
-            input_names=names + [f"past_key_values.{slot}" for slot in slots],
-            output_names=["logits"] + [f"present.{slot}" for slot in slots],
-            dynamic_shapes=tuple(axes),
+            GPTWithPast(model).eval(),
+            (ids, torch.ones(2, 8, dtype=torch.int64), places, pairs),
+            input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{slot}" for slot in slots)],
+            output_names=["logits", *(f"present.{slot}" for slot in slots)],
+            dynamic_shapes=(
+                {0: batch, 1: length},
+                {0: batch, 1: f"{past} + {length}"},
+                {0: batch, 1: length},
+                [({0: batch, 2: past},) * 2] * config.n_layer,
+            ),
             opset_version=20,
             dynamo=True,
             verbose=False,
@@ -138,20 +135,17 @@ def quiet():
         logging.disable(logging.NOTSET)
 
 
-def export_onnx(model, chars, folder, data_dir, cacheless=False, int8=False):
+def export_onnx(model, chars, folder, data_dir, int8=False):
     """Write model.onnx into `folder`, and print how large it is and how good.
 
-    data_dir   a Path; the val losses are of its text, if that has the characters of the model
-    cacheless  also write model_cacheless.onnx, (token_ids) -> logits
-    int8       also write model_int8.onnx, a quarter of the size
+    data_dir  a Path; the val losses are of its text, if that has the characters of the model
+    int8      also write model_int8.onnx, a quarter of the size
     Exits with one line, and leaves the folder as it was, if a graph does not compute what the model does.
     """
     with tempfile.TemporaryDirectory() as made:
         # make
         made = Path(made)
         write_onnx(model, chars, made / "model.onnx")
-        if cacheless:
-            write_onnx(model, chars, made / "model_cacheless.onnx", cached=False)
         if int8:
             quantize(made / "model.onnx", made / "model_int8.onnx")
 
@@ -160,7 +154,7 @@ def export_onnx(model, chars, folder, data_dir, cacheless=False, int8=False):
         engines = {name: compare_onnx(made / name, model, ids, exact="int8" not in name) for name in sorted(files)}
 
     # move into place; a graph of an earlier export may be another model's
-    write_tree(folder, files, stale={"model_cacheless.onnx", "model_int8.onnx"} - files.keys())
+    write_tree(folder, files, stale={"model_int8.onnx"} - files.keys())
 
     # report
     val = val_text(data_dir, chars, model.config.block_size)

@@ -95,11 +95,11 @@ def evaluate(model, ids, block_size, device, autocast):
 # -- n-gram targets ----------------------------------------------------------------------------------------------------
 
 # The character that follows in the text is one sample of what could follow. After the same few characters the training
-# text holds many such samples, and their average gives a gradient with less noise. But an n-gram sees MAX_ORDER
+# text holds many such samples, and their average gives a gradient with less noise. But an n-gram sees NGRAM_ORDER
 # characters at most, so the targets begin as n-gram distributions and end as a mixture with the text. Malagutti et al.
 # 2024 (arXiv:2403.17240) regularize language models by smoothed n-gram distributions. That their share falls is ours.
 
-MAX_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
+NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
 DISCOUNT = 0.9  # that every count of a follower loses to the next shorter context
 STRENGTH = 1.0  # that the next shorter context has in any case, in counts
 MIN_ORDER = 3  # a table of shorter contexts is not worth using
@@ -123,7 +123,7 @@ def ngram_targets(ids, vocab_size, device):
     """Return the NgramTargets of a text, or None if the text is too long or has too many distinct characters.
 
     ids  (N,) integers below vocab_size
-    The longest context has MAX_ORDER tokens, or fewer if the table would be too large. Its distribution is that of
+    The longest context has NGRAM_ORDER tokens, or fewer if the table would be too large. Its distribution is that of
     Kneser and Ney (1995), interpolated as by Teh (2006). With n counts of m distinct followers,
 
         P(w) = (count(w) - DISCOUNT + (DISCOUNT m + STRENGTH) P_shorter(w)) / (n + STRENGTH)
@@ -138,7 +138,7 @@ def ngram_targets(ids, vocab_size, device):
     # number the contexts of each length, from short to long
     rows = np.zeros(len(ids), np.int64)
     parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
-    for k in range(1, MAX_ORDER + 1):  # one token more, the one k - 1 before; the first tokens take the end's
+    for k in range(1, NGRAM_ORDER + 1):  # one token more, the one k - 1 before; the first tokens take the end's
         found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
         if len(found) * vocab_size > MAX_ENTRIES:
             if k <= MIN_ORDER:

@@ -12,11 +12,11 @@ from kvgpt.export.onnx import write_onnx
 CONTEXT = SIZE["block_size"]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["cached", "cacheless"])
-def exported(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
     """(model, its ONNX file)"""
     model, file = tiny(**STABLELM, qk_norm=True, n_kv_head=2), tmp_path_factory.mktemp("onnx") / "model.onnx"
-    write_onnx(model, CHARS, file, cached=request.param)
+    write_onnx(model, CHARS, file)
     return model, file
 
 

@@ -14,7 +14,7 @@ from helpers import CPU, SMALL, assert_refused, assert_same_run, here, load, ok,
 from kvgpt.recipes import TrainConfig
 from kvgpt.training import objective as module
 from kvgpt.training.dist import Ranks
-from kvgpt.training.objective import DISCOUNT, MAX_ORDER, NUM_AHEAD, STRENGTH, evaluate, loss_weights, ngram_targets
+from kvgpt.training.objective import DISCOUNT, NGRAM_ORDER, NUM_AHEAD, STRENGTH, evaluate, loss_weights, ngram_targets
 from model import GPT, GPTConfig
 
 # -- the loss of a step ------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_the_targets_are_those_of_plain_counting(V, data):
     found = ngram_targets(np.array(text, dtype="<u2"), V, CPU)
     assert found.table.dtype == torch.float32
     for i in range(len(text)):
-        assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text, i, V, MAX_ORDER), abs=1e-6)
+        assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text, i, V, NGRAM_ORDER), abs=1e-6)
 
 
 def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch, data_dir, tmp_path):
