@@ -253,7 +253,7 @@ def step_times(timings, T):
         position = T + timing.sizes[0]
         for began, ended, size in zip(timing.times, timing.times[1:], timing.sizes[1:]):
             position += size
-            times[position].append(1e3 * (ended - began) / size)
+            times[round(position)].append(1e3 * (ended - began) / size)  # of rows with guesses, the mean
     return {position: statistics.median(times[position]) for position in sorted(times)}
 
 
