@@ -29,7 +29,8 @@ def write_atomically(files):
         for path in temporary.values():
             path.unlink(missing_ok=True)
     for folder in {path.parent for path in files}:
-        sync_folder(folder)
+        with name_in_errors(folder):
+            sync_folder(folder)
 
 
 def read_tree(folder):
