@@ -61,6 +61,7 @@ def compile_step(model, num_drafts, table):
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
     weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
     most_threads, lock = torch.get_num_threads(), threading.Lock()
+    spare = []  # the caches of generations that have ended, because the pages of a new one take time
     pool = library.start_threads(most_threads)
     if not pool:
         raise CompileError("the step in C needs more threads than there are")
@@ -68,7 +69,9 @@ def compile_step(model, num_drafts, table):
     def bind(state):
         B = len(state.end)
         shape = (B, config.num_kv_heads, config.block_size, config.head_size)
-        cache = Pointers([torch.empty(shape) for _ in range(2 * config.n_layer)])  # key and value of every layer
+        cache = spare.pop() if spare else None
+        if not cache or cache.tensors[0].shape != shape:
+            cache = Pointers([torch.empty(shape) for _ in range(2 * config.n_layer)])  # key and value of every layer
         rows = Pointers(list(vars(state).values()))
         by_rows = B >= 8 * most_threads
         threads = min(most_threads, max(1, num_params * B // WORK_PER_THREAD))
@@ -82,6 +85,7 @@ def compile_step(model, num_drafts, table):
                 raise MemoryError("the step in C needs more memory than there is")
             return list(counters)
 
+        weakref.finalize(run, spare.append, cache)
         return run
 
     weakref.finalize(bind, library.stop_threads, pool)

@@ -80,11 +80,13 @@ class Decoder:
         while True:
             # steps, until every row is done or its context is full
             state.limit.copy_(goal.clamp(max=full))
-            while (state.end < state.limit).any():
-                before = state.end.clone()
+            before = state.end.tolist()
+            while any(end < limit for end, limit in zip(before, state.limit.tolist())):
                 step()
-                if not torch.equal(before, state.end):  # a step may only have fed known tokens
-                    yield new_tokens(state, before).to(device)
+                after = state.end.tolist()
+                if after != before:  # a step may only have fed known tokens
+                    yield new_tokens(state, before, after).to(device)
+                before = after
             if torch.equal(state.end, goal):
                 return
 
@@ -123,7 +125,7 @@ class Decoder:
                     return step()
             with cache.step(owner):
                 # prefill: first, after the context has moved, and after somebody else has used the cache
-                if not cache.lengths or not state.cached.any():
+                if cache.lengths != state.cached.tolist():
                     cache.lengths = (state.end - 1).tolist()
                     longest = max(cache.lengths)
                     if longest:
@@ -133,7 +135,7 @@ class Decoder:
                 # guess, check, accept
                 before = state.end.tolist()
                 fed = decode_step(model, state, self.num_drafts, self.table, noise_of)
-                cache.lengths = (state.end - 1).tolist()
+                cache.lengths = state.cached.tolist()
             self.forwards += 1
             for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
                 if begin < limit:
@@ -165,12 +167,14 @@ def new_state(contexts, sampling, config):
     )
 
 
-def new_tokens(state, before):
-    """Return the tokens from slots `before` to state.end of every row, `(B, n)`; -1 pads the shorter ones."""
-    longest = int((state.end - before).max())
-    slots = before[:, None] + torch.arange(longest)
+def new_tokens(state, before, after):
+    """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`; -1 pads the shorter ones."""
+    if len(set(before)) == len(set(after)) == 1:  # no operation more than needed, because each costs time
+        return state.tokens[:, before[0] : after[0]].clone()
+    longest = max(end - begin for begin, end in zip(before, after))
+    slots = torch.tensor(before)[:, None] + torch.arange(longest)
     block = state.tokens.gather(1, slots.clamp(max=state.tokens.size(1) - 1))
-    return block.masked_fill(slots >= state.end[:, None], -1)
+    return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
 
 
 def noise_window(state, chunk, vocab_size):
@@ -184,10 +188,13 @@ def noise_window(state, chunk, vocab_size):
 
     def noise_of(steps):
         nonlocal first, noise
-        if noise is None or (steps < first).any() or (steps + chunk > first + width).any():
-            first = steps
+        offsets = None if noise is None else (steps - first).tolist()
+        if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
+            first, offsets = steps, [0] * B
             noise = gumbel_noise(state.seed.unbind(), state.sample, first[:, None] + torch.arange(width), vocab_size)
-        offset = (steps - first)[:, None] + torch.arange(chunk)
-        return noise.gather(1, offset[..., None].expand(-1, -1, vocab_size))
+        if len(set(offsets)) == 1:
+            return noise[:, offsets[0] : offsets[0] + chunk]
+        at = torch.tensor(offsets)[:, None] + torch.arange(chunk)
+        return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
 
     return noise_of

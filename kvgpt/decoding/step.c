@@ -174,7 +174,7 @@ INLINE float dot(const float *x, const float *y, int n) {
 
 typedef struct {
     int threads;
-    atomic_int waiting, round;
+    atomic_int waiting, round, sleeping;
     pthread_mutex_t mutex;
     pthread_cond_t next_round;
 } Barrier;
@@ -193,8 +193,9 @@ static void barrier(Barrier *b) {
     int round = atomic_load(&b->round);
     if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
         atomic_store(&b->waiting, 0);
-        pthread_mutex_lock(&b->mutex);
         atomic_store(&b->round, round + 1);
+        if (!atomic_load(&b->sleeping)) return;
+        pthread_mutex_lock(&b->mutex);
         pthread_cond_broadcast(&b->next_round);
         pthread_mutex_unlock(&b->mutex);
         return;
@@ -202,7 +203,9 @@ static void barrier(Barrier *b) {
     for (int looks = 0; looks < LOOKS; looks++)
         if (atomic_load_explicit(&b->round, memory_order_acquire) != round) return;
     pthread_mutex_lock(&b->mutex);
+    atomic_fetch_add(&b->sleeping, 1);
     while (atomic_load(&b->round) == round) pthread_cond_wait(&b->next_round, &b->mutex);
+    atomic_fetch_sub(&b->sleeping, 1);
     pthread_mutex_unlock(&b->mutex);
 }
 
