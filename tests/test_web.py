@@ -135,8 +135,7 @@ def seen(server):
         jobs=[typed(job) for job in JOBS],
         mistyped="a#b€#",
         questions=questions,
-        broken={name: f"{server.address}/{name}/" for name in ("gone", "cut")}
-        | {"file": (web / "index.html").as_uri()},
+        broken={name: f"{server.address}/{name}/" for name in ("gone", "cut")},
     )
     plan["broken"]["file"] = (web / "index.html").as_uri()
     command = ["node", ROOT / "tests" / "web.mjs", json.dumps(plan)]
