@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import shlex
+import statistics
 import sys
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -133,10 +134,6 @@ def val_loss(config, data, state, ranks, limit=None):
     return require_finite(ranks.all_reduce(loss))
 
 
-def due(step, interval):
-    return step % interval == 0
-
-
 def train(config, data, state, ranks, run, meter, signals):
     """Train from state.step until max_iters, a stop signal, or the end of patience.
 
@@ -148,31 +145,34 @@ def train(config, data, state, ranks, run, meter, signals):
         lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon have peaks of their own
         set_lr(state.optimizers, lr_scale)
         number = state.step + 1
-        evaluating = due(number, config.eval_interval) or number == config.max_iters
-        logging = evaluating or due(number, config.save_interval) or due(number, config.log_interval)
-        meter.update(*train_step(config, data, state, ranks, measure=logging))
+        evaluating = number % config.eval_interval == 0 or number == config.max_iters
+        saving = evaluating or number % config.save_interval == 0
+        logging = saving or number % config.log_interval == 0
+        loss, grad_norm = train_step(config, data, state, ranks, measure=logging)
+        meter.update(loss)
         state.step = number
 
         # evaluate, save, log
         signum = int(ranks.all_reduce(signals.received, ReduceOp.MAX))  # all processes stop after the same step
-        if config.sample_interval and due(state.step, config.sample_interval) and ranks.is_main:
-            run.add_sample(state.step, sample(config, data, state, 300))
+        saving = saving or signum
+        if config.sample_interval and number % config.sample_interval == 0 and ranks.is_main:
+            run.add_sample(number, sample(config, data, state, 300))
         if not (logging or signum):
             continue
-        saving = evaluating or signum or due(state.step, config.save_interval)
-        row = meter.row(state.step, config.learning_rate * lr_scale)
+        row = meter.row(number, config.learning_rate * lr_scale, grad_norm)
         if evaluating:
             row["val_loss"] = val_loss(config, data, state, ranks)
-            meter.warn_of_overfitting(row["val_loss"])
             if state.record_evaluation(row["val_loss"]) and ranks.is_main:
                 run.save_best(state)
+            if state.evals_since_best == 3 and not config.patience:
+                meter.bar.write("no better val loss in 3 evaluations: the run may overfit (--patience 3 would stop it)")
         elif saving:  # did the last update break the weights? The loss above is from before it
             val_loss(config, data, state, ranks, limit=config.block_size + 1)
         if ranks.is_main:
             run.log(row | {"seconds": meter.seconds()})  # first, because a resume drops rows after last.pt's step
             if saving:
                 run.save_latest(state)
-            if config.plot and (evaluating or signum):
+            if config.plot and evaluating:
                 plot_loss(run.path)
         meter.show(row)
         if config.patience and state.evals_since_best >= config.patience:
@@ -209,7 +209,7 @@ def load_text(config, source, run):
     if resuming and config.data_dir and not data_dir.exists():
         raise ValueError(f"the run in {run.path} was trained on {data_dir}, which is not here: say where by --data_dir")
     data = load_dataset(data_dir, config.block_size)
-    if resuming and (source.chars, source.training["data_sha256"]) != (data.chars, data.sha256):
+    if resuming and (source.chars, source.training.get("data_sha256")) != (data.chars, data.sha256):
         raise ValueError(
             f"{data_dir} holds another text than the run in {run.path} was trained on: "
             "name the folder of that text by --data_dir, or prepare it again"
@@ -350,7 +350,7 @@ def main():
             f"stopped at step {state.step} of {config.max_iters}: "
             f"no better val loss in {state.evals_since_best} evaluations (--patience)"
         )
-    print(meter.speed(state))
+    print(f"{statistics.median(meter.rates):,.0f} tokens/s")
     seconds = meter.seconds() - meter.seconds_before
     print(f"best val loss {state.best_val_loss:.4f}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     print(sample(config, data, state, 300))

@@ -1,9 +1,10 @@
 """The settings of train.py: presets, recipes, all flags in one dataclass, and the rules of which one wins."""
 
 import argparse
+import textwrap
 from dataclasses import dataclass, field, fields, replace
 
-from kvgpt.cli import Parser, aligned, boolean, number, path
+from kvgpt.cli import Parser, boolean, number, path
 from model import GPTConfig
 
 # A preset is a size, a context length and a length of training. A recipe is a network and an optimizer. If both name a
@@ -69,25 +70,17 @@ class TrainConfig:
 
     preset: str = flag("auto", ("auto", *PRESETS), "size and length of the run; auto: gpu on a GPU, else cpu")
     recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: this kit's, or nanoGPT's")
-    init_from: str = flag(
-        "scratch", path, "scratch; resume continues last.pt in --out_dir; or a Hugging Face folder to start from"
-    )
+    init_from: str = flag("scratch", path, "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
     data_dir: str | None = flag(None, path, "folder that data/prepare.py wrote", none="data, beside train.py")
     out_dir: str = flag("out", path, "folder for checkpoints and log.csv")
-    eval_interval: int = flag(
-        250, positive, "steps between evaluations on the whole val split; does not affect training"
-    )
+    eval_interval: int = flag(250, positive, "steps between evaluations on the whole val split")
     save_interval: int = flag(250, positive, "steps between writes of last.pt; an evaluation writes it too")
     log_interval: int = flag(20, positive, "steps between lines of progress and rows of log.csv")
-    sample_interval: int | None = flag(
-        None, positive, "steps between samples in samples.txt; does not affect training", none="off"
-    )
+    sample_interval: int | None = flag(None, positive, "steps between samples in samples.txt", none="off")
     # model
     n_layer: int = flag(4, positive, "number of blocks")
     n_head: int = flag(4, positive, "query heads per block")
-    n_kv_head: int | None = flag(
-        None, positive, "key/value heads per block; fewer than n_head is grouped-query attention", none="n_head"
-    )
+    n_kv_head: int | None = flag(None, positive, "key/value heads; fewer is grouped-query attention", none="n_head")
     n_embd: int = flag(128, positive, "embedding width")
     block_size: int = flag(256, positive, "context length in characters")
     dropout: float = flag(0.0, share, "dropout probability")
@@ -98,21 +91,13 @@ class TrainConfig:
     norm_first: bool = flag(True, boolean, "True: pre-LN; False: post-LN")
     tie_weights: bool = flag(True, boolean, "lm_head shares the matrix of the token embedding")
     qk_norm: bool = flag(False, boolean, "LayerNorm on queries and keys")
-    zero_init: bool = flag(
-        False, boolean, "every pre-LN block starts as the identity, instead of GPT-2's initialization"
-    )
+    zero_init: bool = flag(False, boolean, "every pre-LN block starts as the identity")
     # optimization
     ngram_targets: float | None = flag(
-        None,
-        number(float, "[0, 1]"),
-        "share of n-gram distributions in the targets of the first step; falls to half of it at lr_decay_iters",
-        none="off",
+        None, number(float, "[0, 1]"), "share of n-grams in the targets at first; falls by half", none="off"
     )
     mtp_weight: float | None = flag(
-        None,
-        rate,
-        "weight of the loss for the tokens after the next at the first step; falls to 0 at lr_decay_iters",
-        none="off",
+        None, rate, "weight of the loss for the tokens after the next at first; falls to 0", none="off"
     )
     optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
     batch_size: int = flag(12, positive, "sequences per micro-step, over all processes")
@@ -129,9 +114,7 @@ class TrainConfig:
     beta1: float = flag(0.9, share, "AdamW's beta1")
     beta2: float = flag(0.99, share, "AdamW's beta2")
     grad_clip: float = flag(1.0, rate, "largest norm of the gradient; 0 turns clipping off")
-    patience: int | None = flag(
-        None, positive, "stop after this many evaluations without a better val loss", none="off"
-    )
+    patience: int | None = flag(None, positive, "stop after so many evaluations without a better val loss", none="off")
     # system
     seed: int = flag(1337, number(int, f"[0, {2**63})"), "seed of weights, batches and dropout")
     device: str = flag("auto", str, "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")
@@ -157,8 +140,7 @@ class TrainConfig:
 
 FLAGS = {f.name: f for f in fields(TrainConfig)}
 MODEL_FLAGS = [f.name for f in fields(GPTConfig) if f.name in FLAGS]
-PER_PRESET = {name for settings in (*PRESETS.values(), *OVERRIDES.values()) for name in settings}
-PER_RECIPE = {name for settings in RECIPES.values() for name in settings} - PER_PRESET
+CHOSEN = {name for settings in (*PRESETS.values(), *RECIPES.values(), *OVERRIDES.values()) for name in settings}
 
 
 def parse_flags(description, argv=None):
@@ -167,11 +149,11 @@ def parse_flags(description, argv=None):
 
 
 def make_parser(description):
-    parser = Parser(description, epilog=defaults_tables())
+    parser = Parser(description, epilog=choices())
     for name, f in FLAGS.items():
-        kind, default = f.metadata["kind"], shown(name, f.default)
-        if name in PER_PRESET or name in PER_RECIPE:
-            default = f"per {'preset' if name in PER_PRESET else 'recipe'}, see below"
+        kind, default = f.metadata["kind"], f.metadata["none"] if f.default is None else f.default
+        if name in CHOSEN:
+            default = f"{default}, or see below"
         if isinstance(kind, tuple):
             options = dict(choices=kind)
         elif kind is boolean:
@@ -183,30 +165,16 @@ def make_parser(description):
     return parser
 
 
-def shown(name, value):
-    return FLAGS[name].metadata["none"] if value is None else str(value)
-
-
-def defaults_tables():
-    """Return the defaults as text: a table with a column per preset, and one with a column per recipe."""
-    usual, any_preset = TrainConfig.recipe, next(iter(PRESETS))
-
-    def default(name, preset, recipe):
-        return shown(name, defaults(preset, recipe).get(name, FLAGS[name].default))
-
-    def cell(name, preset):
-        """The default with the usual recipe, and in parentheses that of a recipe which differs."""
-        values = {recipe: default(name, preset, recipe) for recipe in RECIPES}
-        others = [f" ({recipe}: {value})" for recipe, value in values.items() if value != values[usual]]
-        return values[usual] + "".join(others)
-
-    per_preset = [[f"defaults per preset (recipe {usual})", *PRESETS]]
-    per_preset += [[f"  --{name}", *(cell(name, p) for p in PRESETS)] for name in FLAGS if name in PER_PRESET]
-    per_recipe = [["defaults per recipe", *RECIPES]]
-    per_recipe += [
-        [f"  --{name}", *(default(name, any_preset, r) for r in RECIPES)] for name in FLAGS if name in PER_RECIPE
-    ]
-    return "\n\n".join(aligned(rows, num_left=len(rows[0])) for rows in (per_preset, per_recipe))
+def choices():
+    """Return what each preset and recipe chooses, as text for the end of --help."""
+    pairs = {f"{preset} with {recipe}": settings for (preset, recipe), settings in OVERRIDES.items()}
+    lines = []
+    for title, chosen in (("presets", PRESETS), ("recipes", RECIPES), ("a preset with a recipe", pairs)):
+        lines.append(f"{title}:")
+        for name, settings in chosen.items():
+            text = ", ".join(f"{key}={value}" for key, value in settings.items())
+            lines.append(textwrap.fill(f"  {name}: {text}", 118, subsequent_indent="    "))
+    return "\n".join(lines)
 
 
 # -- which one wins ----------------------------------------------------------------------------------------------------
@@ -239,10 +207,7 @@ def resolve_config(flags, *, on_gpu, source=None):
             helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
             config = replace(config, **network, **helps)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
-        raise ValueError(
-            f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: "
-            "lower the first or raise the second"
-        )
+        raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     return config
 
 
@@ -259,12 +224,10 @@ def require_unchanged(what, settings, flags, names):
 def stored_config(source):
     """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if another version or program wrote it."""
     stored = source.training.get("config", {})
-    missing = [key for key in ("data_sha256", "optimizer", "evals_since_best") if key not in source.training]
-    # a flag that came later, and is off by default, was off
-    missing += [name for name, f in FLAGS.items() if name not in stored and f.default is not None]
-    if missing:
-        raise ValueError(
-            f"{source.path} cannot be resumed, because another version of this kit, or another program, "
-            f"wrote it (no {missing[0]} in it): start a new run"
-        )
+    for name, f in FLAGS.items():
+        if name not in stored and f.default is not None:  # a flag that came later, and is off by default, was off
+            raise ValueError(
+                f"{source.path} cannot be resumed, because another version of this kit, or another program, "
+                f"wrote it (no {name} in it): start a new run"
+            )
     return TrainConfig(**{name: stored.get(name) for name in FLAGS})

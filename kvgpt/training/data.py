@@ -31,18 +31,18 @@ def load_dataset(data_dir, block_size):
         raw = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
         chars, recorded = meta["chars"], meta["sha256"]
         hashes = {name: sha256(content) for name, content in {**raw, "chars": chars.encode()}.items()}
-        changed = [name for name in hashes if name in recorded and recorded[name] != hashes[name]]
+        changed = [name for name in hashes if recorded[name] != hashes[name]]
     except FileNotFoundError as error:
         raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
     except OSError as error:
         raise ValueError(f"cannot read the data: {error.filename}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"{meta_file} is damaged: run python data/prepare.py again") from None
-
-    # is it what prepare.py wrote, and enough of it?
+        raise ValueError(f"{meta_file} is damaged or too old: run python data/prepare.py again") from None
     if changed:
         file = meta_file if changed == ["chars"] else data_dir / f"{changed[0]}.bin"
         raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
+
+    # is it enough?
     train, val = (np.frombuffer(content, "<u2") for content in raw.values())
     if len(train) < block_size + 1:
         raise ValueError(

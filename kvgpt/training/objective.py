@@ -3,6 +3,7 @@
 A validation loss is plain cross-entropy with the text. The other two parts help training, and they fade during the run.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +59,8 @@ class Objective(nn.Module):
 def loss_weights(step, config):
     """Return mtp_weight and ngram_share at a step, a float32 tensor `(2,)`.
 
-    Both fall along a line until lr_decay_iters: mtp_weight to 0, ngram_share to NGRAM_END of its start. It is a tensor
-    because torch.compile would compile the step again for every new number.
+    Both fall along a line until lr_decay_iters. It is a tensor because torch.compile would compile the step again for
+    every new number.
     """
     left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
     mtp_weight, ngram_share = config.mtp_weight or 0.0, config.ngram_targets or 0.0
@@ -73,31 +74,29 @@ def loss_weights(step, config):
 def evaluate(model, ids, block_size, device, autocast):
     """Return the mean cross-entropy in nats over every character of `ids` but the first.
 
-    This is one exact pass: windows of block_size tokens that do not overlap, the last one short. It draws no random
-    numbers, so a run trains the same however often you evaluate it.
+    The windows of block_size tokens do not overlap, and the last one is short. We draw no random numbers, so a run
+    trains the same however often you evaluate it.
     model     a Module that maps (x, y) to (logits, loss)
     autocast  a context manager around the forwards
     """
-    total = 0.0
-    rows = max(1, 2**13 // block_size)  # windows per forward
-    whole = (len(ids) - 1) // block_size * block_size  # characters in whole windows
-    edges = [*range(0, whole, rows * block_size), whole]
+    total, count = 0.0, len(ids) - 1
+    whole = count // block_size * block_size  # characters in whole windows
+    chunk = max(1, 2**13 // block_size) * block_size  # characters per forward
+    edges = sorted({*range(0, whole, chunk), whole, count})
     with eval_mode(model), autocast:
-        for begin, end in zip(edges, [*edges[1:], len(ids) - 1]):
-            if end > begin:
-                window = torch.from_numpy(ids[begin : end + 1].astype(np.int64)).to(device)
-                width = block_size if end <= whole else end - begin
-                _, loss = model(window[:-1].view(-1, width), window[1:].view(-1, width))
-                total += loss.item() * (end - begin)
-    return total / (len(ids) - 1)
+        for begin, end in itertools.pairwise(edges):
+            window = torch.from_numpy(ids[begin : end + 1].astype(np.int64)).to(device)
+            width = min(block_size, end - begin)
+            _, loss = model(window[:-1].view(-1, width), window[1:].view(-1, width))
+            total += loss.item() * (end - begin)
+    return total / count
 
 
 # -- n-gram targets ----------------------------------------------------------------------------------------------------
 
-# The character that follows in the text is one sample of what could follow. After the same few characters the training
-# text holds many such samples, and their average gives a gradient with less noise. But an n-gram sees NGRAM_ORDER
-# characters at most, so the targets begin as n-gram distributions and end as a mixture with the text. Malagutti et al.
-# 2024 (arXiv:2403.17240) regularize language models by smoothed n-gram distributions. That their share falls is ours.
+# The character that follows in the text is one sample of what could follow. The average over all places with the same
+# few characters before gives a gradient with less noise. But an n-gram sees few characters, so its share in the targets
+# falls. Malagutti et al. 2024 (arXiv:2403.17240) regularize by n-grams too. That the share falls is ours.
 
 NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
 DISCOUNT = 0.9  # that every count of a follower loses to the next shorter context
@@ -109,14 +108,10 @@ MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
 
 @dataclass
 class NgramTargets:
-    """table[rows[i]] is the distribution of token i + 1 of the training text.
+    """table[rows[i]] is the distribution of token i + 1 of the training text."""
 
-    table  (contexts, V) float32
-    rows   (N,) int64: the row of the context that ends with token i
-    """
-
-    table: torch.Tensor
-    rows: np.ndarray
+    table: torch.Tensor  # (contexts, V) float32
+    rows: np.ndarray  # (N,) int64: the row of the context that ends with token i
 
 
 def ngram_targets(ids, vocab_size, device):
@@ -154,7 +149,7 @@ def ngram_targets(ids, vocab_size, device):
         pairs, counts = np.unique(parent[pairs // vocab_size] * vocab_size + pairs % vocab_size, return_counts=True)
         followers.append((pairs, counts))
 
-    # average, from short to long, in place because a table can have 128 MiB
+    # average, from short to long; in place, because a table can have 128 MiB
     table = np.full((1, vocab_size), 1 / vocab_size, np.float32)
     for parent, (pairs, counts) in zip(parents, reversed(followers)):
         row, follower = divmod(pairs, vocab_size)

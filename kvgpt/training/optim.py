@@ -2,7 +2,6 @@
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the update of a matrix orthogonal: it moves all
 singular values towards 1, so that directions with a small gradient are learned as fast as those with a large one.
-AdamW updates embeddings, the head, norms and biases.
 """
 
 import math
@@ -17,8 +16,7 @@ POLYNOMIALS = ((8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, 
 def orthogonalize(x):
     """Return the matrices x `(n, rows, cols)` with their singular values moved towards 1, by matrix products alone.
 
-    We apply the polynomials to gram = x x^T, the smaller product, and multiply x only once at the end. That is two
-    thirds of the work of multiplying x in each step.
+    We apply the polynomials to gram = x x^T and multiply x only once at the end, because gram is the smaller one.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
@@ -72,13 +70,10 @@ def configure_optimizers(objective, config, device):
     group["peak_lr"] is the learning rate that the schedule multiplies. AdamW's matrices and embeddings decay, but not
     biases and norms, and nothing of Muon's.
     """
-    # Muon takes the matrices of the blocks
-    model, matrices = objective.model, []
+    muon = []
     if config.optimizer == "muon":
-        matrices = [p for p in model.transformer["h"].parameters() if p.dim() == 2]
-    taken = {id(p) for p in matrices}
-
-    # AdamW takes all others
+        muon = [Muon(muon_groups(objective.model, config.muon_learning_rate), lr=config.muon_learning_rate)]
+    taken = {id(p) for optimizer in muon for group in optimizer.param_groups for p in group["params"]}
     others = [p for p in objective.parameters() if id(p) not in taken]
     peak_lr = config.learning_rate
     groups = [
@@ -86,11 +81,7 @@ def configure_optimizers(objective, config, device):
         dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0, peak_lr=peak_lr),
     ]
     betas, fused = (config.beta1, config.beta2), device.type in ("cpu", "cuda")
-    groups = [group for group in groups if group["params"]]
-    optimizers = [torch.optim.AdamW(groups, lr=peak_lr, betas=betas, fused=fused)]
-    if matrices:
-        optimizers.append(Muon(muon_groups(model, config.muon_learning_rate), lr=config.muon_learning_rate))
-    return optimizers
+    return [torch.optim.AdamW(groups, lr=peak_lr, betas=betas, fused=fused), *muon]
 
 
 def muon_groups(model, peak_lr):

@@ -3,34 +3,13 @@
 import csv
 import io
 import itertools
-import re
 from pathlib import Path
 
-from kvgpt.checkpoint import load_checkpoint, save_checkpoint
+from kvgpt.checkpoint import save_checkpoint
 from kvgpt.files import lock_folder, name_in_errors, write_atomically
 
 FILES = ("log.csv", "samples.txt", "ckpt.pt", "last.pt")
 LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")
-SAMPLE_HEADING = "=== step {} ===\n"
-
-
-def read_log(folder):
-    """Return the rows of log.csv in a folder as dicts of text. A last row that a full disk has cut is left out."""
-    file = folder / "log.csv"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return list(csv.DictReader(lines, restval=""))
-
-
-def previous_folder(out_dir, number):
-    return out_dir / ("previous" if number == 1 else f"previous-{number}")
-
-
-def previous_runs(out_dir):
-    """Return the folders of the runs that were set aside, the oldest first: `previous`, `previous-2` and so on."""
-    folders = (previous_folder(out_dir, number) for number in itertools.count(1))
-    return list(itertools.takewhile(Path.exists, folders))
 
 
 class RunFolder:
@@ -58,7 +37,6 @@ class RunFolder:
         self.header = header
         if not step:
             self.set_aside()
-        self.trim_samples(step)
         return self.trim_log(step)
 
     def set_aside(self):
@@ -66,27 +44,32 @@ class RunFolder:
         files = [self.path / name for name in FILES if (self.path / name).exists()]
         if not {"last.pt", "ckpt.pt"} & {file.name for file in files}:  # a log alone is not worth keeping
             return
-        previous = previous_folder(self.path, len(previous_runs(self.path)) + 1)
+        previous, numbers = self.path / "previous", itertools.count(2)
+        while previous.exists():
+            previous = self.path / f"previous-{next(numbers)}"
         previous.mkdir()
         for file in files:
             file.rename(previous / file.name)
         print(f"{self.path} held a run. It is now in {previous}. --init_from resume would have continued it.")
 
-    # -- log.csv and samples.txt: a resume cuts what came after last.pt, because it makes that again -------------------
-
     def trim_log(self, step):
-        """Cut log.csv back to the rows up to `step`. Returns the characters and seconds of the last row."""
+        """Cut log.csv back to the rows up to `step`. Returns the characters and seconds of the last row.
+
+        A killed run has rows that are newer than its last.pt, and a resume makes them again. A full disk can cut the
+        last row short.
+        """
         file = self.path / "log.csv"
+        lines = file.read_bytes().splitlines(keepends=True) if step and file.is_file() else []
         try:
-            rows = [row for row in read_log(self.path) if int(row["step"]) <= step]
-            counted = (int(rows[-1]["chars"]), float(rows[-1]["seconds"])) if rows else (0, 0.0)
-        except (ValueError, KeyError, TypeError):
+            rows = [line for line in lines[1:] if line.endswith(b"\n") and int(line.split(b",")[0]) <= step]
+            counted = (0, 0.0)
+            if rows:
+                _, chars, seconds, *_ = rows[-1].split(b",")
+                counted = (int(chars), float(seconds))
+        except ValueError:
             raise ValueError(f"{file} is damaged: remove it, and the run begins a new one") from None
-        text = io.StringIO()
-        writer = csv.DictWriter(text, LOG_FIELDS, extrasaction="ignore")  # older versions wrote another column
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomically({file: text.getvalue().encode()})
+        header = ",".join(LOG_FIELDS) + "\r\n"
+        write_atomically({file: header.encode() + b"".join(rows)})
         return counted
 
     def log(self, row):
@@ -94,22 +77,11 @@ class RunFolder:
         with name_in_errors(file), open(file, "a", encoding="utf-8", newline="") as f:
             csv.DictWriter(f, LOG_FIELDS).writerow(row)
 
-    def trim_samples(self, step):
-        """Cut samples.txt back to the samples up to `step`."""
-        file = self.path / "samples.txt"
-        if file.is_file():
-            text = file.read_text(encoding="utf-8", errors="replace")
-            headings = re.finditer(SAMPLE_HEADING.format(r"(\d+)"), text)
-            end = next((heading.start() for heading in headings if int(heading[1]) > step), len(text))
-            write_atomically({file: text[:end].encode()})
-
     def add_sample(self, step, text):
         """Append a sample to samples.txt."""
         file = self.path / "samples.txt"
         with name_in_errors(file), open(file, "a", encoding="utf-8", newline="\n") as f:
-            f.write(f"{SAMPLE_HEADING.format(step)}{text}\n\n")
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+            f.write(f"=== step {step} ===\n{text}\n\n")
 
     def save_best(self, state):
         """Write ckpt.pt, the weights of the TrainState, atomically. Raises OSError."""
@@ -120,50 +92,21 @@ class RunFolder:
         save_checkpoint(self.path / "last.pt", self.header | state.state_dict(with_optimizers=True))
 
 
-# -- the figure --------------------------------------------------------------------------------------------------------
-
-X_LABELS = {"chars": "characters of training text", "seconds": "seconds, evaluations included"}
-
-
 def plot_loss(out_dir):
-    """Draw out_dir/loss.png from log.csv: losses over characters and over seconds, those of the run before in gray."""
+    """Draw out_dir/loss.png from log.csv, which has an evaluation: train and val loss over the characters read."""
     from matplotlib.figure import Figure
 
-    runs = [(folder, "tab:gray") for folder in previous_runs(out_dir)[-1:]] + [(out_dir, "tab:blue")]
-    curves = [(run_name(folder), read_log(folder), color) for folder, color in runs]
-    figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
-    for axes, x in zip(figure.subplots(1, 2, sharey=True), X_LABELS):
-        for name, rows, color in curves:
-            plot_run(axes, x, name, rows, color)
-        axes.set(xlabel=X_LABELS[x])
-        axes.grid(alpha=0.3)
-    figure.axes[0].set(ylabel="loss in nats per character")
-    figure.axes[1].legend()
+    with open(out_dir / "log.csv", encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for column, marker in (("train_loss", ""), ("val_loss", "o")):
+        logged = [row for row in rows if row[column]]
+        chars, losses = ([float(row[key]) for row in logged] for key in ("chars", column))
+        axes.plot(chars, losses, marker=marker, label=column)
+    axes.set(xlabel="characters of training text", ylabel="loss in nats per character")
+    axes.set(title=f"best val loss {min(losses):.4f}")
+    axes.legend()
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture)
     write_atomically({out_dir / "loss.png": picture.getvalue()})
-
-
-def run_name(folder):
-    """Return the preset and recipe of a run, or its folder if its checkpoint does not say."""
-    try:
-        config = load_checkpoint(folder / "last.pt").training["config"]
-        return f"{config['preset']}, {config['recipe']}"
-    except (OSError, ValueError, KeyError):
-        return str(folder)
-
-
-def plot_run(axes, x, name, rows, color):
-    """Draw the train and val loss of one run over the log column x, and mark the best val loss."""
-    scored = [row for row in rows if row["val_loss"]]
-    for column, points, style, label in (
-        ("train_loss", rows, dict(alpha=0.35), "train"),
-        ("val_loss", scored, dict(marker="o", markersize=3), "val"),
-    ):
-        xs, losses = ([float(row[key]) for row in points] for key in (x, column))
-        axes.plot(xs, losses, color=color, label=f"{name}: {label}", **style)
-    best = min(scored, key=lambda row: float(row["val_loss"]), default=None)
-    if best:
-        point = float(best[x]), float(best["val_loss"])
-        axes.plot(*point, "*", markersize=13, color=color)
-        axes.annotate(f"{point[1]:.3f}", point, (-2, -13), textcoords="offset points")

@@ -35,15 +35,11 @@ def pick_dtype(name, device):
 class TrainState:
     """The weights and everything that goes with them from step to step.
 
-    model             the GPT, for evaluation and checkpoints
-    objective         the Objective of the same GPT, which training calls; train.py may compile or wrap it
-    mtp               the layers of the objective that are not the model's
-    device, dtype     where the forward runs, and in which dtype
-    optimizers        AdamW, or AdamW and Muon
-    scaler, autocast  for a dtype other than float32
-    step              steps done; `iter_num` in a checkpoint, which is nanoGPT's name
-    best_val_loss     of all evaluations
-    evals_since_best  evaluations since the best one
+    model       the GPT, for evaluation and checkpoints
+    objective   the Objective of the same GPT, which training calls; train.py may compile or wrap it
+    mtp         the layers of the objective that are not the model's
+    optimizers  AdamW, or AdamW and Muon
+    step        steps done; `iter_num` in a checkpoint, which is nanoGPT's name
     """
 
     def __init__(self, model, config, device, dtype):
@@ -68,7 +64,7 @@ class TrainState:
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
-        with_optimizers  False is enough to generate text, and half of the bytes; a resume needs the rest
+        with_optimizers  for a resume; text can be generated without, from half of the bytes
         """
         state = dict(model=self.model.state_dict(), iter_num=self.step, best_val_loss=self.best_val_loss)
         if with_optimizers:
