@@ -156,7 +156,7 @@ def train(config, data, state, ranks, run, meter, signals):
         signum = int(ranks.all_reduce(signals.received, ReduceOp.MAX))  # all processes stop after the same step
         saving = saving or signum
         if config.sample_interval and number % config.sample_interval == 0 and ranks.is_main:
-            run.add_sample(number, sample(config, data, state, 300))
+            run.add_sample(number, sample(config, data, state))
         if not (logging or signum):
             continue
         row = meter.row(number, config.learning_rate * lr_scale, grad_norm)
@@ -180,10 +180,10 @@ def train(config, data, state, ranks, run, meter, signals):
     return signum
 
 
-def sample(config, data, state, num_chars):
-    """Return a text of num_chars new characters, or as many as fit the context. It changes no step of the run."""
+def sample(config, data, state):
+    """Return a text of 300 new characters, or as many as fit the context. It changes no step of the run."""
     newline = torch.full((1, 1), max(data.chars.find("\n"), 0), device=state.device)
-    ids = state.model.generate(newline, num_chars, seed=config.seed)[0]
+    ids = state.model.generate(newline, 300, seed=config.seed)[0]
     return "".join(data.chars[i] for i in ids.tolist())
 
 
@@ -205,11 +205,10 @@ def load_source(init_from, ranks, run):
 
 def load_text(config, source, run):
     """Return the Dataset of a run. Raises ValueError if it is not the text that `source` was trained on."""
-    data_dir, resuming = Path(config.data_dir or Path(__file__).resolve().parent / "data"), config.init_from == "resume"
-    if resuming and config.data_dir and not data_dir.exists():
-        raise ValueError(f"the run in {run.path} was trained on {data_dir}, which is not here: say where by --data_dir")
+    data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
     data = load_dataset(data_dir, config.block_size)
-    if resuming and (source.chars, source.training.get("data_sha256")) != (data.chars, data.sha256):
+    text = (data.chars, data.sha256)
+    if config.init_from == "resume" and (source.chars, source.training.get("data_sha256")) != text:
         raise ValueError(
             f"{data_dir} holds another text than the run in {run.path} was trained on: "
             "name the folder of that text by --data_dir, or prepare it again"
@@ -353,7 +352,7 @@ def main():
     print(f"{statistics.median(meter.rates):,.0f} tokens/s")
     seconds = meter.seconds() - meter.seconds_before
     print(f"best val loss {state.best_val_loss:.4f}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
-    print(sample(config, data, state, 300))
+    print(sample(config, data, state))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def choices():
     for title, chosen in (("presets", PRESETS), ("recipes", RECIPES), ("a preset with a recipe", pairs)):
         lines.append(f"{title}:")
         for name, settings in chosen.items():
-            text = ", ".join(f"{key}={value}" for key, value in settings.items())
+            text = " ".join(f"{key}={value}" for key, value in settings.items())
             lines.append(textwrap.fill(f"  {name}: {text}", 118, subsequent_indent="    "))
     return "\n".join(lines)
 

@@ -93,24 +93,20 @@ def test_a_presets_network_is_as_large_as_nanogpts(preset):
 
 @every_pair
 def test_help_shows_the_settings_that_a_run_would_have(preset, recipe):
-    """Every flag has its default in the tables at the end of --help, or in its own help text."""
+    """Each flag shows its default, and the end of --help shows what a preset and a recipe choose instead."""
     parser, config = make_parser(""), resolve_config(dict(preset=preset, recipe=recipe), on_gpu=False)
-    shown = {action.dest: re.search(r"\(default: (.*)\)$", action.help) for action in parser._actions}
-    tables = {}  # {flag: cell of this preset and recipe}
-    for line in parser.epilog.splitlines():
-        first, *cells = re.split(r" {2,}", line.strip())
-        if first.startswith("defaults per "):
-            columns, usual = cells, re.search(r"recipe (\w+)\)|$", first)[1]
-        elif first:
-            cell = dict(zip(columns, cells))[preset if usual else recipe]
-            others = dict(re.findall(r" \((\w+): ([^)]*)\)", cell))
-            alone = re.sub(r"( \(\w+: [^)]*\))+$", "", cell)
-            tables[first.removeprefix("--")] = others.get(recipe, alone)
-    for name in FLAGS.keys() - {"preset", "recipe"}:
-        value = getattr(config, name)
-        expected = FLAGS[name].metadata["none"] if value is None else str(value)
-        assert tables.get(name, shown[name][1]) == expected, name
-        assert (name in tables) == shown[name][1].endswith("see below"), name
+    text = f" {' '.join(parser.epilog.split())} "
+    chosen = {}
+    for name in (recipe, preset, f"{preset} with {recipe}"):  # the later one wins
+        settings = re.search(rf" {name}: ((\w+=\S+ )+)", text)
+        chosen |= dict(pair.split("=") for pair in settings[1].split()) if settings else {}
+    for action in parser._actions:
+        if action.dest not in ("help", "preset", "recipe"):
+            value = getattr(config, action.dest)
+            default = re.search(r"\(default: (.*?)(, or see below)?\)$", action.help)
+            expected = FLAGS[action.dest].metadata["none"] if value is None else str(value)
+            assert chosen.get(action.dest, default[1]) == expected, action.dest
+            assert default[2] or action.dest not in chosen
 
 
 def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path):

@@ -22,7 +22,7 @@ class Dataset:
 def load_dataset(data_dir, block_size):
     """Return the Dataset in data_dir, a Path.
 
-    Raises ValueError if files are missing or damaged, or if the text is too short for a context of block_size.
+    Raises ValueError if files are missing or damaged, or if the train text is too short for a context of block_size.
     """
     # read all of it, because the file may be written again while we train
     meta_file = data_dir / "meta.json"
@@ -33,7 +33,8 @@ def load_dataset(data_dir, block_size):
         hashes = {name: sha256(content) for name, content in {**raw, "chars": chars.encode()}.items()}
         changed = [name for name in hashes if recorded[name] != hashes[name]]
     except FileNotFoundError as error:
-        raise ValueError(f"no data: {error.filename} is missing; run python data/prepare.py first") from None
+        hint = "run python data/prepare.py first, or give another --data_dir"
+        raise ValueError(f"no data: {error.filename} is missing; {hint}") from None
     except OSError as error:
         raise ValueError(f"cannot read the data: {error.filename}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -42,15 +43,12 @@ def load_dataset(data_dir, block_size):
         file = meta_file if changed == ["chars"] else data_dir / f"{changed[0]}.bin"
         raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
 
-    # is it enough?
     train, val = (np.frombuffer(content, "<u2") for content in raw.values())
     if len(train) < block_size + 1:
         raise ValueError(
             f"the train text has {len(train)} characters, and a context of {block_size} needs {block_size + 1}: "
             "choose a longer text or a smaller --block_size"
         )
-    if len(val) < 2:
-        raise ValueError(f"the val text has {len(val)} characters, and an evaluation needs 2: choose a longer text")
     return Dataset(chars, train, val, {split: hashes[split] for split in raw})
 
 

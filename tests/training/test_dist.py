@@ -22,7 +22,6 @@ from helpers import (
     torchrun,
     unix,
 )
-from kvgpt.training.dist import Ranks
 
 
 @unix
@@ -86,10 +85,3 @@ def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
     stopped = load(tmp_path / "last.pt")["iter_num"]
     assert stopped >= 15 and f"stopped at step {stopped} " in rest, stderr
     ok(torchrun("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", stopped + 2))
-
-
-def test_without_torchrun_there_is_one_process():
-    ranks, model = Ranks(), torch.nn.Linear(1, 1)
-    assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
-    assert ranks.all_reduce(0.5) == 0.5 and ranks.wrap(model) is model
-    ranks.finish(7)  # returns: the exit code is for the other processes

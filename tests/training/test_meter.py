@@ -1,21 +1,15 @@
-"""kvgpt/training/meter.py: what log.csv says, how progress is shown, and the warning of a run that overfits."""
+"""kvgpt/training/meter.py: what log.csv says, and how progress is shown."""
 
 import contextlib
 import math
 import os
-import re
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 import train
-from helpers import CPU, SMALL, STATEFUL, assert_same_run, child, here, load, log, ok, start, tiny_run, unix
-from kvgpt.training.data import write_prepared
-from kvgpt.training.dist import Ranks
-from kvgpt.training.meter import Meter
+from helpers import CPU, SMALL, STATEFUL, child, here, load, log, ok, start, unix
 from model import GPT, GPTConfig
 
 # -- log.csv -----------------------------------------------------------------------------------------------------------
@@ -60,6 +54,7 @@ def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
     assert [line.split(":")[0] for line in lines[1:3]] == ["step 2/4", "step 4/4"]
     ckpt = load(tmp_path / "last.pt")
     text = result.stdout.split("A sample:\n\n")[1]
+    assert lines[3] == f"{np.median([int(row['tokens_per_s']) for row in log(tmp_path)]):,.0f} tokens/s"
     assert len(text.removesuffix("\n")) == 16 and set(text) <= set(ckpt["chars"])  # a full context
 
 
@@ -81,51 +76,3 @@ def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(data_dir, tmp_pat
     assert process.returncode == 0
     assert b"\r" in shown and b"4/4" in shown and b"%|" in shown and b"loss" in shown
     assert "\r" not in stdout and "step 1/4" not in stdout and "A sample:" in stdout
-
-
-# -- overfitting -------------------------------------------------------------------------------------------------------
-
-
-def warned(train_losses, val_losses, capsys):
-    """Return after how many evaluations a Meter has warned."""
-    config, _, state = tiny_run()
-    meter, after = Meter(config, state, Ranks()), []
-    for i, (train_loss, val_loss) in enumerate(zip(train_losses, val_losses)):
-        for _ in range(3):
-            meter.update(torch.tensor(train_loss), None)
-            meter.row(1, lr=0.1)
-            meter.num_steps = 0
-            meter.loss_sum.zero_()
-        meter.warn_of_overfitting(val_loss)
-        if capsys.readouterr().err:
-            after.append(i + 1)
-    return after
-
-
-change = st.sampled_from([(-1, 1)] * 6 + [(-1, -1), (1, 1), (0, 1), (-1, 0)])  # of train loss and of val loss
-
-
-@given(st.lists(change, min_size=1, max_size=30))
-@example([(-1, 1)] * 4)
-@example([(-1, 1)] * 5)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_run_that_overfits_is_told_at_the_third_rise_in_a_row_and_once(capsys, changes):
-    """The oracle finds three "r" in a row in a string with a letter per evaluation."""
-    train_losses, val_losses = (100.0 + np.cumsum(column) for column in zip(*changes))
-    letters = "-" + "".join("r" if change == (-1, 1) else "-" for change in changes[1:])
-    expected = [match.start() + 3 for match in re.finditer("(?<!r)rrr", letters)]
-    assert warned(train_losses.tolist(), val_losses.tolist(), capsys) == expected
-
-
-def test_the_warning_names_what_helps_and_changes_no_step(tmp_path):
-    """Train and val text are random, so there is nothing to learn but the train text itself."""
-    train_ids, val_ids = np.random.default_rng(0).integers(0, 20, (2, 400)).astype("<u2")
-    write_prepared(tmp_path, "abcdefghijklmnopqrst", train_ids, val_ids, "a test", b"")
-    flags = ["--recipe", "modern", "--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 16, "--batch_size", 8]
-    flags += ["--max_iters", 100, "--log_interval", 5, "--device", "cpu", "--data_dir", tmp_path]
-    noisy = ok(here(*flags, "--eval_interval", 10, "--sample_interval", 7, "--out_dir", tmp_path / "noisy"))
-    (line,) = noisy.stderr.splitlines()
-    assert "overfits" in line and "--patience" in line and "--dropout" in line
-    quiet = ok(here(*flags, "--eval_interval", 100, "--out_dir", tmp_path / "quiet"))
-    assert quiet.stderr == ""
-    assert_same_run(tmp_path / "noisy", tmp_path / "quiet")

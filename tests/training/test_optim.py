@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helpers import CPU, SMALL, here, load, ok, same
 from kvgpt.recipes import TrainConfig
 from kvgpt.training.objective import Objective
-from kvgpt.training.optim import POLYNOMIALS, configure_optimizers, lr_multiplier, orthogonalize, set_lr
+from kvgpt.training.optim import POLYNOMIALS, configure_optimizers, lr_multiplier, orthogonalize
 from model import GPT, GPTConfig
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
@@ -49,16 +49,6 @@ def test_a_level_learning_rate_falls_after_its_share_of_the_steps(decay):
     falls = [a - b for a, b in itertools.pairwise(lr[50:111])]
     assert all(fall > 0 for fall in falls)
     assert (max(falls) - min(falls) < 1e-9) == (decay == "linear")
-
-
-def test_every_group_of_both_optimizers_follows_the_schedule_from_a_peak_of_its_own():
-    model = GPT(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=2, n_embd=8))
-    config = TrainConfig(optimizer="muon", learning_rate=0.2, muon_learning_rate=0.03)
-    optimizers = configure_optimizers(Objective(model, config), config, CPU)
-    for multiplier in (0.5, 1.0, 0.0, 0.25):  # a share of the peak, not of the rate before
-        set_lr(optimizers, multiplier)
-        rates = [{group["lr"] for group in optimizer.param_groups} for optimizer in optimizers]
-        assert rates == [{0.2 * multiplier}, {0.03 * multiplier}]
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------------
