@@ -35,8 +35,7 @@ def character_vocabulary(chars):
     def encode(text):
         unknown = sorted(set(text) - set(ids))
         if unknown:
-            known = repr(chars if len(chars) <= 200 else f"{chars[:200]}...")
-            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {known}")
+            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {chars[:200]!r}")
         return [ids[char] for char in text]
 
     def decode(tokens):
