@@ -84,7 +84,7 @@ def load_checkpoint(path, meta=None):
     """
     path = Path(path)
     if not path.is_file():
-        hint = "train.py writes one at its first evaluation, and --engine hf reads a Hugging Face folder"
+        hint = "train one first (python train.py), or name another; --engine hf reads a Hugging Face folder"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
     chars = read_nanogpt_meta(meta) if meta else None
     try:

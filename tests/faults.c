@@ -41,7 +41,7 @@ int rename(const char *from, const char *to) { return fault(to) ? -1 : NEXT(rena
         va_start(rest, flags);                                      \
         int mode = flags & O_CREAT ? va_arg(rest, int) : 0;         \
         va_end(rest);                                               \
-        if (flags & (O_WRONLY | O_RDWR | O_DIRECTORY) && fault(path)) \
+        if (flags & (O_WRONLY | O_RDWR) && fault(path)) \
             return -1;                                              \
         return NEXT(name)(path, flags, mode);                       \
     }

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import os
-import pickle
 import runpy
 import shutil
 import signal
@@ -259,19 +258,6 @@ def texts_of(out_dir, prompt, steps, rows=1, **sampling):
     idx = torch.tensor([[chars.index(c) for c in prompt]]).repeat(rows, 1)
     out = model.generate(idx, steps, kv_cache=False, **{"seed": 1337, **sampling})
     return ["".join(chars[i] for i in row) for row in out.tolist()]
-
-
-def write_nanogpt(out_dir, folder):
-    """Write the model in out_dir as nanoGPT would have saved it: no characters, seven model_args, a pickled meta."""
-    ckpt = load(out_dir / "ckpt.pt")
-    fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-    args = {name: ckpt["model_args"][name] for name in fields}
-    weights = {f"_orig_mod.{key}": value for key, value in ckpt["model"].items()}
-    torch.save({"model": weights, "model_args": args, "optimizer": {}, "iter_num": 1}, folder / "ckpt.pt")
-    itos = dict(enumerate(ckpt["chars"]))
-    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return folder
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
