@@ -108,12 +108,6 @@ CPU = torch.device("cpu")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def ranked(**numbers):
-    """The variables that torchrun sets for one of two processes, with other numbers for some."""
-    given = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500) | numbers
-    return {name: str(value) for name, value in given.items()}
-
-
 def child(*flags, **kwargs):
     """Run train.py in a process of its own, to its end."""
     return run(ROOT / "train.py", *flags, env=ONE_THREAD | kwargs.pop("env", {}), **kwargs)
@@ -138,9 +132,6 @@ def here(*flags):
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     except SystemExit as error:
         code = error.code or 0
-        if isinstance(code, str):
-            err.write(f"{code}\n")
-            code = 1
     finally:
         sys.argv = argv
         torch.set_num_threads(threads)

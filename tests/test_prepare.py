@@ -30,9 +30,10 @@ BODY = TEXT.encode()
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, restored_signals):
+def call(monkeypatch, capsys):
     """call(*args, **constants): data/prepare.py in this process, with other values for constants."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("kvgpt.cli.handle_signals", lambda handler: None)  # pytest keeps its own
 
     def call(*args, **constants):
         monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])
