@@ -76,15 +76,17 @@ def pick_device(name):
 def pick_checkpoint(ckpt, out_dir):
     """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
 
-    --ckpt may name a file, or the folder of a run. Without either flag we take out/ckpt.pt, and if nothing has been
-    trained there yet, the model that comes with the code.
+    --ckpt may name a file, or the folder of a run. Without either flag we look in out, and if nothing has been trained
+    there yet, we take the model that comes with the code.
     """
     if ckpt and not Path(ckpt).is_dir():
         return Path(ckpt)
     folder = Path(ckpt or out_dir or "out")
-    trained = (folder / "ckpt.pt").exists() or (folder / "last.pt").exists()
-    if trained or ckpt or out_dir:
-        return folder / "ckpt.pt"  # load_checkpoint says if it is not there
+    for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
+        if file.exists():
+            return file
+    if ckpt or out_dir:
+        return folder / "ckpt.pt"  # load_checkpoint says that it is not there
     note(f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}, a model that comes with the code")
     return MODEL_IN_THE_BOX
 
@@ -148,7 +150,7 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    if not torchrun_ranks():  # it ends its processes by SIGTERM, which one that waits inside a library would never see
+    if not torchrun_ranks():  # which sends SIGTERM, and no handler runs while a process waits inside a library
         handle_signals(leave)
     try:
         main()

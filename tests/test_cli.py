@@ -79,10 +79,11 @@ def test_a_device_that_cannot_be_used_is_named(name):
     [
         (["run/ckpt.pt", None], ["run/ckpt.pt"], "run/ckpt.pt"),
         (["run/gone.pt", None], ["run/ckpt.pt"], "run/gone.pt"),  # load_checkpoint says that it is not there
+        (["run", None], ["run/ckpt.pt", "run/last.pt"], "run/ckpt.pt"),
         (["run", "other"], ["run/ckpt.pt", "other/ckpt.pt"], "run/ckpt.pt"),
         ([None, "run"], ["out/ckpt.pt"], "run/ckpt.pt"),
         ([None, None], ["out/ckpt.pt"], "out/ckpt.pt"),
-        ([None, None], ["out/last.pt"], "out/ckpt.pt"),  # a run without its best weights is not passed over
+        ([None, None], ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
         ([None, None], ["out/demo"], str(MODEL_IN_THE_BOX)),
     ],
 )
