@@ -119,13 +119,13 @@ def torchrun_ranks():
 
 @contextmanager
 def one_line_errors():
-    """Turn a ValueError inside the block into one line and exit code 1. run_main does it for an OSError anywhere.
+    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
 
     Wrap code that reads the user's files in it. Anywhere else a ValueError is a bug, and its traceback helps.
     """
     try:
         yield
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(error)
 
 
@@ -159,12 +159,9 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
         sys.stdout = None  # the interpreter would flush it once more, and complain
         sys.exit(1)
     except OSError as error:
-        if error.filename:
-            fail(f"cannot use {error.filename}: {error.strerror}")
-        if not error.strerror:  # one that we raised ourselves
-            fail(error)
-        sys.stdout = None  # the only file of ours that has no name
-        fail(f"cannot write the output: {error.strerror}")
+        if not error.filename:  # stdout is the only file of ours without a name, and the disk behind it is full
+            sys.stdout = None
+        fail(error)
     except (MemoryError, RuntimeError) as error:
         words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
         if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
