@@ -356,4 +356,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, disk_hint="older checkpoints are whole")
+    run_main(main)

@@ -8,7 +8,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets in the environment
 MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -17,12 +16,12 @@ MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespe
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that keeps the line breaks of its description and reports a mistake in one line."""
 
-    def __init__(self, description, **options):
-        options = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False) | options
-        super().__init__(description=description, **options)
+    def __init__(self, description, epilog=None):
+        lines_as_they_are = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
 
     def error(self, message):
-        self.exit(2, f"{one_line(f'{self.prog}: {message}')} (--help lists the flags)\n")
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 def number(kind, interval):
@@ -77,22 +76,17 @@ def pick_device(name):
 def pick_checkpoint(ckpt, out_dir):
     """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
 
-    --ckpt may name a file, or the folder of a run. Without either flag we take out/ckpt.pt, and if nothing has been
-    trained there yet, the model that comes with the code. Raises FileNotFoundError if we can tell what went wrong.
+    --ckpt may name a file, or the folder of a run. Without either flag we look in out, and if nothing has been trained
+    there yet, we take the model that comes with the code.
     """
     if ckpt and not Path(ckpt).is_dir():
         return Path(ckpt)
     folder = Path(ckpt or out_dir or "out")
-    file, last = folder / "ckpt.pt", folder / "last.pt"
-    if os.path.lexists(file):  # a link to a disk that is not mounted is a problem to report, not a missing run
-        return file
-    if last.is_file():
-        raise FileNotFoundError(f"no checkpoint at {file}, which the next evaluation writes: give --ckpt {last}")
-    if (folder / "config.json").is_file():
-        read = f"sample.py --engine hf --ckpt {folder} reads it, and so does train.py --init_from {folder}"
-        raise FileNotFoundError(f"{folder} is a Hugging Face folder, without a ckpt.pt: {read}")
+    for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
+        if file.exists():
+            return file
     if ckpt or out_dir:
-        return file  # load_checkpoint says that it is not there
+        return folder / "ckpt.pt"  # load_checkpoint says that it is not there
     note(f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}, a model that comes with the code")
     return MODEL_IN_THE_BOX
 
@@ -100,33 +94,27 @@ def pick_checkpoint(ckpt, out_dir):
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def one_line(text):
-    """Return the text with escapes for what cannot be printed. A path may hold a newline, or move the cursor."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 def note(message):
     """Print a line on stderr that begins with the name of the script."""
-    print(one_line(f"{Path(sys.argv[0]).name}: {message}"), file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
 
 
-def fail(message, code=1):
-    """Exit with `code` and one line on stderr."""
+def fail(message):
+    """Exit with code 1 and one line on stderr."""
     rank, *_ = torchrun_ranks() or (0,)
     if rank == 0:
         note(message)
     else:  # fails like rank 0, which speaks for all: torchrun ends the others as soon as one process has ended
         time.sleep(2)
-    sys.exit(code)
+    sys.exit(1)
 
 
 def torchrun_ranks():
     """Return (rank, local rank, number of processes) if torchrun has started this process, otherwise None."""
-    try:
-        rank, local_rank, world_size = (int(os.environ[name]) for name in TORCHRUN[:3])
-    except (KeyError, ValueError):
-        return None
-    return (rank, local_rank, world_size) if set(TORCHRUN) <= set(os.environ) and 0 <= rank < world_size else None
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if all(name in os.environ for name in names):
+        return tuple(int(os.environ[name]) for name in names)
+    return None
 
 
 @contextmanager
@@ -137,35 +125,33 @@ def one_line_errors():
     """
     try:
         yield
-    except OSError as error:  # our own have a message alone; those of the operating system have three parts
-        fail(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or error)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(error)
 
 
 def aligned(rows, num_left):
     """Return rows of cells as text in columns. The first num_left columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    padded = (
-        [cell.ljust(w) if i < num_left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths))]
-        for cells in rows
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    lines = []
+    for cells in rows:
+        left = [cell.ljust(width) for cell, width in zip(cells[:num_left], widths)]
+        right = [cell.rjust(width) for cell, width in zip(cells[num_left:], widths[num_left:])]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
 
 
 # -- around main -------------------------------------------------------------------------------------------------------
 
 
-def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would fit"):
+def run_main(main, *, memory_hint="a smaller model or batch would fit"):
     """Run a script's main() so that whatever ends it, short of a bug, takes one line or none.
 
-    disk_hint    end of the line about a file that could not be written
     memory_hint  end of the line about memory that ran out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    # torchrun ends its processes by SIGTERM, and one that waits for the others inside a library would never see it
-    handle_signals(leave, ["SIGINT"] if torchrun_ranks() else ["SIGINT", "SIGTERM", "SIGHUP"])
+    if not torchrun_ranks():  # which sends SIGTERM, and no handler runs while a process waits inside a library
+        handle_signals(leave)
     try:
         main()
         sys.stdout.flush()
@@ -173,11 +159,9 @@ def run_main(main, *, disk_hint="", memory_hint="a smaller model or batch would 
         sys.stdout = None  # the interpreter would flush it once more, and complain
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:
-            sys.stdout = None  # the only file of ours that has no name
-        verb = "write" if disk_hint or sys.stdout is None else "use"  # we read inside one_line_errors
-        hint = f"; {disk_hint}" if disk_hint else ""
-        fail(f"cannot {verb} {error.filename or 'the output'}: {error.strerror}{hint}")
+        if not error.filename:  # stdout is the only file of ours without a name, and the disk behind it is full
+            sys.stdout = None
+        fail(error)
     except (MemoryError, RuntimeError) as error:
         words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
         if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
@@ -190,9 +174,9 @@ def leave(signum, frame):
     sys.exit(128 + signum)
 
 
-def handle_signals(handler, names=("SIGINT", "SIGTERM", "SIGHUP")):
-    """Let the handler take these signals, except one that is ignored: nohup means it, and so does `&` in a script."""
-    for name in names:
+def handle_signals(handler):
+    """Let the handler take three signals, except one that is ignored: nohup means it, and so does `&` in a script."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -202,8 +186,8 @@ class StopSignals:
     """Ctrl-C, SIGTERM and a lost terminal as a wish that train.py can grant after its present step.
 
     received  the number of the first signal, or 0
-    A second Ctrl-C ends the process at once. A second SIGTERM or SIGHUP doesn't, because they come in pairs: `timeout`
-    sends to the process and to its group, and a terminal that closes is reported by the shell and by the kernel.
+    A second Ctrl-C ends the process at once. A second SIGTERM or SIGHUP doesn't, because `timeout` and a terminal that
+    closes send each of them twice.
     """
 
     def __init__(self):

@@ -14,23 +14,27 @@ SUMS = "SHA256SUMS"  # what sha256sum writes, so that `sha256sum -c SHA256SUMS` 
 def write_atomically(files):
     """Write {path: bytes}, so that at any moment each path holds its old bytes or its new ones, even after a power cut.
 
-    We write everything beside its path first, and rename only when all of it is on the disk. So an error, say because
-    the disk is full, leaves the old files alone. Raises OSError.
+    We write everything beside its path first, and rename only when all of it is on the disk. So a full disk leaves the
+    old files alone. Raises OSError.
     """
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
         for path, content in files.items():
             with name_in_errors(path), open(temporary[path], "wb") as f:
                 f.write(content)
-                sync(f)
+                f.flush()
+                os.fsync(f.fileno())
         for path in files:
             os.replace(temporary[path], path)
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-    for folder in {path.parent for path in files}:
-        with name_in_errors(folder):
-            sync_folder(folder)
+    if os.name != "nt":  # a rename survives a power cut once its folder is on the disk, for which Windows has no call
+        for folder in {path.parent for path in files}:
+            with name_in_errors(folder):
+                opened = os.open(folder, os.O_RDONLY)
+                os.fsync(opened)
+                os.close(opened)
 
 
 def read_tree(folder):
@@ -50,20 +54,6 @@ def write_tree(folder, files, stale=()):
     write_atomically(paths)
     for name in stale:
         (folder / name).unlink(missing_ok=True)
-
-
-def sync(file):
-    """Wait until the content of an open file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder):
-    """Wait until the names in a folder are on the disk, so that a rename survives a power cut."""
-    if hasattr(os, "O_DIRECTORY"):  # Windows has no such call
-        opened = os.open(folder, os.O_DIRECTORY)
-        os.fsync(opened)
-        os.close(opened)
 
 
 @contextmanager
@@ -86,9 +76,8 @@ def sha256(content):
 def check_folder(folder):
     """Raise ValueError if a file in `folder` has changed since write_tree wrote it. A folder without SUMS passes."""
     sums = Path(folder, SUMS)
-    if not sums.is_file():
-        return
-    for line in sums.read_text("utf-8", "replace").splitlines():
+    lines = sums.read_text("utf-8", "replace").splitlines() if sums.is_file() else []
+    for line in lines:
         recorded, _, name = line.partition("  ")
         file = Path(folder, name)
         if file.is_file() and sha256(file.read_bytes()) != recorded:
@@ -99,9 +88,8 @@ def check_folder(folder):
 
 
 def lock_folder(folder, name=".lock"):
-    """Lock a folder for this process by a file of that name in it, and return the lock, an open file.
+    """Lock a folder for this process by a file in it, and return that open file. The end of the process unlocks it.
 
-    Closing it unlocks the folder, which the operating system does for a process that has ended, however it ended.
     Raises BlockingIOError if another process holds the lock, and OSError if the folder cannot be written.
     """
     lock = open(folder / name, "ab")  # noqa: SIM115
@@ -114,8 +102,9 @@ def lock_folder(folder, name=".lock"):
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):  # any other error: a file system that has no locks
-            lock.close()
-            raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
+    except (BlockingIOError, PermissionError):  # of Unix and of Windows
+        lock.close()
+        raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
+    except OSError:
+        pass  # a file system that has no locks
     return lock

@@ -20,12 +20,10 @@ class Vocabulary:
     start: str = "\n"
 
 
-def check_characters(chars, path, vocab_size=None):
-    """Raise ValueError unless `chars`, read from `path`, is a str of different characters, and vocab_size of them."""
-    if not isinstance(chars, str) or len(set(chars)) != len(chars):
-        raise ValueError(f"{path} is damaged: its characters are not a text in which each of them comes once")
-    if vocab_size is not None and len(chars) != vocab_size:
-        raise ValueError(f"{path} has {len(chars)} characters and a vocab_size of {vocab_size}: each token needs one")
+def check_characters(chars, path, vocab_size):
+    """Raise ValueError unless `chars`, read from `path`, has a character of its own for each token."""
+    if not len(chars) == len(set(chars)) == vocab_size:
+        raise ValueError(f"{path} is damaged: {len(set(chars))} different characters for a vocab_size of {vocab_size}")
 
 
 def character_vocabulary(chars):
@@ -35,8 +33,7 @@ def character_vocabulary(chars):
     def encode(text):
         unknown = sorted(set(text) - set(ids))
         if unknown:
-            known = repr(chars if len(chars) <= 200 else f"{chars[:200]}...")
-            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {known}")
+            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {chars[:200]!r}")
         return [ids[char] for char in text]
 
     def decode(tokens):

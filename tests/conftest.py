@@ -44,13 +44,3 @@ def trained(data_dir, tmp_path_factory):
 def out(trained, tmp_path):
     """A copy of the trained out_dir, at step 60."""
     return Path(shutil.copytree(trained, tmp_path / "out"))
-
-
-@pytest.fixture
-def restored_signals():
-    """Puts the handlers of SIGINT, SIGTERM and, where there is one, SIGHUP back after the test."""
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
-    yield
-    for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)

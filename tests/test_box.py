@@ -51,12 +51,6 @@ def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_
     assert NOTE not in own.stderr and own.stdout != result.stdout
 
 
-def test_a_run_without_its_best_weights_is_not_passed_over(trained, tmp_path):
-    (tmp_path / "out").mkdir()
-    shutil.copy(trained / "last.pt", tmp_path / "out")
-    assert_one_line(run(ROOT / "sample.py", "--device", "cpu", cwd=tmp_path), "ckpt.pt", "--ckpt out/last.pt")
-
-
 @pytest.mark.slow
 def test_export_and_bench_use_it_too(tmp_path):
     result = ok(run(ROOT / "export.py", "--format", "onnx", cwd=tmp_path))

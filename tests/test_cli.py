@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, linux, ranked, unix
+from helpers import ROOT, linux, unix
 from kvgpt.cli import MODEL_IN_THE_BOX, Parser, boolean, number, path, pick_checkpoint, pick_device
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -53,11 +53,11 @@ def test_an_argument_type_takes_some_texts_and_refuses_others(parse, good, bad):
         (["--size", "9"], ["--size", "9 is not in [0, 9)"]),
         (["--siz", "3"], ["--siz 3"]),  # an abbreviation could mean another flag after the next release
         (["--flag=perhaps"], ["--flag", "'perhaps'"]),
-        (["a\n\x1b[2Jb"], [r"a\n\x1b[2Jb"]),
     ],
 )
-def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys):
-    parser = Parser("line one\n\n    line two", prog="kit.py")
+def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["kit.py"])
+    parser = Parser("line one\n\n    line two")
     parser.add_argument("--size", type=number(int, "[0, 9)"))
     parser.add_argument("--flag", type=boolean)
     assert "line one\n\n    line two" in parser.format_help()
@@ -68,7 +68,7 @@ def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys):
     assert all(word in err for word in words)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "", "cuda:99", "meta"])
+@pytest.mark.parametrize("name", ["nonsense", "cuda:99"])
 def test_a_device_that_cannot_be_used_is_named(name):
     with pytest.raises(ValueError, match=f"^--device {name} cannot be used here: .+$"):
         pick_device(name)
@@ -81,14 +81,10 @@ def test_a_device_that_cannot_be_used_is_named(name):
         (["run/gone.pt", None], ["run/ckpt.pt"], "run/gone.pt"),  # load_checkpoint says that it is not there
         (["run", None], ["run/ckpt.pt", "run/last.pt"], "run/ckpt.pt"),
         (["run", "other"], ["run/ckpt.pt", "other/ckpt.pt"], "run/ckpt.pt"),
-        ([None, "run"], ["run/ckpt.pt"], "run/ckpt.pt"),
         ([None, "run"], ["out/ckpt.pt"], "run/ckpt.pt"),
-        (["run", None], ["run/notes.txt"], "run/ckpt.pt"),
         ([None, None], ["out/ckpt.pt"], "out/ckpt.pt"),
-        ([None, None], [], str(MODEL_IN_THE_BOX)),
-        (["run", None], ["run/last.pt"], "no checkpoint at run.*--ckpt run.last.pt"),
-        ([None, None], ["out/last.pt"], "no checkpoint at out.*--ckpt out.last.pt"),
-        (["run", None], ["run/config.json"], "Hugging Face .* --engine hf --ckpt run"),
+        ([None, None], ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
+        ([None, None], ["out/demo"], str(MODEL_IN_THE_BOX)),
     ],
 )
 def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, tmp_path, monkeypatch):
@@ -96,11 +92,7 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
     for name in holds:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    if expected.endswith(".pt") and "--ckpt" not in expected:
-        assert pick_checkpoint(*flags) == Path(expected)
-    else:
-        with pytest.raises(FileNotFoundError, match=expected):
-            pick_checkpoint(*flags)
+    assert pick_checkpoint(*flags) == Path(expected)
 
 
 # -- scripts in processes of their own ---------------------------------------------------------------------------------
@@ -112,7 +104,7 @@ from kvgpt.cli import StopSignals, fail, note, one_line_errors, run_main
 def main():
 {body}
 
-run_main(main{options})
+run_main(main, memory_hint="a smaller batch would fit")
 """
 
 
@@ -120,9 +112,9 @@ run_main(main{options})
 def script(tmp_path):
     """A function: start a script "tool.py" whose main() has the given lines."""
 
-    def script(*lines, options="", env=None, **kwargs):
+    def script(*lines, env=None, **kwargs):
         body = "\n".join(f"    {line}" for line in lines)
-        (tmp_path / "tool.py").write_text(SCRIPT.format(body=body, options=options), encoding="utf-8")
+        (tmp_path / "tool.py").write_text(SCRIPT.format(body=body), encoding="utf-8")
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **(env or {})}
         kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE) | kwargs
         return subprocess.Popen([sys.executable, tmp_path / "tool.py"], env=env, cwd=tmp_path, **kwargs)
@@ -140,49 +132,35 @@ def assert_fails(process, line):
     assert finish(process) == (1, "", f"tool.py: {line}\n")
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
-def test_output_is_utf8_whatever_the_terminal_asks_for(encoding, script):
+def test_output_is_utf8_whatever_the_terminal_asks_for(script):
     r"""A character that no encoding has, half a surrogate pair, is shown as its escape. Lines end in \n everywhere."""
-    process = script(r"print('β → 字 \ud800\né')", "note('a remark')", env={"PYTHONIOENCODING": encoding})
+    process = script(r"print('β → 字 \ud800\né')", "note('a remark')", env={"PYTHONIOENCODING": "cp1252"})
     assert finish(process) == (0, "β → 字 \\ud800\né\n", "tool.py: a remark\n")
 
 
-@pytest.mark.parametrize(
-    "error, line",
-    [
-        ("ValueError('n: 3 is odd')", "n: 3 is odd"),
-        ("FileNotFoundError('no such run')", "no such run"),
-        ("ValueError('a\\n\\x1b[2Jb')", r"a\n\x1b[2Jb"),  # a path may hold what moves the cursor
-    ],
-)
-def test_a_users_mistake_is_one_line(error, line, script):
-    assert_fails(script("with one_line_errors():", f"    raise {error}"), line)
-
-
-@unix
-def test_a_file_that_cannot_be_used_is_named_with_what_is_safe(script):
-    """What was being read is not said to have been written."""
-    opens, problem, hint = "open('tool.py/new', 'w')", "tool.py/new: Not a directory", ", disk_hint='all is well'"
-    assert_fails(script(opens), f"cannot use {problem}")
-    assert_fails(script(opens, options=hint), f"cannot write {problem}; all is well")
-    assert_fails(script("with one_line_errors():", f"    {opens}", options=hint), f"cannot use {problem}")
+def test_a_users_mistake_is_one_line(script):
+    assert_fails(script("with one_line_errors():", "    raise ValueError('n: 3 is odd')"), "n: 3 is odd")
+    assert_fails(script("raise FileNotFoundError('no such run')"), "no such run")
+    assert_fails(script("open('nowhere')"), "[Errno 2] No such file or directory: 'nowhere'")
 
 
 @pytest.mark.parametrize("lines", [["bytearray(10**18)"], ["import torch", "torch.empty(10**17)"]])
 def test_no_memory_is_one_line_with_what_would_fit(lines, script):
-    process = script(*lines, options=", memory_hint='a smaller batch would fit'")
-    assert_fails(process, "out of memory: a smaller batch would fit")
+    assert_fails(script(*lines), "out of memory: a smaller batch would fit")
 
 
-@pytest.mark.parametrize("error", ["ValueError", "RuntimeError", "AssertionError"])
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
 def test_a_bug_keeps_its_traceback(error, script):
     code, _, err = finish(script(f"raise {error}('here')"))
     assert code == 1 and err.startswith("Traceback") and f"{error}: here" in err
 
 
+UNDER_TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
 def test_of_the_processes_of_torchrun_only_rank_0_speaks(script):
-    for env, err in ((None, "tool.py: no\n"), (ranked(RANK=1), ""), ({"RANK": "1"}, "tool.py: no\n")):
-        assert finish(script("fail('no', code=3)", env=env)) == (3, "", err)
+    for rank, err in (("0", "tool.py: no\n"), ("1", "")):
+        assert finish(script("fail('no')", env=UNDER_TORCHRUN | {"RANK": rank})) == (1, "", err)
 
 
 @linux
@@ -191,7 +169,7 @@ def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one_line(lines, s
     """As in `sample.py | head -1`. Short output fails only when it is flushed at the end."""
     prints = [f"for i in range({lines}):", "    print(i)"]
     with open("/dev/full", "wb") as full:
-        assert_fails(script(*prints, stdout=full), "cannot write the output: No space left on device")
+        assert_fails(script(*prints, stdout=full), "[Errno 28] No space left on device")
     read, write = os.pipe()
     os.close(read)
     with open(write, "wb") as pipe:
@@ -212,34 +190,25 @@ def test_a_signal_is_an_exit_code_without_a_word_or_a_temporary_folder(name, cod
 
 
 @unix
-@pytest.mark.parametrize("stop", ["", "stop = StopSignals()"], ids=["any script", "train.py"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
-def test_a_signal_that_is_ignored_on_purpose_stays_so(name, stop, script):
-    """nohup ignores SIGHUP, and a shell script ignores SIGINT for a command that ends with &."""
-    lines = [stop, f"os.kill(os.getpid(), signal.{name})", f"print({'stop.received' if stop else 0})"]
-    process = script(*lines, preexec_fn=lambda: signal.signal(getattr(signal, name), signal.SIG_IGN))
-    assert finish(process) == (0, "0\n", "")
+@pytest.mark.parametrize("stop", ["", "StopSignals()"], ids=["any script", "train.py"])
+def test_a_signal_that_is_ignored_on_purpose_stays_so(stop, script):
+    """nohup ignores SIGHUP. A shell script ignores SIGINT in the same way for a command that ends with &."""
+    lines = [stop, "os.kill(os.getpid(), signal.SIGHUP)", "print('here')"]
+    process = script(*lines, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert finish(process) == (0, "here\n", "")
 
 
 @unix
 def test_under_torchrun_sigterm_ends_a_process_that_waits_inside_a_library(script):
     """There no handler of Python runs, so the process keeps the handler of the operating system."""
-    assert finish(script("os.kill(os.getpid(), signal.SIGTERM)", env=ranked())) == (-signal.SIGTERM, "", "")
+    assert finish(script("os.kill(os.getpid(), signal.SIGTERM)", env=UNDER_TORCHRUN)) == (-signal.SIGTERM, "", "")
 
 
 @unix
-@pytest.mark.parametrize(
-    "first, second, survives",
-    [
-        ("SIGINT", "SIGINT", False),
-        ("SIGTERM", "SIGTERM", True),  # `timeout` sends to the process and to its group
-        ("SIGHUP", "SIGHUP", True),  # the shell and the kernel report a terminal that closes
-        ("SIGTERM", "SIGINT", True),
-    ],
-)
-def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(first, second, survives, script):
-    kill = "os.kill(os.getpid(), signal.{}); print(stop.received, flush=True)"
-    lines = ["stop = StopSignals()", "print(stop.received)", kill.format(first), kill.format(second)]
+@pytest.mark.parametrize("first, survives", [("SIGINT", False), ("SIGTERM", True)])  # `timeout` sends SIGTERM twice
+def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(first, survives, script):
+    kill = f"os.kill(os.getpid(), signal.{first}); print(stop.received, flush=True)"
+    lines = ["stop = StopSignals()", "print(stop.received)", kill, kill]
     number = int(getattr(signal, first))
     expected = (0, f"0\n{number}\n{number}\n", "") if survives else (-number, f"0\n{number}\n", "")
     assert finish(script(*lines)) == expected

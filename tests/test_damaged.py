@@ -71,14 +71,6 @@ def entry(name, change):
     return damage
 
 
-def args(**changes):
-    return entry("model_args", lambda old: old | changes)
-
-
-def weight(value):
-    return entry("model", lambda old: old | {"lm_head.weight": torch.full_like(old["lm_head.weight"], value)})
-
-
 def json_of(name, change):
     """Other settings in a JSON file of the folder hf."""
 
@@ -113,40 +105,27 @@ def without_metadata(files):
 
 DAMAGES = [
     # what is read, the damage, a word of the message
-    ("ckpt.pt", bytes_of("ckpt.pt", b""), "damaged"),
     ("ckpt.pt", bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
     ("ckpt.pt", bytes_of("ckpt.pt", pickle.dumps({"itos": "a meta.pkl"})), "not loaded"),
-    ("ckpt.pt", bytes_of("ckpt.pt", saved([1, 2])), "no checkpoint"),
-    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "no 'model_args'"),
+    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "no checkpoint"),
     ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
     ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
-    ("ckpt.pt", args(n_layer=0), "n_layer=0"),
-    ("ckpt.pt", args(n_leyer=2), "n_leyer"),
-    ("ckpt.pt", args(n_layer=3), "Missing key"),
-    ("ckpt.pt", args(n_embd=40), "size mismatch"),
-    ("ckpt.pt", args(vocab_size=2**24 - 1, n_embd=2**23), "do not fit"),  # more memory than any machine has
-    ("ckpt.pt", weight(math.nan), "NaN"),
-    ("ckpt.pt", weight(math.inf), "NaN"),
-    ("ckpt.pt", entry("model", lambda old: old | {"lm_head.weight": 3}), "lm_head"),
+    ("ckpt.pt", entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),
+    ("ckpt.pt", entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
     ("ckpt.pt", entry("chars", lambda old: old[:-1]), "characters"),
     ("ckpt.pt", entry("chars", lambda old: old[1] + old[1:]), "characters"),
-    ("ckpt.pt", entry("chars", list), "characters"),
     ("ckpt.pt", entry("ngrams", lambda old: {"codes": torch.ones(3)}), "n-grams"),
-    ("meta.pkl", bytes_of("meta.pkl", b"\x80"), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {0: "a"}})), "characters"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
     ("model.onnx", without_metadata, "not written by export.py"),
     ("hf", lambda files: (files / "hf" / "config.json").unlink(), "config.json"),
-    ("hf", lambda files: (files / "hf" / "model.safetensors").unlink(), "model.safetensors"),
     ("hf", config(model_type="llama"), "llama"),
     ("hf", config(use_parallel_residual=True), "parallel"),
     ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
     ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
     ("hf", config(num_hidden_layers=3), "layers.2"),
-    ("hf", config(num_hidden_layers=1), "layers.1"),
-    ("hf", config(hidden_size=48), "fit"),
     ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "single characters"),
     ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].popitem()), "characters"),
     ("hf", tensors(lambda old: old.update(extra=torch.ones(2))), "extra, which"),
@@ -170,7 +149,7 @@ def test_the_command_line_says_it_in_one_line(trained, files):
     assert not (files / "harm").exists()
 
 
-@pytest.mark.parametrize("name", ["hf/config.json", "hf/model.safetensors", "hf/tokenizer.json", "model.onnx"])
+@pytest.mark.parametrize("name", ["hf/config.json", "hf/model.safetensors", "model.onnx"])
 def test_a_flipped_bit_beside_checksums_is_refused(name, files):
     """In every file that SHA256SUMS lists. The table above has shown that a folder without it passes."""
     file = files / name

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers import PROMPT, ROOT, assert_one_line, linux, lively, needs_compiler, ok, run, sample, texts_of, unix
+from helpers import PROMPT, ROOT, assert_one_line, lively, needs_compiler, ok, run, sample, texts_of, unix
 from kvgpt.checkpoint import save_checkpoint
 from model import GPTConfig
 from sample import parse_args
@@ -98,38 +98,7 @@ def test_characters_stream_as_they_come(trained):
     assert len(reads) > 20  # not one lump at the end
 
 
-@linux
-@pytest.mark.parametrize("script", [["sample.py", "--prompt", "O"], ["data/prepare.py", "--force"]])
-def test_a_full_disk_behind_stdout_is_one_line(script, trained, tmp_path):
-    flags = {"sample.py": ["--out_dir", str(trained)], "data/prepare.py": ["--data_dir", str(tmp_path)]}[script[0]]
-    source = ["--input", "data/sample.txt"] if "data" in script[0] else []
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        command = [sys.executable, *script, *flags, *source]
-        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", timeout=60)
-    assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert "No space left" in result.stderr and len(result.stderr.strip().splitlines()) == 1
-
-
-def test_a_reader_that_goes_away_causes_no_traceback(trained):
-    command = [sys.executable, "sample.py", "--out_dir", str(trained), "--device", "cpu", "--num_samples", "300"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    assert process.wait(60) != 0
-
-
 # -- the promise -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_verify_matches_over_seeds_filters_and_samples(trained):
-    for seed, flags in enumerate(
-        ([], ["--temperature", "0"], ["--top_k", "5"], ["--top_p", "0.7", "--num_samples", "4"])
-    ):
-        result = sample(trained, "--prompt", PROMPT, "--verify", "--seed", seed, *flags)
-        assert result.returncode == 0, result.stderr
-        rows = 4 if "--num_samples" in flags else 1
-        assert f"{rows} of {rows} samples match" in result.stderr or "near-tie" in result.stderr
 
 
 BREAK_THE_CACHE = """
@@ -203,23 +172,14 @@ def test_without_a_compiler_one_line_says_so_and_the_text_is_the_same(trained, c
     [
         (["--temperature", "-1"], ["--temperature", "-1"]),
         (["--temperature", "nan"], ["--temperature", "nan"]),
-        (["--temperature", "inf"], ["--temperature", "inf"]),
-        (["--temperature", "warm"], ["--temperature", "warm"]),
         (["--top_k", "0"], ["--top_k", "0"]),
-        (["--top_k", "2.5"], ["--top_k", "2.5"]),
-        (["--top_p", "0"], ["--top_p", "0"]),
         (["--top_p", "1.5"], ["--top_p", "1.5"]),
-        (["--max_new_tokens", "-3"], ["--max_new_tokens", "-3"]),
-        (["--num_samples", "0"], ["--num_samples", "0"]),
-        (["--seed", "-1"], ["--seed", "-1"]),
         (["--seed", str(2**64)], ["--seed", 2**64]),
         (["--dtype", "int8"], ["--dtype", "int8"]),
-        (["--temperature", "1e308"], ["--temperature", "1e308"]),
-        (["--num_samples", "9" * 23], ["--num_samples"]),
+        (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
         (["--ckpt", ""], ["--ckpt", "empty"]),
         (["--meta", "meta.pkl"], ["--meta", "--ckpt"]),
         (["--promt", "x"], ["--promt"]),
-        (["--prom", "x"], ["--prom"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -235,21 +195,13 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--top_p", "nan"], ["--top_p", "nan"]),
         (["--prompt", "O Roméo #"], ["'é'", "'#'", "abcdefghijklmnopqrstuvwxyz"]),
         (["--prompt", "x" * 32], ["32", "at most 31"]),
-        (["--prompt", "x" * 1000], ["1000", "at most 31"]),
         (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
-        (["--prompt", f"FILE:{ROOT}"], [ROOT]),
         (["--prompt", "FILE:"], ["FILE:", "name of a file"]),
-        (["--prompt", "FILE:a\n\x1b[2Jb"], [r"a\n\x1b[2Jb"]),
-        (["--ckpt", "a\nb"], [r"a\nb", "no checkpoint"]),
-        (["--out_dir", "a" * 300], ["a" * 300]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
         (["--ckpt", ROOT / "README.md"], ["README.md", "damaged"]),
         (["--device", "cuda:99"], ["cuda:99"]),
-        (["--device", "abacus"], ["abacus"]),
-        (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
     ],
     ids=lambda value: " ".join(map(str, value))[:40],
 )
@@ -259,9 +211,7 @@ def test_mistakes_are_one_line(trained, flags, words):
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "flag", [["--draft", "ngram"], ["--no-kv_cache"], ["--num_samples", "2"], ["--engine", "onnx"]]
-)
+@pytest.mark.parametrize("flag", [["--draft", "ngram"], ["--no-kv_cache"], ["--num_samples", "2"]])
 def test_explain_is_of_the_plain_path_only(flag, capsys):
     with pytest.raises(SystemExit) as error:
         parse_args(["--explain", *flag])

@@ -162,5 +162,5 @@ def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_
 def test_an_out_dir_that_cannot_be_made_is_one_line(data_dir, tmp_path):
     (tmp_path / "file").write_text("here first", encoding="utf-8")
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "file", "--max_iters", "1")
-    assert_one_line(result, "cannot write", tmp_path / "file")
+    assert_one_line(result, tmp_path / "file")
     assert (tmp_path / "file").read_text(encoding="utf-8") == "here first"
