@@ -371,7 +371,7 @@ def models(args, device):
         checkpoint = load_checkpoint(file)
         model, chars = checkpoint.build_language_model()
         newline = max(0, chars.find("\n"))  # or the first character, if there is none
-        yield str(file), model.to(device), checkpoint.checked_ngrams(), prompts(newline)
+        yield str(file), model.to(device), checkpoint.ngrams, prompts(newline)
 
 
 def main():

@@ -137,7 +137,7 @@ def open_engine(args):
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, chars = ckpt.build_language_model()
         model.to(device, getattr(torch, args.dtype))
-        return model, model, character_vocabulary(chars), ckpt.checked_ngrams() if args.draft else None
+        return model, model, character_vocabulary(chars), ckpt.ngrams if args.draft else None
 
     if args.engine == "hf":
         from kvgpt.engines.hf import HuggingFaceGPT

@@ -19,6 +19,7 @@ import os
 
 import numpy as np
 import requests
+from tqdm import tqdm
 
 from kvgpt.cli import Parser, fail, note, one_line_errors, path, run_main
 from kvgpt.files import sha256
@@ -38,11 +39,15 @@ def download(url):
 
     Raises an OSError, as all errors of requests are, or ValueError for something else than the text.
     """
-    response = requests.get(url, timeout=TIMEOUT)
-    response.raise_for_status()
-    if "html" in response.headers.get("Content-Type", ""):  # a page about the text, or one that asks to sign in
-        raise ValueError("an HTML page came back, not a text")
-    body = response.content
+    with requests.get(url, stream=True, timeout=TIMEOUT) as response:
+        response.raise_for_status()
+        if "html" in response.headers.get("Content-Type", ""):  # a page about the text, or one that asks to sign in
+            raise ValueError("an HTML page came back, not a text")
+        body, size = bytearray(), int(response.headers.get("Content-Length", 0))
+        with tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar:
+            for chunk in response.iter_content(2**16):
+                body += chunk
+                bar.update(len(chunk))
     if url == CORPUS_URL and sha256(body) != CORPUS_SHA256:
         raise ValueError(f"the {len(body)} bytes that came back are not tiny Shakespeare, whose SHA-256 we know")
     return body

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from kvgpt.decoding.ngrams import valid_ngrams
 from kvgpt.files import write_atomically
 from kvgpt.vocabulary import check_characters
 from model import GPT, GPTConfig
@@ -54,12 +53,6 @@ class Checkpoint:
         model = self.build_model()
         check_characters(self.chars, self.path, model.config.vocab_size)
         return model.eval(), self.chars
-
-    def checked_ngrams(self):
-        """Return `ngrams`. Raises ValueError if they are damaged."""
-        if self.ngrams is not None and not valid_ngrams(self.ngrams, len(self.chars)):
-            raise ValueError(f"the n-grams in {self.path} are damaged: leave out --draft, or train again")
-        return self.ngrams
 
 
 def check_finite(model, path):

@@ -21,7 +21,7 @@ def test_it_is_small_and_has_no_state_of_its_training():
     checkpoint = load_checkpoint(MODEL_IN_THE_BOX)
     model, _ = checkpoint.build_language_model()
     weights = sum(p.nbytes for p in model.parameters())
-    ngrams = checkpoint.checked_ngrams()
+    ngrams = checkpoint.ngrams
     assert ngrams["order"] == 4 and 0 < ngrams["codes"].nbytes + ngrams["counts"].nbytes <= weights / 8
     assert not {"optimizer", "scaler"} & checkpoint.training.keys()
     assert str(ROOT).encode() not in MODEL_IN_THE_BOX.read_bytes()

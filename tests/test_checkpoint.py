@@ -43,14 +43,13 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     assert same(model.state_dict(), CONTENT["model"])
     assert chars == CONTENT["chars"] and not model.training
     assert vars(model.config) == vars(GPTConfig(**ARGS))
-    assert same(ckpt.checked_ngrams(), CONTENT["ngrams"])
+    assert same(ckpt.ngrams, CONTENT["ngrams"])
 
 
 def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
     save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
     ckpt = load_checkpoint(tmp_path / "ckpt.pt")
     assert (ckpt.chars, ckpt.ngrams, ckpt.training) == (None, None, {}) and math.isnan(ckpt.best_val_loss)
-    assert ckpt.checked_ngrams() is None
     with pytest.raises(ValueError, match="--meta"):
         ckpt.build_language_model()
 

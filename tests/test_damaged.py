@@ -48,9 +48,7 @@ def read(files, name):
     elif name == "hf":
         read_folder(files / name).build_model()
     else:
-        ckpt = load_checkpoint(files / name)
-        ckpt.build_language_model()
-        ckpt.checked_ngrams()
+        load_checkpoint(files / name).build_language_model()
 
 
 # -- ways to damage a file: functions of the folder above --------------------------------------------------------------
@@ -114,7 +112,6 @@ DAMAGES = [
     ("ckpt.pt", entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
     ("ckpt.pt", entry("chars", lambda old: old[:-1]), "characters"),
     ("ckpt.pt", entry("chars", lambda old: old[1] + old[1:]), "characters"),
-    ("ckpt.pt", entry("ngrams", lambda old: {"codes": torch.ones(3)}), "n-grams"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {0: "a"}})), "characters"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),

@@ -36,22 +36,6 @@ def order_of(ngrams):
     return ngrams.get("order", 3)
 
 
-def valid_ngrams(ngrams, vocab_size):
-    """Return whether `ngrams`, read from a file, can be a result of count_ngrams for this vocabulary."""
-    try:
-        order, codes, counts = order_of(ngrams), ngrams["codes"], ngrams["counts"]
-        known = type(order) is int and 1 <= order <= MAX_ORDER
-        paired = codes.dim() == counts.dim() == 1 and len(codes) == len(counts) > 0
-        whole = not codes.is_floating_point() and not counts.is_floating_point()
-        whole = whole and codes.is_contiguous() and counts.is_contiguous()  # an expanded number can claim any size
-        if not (known and paired and whole):
-            return False
-        in_range = (codes >= 0) & (codes < vocab_size ** (order + 1)) & (counts > 0)
-        return bool(in_range.all())
-    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError):
-        return False
-
-
 def ngram_table(ngrams, vocab_size):
     """Return (logits, after): the n-grams as an automaton whose state is a context, the longest known one.
 

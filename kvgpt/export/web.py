@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvgpt.cli import fail, one_line_errors
+from kvgpt.cli import fail
 from kvgpt.decoding.ngrams import order_of
 from kvgpt.export.check import compare_onnx, own_text
 from kvgpt.export.onnx import write_onnx
@@ -25,8 +25,6 @@ def export_web(model, checkpoint, folder):
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
         fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
-    with one_line_errors():
-        ngrams = ngrams_bytes(checkpoint.checked_ngrams())
 
     # make and check the graph
     chars, config, loss = checkpoint.chars, model.config, checkpoint.best_val_loss
@@ -49,7 +47,7 @@ def export_web(model, checkpoint, folder):
     # add the page, and pack what is large, because a plain server packs nothing
     packed = {
         "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
-        "ngrams.bin.gz": ngrams,
+        "ngrams.bin.gz": ngrams_bytes(checkpoint.ngrams),
         "model.onnx.gz": graph,
     }
     files = read_tree(WEB / "page") | {name: gzip.compress(content, mtime=0) for name, content in packed.items()}

@@ -1,4 +1,4 @@
-"""The n-gram table against dictionaries, and damaged counts told from good ones."""
+"""The n-gram counts and the table, against dictionaries."""
 
 import collections
 
@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import NGRAMS, TEXT, V, lively, prompts
+from helpers import TEXT, V, lively, prompts
 from kvgpt.decoding.decode import Decoder
-from kvgpt.decoding.ngrams import count_ngrams, ngram_table, valid_ngrams
+from kvgpt.decoding.ngrams import count_ngrams, ngram_table
 from model import GPTConfig
 
 ORDER = 4  # of V tokens
@@ -56,7 +56,7 @@ def test_order_and_codes_fit_32_bits():
         text = np.full(20, vocab_size - 1)
         ngrams = count_ngrams(text, vocab_size, 10)
         assert ngrams["order"] == order and ngrams["codes"].tolist() == [vocab_size ** (order + 1) - 1]
-        assert ngrams["codes"].dtype == ngrams["counts"].dtype == torch.int32 and valid_ngrams(ngrams, vocab_size)
+        assert ngrams["codes"].dtype == ngrams["counts"].dtype == torch.int32
     assert count_ngrams(np.full(20, 1), 46341, 10) is None
 
 
@@ -64,7 +64,6 @@ def test_counts_of_an_older_checkpoint_have_contexts_of_three():
     text = [0, 1, 2, 3] * 5
     codes = sorted({sum(text[i + j] * 5 ** (3 - j) for j in range(4)) for i in range(4)})
     older = {"codes": torch.tensor(codes), "counts": torch.tensor([4] * 4)}
-    assert valid_ngrams(older, 5)
     logits, after = ngram_table(older, 5)
     row = 0
     for token in text:
@@ -84,7 +83,6 @@ def test_ngrams_are_counted_as_a_dictionary_counts_them(text, most):
     assert codes == sorted(set(codes)) and len(codes) == min(most, len(counted))
     assert all(counted[run] == n for run, n in zip(runs, ngrams["counts"].tolist(), strict=True))
     assert sorted(ngrams["counts"].tolist()) == sorted(counted.values())[len(counted) - len(codes) :]
-    assert valid_ngrams(ngrams, 6)
     ngram_table(ngrams, 6)
 
 
@@ -96,22 +94,3 @@ def test_a_large_vocabulary_shortens_the_contexts():
     decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 3000, 1000))
     idx = prompts(2, 3)
     assert torch.equal(torch.stack(decoder.generate(idx, 5, seed=1)), model.generate(idx, 5, seed=1, kv_cache=False))
-
-
-def test_damaged_counts_are_told_from_good_ones():
-    codes, counts = NGRAMS["codes"], NGRAMS["counts"]
-    assert valid_ngrams(NGRAMS, V)
-    for bad in (
-        7,
-        {"codes": codes},
-        {"codes": codes, "counts": counts[:-1]},
-        {"codes": codes - 10**9, "counts": counts},
-        {"order": 4, "codes": codes + V**5, "counts": counts},
-        {"order": 9, "codes": codes, "counts": counts},
-        {"order": 4.0, "codes": codes, "counts": counts},
-        {"codes": codes + V**4, "counts": counts},
-        {"codes": codes.float(), "counts": counts},
-        {"codes": codes, "counts": counts * 0},
-        {"codes": codes[None], "counts": counts[None]},
-    ):
-        assert not valid_ngrams(bad, V)
