@@ -12,11 +12,11 @@ import importlib.util
 from pathlib import Path
 
 from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import Parser, fail, note, one_line_errors, path, pick_checkpoint, run_main
+from kvgpt.cli import Parser, fail, one_line_errors, path, pick_checkpoint, run_main
 from kvgpt.files import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
-PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
+PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors", *ONNX), "web": ONNX}
 
 
 def parse_args():
@@ -29,30 +29,16 @@ def parse_args():
         help="output format; the files go to a folder of that name in --out_dir",
     )
     add("--out_dir", type=path, help="default: out")
-    add(
-        "--ckpt",
-        type=path,
-        metavar="FILE",
-        help="default: ckpt.pt in --out_dir; without both, the model in the box",
-    )
+    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir; without both, the model in the box")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint")
-    add("--int8", action="store_true", help="with onnx: also model_int8.onnx, a quarter of the size")
-    data = Path(__file__).resolve().parent / "data"
-    add("--data_dir", type=path, default=str(data), help="the prepared text for val losses (default: data)")
-    args = parser.parse_args()
-    if args.int8 and args.format != "onnx":
-        parser.error(f"--int8 goes with --format onnx, not {args.format}")
-    return args
-
-
-def missing(packages):
-    return [name for name in packages if importlib.util.find_spec(name) is None]
+    return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    if missing(PACKAGES[args.format]):
-        fail(f"--format {args.format} needs more packages: pip install {' '.join(PACKAGES[args.format])}")
+    packages = PACKAGES[args.format]
+    if not all(map(importlib.util.find_spec, packages)):
+        fail(f"--format {args.format} needs more packages: pip install {' '.join(packages)}")
     with one_line_errors():
         checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, chars = checkpoint.build_language_model()
@@ -63,13 +49,11 @@ def main():
         if args.format == "onnx":
             from kvgpt.export.onnx import export_onnx
 
-            export_onnx(model, chars, folder, Path(args.data_dir), args.int8)
+            export_onnx(model, chars, folder)
         elif args.format == "hf":
             from kvgpt.export.hf import export_hf
 
-            export_hf(model, chars, folder, graph=not missing(ONNX))
-            if missing(ONNX):
-                note(f"{folder} has no ONNX graph, which needs more packages: pip install {' '.join(ONNX)}")
+            export_hf(model, chars, folder)
         else:
             from kvgpt.export.web import export_web
 

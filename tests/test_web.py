@@ -59,7 +59,6 @@ def typed(job):
 PROMPT, OTHER = ids_of("A cab, dad? "), ids_of("Faced a bag.")
 T, STEPS, SAMPLING = len(PROMPT), 18, dict(temperature=1.0, seed=3)
 COLUMN, WRITTEN, POSITION, CHANGED = 7, CHARS.index("k"), 9, CHARS.index("z")
-SEEDS = [0, 1337, 2**32, 2**63 + 2**31 + 5, 2**64 - 1]
 MISTAKES = {  # name: (what is fed before the new tokens, position of the i-th token that is fed)
     "too far": (PROMPT, lambda i: i if i < T else i + 1),
     "standing still": (PROMPT, lambda i: min(i, T)),
@@ -128,7 +127,7 @@ def seen(server):
             file.write_bytes(raw[:99])
     questions = dict(prompt=PROMPT, other=OTHER, steps=STEPS, sampling=SAMPLING | dict(topK=None))
     questions |= dict(column=COLUMN, written=WRITTEN, position=POSITION, changed=CHANGED)
-    questions |= dict(mistakes=[*MISTAKES], seeds=[str(seed) for seed in SEEDS])
+    questions |= dict(mistakes=[*MISTAKES])
     plan = dict(
         chromium=chromium,
         site=f"{server.address}/web/",
@@ -167,12 +166,6 @@ def test_the_text_is_the_one_of_pytorch_and_every_row_is_counted(seen, model, i)
     assert what["rows"] == [sum(range(begin, begin + new)), begin + new - 1]
 
 
-def test_the_texts_of_these_tests_differ(seen):
-    """They would show little otherwise."""
-    texts = [what["text"][len(job["prompt"]) :] for what, job in zip(seen["jobs"], JOBS)]
-    assert len(set(texts)) == len(texts) and sum(len(set(text)) > 8 for text in texts) >= 4
-
-
 # -- what the worker computes ------------------------------------------------------------------------------------------
 
 
@@ -192,12 +185,6 @@ def causal(n):
 
 def assert_probabilities(got, logits):
     torch.testing.assert_close(torch.tensor(got), logits.softmax(0).float())
-
-
-def test_the_noise_is_that_of_pytorch(seen):
-    """Up to the last bit of a logarithm, which differs between libraries."""
-    noise = [gumbel_noise(seed, torch.tensor([0]), torch.tensor([7]), 40)[0, 0] for seed in SEEDS]
-    torch.testing.assert_close(torch.tensor(seen["answers"]["noise"]), torch.stack(noise), rtol=1e-6, atol=1e-6)
 
 
 def test_the_cache_holds_what_a_forward_without_it_computes(seen, model, text):
@@ -260,15 +247,15 @@ def test_each_mistake_gives_the_text_that_the_mistake_computes(seen, model, text
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def test_steps_stop_and_go_on_and_the_keyboard_runs_too(seen):
+def test_steps_stop_and_go_on(seen):
     begin, whole = len(DEFAULT["prompt"]), seen["jobs"][0]
     assert [len(what["text"]) - begin for what in seen["steps"]] == [1, 2, 3]
     assert seen["steps"][2]["rows"] == [begin + begin + 1 + begin + 2, begin + 2]
     stopped = seen["stopped"]
     assert begin + 5 < len(stopped["text"]) < CONTEXT and whole["text"].startswith(stopped["text"])
     assert "Stopped." in stopped["status"]
-    for name in ("goneOn", "keyboard"):
-        assert [seen[name][key] for key in ("text", "rows", "status")] == [whole[k] for k in ("text", "rows", "status")]
+    for key in ("text", "rows", "status"):
+        assert seen["goneOn"][key] == whole[key]
 
 
 def test_a_mistake_in_the_form_is_named_and_nothing_is_generated(seen):
@@ -309,11 +296,6 @@ def test_what_does_not_load_is_named_with_the_way_out(seen, name, words):
 # -- Firefox and WebKit ------------------------------------------------------------------------------------------------
 
 ITSELF = """
-const complaints = [];
-const failed = ({ src, href }) => `${src ?? href} did not load`;
-addEventListener("error", ({ target, message }) => complaints.push(message ?? failed(target)), true);
-addEventListener("unhandledrejection", ({ reason }) => complaints.push(String(reason)));
-document.addEventListener("securitypolicyviolation", ({ blockedURI }) => complaints.push(`blocked: ${blockedURI}`));
 const text = (id) => document.getElementById(id).textContent;
 const phase = (...names) =>
   new Promise((resolve) => {
@@ -324,13 +306,12 @@ phase("ready", "failed")
   .then(() => document.getElementById("run").click())
   .then(() => phase("done", "failed"))
   .then(() => {
-    const report = { agent: navigator.userAgent, text: text("text"), message: text("message"), complaints };
+    const report = { agent: navigator.userAgent, text: text("text"), message: text("message") };
     return fetch("/report", { method: "POST", body: JSON.stringify(report) });
   });
 """
-MINIBROWSER = next(
-    map(str, Path("/usr/lib").glob("*/webkit2gtk-4*/MiniBrowser")), "MiniBrowser"
-)  # in no folder of PATH
+# in no folder of PATH
+MINIBROWSER = next(map(str, Path("/usr/lib").glob("*/webkit2gtk-4*/MiniBrowser")), "MiniBrowser")
 
 
 @contextmanager
@@ -373,5 +354,5 @@ def test_other_browsers_generate_the_text_too(browser, name, server, model):
     home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with home as folder, browser(f"{server.address}/web/itself.html", Path(folder)):
         report = server.reports.get(timeout=120)
-    assert name in report["agent"] and report["message"] == "" and report["complaints"] == []
+    assert name in report["agent"] and report["message"] == ""
     assert_text(model, report["text"], DEFAULT)

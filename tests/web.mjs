@@ -65,9 +65,8 @@ await visit(plan.site, async (page) => {
 
 // what the worker computes, as numbers
 seen.answers = await visit(plan.site, (page) =>
-  page.evaluate(async ({ prompt, other, steps, sampling, column, written, position, changed, mistakes, seeds }) => {
+  page.evaluate(async ({ prompt, other, steps, sampling, column, written, position, changed, mistakes }) => {
     const { startWorker } = await import("./client.js");
-    const { gumbelNoise } = await import("./sampler.js");
     const on = [];
     const worker = startWorker((event, data) => event === "step" && on.push(data.on.id));
     await worker.call("load");
@@ -80,12 +79,11 @@ seen.answers = await visit(plan.site, (page) =>
     answers.changed = (await worker.call("changeText", position, changed)).map((layer) => [...layer]);
     answers.guess = await worker.call("guess", steps);
     for (const name of mistakes) answers.mistakes[name] = (await worker.call("mistake", name, other, steps)).ids;
-    answers.noise = seeds.map((seed) => Array.from({ length: 40 }, (_, id) => gumbelNoise(BigInt(seed))(7, id)));
     return answers;
   }, plan.questions),
 );
 
-// step by step, stopped and gone on with, and by the keyboard
+// step by step, stopped and gone on with
 await visit(plan.site, async (page) => {
   await fill(page, plan.jobs[0]);
   seen.steps = [];
@@ -101,14 +99,6 @@ await visit(plan.site, async (page) => {
   await page.locator("#speed").fill("100");
   await page.click("#run");
   seen.goneOn = await result(page);
-  // a fast computer can begin and end the run between two looks of waitForFunction, so the page itself takes note
-  await page.evaluate(() => {
-    const attributes = { attributeFilter: ["data-state"] };
-    window.began = new Promise((resolve) => new MutationObserver(resolve).observe(document.body, attributes));
-  });
-  await page.locator("[name=prompt]").press("Control+Enter");
-  await page.evaluate(() => window.began.then(() => {}));
-  seen.keyboard = await result(page);
 });
 
 // the tools below the text, and the address, which another reader opens

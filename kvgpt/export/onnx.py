@@ -1,24 +1,19 @@
 """ONNX files: a GPT as a graph that takes its KV cache as an input and returns it longer."""
 
 import copy
-import itertools
 import json
 import logging
 import tempfile
 import warnings
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
 
 from kvgpt.engines.onnx import weights_sha256
 from kvgpt.export.check import compare_onnx, own_text
-from kvgpt.files import read_tree, write_tree
-from kvgpt.training.data import load_dataset
-from kvgpt.training.objective import evaluate
+from kvgpt.files import write_tree
 
 # -- the network that becomes a graph ----------------------------------------------------------------------------------
 
@@ -87,8 +82,9 @@ def write_onnx(model, chars, file):
     ids, places = torch.zeros(2, 3, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1)
     slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
-    # export
-    with quiet():
+    # export, without the warnings for people who write graphs by hand
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(action="ignore"):
         proto = torch.onnx.export(
             GPTWithPast(model).eval(),
             (ids, torch.ones(2, 8, dtype=torch.int64), places, pairs),
@@ -104,9 +100,10 @@ def write_onnx(model, chars, file):
             dynamo=True,
             verbose=False,
         ).model_proto
+    logging.disable(logging.NOTSET)
 
     # clear the metadata of nodes: its stack traces hold absolute paths of this machine
-    for node in itertools.chain(proto.graph.node, *(function.node for function in proto.functions)):
+    for node in proto.graph.node:
         del node.metadata_props[:]
 
     # add our own and write
@@ -116,76 +113,15 @@ def write_onnx(model, chars, file):
     file.write_bytes(proto.SerializeToString())
 
 
-def quantize(file, to):
-    """Write the ONNX model in `file` again, to the Path `to`, with int8 weights in its matrix products."""
-    from onnxruntime.quantization import quantize_dynamic
+def export_onnx(model, chars, folder):
+    """Write model.onnx into `folder`, a Path.
 
-    with quiet():
-        quantize_dynamic(file, to, op_types_to_quantize=["MatMul"])
-
-
-@contextmanager
-def quiet():
-    """Silence the exporter's warnings inside the block. They address people who write graphs by hand."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def export_onnx(model, chars, folder, data_dir, int8=False):
-    """Write model.onnx into `folder`, and print how large it is and how good.
-
-    data_dir  a Path; the val losses are of its text, if that has the characters of the model
-    int8      also write model_int8.onnx, a quarter of the size
-    Exits with one line, and leaves the folder as it was, if a graph does not compute what the model does.
+    Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
     """
     with tempfile.TemporaryDirectory() as made:
-        # make
-        made = Path(made)
-        write_onnx(model, chars, made / "model.onnx")
-        if int8:
-            quantize(made / "model.onnx", made / "model_int8.onnx")
-
-        # check
-        ids, files = own_text(model), read_tree(made)
-        engines = {name: compare_onnx(made / name, model, ids, exact="int8" not in name) for name in sorted(files)}
-
-    # move into place; a graph of an earlier export may be another model's
-    write_tree(folder, files, stale={"model_int8.onnx"} - files.keys())
-
-    # report
-    val = val_text(data_dir, chars, model.config.block_size)
-    networks = {"PyTorch": model} | {name: WithLoss(engine) for name, engine in engines.items()}
-    for name, network in networks.items():
-        size = len(files[name]) if name in files else sum(p.nbytes for p in model.parameters())
-        loss = ""
-        if val is not None:
-            loss = evaluate(network, val, model.config.block_size, torch.device("cpu"), nullcontext())
-            loss = f", val loss {loss:.4f}"
-        print(f"{name}: {size / 1e6:.2f} MB{loss}", flush=True)
-    if val is None:
-        print(f"no val loss: {data_dir} holds no text of these characters (python data/prepare.py)")
-
-
-def val_text(data_dir, chars, block_size):
-    """Return the ids of the val text in data_dir, or None if there is none, or one of other characters."""
-    try:
-        data = load_dataset(data_dir, block_size)
-    except ValueError:
-        return None
-    return data.val if data.chars == chars else None
-
-
-class WithLoss(nn.Module):
-    """An OnnxGPT as `evaluate` calls a model: (x, y) -> (logits, loss)."""
-
-    def __init__(self, onnx):
-        super().__init__()
-        self.onnx = onnx
-
-    def forward(self, x, y):
-        logits, _ = self.onnx(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        file = Path(made) / "model.onnx"
+        write_onnx(model, chars, file)
+        compare_onnx(file, model, own_text(model))
+        content = file.read_bytes()
+    write_tree(folder, {file.name: content})
+    print(f"{folder / file.name}: {len(content) / 1e6:.2f} MB")

@@ -45,24 +45,6 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     assert torch.equal(torch.cat((idx, *new), dim=1), model.generate(idx, steps, **sampling))
 
 
-@given(data=st.data())
-def test_streams_of_one_engine_do_not_mix(exported, data):
-    model, file = exported
-    engine, streams, texts = OnnxGPT(file), [], []
-    for seed in range(2):
-        B, T = data.draw(st.integers(1, 2)), data.draw(st.integers(1, CONTEXT - 1))
-        idx, settings = some_ids(B, T, seed), dict(seed=seed, overflow="slide")
-        streams.append(engine.stream(idx, CONTEXT, **settings))
-        texts.append((model.generate(idx, CONTEXT, **settings)[:, T:], []))
-    for turn in data.draw(st.permutations([0, 1, None] * CONTEXT)):
-        if turn is None:
-            engine(some_ids(1, 3, 5))
-        else:
-            texts[turn][1].append(next(streams[turn]))
-    for expected, blocks in texts:
-        assert torch.equal(torch.cat(blocks, dim=1), expected)
-
-
 @unix
 @pytest.mark.parametrize("exported", [True], indirect=True)
 def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
