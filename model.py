@@ -19,6 +19,11 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+# In a new process, PyTorch with Intel's MKL may compute these with few correct digits if the first call runs on several
+# threads (pytorch issue 188792). The first call of each is therefore here, on one number.
+for function in (torch.cos, torch.sin, torch.log, torch.log1p):
+    function(torch.ones(1))
+
 
 def require(settings, name, condition, why):
     if not condition:
