@@ -55,64 +55,47 @@ def rect(x, y, width, height, kind, radius=0):
 # -- the animation -----------------------------------------------------------------------------------------------------
 
 
-def timed_run(model, idx, kv_cache):
-    """Return (ids, arrivals): the new tokens, and the seconds from the start to each of them."""
-    ids, arrivals, start = [], [], time.perf_counter()
-    for block in model.stream(idx, model.config.block_size, kv_cache=kv_cache, seed=SEED):
-        ids.append(block.item())
-        arrivals.append(time.perf_counter() - start)
-    return ids, arrivals
-
-
-def measure(model, idx, repeats=9):
-    """Return (ids, {kv_cache: arrivals}) of the run with the median time, the two ways in turn."""
-    runs = {True: [], False: []}
-    for _ in range(repeats):
-        for kv_cache in runs:
-            runs[kv_cache].append(timed_run(model, idx, kv_cache))
-    median = {kv_cache: sorted(all_, key=lambda run: run[1][-1])[repeats // 2] for kv_cache, all_ in runs.items()}
-    assert median[True][0] == median[False][0]
-    return median[True][0], {kv_cache: arrivals for kv_cache, (_, arrivals) in median.items()}
+def median_run(model, idx, kv_cache):
+    """Return (ids, arrivals) of the run with the median time: the new tokens, and the seconds until each of them."""
+    runs = []
+    for _ in range(9):
+        ids, arrivals, start = [], [], time.perf_counter()
+        for block in model.stream(idx, model.config.block_size, kv_cache=kv_cache, seed=SEED):
+            ids.append(block.item())
+            arrivals.append(time.perf_counter() - start)
+        runs.append((ids, arrivals))
+    return sorted(runs, key=lambda run: run[1][-1])[4]
 
 
 def typing(model, chars):
     """Draw two panels in which the same text is typed, with and without the cache, at the measured times."""
-    prompt = [chars.index(char) for char in PROMPT]
-    ids, arrivals = measure(model, torch.tensor([prompt]))
-    slowdown = 10
-    end = {kv_cache: slowdown * times[-1] for kv_cache, times in arrivals.items()}
-    duration = max(end.values()) + 4  # seconds of one round; the finished text stays for 4 of them
+    idx, slowdown = torch.tensor([[chars.index(char) for char in PROMPT]]), 10
+    runs = {kv_cache: median_run(model, idx, kv_cache) for kv_cache in (False, True)}
+    duration = slowdown * max(arrivals[-1] for _, arrivals in runs.values()) + 4  # the finished text stays for 4 s
 
     def appear(name, seconds):
-        share = 100 * seconds / duration
+        share = 100 * slowdown * seconds / duration
         return (
             f"@keyframes {name} {{ 0%, {share:.2f}% {{ fill-opacity: 0 }} "
             f"{min(share + 0.01, 100):.2f}%, 100% {{ fill-opacity: 1 }} }}\n"
             f"#{name} {{ animation: {name} {duration:.2f}s infinite }}\n"
         )
 
-    text_of = PROMPT + "".join(chars[i] for i in ids)
-    lines, width, height = text_of.split("\n"), 470, 0
-    parts, style = [], ""
-    positions = {True: len(prompt) + len(ids) - 1, False: sum(range(len(prompt), len(prompt) + len(ids)))}
-    for kv_cache, left in ((False, 0), (True, width + 20)):
-        side, n, y = "with" if kv_cache else "without", 0, 62
+    parts, style, width = [], "", 470
+    for left, (kv_cache, (ids, arrivals)) in zip((0, width + 20), runs.items()):
+        side, typed = "with" if kv_cache else "without", PROMPT + "".join(chars[i] for i in ids)
         parts.append(text(left + 16, 28, f"{side} the cache", "title"))
-        for line in lines:
-            spans = ""
-            for char in line:
-                name, step = f"{side}{n}", n - len(prompt)
-                spans += f'<tspan id="{name}">{escape(char)}</tspan>' if step >= 0 else escape(char)
-                if step >= 0:
-                    style += appear(name, slowdown * arrivals[kv_cache][step])
-                n += 1
-            n += 1  # the newline
-            parts.append(f'<text x="{left + 16}" y="{y}" class="mono typed">{spans}</text>')
-            y += 20
-        total = f"{arrivals[kv_cache][-1]:.2f} s, {positions[kv_cache]:,} positions computed per layer"
-        parts.append(f'<text x="{left + 16}" y="{y + 10}" id="{side}total" class="small">{total}</text>')
-        style += appear(f"{side}total", end[kv_cache])
-        height = y + 24
+        spans = [f'<tspan id="{side}{n}">{escape(char)}</tspan>' for n, char in enumerate(typed)]
+        lines = "".join("\n" if char == "\n" else span for char, span in zip(typed, spans)).split("\n")
+        for i, line in enumerate(lines):
+            parts.append(f'<text x="{left + 16}" y="{62 + 20 * i}" class="mono typed">{line}</text>')
+        ends = range(len(PROMPT), len(typed))  # a step reads the characters before the new one
+        total = f"{arrivals[-1]:.2f} s, {ends[-1] if kv_cache else sum(ends):,} positions computed per layer"
+        y = 72 + 20 * len(lines)
+        parts.append(f'<text x="{left + 16}" y="{y}" id="{side}total" class="small">{total}</text>')
+        style += "".join(appear(f"{side}{n}", seconds) for n, seconds in zip(ends, arrivals))
+        style += appear(f"{side}total", arrivals[-1])
+    height = y + 14
     parts += [rect(left, 4, width, height - 4, "frame", 8) for left in (0.5, width + 19.5)]
     note = f"{model.config.n_layer} layers, {model.config.n_embd} wide, on a CPU; time slowed {slowdown} times"
     parts.append(text(width + 10, height + 22, note, "small quiet middle"))

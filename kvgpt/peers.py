@@ -3,7 +3,7 @@
 import ctypes
 import subprocess
 import tempfile
-import time
+import timeit
 from pathlib import Path
 
 import torch
@@ -31,8 +31,8 @@ class LoopHead:
 
     def __init__(self, attn, i):
         n, (weight, bias) = attn.n_head, (attn.c_attn.weight, attn.c_attn.bias)
-        weights = weight.detach().chunk(3 * n)[i::n]  # query, key and value
-        biases = [None] * 3 if bias is None else bias.detach().chunk(3 * n)[i::n]
+        weights = weight.chunk(3 * n)[i::n]  # query, key and value
+        biases = [None] * 3 if bias is None else bias.chunk(3 * n)[i::n]
         self.projections = list(zip(weights, biases))
         self.key_cache = self.value_cache = None
 
@@ -90,8 +90,7 @@ def per_head_loop(model):
 def transformers_run(model):
     """Return run(idx, max_new_tokens, seed, record): a generation by transformers' class for the same network.
 
-    It calls record with the new tokens `(B, 1)` of each step. `generate` draws its own random numbers, so its text is
-    another than ours. Raises ValueError if transformers has no class for this network.
+    `generate` draws its own random numbers. Raises ValueError if transformers has no class for this network.
     """
     import transformers
 
@@ -133,34 +132,31 @@ void load(char *file, float temperature) {
     build_transformer(&transformer, file);
     build_sampler(&sampler, transformer.config.vocab_size, temperature, 1.0f, 1);
 }
-void run(int *tokens, int prompt, int length, int threads) {
+void run(int *tokens, int length, int threads) {
     int before = omp_get_max_threads(); /* torch's number, too */
     omp_set_num_threads(threads);
-    for (int pos = 0; pos < length - 1; pos++) {
-        float *logits = forward(&transformer, tokens[pos], pos);
-        if (pos + 1 >= prompt) tokens[pos + 1] = sample(&sampler, logits);
-    }
+    for (int pos = 0; pos < length - 1; pos++)
+        tokens[pos + 1] = sample(&sampler, forward(&transformer, tokens[pos], pos));
     omp_set_num_threads(before);
 }
 """
 
 
 def llama2c_run(config, folder):
-    """Return run(idx, max_new_tokens, seed, record) of llama2.c for one row. It calls record once, with the whole text.
+    """Return run(idx, max_new_tokens, seed, record) of llama2.c, for one token. It records the whole text as one block.
 
-    folder  a clone of llama2.c, which holds run.c
     llama2.c computes another network, with RMSNorm and interleaved rotary positions, so we give it random weights and
-    an MLP that makes its parameters as many as those of `config`. Raises ValueError for another folder.
+    an MLP that makes its parameters as many as those of `config`. Raises ValueError without a clone of it in `folder`.
     """
-    if not (Path(folder) / "run.c").is_file():
-        raise ValueError(f"{folder} holds no run.c, so it is no clone of llama2.c")
+    if not folder or not Path(folder, "run.c").is_file():
+        raise ValueError("--llama2c must name a clone of llama2.c, which holds run.c")
     C, L, V, S = config.n_embd, config.n_layer, config.vocab_size, config.block_size
     kv_width = config.num_kv_heads * config.head_size
     hidden = int(config.mlp_ratio * C * 2 / 3 / 8 + 0.999) * 8
     num_weights = V * C + L * (2 * C + 2 * C * C + 2 * C * kv_width + 3 * C * hidden) + C + S * config.head_size
     header = torch.tensor([C, hidden, L, config.n_head, config.num_kv_heads, V, S], dtype=torch.int32)
 
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         source, compiled, program, weights = (Path(temporary) / name for name in ("loop.c", "loop.o", "loop.so", "bin"))
         source.write_text(LLAMA2C_LOOP, encoding="utf-8")
         flags = ["-Ofast", "-march=native", "-fopenmp", "-w", "-fPIC", f"-I{Path(folder).resolve()}"]
@@ -171,22 +167,19 @@ def llama2c_run(config, folder):
         library = ctypes.CDLL(str(program))
         library.load(str(weights).encode(), ctypes.c_float(Sampling.temperature))
 
-    def generate(tokens, prompt_length, threads):
-        array = (ctypes.c_int * len(tokens))(*tokens)
-        library.run(array, prompt_length, len(tokens), threads)
-        return list(array)
+    def generate(first, length, threads):
+        tokens = (ctypes.c_int * length)(first)
+        library.run(tokens, length, threads)
+        return tokens[1:]
 
     def seconds(threads):
-        began = time.perf_counter()
-        generate([1] * S, 1, threads)
-        return time.perf_counter() - began
+        return min(timeit.repeat(lambda: generate(1, S, threads), number=1))
 
-    threads = min({1, torch.get_num_threads()}, key=lambda n: min(seconds(n) for _ in range(5)))
+    threads = min({1, torch.get_num_threads()}, key=seconds)
 
     def run(idx, max_new_tokens, seed, record):
-        if len(idx) > 1:
-            raise ValueError("llama2.c writes one text at a time: leave out --batch")
-        prompt = idx[0].tolist()
-        record(torch.tensor([generate(prompt + [0] * max_new_tokens, len(prompt), threads)[len(prompt) :]]))
+        if idx.numel() > 1:
+            raise ValueError("llama2.c writes one text at a time, from one token: leave out --batch")
+        record(torch.tensor([generate(idx.item(), 1 + max_new_tokens, threads)]))
 
     return run

@@ -9,44 +9,23 @@ import pytest
 import torch
 
 from bench import VARIANTS, check_tokens, main, timed, warm_runs
-from helpers import CONTEXT, MODELS, ROOT, V, heads_of, linux, needs_compiler, ok, prompts, run
-from kvgpt.peers import PerHeadLoop, llama2c_run, per_head_loop
+from helpers import CONTEXT, MODELS, ROOT, V, linux, needs_compiler, ok, prompts, run
+from kvgpt.peers import PerHeadLoop, llama2c_run
 from model import GPTConfig
 
-SAME = "the same tokens as a forward without a cache: "
-
-
-# -- the check of tokens -----------------------------------------------------------------------------------------------
+SAME = "the same tokens as a forward without a cache, up to rounding: "
 
 
 @pytest.mark.parametrize("name", ["per_head_loop", "uncached", "eager"])
 def test_one_wrong_token_ends_the_benchmark(name, capsys):
     model, idx = MODELS[0], prompts(2, 3)
     _, new = timed(warm_runs([name], model, None, None, idx)[name], idx, CONTEXT - 3, seed=0)
-    assert check_tokens(model, idx, {name: [new]}) == [SAME + name]
+    check_tokens(name, model, idx, [new])
     new[1, 4] = (new[1, 4] + 1) % V
     with pytest.raises(SystemExit) as error:
-        check_tokens(model, idx, {name: [new]})
+        check_tokens(name, model, idx, [new])
     assert error.value.code == 1
     assert f"DIFFERENT from a forward without a cache: {name}, seed 0, row 1, new token 4" in capsys.readouterr().err
-
-
-def test_a_wrong_slot_of_the_cache_ends_the_benchmark(capsys):
-    """One position of one layer's keys and values, changed in the middle of a text."""
-    model, idx = MODELS[0], prompts(2, 3)
-
-    def damaged(idx, steps, seed, record):
-        for i, block in enumerate(model.stream(idx, steps, seed=seed)):
-            record(block)
-            if i == 4:
-                with torch.inference_mode():
-                    for head in heads_of(model)[: model.config.n_head]:
-                        head.key_cache[:, 2], head.value_cache[:, 2] = 3.0, -3.0
-
-    _, new = timed(damaged, idx, CONTEXT - 3, seed=0)
-    with pytest.raises(SystemExit):
-        check_tokens(model, idx, {"damaged": [new]})
-    assert "DIFFERENT from a forward without a cache: damaged" in capsys.readouterr().err
 
 
 # -- the peers ---------------------------------------------------------------------------------------------------------
@@ -57,9 +36,6 @@ def test_the_loop_over_heads_computes_the_model_in_parts_of_any_length():
     loop = PerHeadLoop(model)
     parts = [loop(idx[:, begin:end]) for begin, end in ((0, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], atol=1e-4, rtol=1e-4)
-    for other in list(MODELS.values())[1:]:
-        with pytest.raises(ValueError, match="GPT-2's attention"):
-            per_head_loop(other)
 
 
 LLAMA2C = """
@@ -87,14 +63,12 @@ static int sample(Sampler *s, float *logits) { return (int)logits[0] % 7; }
 def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     """A stand-in with llama2.c's functions counts tokens and positions. The header holds the sizes of the model."""
     (tmp_path / "run.c").write_text(LLAMA2C, encoding="utf-8")
-    config, text = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8), [3, 2]
+    config, text = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8), [3]
     _, new = timed(llama2c_run(config, tmp_path), torch.tensor([text]), 4, seed=0)
-    for pos in range(1, 5):
+    for pos in range(4):
         text.append((text[-1] + pos + 5) % 7)
-    assert new.tolist() == [text[2:]]
+    assert new.tolist() == [text[1:]]
     assert sys.float_info.min / 2 > 0, "the library makes the process round subnormal numbers to 0"
-    with pytest.raises(ValueError, match=r"run\.c"):
-        llama2c_run(config, tmp_path / "none")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -111,37 +85,32 @@ def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_p
     assert "medians of 2 whole texts, written back to back" in result.stdout
     for row in rows:
         assert row["shape"] == "2/2/32/32" and row["batch"] == 2 and row["tokens_per_s"] > 0 and row["ttft_ms"] > 0
-        assert list(row["ms_per_token"])[-1] == "32" and row["busy_share"] is None
+        assert list(row["ms_per_token"])[-1] == "32" and "busy_share" not in row
         assert (row["speedup_over_uncached"] == 1) == (row["variant"] == "uncached")
     assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.slow
 def test_an_edited_model_is_measured_without_the_variants_that_know_another(tmp_path):
-    """A copy of the project whose model.py has RMSNorm, and one with a parameter that no other class knows."""
+    """A copy of the project whose model.py has RMSNorm instead of LayerNorm."""
     for name in ("bench.py", "model.py", "kvgpt"):
         (shutil.copytree if name == "kvgpt" else shutil.copy)(ROOT / name, tmp_path / name)
+    source, old = (ROOT / "model.py").read_text(encoding="utf-8"), "nn.LayerNorm(config.n_embd, bias=config.bias)"
+    assert old in source
+    (tmp_path / "model.py").write_text(source.replace(old, "nn.RMSNorm(config.n_embd)"), encoding="utf-8")
     flags = "--shapes 1/2/16/12 --recipe nanogpt --repeats 1 --variants uncached eager compile hf".split()
-    source = (ROOT / "model.py").read_text(encoding="utf-8")
-    for old, new in (
-        ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.RMSNorm(config.n_embd)"),
-        ("self.lm_head =", "self.gain = nn.Parameter(torch.ones(1))\n        self.lm_head ="),
-    ):
-        assert old in source
-        (tmp_path / "model.py").write_text(source.replace(old, new), encoding="utf-8")
-        result = ok(run("bench.py", *flags, cwd=tmp_path))
-        assert "Traceback" not in result.stderr and "no hf row: " in result.stderr, result.stderr
-        assert SAME + "uncached, eager" in result.stdout
+    result = ok(run("bench.py", *flags, cwd=tmp_path))
+    assert "Traceback" not in result.stderr and "no hf row: " in result.stderr, result.stderr
+    assert SAME + "uncached, eager" in result.stdout
 
 
 @linux
 @pytest.mark.slow
 def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
-    flags = ["--shapes", "1/2/16/12", "--variants", "eager", "hf", "--repeats", "1", "--busy"]
+    flags = ["--shapes", "1/2/16/12", "--variants", "eager", "--repeats", "1", "--busy"]
     result = ok(run("bench.py", *flags, "--json", tmp_path / "b.json"))
-    rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
-    shares = {row["variant"]: row["busy_share"] for row in rows}
-    assert shares["eager"] > 0 and shares.get("hf") is None
+    (row,) = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
+    assert row["busy_share"] > 0
     assert "beside a default train.py" in result.stdout
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
     assert not [command for command in commands if b"--max_iters\x001000000000" in command]
@@ -152,12 +121,9 @@ def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
     [
         ("--shapes 4/4/64", "4/4/64"),
         ("--shapes 4/3/64/32", "multiple of n_head"),
-        ("--shapes 1/1/8/8 --ckpt out/ckpt.pt", "not allowed with"),
         (f"--ckpt {ROOT}/assets/shakespeare.pt /nowhere.pt", "/nowhere.pt"),  # before the first minutes pass
         ("--variants fastest", "fastest"),
-        ("--variants llama2c", "--llama2c"),
         ("--recipe nanogpt", "--shapes"),
-        ("--plot speed.docx", ".png"),
     ],
 )
 def test_mistakes_are_one_line(flags, word, monkeypatch, capsys):

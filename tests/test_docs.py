@@ -72,12 +72,6 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def mistakes(text):
-    """Return the (command, message) of the `$` lines in console blocks."""
-    pattern = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
-    return [pair for _, content in blocks(text, "console") for pair in pattern.findall(content)]
-
-
 # -- what a file names is there ----------------------------------------------------------------------------------------
 
 
@@ -105,16 +99,6 @@ def test_the_files_and_tests_that_it_names_are_there(file):
             assert (ROOT / code).exists() or code in WRITTEN, code
         if re.fullmatch(r"test_\w+", code):
             assert f"def {code}(" in tests, code
-
-
-def test_the_files_in_the_readmes_tree_are_there():
-    (tree,) = [content for _, content in blocks(read(ROOT / "README.md"), "text") if content.startswith("model.py ")]
-    folder = ROOT
-    for line in tree.splitlines():  # two blanks before a name put it into the folder above
-        name = re.split(r"\s{2,}", line.strip())[0]
-        path = (folder if line.startswith("  ") else ROOT) / name
-        assert path.is_dir() if name.endswith("/") else path.is_file(), name
-        folder = folder if line.startswith("  ") else path
 
 
 @every_file
@@ -162,11 +146,11 @@ def script_of(text):
     return "".join(content if kind == "sh" else f"python - <<'END'\n{content}END\n" for kind, content in runnable)
 
 
-@pytest.fixture
-def bash(tmp_path):
-    """Run a shell script in a copy of the repository, without the files that git ignores."""
-    if os.name == "nt":
-        pytest.skip("needs bash")
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs bash")
+@pytest.mark.parametrize("file", [file for file in FILES if script_of(read(file))], ids=lambda file: file.name)
+def test_every_command_runs_in_a_fresh_copy(file, tmp_path):
+    """The blocks of a file, from the first to the last, as somebody reads. Then its mistakes, each with its message."""
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
     folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -176,19 +160,6 @@ def bash(tmp_path):
         command = ["bash", "-c", SHELL + script]
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8")
 
-    return bash
-
-
-def test_the_first_command_of_the_readme_runs(bash):
-    result = bash(blocks(read(ROOT / "README.md"), "sh")[0][1])
-    assert result.returncode == 0 and result.stdout.startswith("O Romeo, "), result.stderr
-    assert "1 of 1 samples match" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", [file for file in FILES if script_of(read(file))], ids=lambda file: file.name)
-def test_every_command_runs_in_a_fresh_copy(file, bash):
-    """The blocks of a file, from the first to the last, as somebody reads. Then its mistakes, each with its message."""
     text = read(file)
     result = bash(script_of(text))
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
@@ -196,9 +167,10 @@ def test_every_command_runs_in_a_fresh_copy(file, bash):
         assert f"{shape}\n" in result.stdout
     verifications = re.findall(r"^python sample\.py .*--verify", script_of(text), flags=re.MULTILINE)
     assert result.stderr.count("samples match") == len(verifications)
-    for command, message in mistakes(text):
-        result = bash(command.replace("python ", "command python "))
-        assert result.returncode != 0 and (result.stdout, result.stderr) == ("", message), command
+    for _, content in blocks(text, "console"):
+        for command, message in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", content, flags=re.MULTILINE):
+            result = bash(command.replace("python ", "command python "))
+            assert result.returncode != 0 and (result.stdout, result.stderr) == ("", message), command
 
 
 # what is installed besides requirements.txt, for exports, pictures and tests
