@@ -37,7 +37,7 @@ SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 # step.c says again in C what model.py says. No comparison of numbers could promise that the two agree, because a
 # difference may show only far into a text. So step.c belongs to one version of model.py, and after an edit we decode
 # without it. When you have changed both, test_compile.py tells you the new hash.
-MODEL_SHA256 = "661b109f2e74278017479d4efcd61d0c46d78528d8f3255e0819b40debf02e17"
+MODEL_SHA256 = "4ef786c75c67cdc2a0913c3c0850dc4fc3c1c745b1c4abda59149aa7055bb1f4"
 LAYERS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
@@ -116,19 +116,19 @@ def check_source(model):
 
 @lru_cache
 def model_sha256():
-    """Return the hash of model.py without its comments and docstrings."""
+    """Return the hash of the lines of model.py, without comments, docstrings and empty lines."""
     source = Path(model_py.__file__).read_text(encoding="utf-8")
-    docstrings = {
-        node.body[0].lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
-    }
-    code = []
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
+    # Only the places of comments are used, because Python 3.12 divides an f-string into other tokens than 3.11.
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
-        if token.type not in (tokenize.COMMENT, tokenize.NL) and not is_docstring:
-            code.append(token.string.strip() or tokenize.tok_name[token.type])
-    return sha256(" ".join(code).encode())
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode())
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
