@@ -33,11 +33,10 @@ from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.files import write_atomically
-from kvgpt.peers import llama2c_run, per_head_loop, transformers_run
+from kvgpt.peers import llama2c_run, transformers_run
 from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
 
 VARIANTS = {
-    "per_head_loop": "a Python loop over heads with a cache grown by torch.cat, as in articles",
     "uncached": "sample.py --no-kv_cache",
     "eager": "sample.py, the default",
     "compile": "sample.py --compile",
@@ -75,7 +74,6 @@ def warm_runs(names, model, ngrams, llama2c, idx):
     """
     work = len(idx) * sum(p.numel() for p in model.parameters())  # multiply-adds that torch does per fed token
     makers = {
-        "per_head_loop": lambda: recorded(per_head_loop(model), work),
         "uncached": lambda: recorded(partial(model.stream, kv_cache=False), work * model.config.block_size),
         "eager": lambda: recorded(model.stream, work),
         "compile": lambda: recorded(Decoder(model, compile=True).stream),

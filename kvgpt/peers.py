@@ -1,4 +1,4 @@
-"""What bench.py measures beside the kit: the cache as articles write it, transformers, and llama2.c."""
+"""What bench.py measures beside the kit: transformers and llama2.c."""
 
 import ctypes
 import subprocess
@@ -7,82 +7,8 @@ import timeit
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 
-from model import Sampling, decode_tokens
-
-
-@torch.no_grad()
-def require_same_logits(other, model):
-    """Raise ValueError unless other(idx) gives the model's logits over a whole context.
-
-    A peer knows the networks of this kit, but not what you make of model.py.
-    """
-    idx = torch.arange(model.config.block_size, device=model.lm_head.weight.device)[None] % model.config.vocab_size
-    if not torch.allclose(other(idx), model(idx)[0], atol=1e-3, rtol=1e-3):
-        raise ValueError("it computes another network than this model.py")
-
-
-# -- a loop over heads -------------------------------------------------------------------------------------------------
-
-
-class LoopHead:
-    """Head i of a layer, with matrices of its own and a cache that torch.cat copies at every step."""
-
-    def __init__(self, attn, i):
-        n, (weight, bias) = attn.n_head, (attn.c_attn.weight, attn.c_attn.bias)
-        weights = weight.chunk(3 * n)[i::n]  # query, key and value
-        biases = [None] * 3 if bias is None else bias.chunk(3 * n)[i::n]
-        self.projections = list(zip(weights, biases))
-        self.key_cache = self.value_cache = None
-
-    def __call__(self, x):
-        """x `(B, T, C)` -> `(B, T, hs)`. The T positions see the cached ones, and are cached themselves."""
-        q, k, v = (F.linear(x, weight, bias) for weight, bias in self.projections)
-        if self.key_cache is not None:
-            k, v = torch.cat((self.key_cache, k), dim=1), torch.cat((self.value_cache, v), dim=1)
-        self.key_cache, self.value_cache = k, v
-        scores = q @ k.transpose(-2, -1) * k.size(-1) ** -0.5  # (B, T, S)
-        T, S = scores.shape[-2:]
-        visible = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        return F.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
-
-
-class PerHeadLoop:
-    """One generation by the model's own weights, with a Python loop over the heads of each layer."""
-
-    def __init__(self, model):
-        self.model, self.num_cached = model, 0
-        self.layers = [[LoopHead(block.attn, i) for i in range(block.attn.n_head)] for block in model.transformer["h"]]
-
-    def __call__(self, idx):
-        """Return the logits `(B, T, V)` for idx `(B, T)`, which follows the cached positions."""
-        parts, pos = self.model.transformer, torch.arange(self.num_cached, self.num_cached + idx.size(1))
-        x = parts["wte"](idx) + parts["wpe"](pos.to(idx.device))
-        for block, heads in zip(parts["h"], self.layers):
-            normed = block.ln_1(x)
-            x = x + block.attn.c_proj(torch.cat([head(normed) for head in heads], dim=-1))
-            x = x + block.mlp(block.ln_2(x))
-        self.num_cached += idx.size(1)
-        return self.model.unembed(parts["ln_f"](x))
-
-    @torch.inference_mode()
-    def next_logits(self, tokens, start, end):
-        return self(tokens[:, self.num_cached : end])[:, -1]
-
-
-def per_head_loop(model):
-    """Return stream(idx, max_new_tokens, seed=seed), like GPT.stream. Raises ValueError unless attention is GPT-2's."""
-    config = model.config
-    if config.pos_emb != "learned" or config.qk_norm or not config.norm_first or config.num_kv_heads != config.n_head:
-        raise ValueError("the loop over heads computes GPT-2's attention, and this model has another")
-    require_same_logits(PerHeadLoop(model), model)
-
-    def stream(idx, max_new_tokens, seed):
-        return decode_tokens(PerHeadLoop(model).next_logits, config, idx, max_new_tokens, Sampling(seed=seed))
-
-    return stream
-
+from model import Sampling
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +16,7 @@ def per_head_loop(model):
 def transformers_run(model):
     """Return run(idx, max_new_tokens, seed, record): a generation by transformers' class for the same network.
 
-    `generate` draws its own random numbers. Raises ValueError if transformers has no class for this network.
+    `generate` draws its own random numbers. Raises ValueError if no class of transformers computes this network.
     """
     import transformers
 
@@ -98,7 +24,10 @@ def transformers_run(model):
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)
-    require_same_logits(lambda idx: hf(idx).logits, model)
+    with torch.no_grad():  # the class knows the networks of this kit, but not what you make of model.py
+        idx = torch.arange(model.config.block_size, device=hf.device)[None] % model.config.vocab_size
+        if not torch.allclose(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3):
+            raise ValueError("transformers' class computes another network than this model.py")
 
     def run(idx, max_new_tokens, seed, record):
         def after_step(ids, scores, **_):  # a stopping criterion that never stops

@@ -10,13 +10,13 @@ import torch
 
 from bench import VARIANTS, check_tokens, main, timed, warm_runs
 from helpers import CONTEXT, MODELS, ROOT, V, linux, needs_compiler, ok, prompts, run
-from kvgpt.peers import PerHeadLoop, llama2c_run
+from kvgpt.peers import llama2c_run
 from model import GPTConfig
 
 SAME = "the same tokens as a forward without a cache, up to rounding: "
 
 
-@pytest.mark.parametrize("name", ["per_head_loop", "uncached", "eager"])
+@pytest.mark.parametrize("name", ["uncached", "eager"])
 def test_one_wrong_token_ends_the_benchmark(name, capsys):
     model, idx = MODELS[0], prompts(2, 3)
     _, new = timed(warm_runs([name], model, None, None, idx)[name], idx, CONTEXT - 3, seed=0)
@@ -29,13 +29,6 @@ def test_one_wrong_token_ends_the_benchmark(name, capsys):
 
 
 # -- the peers ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_loop_over_heads_computes_the_model_in_parts_of_any_length():
-    model, idx = MODELS[0], prompts(2, 9)
-    loop = PerHeadLoop(model)
-    parts = [loop(idx[:, begin:end]) for begin, end in ((0, 4), (4, 5), (5, 9))]
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], atol=1e-4, rtol=1e-4)
 
 
 LLAMA2C = """
