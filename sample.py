@@ -48,7 +48,7 @@ def parse_args(argv=None):
     )
     add(
         "--max_new_tokens",
-        type=number(int, f"[0, {2**31})"),
+        type=count,
         metavar="N",
         help="new characters per sample (default: until the context is full; 1000 with --overflow slide)",
     )
@@ -174,15 +174,6 @@ def read_prompt(prompt, vocabulary):
         return vocabulary.encode(prompt)
 
 
-def check_stops(stops, chars):
-    """Exit with one line for a stop text that the model cannot write."""
-    for stop in stops:
-        unknown = sorted(set(stop) - set(chars))
-        if unknown:
-            never = ", ".join(map(repr, unknown[:20]))
-            fail(f"--stop {stop!r} would never end a text, because the model never saw {never}: leave it out")
-
-
 def choose_num_new(args, lengths, block_size):
     """Return the number of new tokens per row, capped where the shortest prompt fills the context.
 
@@ -196,8 +187,6 @@ def choose_num_new(args, lengths, block_size):
         fail(f"{equal[0]} takes prompts of one length in a batch, and these have {counts} {unit}")
     if args.overflow == "slide":
         return 1000 if asked is None else asked
-    if asked == 0:
-        return 0
     if longest >= block_size:
         fail(
             f"the prompt has {longest} {unit} and the context {block_size}: at most {block_size - 1} leave room "
@@ -303,7 +292,9 @@ def main():
     block_size = engine.config.block_size
     args.prompt = args.prompt or [vocabulary.start]
     prompts = [read_prompt(prompt, vocabulary) for prompt in args.prompt]
-    check_stops(args.stop, vocabulary.names)
+    with one_line_errors():
+        for stop in args.stop:  # one that the model cannot write would never end a text
+            vocabulary.encode(stop)
     num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size)
 
     # one row per sample: the samples of the first prompt, then those of the next
@@ -319,19 +310,16 @@ def main():
     rows = [prompt.tolist() for prompt in prompts]
     most = math.inf if args.overflow == "slide" else block_size
     goals = [min(len(row) + num_new, max(most, len(row))) for row in rows]
-    decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" and num_new else None
+    decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" else None
     with share_cores(step_work(args, engine, decoder, len(rows))):
-        stream = ()
         if decoder:
             stream = decoder.stream(prompts, num_new, **vars(sampling))
-        elif num_new:
+        else:
             stream = engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **vars(sampling))
         loaded, timing = time.perf_counter() - began, Timing(device)
         most_new = write_stream(stream, rows, goals, vocabulary, args.stop, timing, decoder)
 
     # report on stderr
-    if not num_new:
-        return
     print(file=sys.stderr)
     for line in report(engine.config, args.dtype, args.kv_cache, timing, rows, prompts):
         note(line)

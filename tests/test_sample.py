@@ -49,12 +49,6 @@ def test_a_length_past_the_context_is_capped_and_said(trained):
     assert "500" in result.stderr and "capped at 19" in result.stderr
 
 
-def test_no_new_tokens_prints_the_prompt(trained):
-    for prompt in (PROMPT, PROMPT * 9):  # also one that is longer than the context
-        result = sample(trained, "--prompt", prompt, "--max_new_tokens", "0")
-        assert (result.returncode, result.stdout) == (0, prompt)
-
-
 def test_an_empty_prompt_starts_from_a_newline_and_says_so(trained):
     result = sample(trained, "--prompt", "")
     assert result.stdout == texts_of(trained, "\n", 100)[0]
