@@ -2,10 +2,8 @@
 
 import contextlib
 import csv
-import hashlib
 import io
 import itertools
-import json
 import os
 import runpy
 import shutil
@@ -27,6 +25,7 @@ from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset
 from kvgpt.training.state import TrainState, pick_dtype
 from model import GPT, GPTConfig, Head, Sampling
+from prepare import encode
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,16 +75,6 @@ def tree(folder):
     """{name: bytes} of all files below a folder, and None for a folder."""
     paths = folder.rglob("*")
     return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
-
-
-class Bomb:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def saved(content):
@@ -208,26 +197,11 @@ def tiny_run(**settings):
     """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags."""
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
     config = TrainConfig(**(sizes | settings))
-    text = "the quick brown fox jumps over the lazy dog\n" * 20
-    chars = "".join(sorted(set(text)))
-    ids = np.array([chars.index(char) for char in text], dtype="<u2")
+    chars, train, val = encode("the quick brown fox jumps over the lazy dog\n" * 20)
     torch.manual_seed(config.seed)
     model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(chars, ids[:-100], ids[-100:], sha256={}), state
-
-
-def write_data(folder, text):
-    """Write what data/prepare.py writes for `text`."""
-    chars = "".join(sorted(set(text)))
-    ids = np.array([chars.index(char) for char in text], dtype="<u2")
-    splits = {"train": ids[: int(0.9 * len(ids))].tobytes(), "val": ids[int(0.9 * len(ids)) :].tobytes()}
-    folder.mkdir()
-    for split, content in splits.items():
-        (folder / f"{split}.bin").write_bytes(content)
-    hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in {**splits, "chars": chars.encode()}.items()}
-    (folder / "meta.json").write_text(json.dumps({"chars": chars, "sha256": hashes}), encoding="utf-8")
-    return folder
+    return config, Dataset(chars, train, val, sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------

@@ -317,10 +317,6 @@ def process(*command, env=None, **kwargs):
 
 @contextmanager
 def firefox(url, home):
-    # a proxy that does not exist, because Firefox asks for news of its own
-    prefs = {"type": 1, "http": "127.0.0.1", "http_port": 9, "ssl": "127.0.0.1", "ssl_port": 9}
-    lines = [f'user_pref("network.proxy.{name}", {json.dumps(value)});\n' for name, value in prefs.items()]
-    (home / "user.js").write_text("".join(lines), encoding="utf-8")
     with process("firefox-esr", "--headless", "--no-remote", "--profile", home, url, env={"HOME": str(home)}):
         yield
 

@@ -26,11 +26,12 @@ from helpers import (
     plain_val_loss,
     same,
     tiny_run,
-    write_data,
 )
+from kvgpt.training.data import write_prepared
 from kvgpt.training.dist import Ranks
 from kvgpt.training.state import pick_dtype
 from model import GPT, GPTConfig
+from prepare import encode
 
 WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()  # ends with a higher val loss
 
@@ -169,7 +170,7 @@ def test_a_resume_of_nothing_is_refused(tmp_path):
 
 def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_path):
     """The same characters in another order are whole files with their right hashes, but another text."""
-    write_data(tmp_path / "data", load(out / "last.pt")["chars"] * 40)
+    write_prepared(tmp_path / "data", *encode(load(out / "last.pt")["chars"] * 40), "a test", b"")
     assert_refused(out, "--data_dir", tmp_path / "data", words=[tmp_path / "data", "another text", "--data_dir"])
     ckpt = load(out / "last.pt")
     ckpt["config"]["data_dir"] = "data/of/another/folder"  # relative to where the run was started
