@@ -7,10 +7,10 @@ import itertools
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -109,30 +109,33 @@ def start(*flags, cwd=ROOT, **kwargs):
     return subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, flags)], cwd=cwd, env=env, **kwargs)
 
 
+@contextlib.contextmanager
+def num_threads(n):
+    """Let torch use n threads inside the block. Tests use one, because sums on several differ in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def here(*flags):
     """Like child, but in this process, which saves the import of torch. Still runs train.py as __main__."""
     text = dict(encoding="utf-8", newline="\n", write_through=True)  # as run() reads it: \n on Windows too
     out, err, code = io.TextIOWrapper(io.BytesIO(), **text), io.TextIOWrapper(io.BytesIO(), **text), 0
-    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    try:
-        sys.argv = ["train.py", *map(str, flags)]
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        num_threads(torch.get_num_threads()),
+        patch("sys.argv", ["train.py", *map(str, flags)]),
+        patch("kvgpt.cli.handle_signals"),  # pytest keeps its own handlers
+    ):
+        try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    except SystemExit as error:
-        code = error.code or 0
-    finally:
-        sys.argv = argv
-        torch.set_num_threads(threads)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        except SystemExit as error:
+            code = error.code or 0
     return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
-
-
-def torchrun(*flags, processes=2, **kwargs):
-    """Run train.py on several processes, to its end."""
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py", *flags]
-    return run(*command, env=ONE_THREAD, **kwargs)
 
 
 def load(path):
@@ -230,17 +233,6 @@ KINDS = [
 ]
 # the modern recipe's
 KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
-
-
-@contextlib.contextmanager
-def num_threads(n):
-    """Let torch use n threads inside the block. Tests use one, because sums on several differ in the last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def lively(config, seed=0):
