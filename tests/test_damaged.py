@@ -90,10 +90,6 @@ def json_of(name, change):
     return damage
 
 
-def config(**changes):
-    return json_of("config.json", lambda old: old.update(changes))
-
-
 def tensor(name, value):
     """Another tensor in the folder hf."""
 
@@ -125,11 +121,9 @@ DAMAGES = [
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
     ("model.onnx", without_metadata, "not written by export.py"),
     ("hf", lambda files: (files / "hf" / "config.json").unlink(), "config.json"),
-    ("hf", config(model_type="llama"), "llama"),
-    ("hf", config(use_parallel_residual=True), "parallel"),
+    ("hf", json_of("config.json", lambda old: old.update(model_type="llama")), "llama"),
     ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
     ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
-    ("hf", config(num_hidden_layers=3), "layers.2"),
     ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "single characters"),
     ("hf", tensor("extra", torch.ones(2)), "extra, which"),
     ("hf", tensor("model.norm.weight", torch.full((32,), math.nan)), "NaN"),

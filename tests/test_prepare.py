@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import prepare
-from helpers import ROOT, assert_one_line, contents, full_disk, ok, run, tree
+from helpers import ROOT, assert_one_line, contents, ok, tree
 from kvgpt.cli import run_main
 from kvgpt.files import lock_folder
 from kvgpt.training.data import load_dataset
@@ -107,13 +105,6 @@ def assert_holds(folder, raw, source):
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-@given(st.text())
-def test_encode_round_trips(text):
-    chars, train, val = prepare.encode(text)
-    assert list(chars) == sorted(set(text)) and train.dtype == val.dtype == np.dtype("<u2")
-    assert "".join(chars[i] for i in [*train, *val]) == text and len(train) == len(text) * 9 // 10
-
-
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["as it is", "byte order mark"])
 def test_a_text_is_written_as_it_is(mark, call, text, old, tmp_path):
     text.write_bytes(mark + BODY)
@@ -150,14 +141,6 @@ def test_a_mistake_is_one_line_and_changes_nothing(flags, raw, words, call, text
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert_refused(call("--data_dir", "old", *flags.split()), tmp_path, before, *words)
-
-
-def test_a_full_disk_leaves_the_older_files(text, old):
-    text.write_bytes(BODY[:100])
-    before = tree(old)
-    limit = full_disk(200)  # of the three files only meta.json, the last one, is longer
-    result = run("data/prepare.py", "--input", text, "--data_dir", old, preexec_fn=limit)
-    assert_refused(result, old, before, "File too large", old)
 
 
 def test_one_process_at_a_time_writes_to_a_folder(call, text, old):
