@@ -10,7 +10,6 @@ command again ends as it would have at once.
 
 import argparse
 import io
-import json
 import os
 import random
 import runpy
@@ -86,8 +85,8 @@ def kill_at_change(at, folder):
 
     def hook(event, args):
         nonlocal changes
-        opens = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-        if opens or event in ("os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir"):
+        opens = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
             paths = [os.path.abspath(os.fspath(arg)) for arg in args if isinstance(arg, (str, os.PathLike))]
             changes += any(path.startswith(folder) and ".lock" not in path for path in paths)
             if changes == at:
@@ -120,20 +119,23 @@ class World:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.original, self.folder)
 
+    def call(self, command, kill_at=None):
+        """Run a command in the copy. Returns (exit code, stdout, files, what to tell about it)."""
+        code, out, err = run(command, self.folder, kill_at)
+        story = f"python {shlex.join(command)}\nkill_at={kill_at}, exit code {code}\nstdout: {out}\nstderr: {err}"
+        if code > 0:
+            assert code < 128 and len(err.strip().splitlines()) == 1, story
+        return code, out, tree(self.folder), story
+
     def undisturbed(self, command):
         """Return (exit code, stdout, files) of a command in an undamaged copy."""
         if tuple(command) not in self.known:
             self.renew()
-            code, out, _ = run(command, self.folder)
-            self.known[tuple(command)] = code, out, tree(self.folder)
+            self.known[tuple(command)] = self.call(command)[:3]
         return self.known[tuple(command)]
 
 
-# -- the rule ----------------------------------------------------------------------------------------------------------
-
-
-def check_one_line(code, err, story):
-    assert 0 < code < 128 and len(err.strip().splitlines()) == 1, story
+# -- the rule, whose first half is in World.call -----------------------------------------------------------------------
 
 
 def check_nothing_lost(before, after, story):
@@ -150,11 +152,6 @@ def check_same_result(command, expected, ours, story):
         assert all(same(a[name], b[name]) for name in ("model", "optimizer", "iter_num")), story
     else:
         assert {name for name in expected if expected[name] != ours.get(name)} == set(), story
-
-
-def tell(command, code, out, err, *more):
-    lines = [*more, f"python {shlex.join(command)}", f"exit code {code}"]
-    return "\n".join([*lines, f"stdout: {out[-600:]}", f"stderr: {err[-3000:]}"])
 
 
 # -- what is tried: each call returns what it has shown, for the count at the end --------------------------------------
@@ -181,7 +178,7 @@ TRAIN_FLAGS = {
     "--data_dir": ["data", "out"],
     "--n_head": ["1", "4", "3"],
     "--n_kv_head": ["1", "2", "3"],
-    "--block_size": ["1", "2", "33", "2147483647"],
+    "--block_size": ["2", "33", "2147483647"],
     "--learning_rate": ["0", "1e30"],
 }
 FILES = ["data/meta.json", "data/train.bin", "data/val.bin", "out/ckpt.pt", "out/last.pt", "out/log.csv"]
@@ -201,15 +198,13 @@ def try_text(world, rng):
     plain = [*SAMPLE, *(flag for flag in flags if flag not in FAST), "--no-kv_cache"]
     plain_code, expected, _ = world.undisturbed(plain)
     world.renew()
-    code, out, err = run([*SAMPLE, *flags], world.folder)
-    story = tell([*SAMPLE, *flags], code, out, err)
-    check_nothing_lost(world.files, tree(world.folder), story)
+    code, out, files, story = world.call([*SAMPLE, *flags])
+    check_nothing_lost(world.files, files, story)
     if code:
-        check_one_line(code, err, story)
         return "mistake in sample.py, one line"
     if plain_code or out != expected:  # a near-tie, or prompts that need the cache; --verify finds anything else
-        code, again, err = run([*SAMPLE, *flags, "--verify"], world.folder)
-        assert code == 0 and again == out, f"{story}\nwithout the cache: {expected}\nverify: {err}"
+        code, again, _, verified = world.call([*SAMPLE, *flags, "--verify"])
+        assert code == 0 and again == out, f"{story}\nwithout the cache: {expected}\nverify: {verified}"
         return "text, verified"
     return "text, equal to that without the cache"
 
@@ -217,18 +212,15 @@ def try_text(world, rng):
 def try_training(world, rng):
     flags = some_flags(TRAIN_FLAGS, rng)
     world.renew()
-    command = [*TRAIN, *flags]
-    code, out, err = run(command, world.folder)
-    story, after = tell(command, code, out, err), tree(world.folder)
+    code, _, files, story = world.call([*TRAIN, *flags])
     if code:
-        check_nothing_lost(world.files, after, story)
-        check_one_line(code, err, story)
+        check_nothing_lost(world.files, files, story)
         return "mistake in train.py, one line"
     folder = next((flag.partition("=")[2] for flag in reversed(flags) if flag.startswith("--out_dir=")), "out")
-    last = torch.load(io.BytesIO(after[f"{folder}/last.pt"]), weights_only=True)
+    last = torch.load(io.BytesIO(files[f"{folder}/last.pt"]), weights_only=True)
     assert all(weight.isfinite().all() for weight in last["model"].values()), story
-    code, out, err = run([*SAMPLE[:1], "--device=cpu", "--max_new_tokens=5", f"--ckpt={folder}/last.pt"], world.folder)
-    assert code == 0, f"{story}\nsample.py: {err}"
+    code, _, _, sampled = world.call(["sample.py", "--device=cpu", "--max_new_tokens=5", f"--ckpt={folder}/last.pt"])
+    assert code == 0, f"{story}\n{sampled}"
     return "training, readable"
 
 
@@ -236,8 +228,7 @@ def try_damage(world, rng):
     """Cut a file, or flip a bit in it."""
     file = rng.choice(FILES)
     command = SAMPLE if file == "out/ckpt.pt" else RESUME
-    code, expected, files = world.undisturbed(command)
-    assert code == 0, expected
+    _, expected, whole = world.undisturbed(command)
     world.renew()
     raw = bytearray(world.files[file])
     at = rng.randrange(len(raw))
@@ -247,33 +238,30 @@ def try_damage(world, rng):
         del raw[at:]
     (world.folder / file).write_bytes(raw)
     before = tree(world.folder)
-    code, out, err = run(command, world.folder)
-    story, after = tell(command, code, out, err, f"{file} is damaged at {at}"), tree(world.folder)
+    code, out, files, story = world.call(command)
+    story = f"{file} is damaged at {at}\n{story}"
     if code:
-        check_nothing_lost(before, after, story)
-        check_one_line(code, err, story)
+        check_nothing_lost(before, files, story)
         return "damage, one line"
     if command == SAMPLE:
         assert out == expected, story
     else:
-        check_same_result(command, files, after, story)
+        check_same_result(command, whole, files, story)
     return "damage, right result"
 
 
 def try_kill(world, rng):
     command, kill_at = rng.choice([TRAIN, RESUME, RESUME, PREPARE]), rng.randint(1, 24)
-    code, expected, files = world.undisturbed(command)
-    assert code == 0, expected
+    _, _, whole = world.undisturbed(command)
     world.renew()
-    code, out, err = run(command, world.folder, kill_at)
-    story, after = tell(command, code, out, err, f"kill_at={kill_at}"), tree(world.folder)
+    code, _, files, story = world.call(command, kill_at)
     if command == TRAIN:
-        check_nothing_lost({name: world.files[name] for name in ("out/ckpt.pt", "out/last.pt")}, after, story)
-    begun = command == TRAIN and after.get("out/last.pt") not in (None, world.files["out/last.pt"])
+        check_nothing_lost({name: world.files[name] for name in ("out/ckpt.pt", "out/last.pt")}, files, story)
+    begun = command == TRAIN and files.get("out/last.pt") not in (None, world.files["out/last.pt"])
     again = [*command, "--init_from", "resume"] if begun else command
-    code_again, out, err = run(again, world.folder)
-    assert code_again == 0, f"{story}\nagain: {tell(again, code_again, out, err)}"
-    check_same_result(command, files, tree(world.folder), story)
+    code_again, _, ours, ended = world.call(again)
+    assert code_again == 0, f"{story}\nagain: {ended}"
+    check_same_result(command, whole, ours, story)
     return f"{command[0]} {'killed' if code else 'undisturbed'}, ended the same"
 
 
@@ -303,7 +291,8 @@ def main():
             except AssertionError as error:
                 sys.exit(f"FOUND: python tests/fuzz.py --seed {seed} --calls 1\n{error}")
             seed += 1
-    print(json.dumps(dict(sorted(counts.items())), indent=1))
+    for shown, times in sorted(counts.items()):
+        print(f"{times:6} {shown}")
     print(f"{seed - first} calls in {(time.monotonic() - began) / 60:.1f} minutes from seed {first}: nothing found")
 
 
