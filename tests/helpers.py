@@ -2,17 +2,15 @@
 
 import contextlib
 import csv
-import hashlib
 import io
 import itertools
-import json
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,6 +25,7 @@ from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset
 from kvgpt.training.state import TrainState, pick_dtype
 from model import GPT, GPTConfig, Head, Sampling
+from prepare import encode
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,16 +77,6 @@ def tree(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-class Bomb:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 def saved(content):
     """The bytes of torch.save."""
     buffer = io.BytesIO()
@@ -120,30 +109,33 @@ def start(*flags, cwd=ROOT, **kwargs):
     return subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, flags)], cwd=cwd, env=env, **kwargs)
 
 
+@contextlib.contextmanager
+def num_threads(n):
+    """Let torch use n threads inside the block. Tests use one, because sums on several differ in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def here(*flags):
     """Like child, but in this process, which saves the import of torch. Still runs train.py as __main__."""
     text = dict(encoding="utf-8", newline="\n", write_through=True)  # as run() reads it: \n on Windows too
     out, err, code = io.TextIOWrapper(io.BytesIO(), **text), io.TextIOWrapper(io.BytesIO(), **text), 0
-    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    try:
-        sys.argv = ["train.py", *map(str, flags)]
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        num_threads(torch.get_num_threads()),
+        patch("sys.argv", ["train.py", *map(str, flags)]),
+        patch("kvgpt.cli.handle_signals"),  # pytest keeps its own handlers
+    ):
+        try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    except SystemExit as error:
-        code = error.code or 0
-    finally:
-        sys.argv = argv
-        torch.set_num_threads(threads)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        except SystemExit as error:
+            code = error.code or 0
     return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
-
-
-def torchrun(*flags, processes=2, **kwargs):
-    """Run train.py on several processes, to its end."""
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py", *flags]
-    return run(*command, env=ONE_THREAD, **kwargs)
 
 
 def load(path):
@@ -208,26 +200,11 @@ def tiny_run(**settings):
     """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags."""
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
     config = TrainConfig(**(sizes | settings))
-    text = "the quick brown fox jumps over the lazy dog\n" * 20
-    chars = "".join(sorted(set(text)))
-    ids = np.array([chars.index(char) for char in text], dtype="<u2")
+    chars, train, val = encode("the quick brown fox jumps over the lazy dog\n" * 20)
     torch.manual_seed(config.seed)
     model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(chars, ids[:-100], ids[-100:], sha256={}), state
-
-
-def write_data(folder, text):
-    """Write what data/prepare.py writes for `text`."""
-    chars = "".join(sorted(set(text)))
-    ids = np.array([chars.index(char) for char in text], dtype="<u2")
-    splits = {"train": ids[: int(0.9 * len(ids))].tobytes(), "val": ids[int(0.9 * len(ids)) :].tobytes()}
-    folder.mkdir()
-    for split, content in splits.items():
-        (folder / f"{split}.bin").write_bytes(content)
-    hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in {**splits, "chars": chars.encode()}.items()}
-    (folder / "meta.json").write_text(json.dumps({"chars": chars, "sha256": hashes}), encoding="utf-8")
-    return folder
+    return config, Dataset(chars, train, val, sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -256,17 +233,6 @@ KINDS = [
 ]
 # the modern recipe's
 KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
-
-
-@contextlib.contextmanager
-def num_threads(n):
-    """Let torch use n threads inside the block. Tests use one, because sums on several differ in the last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def lively(config, seed=0):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, linux, unix
-from kvgpt.cli import MODEL_IN_THE_BOX, Parser, boolean, number, path, pick_checkpoint, pick_device
+from kvgpt.cli import MODEL_IN_THE_BOX, Parser, boolean, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -30,20 +30,11 @@ def test_a_number_is_inside_its_interval(value, low, high):
                 parse(str(value))
 
 
-@pytest.mark.parametrize(
-    "parse, good, bad",
-    [
-        (number(float, "[0, inf)"), {"0": 0, "1e30": 1e30}, ["nan", "inf", "-inf", "1e999", "-1"]),
-        (boolean, {"True": True, "1": True, "false": False, "FALSE": False, "0": False}, ["", "yes", "2"]),
-        (path, {"a b/ä": "a b/ä"}, [""]),  # --out_dir "$UNSET" would write into the working directory
-    ],
-    ids=["number", "boolean", "path"],
-)
-def test_an_argument_type_takes_some_texts_and_refuses_others(parse, good, bad):
-    assert {text: parse(text) for text in good} == good
-    for text in bad:
+def test_a_boolean_is_true_false_1_or_0():
+    assert [boolean(text) for text in ("True", "1", "false", "FALSE", "0")] == [True, True, False, False, False]
+    for text in ("", "yes", "2"):
         with pytest.raises(argparse.ArgumentTypeError):
-            parse(text)
+            boolean(text)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +43,12 @@ def test_an_argument_type_takes_some_texts_and_refuses_others(parse, good, bad):
         (["--size", "x"], ["--size", "invalid int value: 'x'"]),
         (["--size", "9"], ["--size", "9 is not in [0, 9)"]),
         (["--siz", "3"], ["--siz 3"]),  # an abbreviation could mean another flag after the next release
-        (["--flag=perhaps"], ["--flag", "'perhaps'"]),
     ],
 )
 def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["kit.py"])
     parser = Parser("line one\n\n    line two")
     parser.add_argument("--size", type=number(int, "[0, 9)"))
-    parser.add_argument("--flag", type=boolean)
     assert "line one\n\n    line two" in parser.format_help()
     with pytest.raises(SystemExit) as error:
         parser.parse_args(argv)
@@ -68,19 +57,11 @@ def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys, monkeypatc
     assert all(word in err for word in words)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "cuda:99"])
-def test_a_device_that_cannot_be_used_is_named(name):
-    with pytest.raises(ValueError, match=f"^--device {name} cannot be used here: .+$"):
-        pick_device(name)
-
-
 @pytest.mark.parametrize(
     "flags, holds, expected",
     [
-        (["run/ckpt.pt", None], ["run/ckpt.pt"], "run/ckpt.pt"),
         (["run/gone.pt", None], ["run/ckpt.pt"], "run/gone.pt"),  # load_checkpoint says that it is not there
-        (["run", None], ["run/ckpt.pt", "run/last.pt"], "run/ckpt.pt"),
-        (["run", "other"], ["run/ckpt.pt", "other/ckpt.pt"], "run/ckpt.pt"),
+        (["run", "other"], ["run/ckpt.pt", "run/last.pt", "other/ckpt.pt"], "run/ckpt.pt"),
         ([None, "run"], ["out/ckpt.pt"], "run/ckpt.pt"),
         ([None, None], ["out/ckpt.pt"], "out/ckpt.pt"),
         ([None, None], ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
@@ -99,7 +80,7 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
 
 SCRIPT = """
 import os, signal, sys, time
-from kvgpt.cli import StopSignals, fail, note, one_line_errors, run_main
+from kvgpt.cli import StopSignals, note, one_line_errors, run_main
 
 def main():
 {body}
@@ -155,14 +136,6 @@ def test_a_bug_keeps_its_traceback(error, script):
     assert code == 1 and err.startswith("Traceback") and f"{error}: here" in err
 
 
-UNDER_TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-
-
-def test_of_the_processes_of_torchrun_only_rank_0_speaks(script):
-    for rank, err in (("0", "tool.py: no\n"), ("1", "")):
-        assert finish(script("fail('no')", env=UNDER_TORCHRUN | {"RANK": rank})) == (1, "", err)
-
-
 @linux
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "on the way"])
 def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one_line(lines, script):
@@ -176,13 +149,11 @@ def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one_line(lines, s
         assert finish(script(*prints, stdout=pipe)) == (1, "", "")
 
 
-WAITS = "with TemporaryDirectory(dir='.'): print('ready', flush=True); time.sleep(60)"
-
-
 @unix
 @pytest.mark.parametrize(["name", "code"], [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_is_an_exit_code_without_a_word_or_a_temporary_folder(name, code, script, tmp_path):
-    process = script("from tempfile import TemporaryDirectory", WAITS)
+    waits = "with TemporaryDirectory(dir='.'): print('ready', flush=True); time.sleep(60)"
+    process = script("from tempfile import TemporaryDirectory", waits)
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(getattr(signal, name))
     assert finish(process) == (code, "", "")
@@ -190,18 +161,19 @@ def test_a_signal_is_an_exit_code_without_a_word_or_a_temporary_folder(name, cod
 
 
 @unix
-@pytest.mark.parametrize("stop", ["", "StopSignals()"], ids=["any script", "train.py"])
-def test_a_signal_that_is_ignored_on_purpose_stays_so(stop, script):
+def test_a_signal_that_is_ignored_on_purpose_stays_so(script):
     """nohup ignores SIGHUP. A shell script ignores SIGINT in the same way for a command that ends with &."""
-    lines = [stop, "os.kill(os.getpid(), signal.SIGHUP)", "print('here')"]
+    hang_up = "os.kill(os.getpid(), signal.SIGHUP)"
+    lines = [hang_up, "stop = StopSignals()", hang_up, "print(stop.received)"]
     process = script(*lines, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    assert finish(process) == (0, "here\n", "")
+    assert finish(process) == (0, "0\n", "")
 
 
 @unix
 def test_under_torchrun_sigterm_ends_a_process_that_waits_inside_a_library(script):
     """There no handler of Python runs, so the process keeps the handler of the operating system."""
-    assert finish(script("os.kill(os.getpid(), signal.SIGTERM)", env=UNDER_TORCHRUN)) == (-signal.SIGTERM, "", "")
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    assert finish(script("os.kill(os.getpid(), signal.SIGTERM)", env=env)) == (-signal.SIGTERM, "", "")
 
 
 @unix

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import CHARS, STABLELM, Bomb, assert_one_line, load, sample, save_model, saved, tiny
+from helpers import CHARS, STABLELM, load, save_model, saved, tiny
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.engines.hf import HuggingFaceGPT
 from kvgpt.engines.onnx import OnnxGPT
@@ -54,6 +54,16 @@ def read(files, name):
 # -- ways to damage a file: functions of the folder above --------------------------------------------------------------
 
 
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
 def bytes_of(name, content):
     """Other bytes, or what a function of the path that hostile code would write to makes."""
     return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
@@ -80,17 +90,12 @@ def json_of(name, change):
     return damage
 
 
-def config(**changes):
-    return json_of("config.json", lambda old: old.update(changes))
-
-
-def tensors(change):
-    """Other tensors in the folder hf."""
+def tensor(name, value):
+    """Another tensor in the folder hf."""
 
     def damage(files):
         content = load_file(files / "hf" / "model.safetensors")
-        change(content)
-        save_file(content, files / "hf" / "model.safetensors")
+        save_file(content | {name: value}, files / "hf" / "model.safetensors")
 
     return damage
 
@@ -104,7 +109,6 @@ def without_metadata(files):
 DAMAGES = [
     # what is read, the damage, a word of the message
     ("ckpt.pt", bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
-    ("ckpt.pt", bytes_of("ckpt.pt", pickle.dumps({"itos": "a meta.pkl"})), "not loaded"),
     ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "no checkpoint"),
     ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
     ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
@@ -113,20 +117,16 @@ DAMAGES = [
     ("ckpt.pt", entry("chars", lambda old: old[:-1]), "characters"),
     ("ckpt.pt", entry("chars", lambda old: old[1] + old[1:]), "characters"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
-    ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {0: "a"}})), "characters"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
     ("model.onnx", without_metadata, "not written by export.py"),
     ("hf", lambda files: (files / "hf" / "config.json").unlink(), "config.json"),
-    ("hf", config(model_type="llama"), "llama"),
-    ("hf", config(use_parallel_residual=True), "parallel"),
+    ("hf", json_of("config.json", lambda old: old.update(model_type="llama")), "llama"),
     ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
     ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
-    ("hf", config(num_hidden_layers=3), "layers.2"),
     ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "single characters"),
-    ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].popitem()), "characters"),
-    ("hf", tensors(lambda old: old.update(extra=torch.ones(2))), "extra, which"),
-    ("hf", tensors(lambda old: old["model.norm.weight"].fill_(math.nan)), "NaN"),
+    ("hf", tensor("extra", torch.ones(2)), "extra, which"),
+    ("hf", tensor("model.norm.weight", torch.full((32,), math.nan)), "NaN"),
 ]
 
 
@@ -137,12 +137,6 @@ def test_damage_is_a_one_line_value_error_that_names_the_file_and_runs_no_code(n
     with pytest.raises(ValueError, match=word) as error:
         read(files, name)
     assert "\n" not in str(error.value) and str(files) in str(error.value)
-    assert not (files / "harm").exists()
-
-
-def test_the_command_line_says_it_in_one_line(trained, files):
-    bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}}))(files)
-    assert_one_line(sample(trained, "--ckpt", files / "ckpt.pt"), files / "ckpt.pt", "not loaded")
     assert not (files / "harm").exists()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -30,11 +31,10 @@ from helpers import (
 )
 from kvgpt.files import SUMS, check_folder, write_atomically, write_tree
 
+some_files = st.dictionaries(st.sampled_from("abc"), st.binary(max_size=9))
 
-@given(
-    old=st.dictionaries(st.sampled_from("abc"), st.binary(max_size=9)),
-    new=st.dictionaries(st.sampled_from("abc"), st.binary(max_size=9)),
-)
+
+@given(old=some_files, new=some_files)
 def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -47,19 +47,11 @@ def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
 @unix
 def test_the_content_is_on_the_disk_before_the_name_and_then_the_folder(tmp_path, monkeypatch):
     """A power cut could leave an empty file under the good name otherwise."""
-    calls = []
-
-    def recorded(call):
-        def wrapper(*args):
-            calls.append(call.__name__)
-            return call(*args)
-
-        return wrapper
-
-    for call in (os.fsync, os.replace):
-        monkeypatch.setattr(os, call.__name__, recorded(call))
+    calls = Mock(fsync=Mock(wraps=os.fsync), replace=Mock(wraps=os.replace))
+    monkeypatch.setattr(os, "fsync", calls.fsync)
+    monkeypatch.setattr(os, "replace", calls.replace)
     write_atomically({tmp_path / "file": b"new"})
-    assert calls == ["fsync", "replace", "fsync"]
+    assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace", "fsync"]
 
 
 @pytest.fixture(scope="module")

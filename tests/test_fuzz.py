@@ -25,7 +25,7 @@ DEFECTS = {
         "    Path(target).unlink(missing_ok=True)\n"
         "    right(source, target)\n"
         "os.replace = lossy\n",
-        "'kill_at': ",
+        "kill_at=",
     ),
     "a traceback": (
         "model.py",

@@ -5,8 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from helpers import ok, run, write_data
+from helpers import ok, run
 from kvgpt.training.data import load_dataset, write_prepared
+from prepare import encode
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -19,10 +20,10 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
-    data = write_data(tmp_path / "data", "abcdefghij" * 2)  # 18 characters to train on, 2 to evaluate
-    assert len(load_dataset(data, 17).train) == 18
+    write_prepared(tmp_path, *encode("abcdefghij" * 2), "a test", b"")  # 18 characters to train on, 2 to evaluate
+    assert len(load_dataset(tmp_path, 17).train) == 18
     with pytest.raises(ValueError, match=r"18 characters.* needs 19.*--block_size"):
-        load_dataset(data, 18)
+        load_dataset(tmp_path, 18)
 
 
 def test_preparing_a_text_needs_no_torch():

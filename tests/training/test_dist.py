@@ -19,9 +19,16 @@ from helpers import (
     load,
     log,
     ok,
-    torchrun,
+    run,
     unix,
 )
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+
+
+def torchrun(*flags):
+    """Run train.py on two processes, to its end."""
+    return run(*TORCHRUN, *flags, env=ONE_THREAD)
 
 
 @unix
@@ -74,9 +81,9 @@ def test_a_batch_that_cannot_be_shared_is_named_once(data_dir, tmp_path):
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_saves(data_dir, tmp_path):
     flags = [*STATEFUL, "--max_iters", 10**6, "--log_interval", 5, "--data_dir", data_dir, "--out_dir", tmp_path]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *flags]
+    command = [sys.executable, *TORCHRUN, *map(str, flags)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, env=os.environ | ONE_THREAD, **pipes)
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ONE_THREAD, **pipes)
     stdout = ""
     while "\nstep 15/" not in stdout and (line := process.stdout.readline()):
         stdout += line
