@@ -53,7 +53,8 @@ def share(done):
     release, before = None, (0, 0)  # the first look is at all that the process has done so far
     while True:
         (ran, waited), before = before, scheduled()
-        busy = is_busy(before[0] - ran, before[1] - waited)
+        ran, waited = before[0] - ran, before[1] - waited
+        busy = waited > BUSY * (ran + waited)
         if busy and not release:
             release = Event()
             for _ in range(num_holders(torch.get_num_threads(), len(os.sched_getaffinity(0)))):
@@ -65,11 +66,6 @@ def share(done):
             break
     if release:
         release.set()
-
-
-def is_busy(ran, waited):
-    """Return whether other processes need the cores, from what `scheduled` tells about some time."""
-    return waited > BUSY * (ran + waited)
 
 
 def scheduled():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvgpt.checkpoint import first_line
-from kvgpt.cores import is_busy, num_threads, scheduled
+from kvgpt.cores import num_threads
 from kvgpt.files import check_folder
 from kvgpt.vocabulary import check_characters
 from model import GPTConfig, Sampling, decode_tokens
@@ -45,9 +45,9 @@ class OnnxGPT:
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # an error is raised too, and we do not want to see it twice
-        options.add_session_config_entry("session.force_spinning_stop", "1")  # leave the cores to PyTorch in between
-        if is_busy(*scheduled()):  # threads that wait sleep at once, and leave the cores to others
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # its threads sleep soon, and leave the cores to PyTorch between two calls and to other processes within one
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
         try:
             check_folder(file.parent)
             content = file.read_bytes()
