@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 import model as model_py
+from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
 from kvgpt.files import sha256
 
@@ -59,7 +60,8 @@ def compile_step(model, num_drafts, table):
     check_source(model)
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
-    weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
+    with share_cores(0):  # on one thread, because others would spin for a while, on the cores where our own begin now
+        weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
     most_threads, lock = torch.get_num_threads(), threading.Lock()
     spare = []  # the caches of generations that have ended, because the pages of a new one take time
     pool = library.start_threads(most_threads)

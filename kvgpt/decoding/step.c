@@ -49,7 +49,7 @@ guesses. Vectors are those of GCC and Clang, which map them to the registers of 
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-#define LOOKS 100000      /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
+#define LOOKS 500000      /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -604,7 +604,7 @@ typedef struct {
     Worker *workers; /* of the present call */
     int num_workers; /* 0: end */
 #ifdef __linux__
-    cpu_set_t all, others; /* the cores that the caller may use, and those without its own */
+    cpu_set_t all; /* the cores that the caller may use */
 #endif
     pthread_t ids[];
 } Pool;
@@ -614,14 +614,14 @@ typedef struct {
  * other threads stay off it. */
 static void part_cores(Pool *pool) {
 #ifdef __linux__
-    cpu_set_t own;
+    cpu_set_t own, others;
     CPU_ZERO(&own);
     CPU_SET(sched_getcpu(), &own);
     sched_getaffinity(0, sizeof pool->all, &pool->all);
-    pool->others = pool->all;
     if (CPU_COUNT(&pool->all) == 1) return;
-    CPU_XOR(&pool->others, &pool->all, &own);
+    CPU_XOR(&others, &pool->all, &own);
     sched_setaffinity(0, sizeof own, &own);
+    for (int i = 1; i < pool->barrier.threads; i++) pthread_setaffinity_np(pool->ids[i], sizeof others, &others);
 #endif
 }
 
@@ -631,9 +631,6 @@ static void *serve(void *argument) {
     for (;;) {
         barrier(&pool->barrier);
         if (!pool->num_workers) return NULL;
-#ifdef __linux__
-        sched_setaffinity(0, sizeof pool->others, &pool->others);
-#endif
         if (i < pool->num_workers) work(pool->workers + i);
         barrier(&pool->barrier);
     }
