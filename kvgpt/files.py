@@ -42,8 +42,8 @@ def read_tree(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def write_tree(folder, files, stale=()):
-    """Write {name inside the folder, with slashes: bytes} and their SUMS atomically, then remove the files in `stale`.
+def write_tree(folder, files):
+    """Write {name inside the folder, with slashes: bytes} and their SUMS atomically.
 
     SUMS comes last, so that a folder whose files are half old and half new does not fit its checksums. Raises OSError.
     """
@@ -52,8 +52,6 @@ def write_tree(folder, files, stale=()):
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(paths)
-    for name in stale:
-        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager
