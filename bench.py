@@ -1,6 +1,6 @@
 """Measure how fast each way to decode is, beside other implementations.
 
-    python bench.py                                     the model in out, or the one that comes with the code
+    python bench.py                                     the model in out, or else the pretrained one
     python bench.py --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python bench.py --shapes 6/8/256/256 --batch 16     random weights; a shape is layers/heads/width/context
     python bench.py --busy                              the kit's rows again while train.py runs in another process
@@ -286,7 +286,7 @@ def parse_args():
     variants = "\n".join(f"  {name:14} {text}" for name, text in VARIANTS.items())
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
     add, add_model = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the model in the box")
+    add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
     add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S", help="random weights of these shapes instead")
     add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")

@@ -29,7 +29,7 @@ def parse_args():
         help="output format; the files go to a folder of that name in --out_dir",
     )
     add("--out_dir", type=path, help="default: out")
-    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir; without both, the model in the box")
+    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir; without both, the pretrained model")
     add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint")
     return parser.parse_args()
 

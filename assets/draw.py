@@ -17,7 +17,7 @@ from html import escape
 import torch
 
 from kvgpt.checkpoint import load_model
-from kvgpt.cli import MODEL_IN_THE_BOX, Parser, run_main
+from kvgpt.cli import PRETRAINED, Parser, run_main
 from kvgpt.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
@@ -191,7 +191,7 @@ def step():
 
 def main():
     Parser(__doc__).parse_args()
-    model, chars = load_model(MODEL_IN_THE_BOX)
+    model, chars = load_model(PRETRAINED)
     pictures = {"typing.svg": typing(model, chars), "work.svg": work(), "step.svg": step()}
     write_atomically({HERE / name: content.encode() for name, content in pictures.items()})
     for name, content in pictures.items():

@@ -6,7 +6,7 @@ recipes.py     the settings of train.py, and its presets and recipes
 checkpoint.py  read and write a model; files.py writes any file whole, vocabulary.py turns text into ids
 peers.py       what bench.py measures beside the kit
 decoding/      guesses, the step in C, stop texts, comparison, timing, --explain
-engines/       ONNX Runtime and transformers behind the loop of model.py
+engines/       ONNX Runtime and transformers, run by the loop of model.py
 export/        what export.py writes, and the checks of it
 training/      data, loss, optimizers, the run folder, several processes
 """

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
+PRETRAINED = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def pick_checkpoint(ckpt, out_dir):
     """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
 
     --ckpt may name a file, or the folder of a run. Without either flag we look in out, and if nothing has been trained
-    there yet, we take the model that comes with the code.
+    there yet, we take the pretrained model that comes with the code.
     """
     if ckpt and not Path(ckpt).is_dir():
         return Path(ckpt)
@@ -87,8 +87,8 @@ def pick_checkpoint(ckpt, out_dir):
             return file
     if ckpt or out_dir:
         return folder / "ckpt.pt"  # load_checkpoint says that it is not there
-    note(f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}, a model that comes with the code")
-    return MODEL_IN_THE_BOX
+    note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
+    return PRETRAINED
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
         sys.stdout = None  # the interpreter would flush it once more, and complain
         sys.exit(1)
     except OSError as error:
-        if not error.filename:  # stdout is the only file of ours without a name, and the disk behind it is full
+        if not error.filename:  # stdout is the only file of ours without a name, and it is on a full disk
             sys.stdout = None
         fail(error)
     except (MemoryError, RuntimeError) as error:

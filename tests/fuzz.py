@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  every optimizer imports it
 
-from helpers import lively, same, tree  # noqa: E402
+from helpers import random_model, same, tree  # noqa: E402
 from model import GPTConfig  # noqa: E402
 
 PATIENCE = 60  # seconds; a command that takes longer hangs
@@ -40,7 +40,7 @@ RESUME = ["train.py", "--init_from", "resume", "--max_iters", "18", "--save_inte
 PREPARE = ["data/prepare.py", "--input", "text", "--data_dir", "data"]
 SAMPLE = ["sample.py", "--prompt", "the ", "--device", "cpu"]
 
-# -- a command, in a fork that has the imports behind it ---------------------------------------------------------------
+# -- a command, in a fork that has imported everything already ---------------------------------------------------------------
 
 
 def run(command, folder, kill_at=None):
@@ -111,7 +111,9 @@ class World:
             code, _, err = run(command, self.original)
             assert code == 0, err
         content = torch.load(self.original / "out" / "ckpt.pt", weights_only=True)
-        content["model"] = lively(GPTConfig(**content["model_args"])).state_dict()  # a few steps leave weights small
+        content["model"] = random_model(
+            GPTConfig(**content["model_args"])
+        ).state_dict()  # a few steps leave weights small
         torch.save(content, self.original / "out" / "ckpt.pt")
         self.files = tree(self.original)
 

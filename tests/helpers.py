@@ -1,4 +1,4 @@
-"""Shared by the tests: scripts run as a user runs them, lively models, comparisons of tokens, checkpoints and runs."""
+"""Shared by the tests: scripts run as a user runs them, random models, comparisons of tokens, checkpoints and runs."""
 
 import contextlib
 import csv
@@ -235,7 +235,7 @@ KINDS = [
 KINDS += [dict(pos_emb="rope", qk_norm=True, activation="swiglu", n_kv_head=n_kv_head) for n_kv_head in (None, 2)]
 
 
-def lively(config, seed=0):
+def random_model(config, seed=0):
     """A GPT in eval mode whose weights are large enough for attention and tokens to differ from each other."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
@@ -251,7 +251,7 @@ def heads_of(model):
 
 V, CONTEXT = 23, 16
 MODELS = {
-    i: lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind), seed=i)
+    i: random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind), seed=i)
     for i, kind in enumerate(KINDS)
 }
 FILTERS = [
@@ -322,8 +322,8 @@ POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 
 
 def tiny(**network):
-    """A lively model of SIZE, with the characters CHARS."""
-    return lively(GPTConfig(**(SIZE | network)))
+    """A random_model model of SIZE, with the characters CHARS."""
+    return random_model(GPTConfig(**(SIZE | network)))
 
 
 def save_model(folder, model, chars=CHARS, ngrams=None):

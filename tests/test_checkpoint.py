@@ -8,14 +8,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers import PROMPT, assert_one_line, lively, load, same, sample, saved, texts_of
+from helpers import PROMPT, assert_one_line, random_model, load, same, sample, saved, texts_of
 from kvgpt.checkpoint import load_checkpoint, load_model, save_checkpoint
 from model import GPTConfig
 from oracles import per_head_logits
 
 ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
 CONTENT = {
-    "model": lively(GPTConfig(**ARGS)).state_dict(),
+    "model": random_model(GPTConfig(**ARGS)).state_dict(),
     "model_args": ARGS,
     "chars": "abcé\n",
     "ngrams": {"codes": torch.tensor([3, 17], dtype=torch.int32), "counts": torch.tensor([2, 9], dtype=torch.int32)},

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, linux, unix
-from kvgpt.cli import MODEL_IN_THE_BOX, Parser, boolean, number, pick_checkpoint
+from kvgpt.cli import PRETRAINED, Parser, boolean, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys, monkeypatc
         ([None, "run"], ["out/ckpt.pt"], "run/ckpt.pt"),
         ([None, None], ["out/ckpt.pt"], "out/ckpt.pt"),
         ([None, None], ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
-        ([None, None], ["out/demo"], str(MODEL_IN_THE_BOX)),
+        ([None, None], ["out/demo"], str(PRETRAINED)),
     ],
 )
 def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from helpers import (
     a_model,
     a_seed,
     heads_of,
-    lively,
+    random_model,
     prompts,
     tokens_differ,
 )
@@ -230,7 +230,7 @@ def test_the_prefill_runs_once_and_then_one_token_a_step():
 
 
 def test_mode_and_empty_cache_are_restored_also_after_an_exception():
-    model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
+    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
     for training in (True, False):
         model.train(training)
         model.generate(prompts(1, 3), 4)
@@ -254,7 +254,7 @@ def test_mode_and_empty_cache_are_restored_also_after_an_exception():
 
 def test_modules_in_a_mode_of_their_own_keep_it_and_the_caches_work_the_same():
     """A frozen block must not be left in train mode, nor a block that trains skip the cache."""
-    model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
+    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
     for root, block in ((True, False), (False, True)):
         model.train(root)
         model.transformer.h[0].train(block)
@@ -267,7 +267,7 @@ def test_modules_in_a_mode_of_their_own_keep_it_and_the_caches_work_the_same():
 @pytest.mark.parametrize("kind", [dict(), dict(pos_emb="rope"), dict(pos_emb="rope", n_kv_head=2)], ids=str)
 def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cache_filled_anew(kind):
     """Rotation and norms give float32 under autocast. A float32 cache would cost twice the memory."""
-    model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
+    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
     text, steps, held = prompts(2, 5), CONTEXT - 5, []
     with torch.autocast("cpu", torch.bfloat16):
         for block in model.stream(text, CONTEXT, seed=1, temperature=1.0):
@@ -290,7 +290,7 @@ def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cach
 
 
 def test_an_abandoned_stream_leaves_no_cache_and_no_mode_behind():
-    model = lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32)).train()
+    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32)).train()
     stream = model.stream(prompts(1, 3), 9)
     next(stream)
     assert model.training
@@ -360,7 +360,7 @@ def test_a_seed_leaves_torchs_generator_alone():
 
 @pytest.fixture
 def model():
-    return lively(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
+    return random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
 
 
 def begin(model, idx, seed):

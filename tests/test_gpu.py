@@ -15,7 +15,7 @@ from helpers import (
     ROOT,
     V,
     child,
-    lively,
+    random_model,
     load,
     log,
     ok,
@@ -88,7 +88,7 @@ def assert_tokens_of_the_cpu(model, got, ragged, steps, seed, filters):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_tokens_are_those_of_the_cpu(kind):
-    here = lively(GPTConfig(block_size=48, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
+    here = random_model(GPTConfig(block_size=48, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
     there = GPT(here.config).eval()
     there.load_state_dict(here.state_dict())
     there.to(DEVICE)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from helpers import KINDS, heads_of, lively, prompts
+from helpers import KINDS, heads_of, random_model, prompts
 from model import GPT, GPTConfig, clear_kv_cache
 from oracles import packed_greedy_decode, per_head_logits, softmax, turned
 
@@ -19,7 +19,7 @@ SHAPE = dict(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32)
     "extra", [{}, dict(bias=False, activation="gelu_tanh", tie_weights=False, mlp_ratio=2)], ids=str
 )
 def test_logits_are_those_of_a_plain_loop_over_heads(kind, extra):
-    model = lively(GPTConfig(**SHAPE, **(extra | kind)))
+    model = random_model(GPTConfig(**SHAPE, **(extra | kind)))
     idx = torch.randint(23, (3, 11))
     logits, loss = model(idx[:, :-1], targets=idx[:, 1:])
     expected = torch.stack([per_head_logits(model.state_dict(), vars(model.config), row[:-1].tolist()) for row in idx])
@@ -30,7 +30,7 @@ def test_logits_are_those_of_a_plain_loop_over_heads(kind, extra):
 
 
 def test_targets_of_minus_one_do_not_count():
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (2, 8))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (2, 8))
     targets = idx.roll(-1, 1)
     targets[:, 4:] = -1
     assert model(idx, targets)[1].item() == pytest.approx(model(idx[:, :4], targets[:, :4])[1].item(), rel=1e-5)
@@ -115,7 +115,7 @@ def test_the_defaults_are_gpt2():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_heads_hold_the_keys_and_values_of_every_position_so_far(kind):
     """key_cache and value_cache against plain projections, for each Head, growing by one slot per token."""
-    model, idx = lively(GPTConfig(**SHAPE, **kind)), torch.randint(23, (2, 9))
+    model, idx = random_model(GPTConfig(**SHAPE, **kind)), torch.randint(23, (2, 9))
     heads = heads_of(model)
     n_kv_head = kind["n_kv_head"] or 4
     assert len(heads) == 2 * n_kv_head
@@ -140,7 +140,7 @@ def test_heads_hold_the_keys_and_values_of_every_position_so_far(kind):
 
 
 def test_the_cache_is_no_parameter_and_no_buffer():
-    model = lively(GPTConfig(**SHAPE, pos_emb="rope"))
+    model = random_model(GPTConfig(**SHAPE, pos_emb="rope"))
     before = set(model.state_dict())
     model(torch.zeros(1, 5, dtype=torch.int64), pos=torch.arange(5))
     assert set(model.state_dict()) == before == {n for n, _ in model.named_parameters()} | {"lm_head.weight"}
@@ -152,7 +152,7 @@ def test_the_cache_is_no_parameter_and_no_buffer():
 )
 def test_a_copy_goes_on_with_a_cache_of_its_own(copier):
     """Heads of a copy must see the copy's buffers, not the original's."""
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 8))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 8))
     model(idx[:, :5], pos=torch.arange(5))
     twin = copier(model)
     expected = model(idx[:, 5:], pos=torch.arange(5, 8))[0]
@@ -173,7 +173,7 @@ def test_a_copy_goes_on_with_a_cache_of_its_own(copier):
     ],
 )
 def test_changed_weights_never_meet_old_keys(change):
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     model(idx, pos=torch.arange(6))
     change(model)
     model.eval()
@@ -183,7 +183,7 @@ def test_changed_weights_never_meet_old_keys(change):
 
 
 def test_a_cached_call_keeps_no_graph_and_a_failed_one_no_keys():
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     model(idx, pos=torch.arange(6))  # with autograd on
     assert not model.transformer.h[0].attn.heads[0].key_cache.requires_grad
     handle = model.transformer.h[1].mlp.register_forward_hook(lambda *_: 1 / 0)
@@ -194,7 +194,7 @@ def test_a_cached_call_keeps_no_graph_and_a_failed_one_no_keys():
 
 
 def test_a_cache_takes_the_dtype_of_a_prefill_and_keeps_it_within_a_text():
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     head = model.transformer.h[0].attn.heads[0]
     model(idx, pos=torch.arange(6))
     with torch.autocast("cpu", torch.bfloat16):
@@ -207,14 +207,14 @@ def test_a_cache_takes_the_dtype_of_a_prefill_and_keeps_it_within_a_text():
 
 
 def test_a_cached_call_has_no_gradient_rather_than_a_wrong_one():
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     assert not model(idx, idx, pos=torch.arange(6))[1].requires_grad
     assert model(idx, idx)[1].requires_grad
 
 
 def test_rotary_tables_stay_exact_through_other_dtypes_and_the_meta_device():
     config = GPTConfig(**SHAPE, pos_emb="rope")
-    model, idx = lively(config), torch.randint(23, (1, 16))
+    model, idx = random_model(config), torch.randint(23, (1, 16))
     state = copy.deepcopy(model.state_dict())
     expected = model(idx)[0]
     with torch.device("meta"):
@@ -225,7 +225,7 @@ def test_rotary_tables_stay_exact_through_other_dtypes_and_the_meta_device():
 
 
 def test_inference_mode_and_no_grad_share_a_cache():
-    model, idx = lively(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 6))
     expected = model(idx)[0][:, -1:]
     with torch.inference_mode():
         model(idx[:, :4], pos=torch.arange(4))
@@ -247,7 +247,7 @@ def test_inference_mode_and_no_grad_share_a_cache():
     ],
 )
 def test_an_impossible_pos_is_refused(pos, message):
-    model = lively(GPTConfig(**SHAPE))
+    model = random_model(GPTConfig(**SHAPE))
     model(torch.zeros(2, 6, dtype=torch.int64), pos=torch.arange(6))
     with pytest.raises(ValueError, match=message):
         model(torch.zeros(2, 1, dtype=torch.int64), pos=pos)
@@ -256,14 +256,14 @@ def test_an_impossible_pos_is_refused(pos, message):
 
 def test_a_prefill_without_pos_leaves_nothing_to_decode_from():
     """The order of calls of one write-up: prefill by a plain forward, decode with pos. It must not pass unnoticed."""
-    model = lively(GPTConfig(**SHAPE))
+    model = random_model(GPTConfig(**SHAPE))
     model(torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match="prefill first"):
         model(torch.zeros(1, 1, dtype=torch.int64), pos=torch.tensor([6]))
 
 
 def test_pos_must_rise_by_one_and_no_row_may_skip():
-    model = lively(GPTConfig(**SHAPE))
+    model = random_model(GPTConfig(**SHAPE))
     with pytest.raises(ValueError, match="rise by one"):
         model(torch.zeros(1, 3, dtype=torch.int64), pos=torch.tensor([0, 2, 3]))
     with pytest.raises(ValueError, match="rise by one"):
@@ -274,12 +274,12 @@ def test_pos_must_rise_by_one_and_no_row_may_skip():
 
 def test_a_forward_past_block_size_is_refused():
     with pytest.raises(ValueError, match="17 positions"):
-        lively(GPTConfig(**SHAPE))(torch.zeros(1, 17, dtype=torch.int64))
+        random_model(GPTConfig(**SHAPE))(torch.zeros(1, 17, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("pos_emb", ["learned", "rope"])
 def test_in_train_mode_pos_places_tokens_but_nothing_is_cached(pos_emb):
-    model, idx = lively(GPTConfig(**SHAPE, pos_emb=pos_emb)), torch.randint(23, (2, 7))
+    model, idx = random_model(GPTConfig(**SHAPE, pos_emb=pos_emb)), torch.randint(23, (2, 7))
     expected = model(idx)[0]
     model.train()
     for pos in (torch.arange(7), torch.arange(7).repeat(2, 1)):
@@ -301,7 +301,7 @@ def test_the_layer_computes_what_its_heads_compute_one_by_one(kind, places):
 
     Covers prefill, decode step and chunk in every layer. The weights are compared with a softmax in float64.
     """
-    model, calls = lively(GPTConfig(**SHAPE, **kind)), []
+    model, calls = random_model(GPTConfig(**SHAPE, **kind)), []
     idx = prompts(2, 16)
     for block in model.transformer.h:
         block.attn.register_forward_hook(lambda attn, args, out: calls.append((attn, args, out)))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers import PROMPT, ROOT, assert_one_line, lively, needs_compiler, ok, run, sample, texts_of, unix
+from helpers import PROMPT, ROOT, assert_one_line, random_model, needs_compiler, ok, run, sample, texts_of, unix
 from kvgpt.checkpoint import save_checkpoint
 from model import GPTConfig
 from sample import parse_args
@@ -114,7 +114,7 @@ runpy.run_path("sample.py", run_name="__main__")
 def test_verify_of_a_broken_cache_exits_1(tmp_path):
     chars = "abcdefghijklmnopqrstuvw"
     args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
-    content = {"model": lively(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
+    content = {"model": random_model(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
     save_checkpoint(tmp_path / "ckpt.pt", content)
     for flag, how in (("--kv_cache", "without"), ("--no-kv_cache", "with")):
         flags = ["--out_dir", tmp_path, "--device", "cpu", "--prompt", "cache", "--verify", flag]

@@ -26,7 +26,7 @@ from helpers import (
     child,
     contents,
     here,
-    lively,
+    random_model,
     load,
     log,
     ok,
@@ -267,7 +267,7 @@ def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp
 
     chars = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
     sizes = dict(block_size=16, vocab_size=len(chars), n_layer=1, n_head=2, n_embd=16, bias=False)
-    model = lively(GPTConfig(**sizes, tie_weights=False))
+    model = random_model(GPTConfig(**sizes, tie_weights=False))
     write_folder(model, chars, tmp_path / "hf")
     flags = "--recipe nanogpt --device cpu --batch_size 2 --learning_rate 0 --max_iters 1".split()
     ok(here(*flags, "--init_from", tmp_path / "hf", "--data_dir", data_dir, "--out_dir", tmp_path / "out"))

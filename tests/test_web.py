@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, lively, ok, run, save_model
+from helpers import ROOT, random_model, ok, run, save_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.verify import verify
@@ -86,7 +86,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def model():
-    return lively(CONFIG, seed=3)
+    return random_model(CONFIG, seed=3)
 
 
 @pytest.fixture(scope="module")

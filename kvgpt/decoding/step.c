@@ -5,7 +5,7 @@ The tokens are those of GPT.generate for the same seed. compile.py compiles this
 a cache.
 
 Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
-feeds the newest token of each row, and speculative decoding feeds guesses behind it.
+feeds the newest token of each row, and speculative decoding feeds guesses after it.
 
 Sums run in one order for any number of tokens and threads. So a row gets the same bits in any batch, with or without
 guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
@@ -417,7 +417,7 @@ static void forward(const Worker *w) {
         barrier(&g->barrier);
     }
 
-    /* logits, of the tokens behind which a token is picked */
+    /* logits, of the tokens after which a token is picked */
     for (int j = 0; j < g->num_picks; j++) layer_norm(x + g->fed[j] * X, m->norm[2 * N_LAYER], in + j * X, N_EMBD);
     matmul(w, g->num_picks, in, X, N_EMBD, m->lm_head, VOCAB_SIZE, NULL, g->logits, V);
     barrier(&g->barrier);
@@ -501,7 +501,7 @@ static int context_row(const Table *table, const int64_t *text, int end) {
     return row;
 }
 
-/* The slot behind the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if no
+/* The slot after the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if no
  * two tokens match, and then nothing is guessed. speculate.py always guesses. */
 static int find_in_text(const int64_t *text, int end) {
     int best = 0, longest = 2;
@@ -568,7 +568,7 @@ static void accept(const Worker *w) {
         while (right < guesses && text[right] == g->picks[j + right]) right++;
         text[right] = g->picks[j + right];
         s->end[row] += right + 1;
-        s->cached[row] = s->end[row] - 1; /* slots behind hold keys of wrong guesses, and are overwritten */
+        s->cached[row] = s->end[row] - 1; /* later slots hold keys of wrong guesses, and are overwritten */
         g->offered += guesses, g->accepted += right;
     }
 }

@@ -1,1 +1,1 @@
-"""Other engines behind the loop and the sampler of model.py: ONNX Runtime, and the classes of transformers."""
+"""Other engines for the loop and the sampler of model.py: ONNX Runtime, and the classes of transformers."""

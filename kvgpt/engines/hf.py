@@ -1,4 +1,4 @@
-"""Any causal language model of transformers behind the loop and the sampler of this kit: sample.py --engine hf."""
+"""Any causal language model of transformers, run by our own loop and sampler: sample.py --engine hf."""
 
 from functools import partial
 from pathlib import Path

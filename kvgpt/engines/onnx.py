@@ -1,4 +1,4 @@
-"""ONNX Runtime behind the loop and the sampler of this kit: sample.py --engine onnx."""
+"""ONNX Runtime, run by our own loop and sampler: sample.py --engine onnx."""
 
 import hashlib
 import json

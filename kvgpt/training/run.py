@@ -50,7 +50,7 @@ class RunFolder:
         previous.mkdir()
         for file in files:
             file.rename(previous / file.name)
-        print(f"{self.path} held a run. It is now in {previous}. --init_from resume would have continued it.")
+        print(f"moved the earlier run in {self.path} to {previous} (--init_from resume would have continued it)")
 
     def trim_log(self, step):
         """Cut log.csv back to the rows up to `step`. Returns the characters and seconds of the last row.

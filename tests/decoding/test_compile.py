@@ -20,7 +20,7 @@ from helpers import (
     a_model,
     a_seed,
     assert_same_as_alone,
-    lively,
+    random_model,
     needs_compiler,
     num_threads,
     ok,
@@ -46,7 +46,7 @@ NETWORKS = [
 @pytest.mark.parametrize("network", NETWORKS)
 def test_every_network_gets_its_tokens(network):
     config = GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)
-    model = lively(config)
+    model = random_model(config)
     idx = torch.randint(config.vocab_size, (2, config.block_size // 2), generator=torch.Generator().manual_seed(1))
     for draft in (None, "ngram"):
         decoder = Decoder(model, draft, compile=True)
@@ -92,7 +92,7 @@ def patched_step(tmp_path, monkeypatch):
 
 def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
     patched_step(A_SLEEP)
-    model = lively(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
+    model = random_model(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
     ragged = [prompts(1, n, n)[0] for n in (3, 70)]
     for draft in DRAFTS.values():
         got = Decoder(model, **draft, compile=True).generate(ragged, 80, seed=3)
@@ -112,7 +112,7 @@ def test_without_threads_there_is_no_step_in_c(patched_step):
 
 
 def test_a_prompt_may_be_longer_than_a_forward():
-    model = lively(GPTConfig(block_size=300, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
+    model = random_model(GPTConfig(block_size=300, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     ragged = [prompts(1, n, n)[0] for n in (64, 299, 1, 65, 130, 200)]
     for draft in DRAFTS.values():
         decoder = Decoder(model, **draft, compile=True)
@@ -122,7 +122,7 @@ def test_a_prompt_may_be_longer_than_a_forward():
 
 
 def test_a_decoder_takes_the_weights_when_it_is_made():
-    model = lively(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
+    model = random_model(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
     idx = torch.zeros(1, 1, dtype=torch.int64)
     before, decoder = model.generate(idx, 7, temperature=0, kv_cache=False), Decoder(model, compile=True)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_comments_and_docstrings_are_no_edit(monkeypatch, tmp_path):
 
 
 def test_another_layer_in_the_model_is_refused():
-    model = lively(MODELS[8].config, seed=8)
+    model = random_model(MODELS[8].config, seed=8)
     model.transformer["ln_f"] = torch.nn.RMSNorm(model.config.n_embd)
     with pytest.raises(CompileError, match="RMSNorm"):
         Decoder(model, compile=True)
@@ -210,7 +210,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
 
     def compiles(n_embd=8, seed=0, draft=None, rows=1, top_k=None):
         compiling.find_compiler.cache_clear()
-        model = lively(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=n_embd), seed)
+        model = random_model(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=n_embd), seed)
         idx = torch.tensor([[1, 2]])
         got = Decoder(model, draft, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
         assert torch.equal(got[0][None], model.generate(idx, 6, seed=1, top_k=top_k))
@@ -245,7 +245,7 @@ def test_chips_with_shorter_vectors_give_the_same_tokens(flags, monkeypatch):
     compiling.find_compiler.cache_clear()
     try:
         for network in NETWORKS[2:4]:
-            model = lively(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
+            model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
             idx = prompts(9, 5)
             got = Decoder(model, "ngram", compile=True).generate(idx, 65, seed=1)
             assert_same_as_alone(model, got, idx, 65, range(9), 1, {})

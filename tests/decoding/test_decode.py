@@ -21,7 +21,7 @@ from helpers import (
     a_way,
     assert_same_as_alone,
     heads_of,
-    lively,
+    random_model,
     prompts,
     without_minus_one,
 )
@@ -51,7 +51,7 @@ def test_past_the_context_too(model, draft, length, steps, filters, seed):
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5])
 def test_contexts_smaller_than_a_chunk(block_size):
-    model = lively(GPTConfig(block_size=block_size, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
+    model = random_model(GPTConfig(block_size=block_size, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     for draft in WAYS.values():
         for length in range(1, 2 * block_size + 2):
             idx = prompts(2, length, length)

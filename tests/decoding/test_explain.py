@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from helpers import KINDS, PROMPT, heads_of, lively, prompts, sample, texts_of
+from helpers import KINDS, PROMPT, heads_of, random_model, prompts, sample, texts_of
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.explain import attention_weights, explain, layer_weights, watch
 from model import GPTConfig
@@ -77,7 +77,7 @@ def test_attention_weights_are_the_same_row_by_row_as_all_at_once(trained):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_attention_weights_give_the_output_of_the_layer(kind):
     """Query head i reads Head i // (nh / nkv). Weights in another order would still sum to one."""
-    model = lively(GPTConfig(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32, **kind))
+    model = random_model(GPTConfig(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32, **kind))
     idx, attn = prompts(2, 9), model.transformer.h[1].attn
     weights = attention_weights(model, idx, layer=1)
     assert all(head.key_cache is None for head in heads_of(model))

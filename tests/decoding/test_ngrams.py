@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import TEXT, V, lively, prompts
+from helpers import TEXT, V, random_model, prompts
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams, ngram_table
 from model import GPTConfig
@@ -90,7 +90,7 @@ def test_a_large_vocabulary_shortens_the_contexts():
     text = np.random.default_rng(0).integers(3000, size=5000).tolist() * 2
     logits, after = ngram_table(count_ngrams(np.array(text), 3000, 10**6), 3000)
     assert logits.shape == after.shape and logits.numel() <= 2**23
-    model = lively(GPTConfig(block_size=8, vocab_size=3000, n_layer=1, n_head=2, n_embd=16))
+    model = random_model(GPTConfig(block_size=8, vocab_size=3000, n_layer=1, n_head=2, n_embd=16))
     decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 3000, 1000))
     idx = prompts(2, 3)
     assert torch.equal(torch.stack(decoder.generate(idx, 5, seed=1)), model.generate(idx, 5, seed=1, kv_cache=False))

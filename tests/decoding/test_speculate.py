@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, lively, needs_compiler, prompts
+from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, random_model, needs_compiler, prompts
 from kvgpt.decoding.decode import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig
@@ -15,7 +15,9 @@ from model import GPTConfig
 
 def constant_model(token, context=CONTEXT, n_embd=16):
     """Predicts `token`, whatever came before."""
-    model = lively(GPTConfig(block_size=context, vocab_size=V, n_layer=1, n_head=2, n_embd=n_embd, tie_weights=False))
+    model = random_model(
+        GPTConfig(block_size=context, vocab_size=V, n_layer=1, n_head=2, n_embd=n_embd, tie_weights=False)
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.zero_() if "ln_f" not in name else p.fill_(1.0)

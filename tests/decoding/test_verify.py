@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers import CONTEXT, MODELS, PROMPT, V, lively, prompts, tokens_differ
+from helpers import CONTEXT, MODELS, PROMPT, V, random_model, prompts, tokens_differ
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.verify import near_tie, verify
@@ -46,7 +46,7 @@ def test_verify_finds_a_broken_cache(trained):
             assert "8 of 8 samples match" in lines[-1] or any("near-tie" in line for line in lines)
 
     assert_verified(model)
-    model = lively(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    model = random_model(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
     assert_verified(model)
     break_cache(model)
     for kv_cache in (True, False):
@@ -79,7 +79,7 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt():
 
 def test_a_near_tie_is_told_from_a_difference():
     """Two ids whose scores, noise and all, are 5e-5 apart are one; 1e-3 apart they are not; nor is a third id."""
-    model = lively(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
+    model = random_model(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
     context, sampling = [3, 1], Sampling(seed=9, temperature=0.8)
     noise = gumbel_noise(9, torch.tensor([2]), torch.tensor([5]), 11)[0]
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_a_near_tie_is_told_from_a_difference():
 
 def test_a_tie_at_the_edge_of_top_k_is_a_near_tie():
     """Which of two equal logits stays in the set is a matter of rounding, whatever the noise does afterwards."""
-    model = lively(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
+    model = random_model(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
     with torch.no_grad():
         x = model.hidden_states(torch.tensor([[3, 1]]))[0, -1]
         model.lm_head.weight[4] = model.lm_head.weight[7] = 20 * x / (x @ x)

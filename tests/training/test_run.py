@@ -29,7 +29,7 @@ def test_every_earlier_run_is_kept_and_a_run_that_saved_nothing_is_none(out, dat
     assert contents(out).keys() == {"log.csv"} and contents(out / "previous") == first
     ok(here(*flags))
     second = contents(out)
-    assert f"It is now in {out / 'previous-2'}" in ok(here(*flags)).stdout
+    assert f"to {out / 'previous-2'}" in ok(here(*flags)).stdout
     assert contents(out / "previous") == first and contents(out / "previous-2") == second
     assert len([*out.glob("previous*")]) == 2
     ok(here("--init_from", "resume", "--out_dir", out / "previous", "--max_iters", "61"))

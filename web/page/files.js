@@ -1,13 +1,13 @@
 // The files of this folder: fetched side by side, unpacked, and reported while they arrive.
 
-const WAY_OUT = "Write the folder again (python export.py --format web) and serve it (python -m http.server).";
+const WHAT_TO_DO = "Write the folder again (python export.py --format web) and serve it (python -m http.server).";
 
-/** Do `work`, a part of loading. An error names the part and the way out. */
+/** Do `work`, a part of loading. An error names the part and says what to do. */
 export async function part(name, work) {
   try {
     return await work();
   } catch (error) {
-    throw new Error(`${name} did not load: ${reason(error)}. ${WAY_OUT}`);
+    throw new Error(`${name} did not load: ${reason(error)}. ${WHAT_TO_DO}`);
   }
 }
 

@@ -26,7 +26,7 @@ export function columnsOf(cache) {
   return cache[0].length / (info.n_kv_head * info.head_size);
 }
 
-/** Feed `ids` behind the columns of `cache`.
+/** Feed `ids` after the columns of `cache`.
  *
  *  positions  of the ids; by default they continue the cache
  *  hidden     a column that no query may see (attention_mask 0)

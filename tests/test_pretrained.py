@@ -1,4 +1,4 @@
-"""The model that comes with the code, and the scripts that use it before any training."""
+"""The pretrained model that comes with the code, and the scripts that use it before any training."""
 
 import shutil
 from contextlib import nullcontext
@@ -9,27 +9,27 @@ import torch
 
 from helpers import ROOT, assert_one_line, ok, run
 from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import MODEL_IN_THE_BOX
+from kvgpt.cli import PRETRAINED
 from kvgpt.training.data import load_dataset
 from kvgpt.training.objective import evaluate
 
-NOTE = f"no checkpoint in out: using {MODEL_IN_THE_BOX.name}"
+NOTE = f"no checkpoint in out: using the pretrained {PRETRAINED.name}"
 
 
 def test_it_is_small_and_has_no_state_of_its_training():
-    assert MODEL_IN_THE_BOX.stat().st_size <= 4e6
-    checkpoint = load_checkpoint(MODEL_IN_THE_BOX)
+    assert PRETRAINED.stat().st_size <= 4e6
+    checkpoint = load_checkpoint(PRETRAINED)
     model, _ = checkpoint.build_language_model()
     weights = sum(p.nbytes for p in model.parameters())
     ngrams = checkpoint.ngrams
     assert ngrams["order"] == 4 and 0 < ngrams["codes"].nbytes + ngrams["counts"].nbytes <= weights / 8
     assert not {"optimizer", "scaler"} & checkpoint.training.keys()
-    assert str(ROOT).encode() not in MODEL_IN_THE_BOX.read_bytes()
+    assert str(ROOT).encode() not in PRETRAINED.read_bytes()
 
 
 @pytest.mark.slow
 def test_its_val_loss_is_the_one_in_the_file():
-    checkpoint = load_checkpoint(MODEL_IN_THE_BOX)
+    checkpoint = load_checkpoint(PRETRAINED)
     try:
         data = load_dataset(ROOT / "data", checkpoint.model_args["block_size"])
     except ValueError:
@@ -44,7 +44,7 @@ def test_its_val_loss_is_the_one_in_the_file():
 def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_path):
     script, flags = ROOT / "sample.py", ["--prompt", "O ", "--max_new_tokens", "9", "--device", "cpu"]
     result = ok(run(script, *flags, cwd=tmp_path))
-    assert result.stderr.splitlines()[0].endswith("a model that comes with the code") and NOTE in result.stderr
+    assert NOTE in result.stderr.splitlines()[0]
     assert_one_line(run(script, *flags, "--out_dir", "out", cwd=tmp_path), "no checkpoint at out")
     shutil.copytree(trained, tmp_path / "out")
     own = ok(run(script, *flags, cwd=tmp_path))
@@ -66,6 +66,6 @@ def test_the_animation_shows_the_text_of_the_model():
     spans = ElementTree.parse(ROOT / "assets" / "typing.svg").iter("{http://www.w3.org/2000/svg}text")
     typed = ["".join(span.itertext()) for span in spans if "typed" in span.get("class", "")]
     flags = ["--prompt", "O Romeo, ", "--seed", "183", "--device", "cpu"]
-    text = ok(run(ROOT / "sample.py", "--ckpt", MODEL_IN_THE_BOX, *flags)).stdout
+    text = ok(run(ROOT / "sample.py", "--ckpt", PRETRAINED, *flags)).stdout
     assert typed == 2 * text.split("\n")
     assert (ROOT / "assets" / "typing.svg").stat().st_size < 2e6
