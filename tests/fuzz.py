@@ -40,7 +40,7 @@ RESUME = ["train.py", "--init_from", "resume", "--max_iters", "18", "--save_inte
 PREPARE = ["data/prepare.py", "--input", "text", "--data_dir", "data"]
 SAMPLE = ["sample.py", "--prompt", "the ", "--device", "cpu"]
 
-# -- a command, in a fork that has imported everything already ---------------------------------------------------------------
+# -- a command, in a fork that has imported everything already --------------------------------------------------------
 
 
 def run(command, folder, kill_at=None):

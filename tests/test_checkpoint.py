@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers import PROMPT, assert_one_line, random_model, load, same, sample, saved, texts_of
+from helpers import PROMPT, assert_one_line, load, random_model, same, sample, saved, texts_of
 from kvgpt.checkpoint import load_checkpoint, load_model, save_checkpoint
 from model import GPTConfig
 from oracles import per_head_logits

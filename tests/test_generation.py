@@ -16,8 +16,8 @@ from helpers import (
     a_model,
     a_seed,
     heads_of,
-    random_model,
     prompts,
+    random_model,
     tokens_differ,
 )
 from model import GPTConfig, clear_kv_cache, gumbel_noise

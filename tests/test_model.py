@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from helpers import KINDS, heads_of, random_model, prompts
+from helpers import KINDS, heads_of, prompts, random_model
 from model import GPT, GPTConfig, clear_kv_cache
 from oracles import packed_greedy_decode, per_head_logits, softmax, turned
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers import PROMPT, ROOT, assert_one_line, random_model, needs_compiler, ok, run, sample, texts_of, unix
+from helpers import PROMPT, ROOT, assert_one_line, needs_compiler, ok, random_model, run, sample, texts_of, unix
 from kvgpt.checkpoint import save_checkpoint
 from model import GPTConfig
 from sample import parse_args

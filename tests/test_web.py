@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, random_model, ok, run, save_model
+from helpers import ROOT, ok, random_model, run, save_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.verify import verify

@@ -20,11 +20,11 @@ from helpers import (
     a_model,
     a_seed,
     assert_same_as_alone,
-    random_model,
     needs_compiler,
     num_threads,
     ok,
     prompts,
+    random_model,
     run,
 )
 from kvgpt.decoding import compile as compiling

@@ -21,8 +21,8 @@ from helpers import (
     a_way,
     assert_same_as_alone,
     heads_of,
-    random_model,
     prompts,
+    random_model,
     without_minus_one,
 )
 from kvgpt.decoding.decode import Decoder

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from helpers import KINDS, PROMPT, heads_of, random_model, prompts, sample, texts_of
+from helpers import KINDS, PROMPT, heads_of, prompts, random_model, sample, texts_of
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.explain import attention_weights, explain, layer_weights, watch
 from model import GPTConfig

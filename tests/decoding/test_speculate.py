@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, random_model, needs_compiler, prompts
+from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, needs_compiler, prompts, random_model
 from kvgpt.decoding.decode import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig

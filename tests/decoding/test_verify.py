@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers import CONTEXT, MODELS, PROMPT, V, random_model, prompts, tokens_differ
+from helpers import CONTEXT, MODELS, PROMPT, V, prompts, random_model, tokens_differ
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.verify import near_tie, verify
