@@ -1,4 +1,4 @@
-# make demo    environment, a text with and without the cache (make box), a short training run, and a sample of it
+# make demo    environment, a text with and without the cache (make compare), a short training run, and a sample of it
 # make test    environment, lint, the fast tests
 # make check   make test, and the slow tests
 # make fuzz    random commands, damaged files and kills, for MINUTES=30 or until something is found
@@ -8,13 +8,13 @@ PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
 SOURCES = model.py train.py $(wildcard kvgpt/*.py kvgpt/*/*.py)
-PROMPT = --prompt "O Romeo, " --seed 183 --device cpu
+PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
-.PHONY: demo box test check fuzz gpu web lint data
+.PHONY: demo compare test check fuzz gpu web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
-	$(PYTHON) -m venv --clear .venv
+	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "installing requirements.txt and the dev tools into .venv; torch is large, this can take minutes"
 	$(BIN)/python -m pip install --quiet -r requirements.txt --group dev
@@ -28,7 +28,7 @@ $(DEMO)/ckpt.pt: .venv/installed $(SOURCES) | data
 	$(BIN)/python train.py --preset nanogpt-cpu --device cpu --max_iters 600 --eval_interval 100 --patience 2 \
 	    --log_interval 100 --out_dir $(DEMO)
 
-box: .venv/installed
+compare: .venv/installed
 	@echo; echo "1 of 4: the same prompt without and with the KV cache, by the model in assets/shakespeare.pt"
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --no-kv_cache
 	@echo
@@ -36,7 +36,7 @@ box: .venv/installed
 	@echo; echo "and with guesses and the step in C"
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --draft ngram --compile
 
-demo: box $(DEMO)/ckpt.pt
+demo: compare $(DEMO)/ckpt.pt
 	@echo; echo "3 of 4: a text by the model that was just trained"
 	$(BIN)/python sample.py --out_dir $(DEMO) --device cpu --seed 1 --overflow slide --max_new_tokens 400
 	@echo; echo "4 of 4: try next, for example"

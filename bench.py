@@ -5,10 +5,9 @@
     python bench.py --shapes 6/8/256/256 --batch 16     random weights; a shape is layers/heads/width/context
     python bench.py --busy                              the kit's rows again while train.py runs in another process
 
-Every variant writes whole texts, from one token to the end of the context, one right after another. After a warm-up
-the variants take turns, --repeats times, and the figures are medians. The single text that sample.py writes can be
-slower, because nothing is warm when it begins. The kit's variants must give the tokens of a forward without a cache,
-or bench.py fails. A variant that cannot run here is left out, and a line says why.
+Every variant writes whole texts, from one token to the end of the context. After a warm-up the variants take turns,
+--repeats times, and the figures are medians. The kit's variants must give the tokens of a forward without a cache, or
+bench.py fails. A variant that cannot run here is left out, and a line says why.
 """
 
 import copy
@@ -38,13 +37,13 @@ from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
 
 VARIANTS = {
     "uncached": "sample.py --no-kv_cache",
-    "eager": "sample.py, the default",
-    "compile": "sample.py --compile",
+    "eager": "sample.py --kv_cache",
     "draft": "sample.py --draft ngram",
-    "compile+draft": "both",
+    "compile": "sample.py --compile",
+    "compile+draft": "sample.py --draft ngram --compile",
     "onnx": "sample.py --engine onnx",
-    "hf": "transformers' class for the same network, generate with its cache",
-    "llama2c": "llama2.c, plain C, another network of the same size; needs --llama2c",
+    "hf": "transformers' generate",
+    "llama2c": "llama2.c",
 }
 PEERS = ("hf", "llama2c")  # they draw their own random numbers, so we cannot compare their tokens with ours
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
@@ -254,14 +253,17 @@ def plot(measured, format):
     for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
         for row in rows:
             name, times = row["variant"], list(row["ms_per_token"].values())
-            if times:  # a text that came as one block has none
+            color, label = f"C{list(VARIANTS).index(name)}", f"{VARIANTS[name]}\n{row['tokens_per_s']:,.0f} tokens/s"
+            if times:
                 smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
-                color, label = f"C{list(VARIANTS).index(name)}", f"{name}: {row['tokens_per_s']:,.0f} tokens/s"
                 axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
+            else:  # llama2.c gives its text as one block, so all we know is the mean
+                axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
         axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
         axis.set_xlabel("position of the token")
-        axis.set_ylim(bottom=0)
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=1)
     picture = io.BytesIO()
     figure.savefig(picture, format=format, dpi=110)
     return picture.getvalue()
@@ -335,7 +337,7 @@ def main():
     if args.plot:
         write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
     print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
-    print(f"medians of {args.repeats} whole texts, written back to back; a single text of sample.py can be slower")
+    print(f"medians of {args.repeats} whole texts")
 
 
 if __name__ == "__main__":

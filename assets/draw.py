@@ -1,46 +1,35 @@
-"""Draw the pictures of the README: the animation of two runs, the work with and without a cache, and one step.
+"""Draw two pictures of the README: the work with and without a cache, and one step.
 
     python assets/draw.py
 
-Writes typing.svg, work.svg and step.svg beside this file. The animation shows times measured on this machine, so run
-this on an idle one. The colours follow the reader's light or dark theme.
+Writes work.svg and step.svg beside this file. They have a background of their own, because a picture in a README
+cannot see whether the page around it is light or dark.
 """
 
-import sys
+from html import escape
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # model.py and kvgpt are beside this script's folder
-
-import time
-from html import escape
-
-import torch
-
-from kvgpt.checkpoint import load_model
-from kvgpt.cli import PRETRAINED, Parser, run_main
-from kvgpt.files import write_atomically
-
 HERE = Path(__file__).resolve().parent
-PROMPT, SEED = "O Romeo, ", 183  # a text that ends with a sentence
+PROMPT, TEXT = "O Romeo, ", "they say"
 STYLE = """
 text { font: 14px ui-sans-serif, system-ui, sans-serif; fill: #1f2328 }
-.mono, .typed tspan { font-family: ui-monospace, Menlo, Consolas, monospace }
+.mono { font-family: ui-monospace, Menlo, Consolas, monospace }
 .small { font-size: 12px } .title { font-size: 16px; font-weight: 600 } .quiet { fill: #59636e }
 .middle { text-anchor: middle } .end { text-anchor: end }
-.frame { fill: none; stroke: #d1d9e0 } .line { stroke: #59636e; fill: none; stroke-width: 1.5 }
+.page { fill: #fff } .frame { fill: none; stroke: #d1d9e0 } .line { stroke: #59636e; fill: none; stroke-width: 1.5 }
 .computed { fill: #bf3989 } .cached { fill: #54aeff; opacity: .35 } .new { fill: #bf3989 }
 .box { fill: #ddf4ff; stroke: #54aeff } .weights { fill: #fff8c5; stroke: #d4a72c }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6edf3 } .quiet { fill: #9198a1 } .frame { stroke: #3d444d } .line { stroke: #9198a1 }
-.computed, .new { fill: #f778ba } .box { fill: #0d2d4d; stroke: #388bfd } .weights { fill: #3d2e00; stroke: #9e6a03 }
-}
 """
 
 
-def svg(width, height, title, parts, style=""):
+def svg(width, height, title, parts):
+    edge = 16
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" xml:space="preserve">'
-        f"<title>{escape(title)}</title><style>{STYLE}{style}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-edge} {-edge} {width + 2 * edge} {height + 2 * edge}" '
+        f'role="img" xml:space="preserve"><title>{escape(title)}</title><style>{STYLE}</style>\n'
+        f'<rect x="{-edge}" y="{-edge}" width="{width + 2 * edge}" height="{height + 2 * edge}" class="page"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
@@ -52,63 +41,12 @@ def rect(x, y, width, height, kind, radius=0):
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" class="{kind}"/>'
 
 
-# -- the animation -----------------------------------------------------------------------------------------------------
-
-
-def median_run(model, idx, kv_cache):
-    """Return (ids, arrivals) of the run with the median time: the new tokens, and the seconds until each of them."""
-    runs = []
-    for _ in range(9):
-        ids, arrivals, start = [], [], time.perf_counter()
-        for block in model.stream(idx, model.config.block_size, kv_cache=kv_cache, seed=SEED):
-            ids.append(block.item())
-            arrivals.append(time.perf_counter() - start)
-        runs.append((ids, arrivals))
-    return sorted(runs, key=lambda run: run[1][-1])[4]
-
-
-def typing(model, chars):
-    """Draw two panels in which the same text is typed, with and without the cache, at the measured times."""
-    idx, slowdown = torch.tensor([[chars.index(char) for char in PROMPT]]), 10
-    runs = {kv_cache: median_run(model, idx, kv_cache) for kv_cache in (False, True)}
-    duration = slowdown * max(arrivals[-1] for _, arrivals in runs.values()) + 4  # the finished text stays for 4 s
-
-    def appear(name, seconds):
-        share = 100 * slowdown * seconds / duration
-        return (
-            f"@keyframes {name} {{ 0%, {share:.2f}% {{ fill-opacity: 0 }} "
-            f"{min(share + 0.01, 100):.2f}%, 100% {{ fill-opacity: 1 }} }}\n"
-            f"#{name} {{ animation: {name} {duration:.2f}s infinite }}\n"
-        )
-
-    parts, style, width = [], "", 470
-    for left, (kv_cache, (ids, arrivals)) in zip((0, width + 20), runs.items()):
-        side, typed = "with" if kv_cache else "without", PROMPT + "".join(chars[i] for i in ids)
-        parts.append(text(left + 16, 28, f"{side} the cache", "title"))
-        spans = [f'<tspan id="{side}{n}">{escape(char)}</tspan>' for n, char in enumerate(typed)]
-        lines = "".join("\n" if char == "\n" else span for char, span in zip(typed, spans)).split("\n")
-        for i, line in enumerate(lines):
-            parts.append(f'<text x="{left + 16}" y="{62 + 20 * i}" class="mono typed">{line}</text>')
-        ends = range(len(PROMPT), len(typed))  # a step reads the characters before the new one
-        total = f"{arrivals[-1]:.2f} s, {ends[-1] if kv_cache else sum(ends):,} positions computed per layer"
-        y = 72 + 20 * len(lines)
-        parts.append(f'<text x="{left + 16}" y="{y}" id="{side}total" class="small">{total}</text>')
-        style += "".join(appear(f"{side}{n}", seconds) for n, seconds in zip(ends, arrivals))
-        style += appear(f"{side}total", arrivals[-1])
-    height = y + 14
-    parts += [rect(left, 4, width, height - 4, "frame", 8) for left in (0.5, width + 19.5)]
-    note = f"{model.config.n_layer} layers, {model.config.n_embd} wide, on a CPU; time slowed {slowdown} times"
-    parts.append(text(width + 10, height + 22, note, "small quiet middle"))
-    style += "@media (prefers-reduced-motion: reduce) { tspan, text { animation: none !important } }\n"
-    return svg(2 * width + 20, height + 34, "The same text, typed without and with the KV cache", parts, style)
-
-
 # -- the work ----------------------------------------------------------------------------------------------------------
 
 
 def work():
     """Draw which positions each step computes: a triangle without the cache, the prompt and a diagonal with it."""
-    sequence, cell = PROMPT + "we know", 20
+    sequence, cell = PROMPT + TEXT, 20
     T, N = len(PROMPT), len(sequence)
     steps, size = range(T, N), N * cell
     parts = []
@@ -190,13 +128,9 @@ def step():
 
 
 def main():
-    Parser(__doc__).parse_args()
-    model, chars = load_model(PRETRAINED)
-    pictures = {"typing.svg": typing(model, chars), "work.svg": work(), "step.svg": step()}
-    write_atomically({HERE / name: content.encode() for name, content in pictures.items()})
-    for name, content in pictures.items():
-        print(f"{HERE / name}: {len(content) / 1e3:.0f} KB")
+    for name, content in {"work.svg": work(), "step.svg": step()}.items():
+        (HERE / name).write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

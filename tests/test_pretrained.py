@@ -1,8 +1,9 @@
 """The pretrained model that comes with the code, and the scripts that use it before any training."""
 
+import re
+import shlex
 import shutil
 from contextlib import nullcontext
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_its_val_loss_is_the_one_in_the_file():
         pytest.skip("data/ holds another text")
     model, _ = checkpoint.build_language_model()
     loss = evaluate(model, data.val, model.config.block_size, torch.device("cpu"), nullcontext())
-    assert loss == pytest.approx(checkpoint.best_val_loss, abs=1e-4) and loss < 1.48
+    assert loss == pytest.approx(checkpoint.best_val_loss, abs=1e-4) and loss < 1.45
 
 
 def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_path):
@@ -62,10 +63,8 @@ def test_export_and_bench_use_it_too(tmp_path):
     assert NOTE in result.stderr and "4/4/128/256" in result.stdout
 
 
-def test_the_animation_shows_the_text_of_the_model():
-    spans = ElementTree.parse(ROOT / "assets" / "typing.svg").iter("{http://www.w3.org/2000/svg}text")
-    typed = ["".join(span.itertext()) for span in spans if "typed" in span.get("class", "")]
-    flags = ["--prompt", "O Romeo, ", "--seed", "183", "--device", "cpu"]
-    text = ok(run(ROOT / "sample.py", "--ckpt", PRETRAINED, *flags)).stdout
-    assert typed == 2 * text.split("\n")
-    assert (ROOT / "assets" / "typing.svg").stat().st_size < 2e6
+def test_the_readme_shows_its_text():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"^python sample\.py (.*--seed .*)$", readme, flags=re.MULTILINE)[1]
+    text = ok(run(ROOT / "sample.py", *shlex.split(command), cwd=ROOT)).stdout
+    assert f"```text\n{text}\n```" in readme
