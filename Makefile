@@ -42,7 +42,7 @@ demo: compare $(DEMO)/ckpt.pt
 	@echo; echo "4 of 4: try next, for example"
 	@echo '  $(BIN)/python sample.py --prompt "O Romeo, " --explain             every shape on the way through the cache'
 	@echo '  $(BIN)/python sample.py --out_dir $(DEMO) --seed 2               another text by the new model'
-	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: two to four minutes, a better text'
+	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: two minutes or more, a better text'
 
 lint: .venv/installed
 	$(BIN)/ruff check .
