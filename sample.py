@@ -3,7 +3,7 @@
     python sample.py --prompt "O Romeo, " --kv_cache
     python sample.py --prompt "O Romeo, " --no-kv_cache            the same text without the cache
     python sample.py --prompt FILE:start.txt --verify              both, compared character by character
-    python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as this kit can
+    python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as we can
     python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
     python sample.py --engine hf --ckpt FOLDER --verify            is the cache of a model of transformers right?
 

@@ -111,7 +111,7 @@ class TrainConfig:
     """All settings of a run. The defaults here are what no preset, recipe or flag decides."""
 
     preset: str = flag("auto", ("auto", *PRESETS), "size and length of the run; auto: gpu on a GPU, else cpu")
-    recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: this kit's, or nanoGPT's")
+    recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: ours, or nanoGPT's")
     init_from: str = flag("scratch", beginning, "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
     data_dir: str | None = flag(None, path, "folder that data/prepare.py wrote", none="data, beside train.py")
     out_dir: str = flag("out", path, "folder for checkpoints and log.csv")
