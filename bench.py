@@ -301,6 +301,8 @@ def parse_args():
     add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
     args = parser.parse_args()
 
+    if not (args.variants or args.llama2c):
+        note("no llama2c row: it needs --llama2c and the folder of a clone")
     names = args.variants or [name for name in VARIANTS if name != "llama2c"]
     args.variants = [*names, "llama2c"] if args.llama2c else names
     if args.recipe and not args.shapes:

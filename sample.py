@@ -197,7 +197,7 @@ def choose_num_new(args, lengths, block_size):
         )
     most = block_size - min(lengths)
     if asked is not None and asked > most:
-        note(f"--max_new_tokens {asked} reaches past the context of {block_size}: capped at {most}")
+        note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide goes on)")
     return most if asked is None else min(asked, most)
 
 

@@ -54,8 +54,8 @@ def defaults(preset, recipe):
 # -- what you may know from nanoGPT ------------------------------------------------------------------------------------
 
 INSTEAD = {  # nanoGPT's scripts take it and ours do not: what to type instead
-    "config": "train.py has presets and recipes instead of config files: type --preset gpu --recipe nanogpt, "
-    "or on a CPU --preset nanogpt-cpu --recipe nanogpt",
+    "config": "train.py has presets and recipes instead of config files: for nanoGPT's Shakespeare type "
+    "--preset gpu --recipe nanogpt, or on a CPU --preset nanogpt-cpu --recipe nanogpt",
     "gpt2": "there is no such folder, and train.py cannot start from OpenAI's GPT-2, because its tokens are parts of "
     "words and not characters; python sample.py --engine hf --ckpt FOLDER generates with it",
     "--init_from": "name the folder of a run with --out_dir, a checkpoint with --ckpt, "
