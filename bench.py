@@ -301,8 +301,6 @@ def parse_args():
     add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
     args = parser.parse_args()
 
-    if not (args.variants or args.llama2c):
-        note("no llama2c row: it needs --llama2c and the folder of a clone")
     names = args.variants or [name for name in VARIANTS if name != "llama2c"]
     args.variants = [*names, "llama2c"] if args.llama2c else names
     if args.recipe and not args.shapes:
@@ -339,7 +337,7 @@ def main():
     if args.plot:
         write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
     print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
-    print(f"medians of {args.repeats} whole texts")
+    print(f"medians of {args.repeats} whole texts{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
 
 
 if __name__ == "__main__":
