@@ -3,7 +3,7 @@
 # make check   make test, and the slow tests
 # make fuzz    random commands, damaged files and kills, for MINUTES=30 or until something is found
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, by the python3 that has PyTorch for it
-# make web     out/web: a page that generates in the browser, from out/ckpt.pt or the model in assets
+# make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
@@ -29,7 +29,7 @@ $(DEMO)/ckpt.pt: .venv/installed $(SOURCES) | data
 	    --log_interval 100 --out_dir $(DEMO)
 
 compare: .venv/installed
-	@echo; echo "1 of 4: the same prompt without and with the KV cache, by the model in assets/shakespeare.pt"
+	@echo; echo "1 of 4: the same prompt without and with the KV cache, by the pretrained model, assets/shakespeare.pt"
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --no-kv_cache
 	@echo
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --kv_cache --verify
@@ -42,7 +42,7 @@ demo: compare $(DEMO)/ckpt.pt
 	@echo; echo "4 of 4: try next, for example"
 	@echo '  $(BIN)/python sample.py --prompt "O Romeo, " --explain             every shape on the way through the cache'
 	@echo '  $(BIN)/python sample.py --out_dir $(DEMO) --seed 2               another text by the new model'
-	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: two to four minutes, a better text'
+	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: two minutes or more, a better text'
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -56,7 +56,7 @@ test: lint
 
 check: test
 	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
-	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: some readers are not tested"
+	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: test_hub.py skips a part"
 	$(PYTEST) -m slow --dist loadfile # a file's tests share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) tests/test_gpu.py
 

@@ -3,10 +3,10 @@
     python bench.py                                     the model in out, or else the pretrained one
     python bench.py --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python bench.py --shapes 6/8/256/256 --batch 16     random weights; a shape is layers/heads/width/context
-    python bench.py --busy                              the kit's rows again while train.py runs in another process
+    python bench.py --busy                              our rows once more, while train.py runs in another process
 
 Every variant writes whole texts, from one token to the end of the context. After a warm-up the variants take turns,
---repeats times, and the figures are medians. The kit's variants must give the tokens of a forward without a cache, or
+--repeats times, and the figures are medians. Our own variants must give the tokens of a forward without a cache, or
 bench.py fails. A variant that cannot run here is left out, and a line says why.
 """
 
@@ -134,7 +134,7 @@ def timed(run, idx, steps, seed):
 
 
 def measure(runs, idx, steps, repeats):
-    """Return {name: what `timed` gives for the seeds 0, 1, ..}. The speed of a machine changes, so we take turns."""
+    """Return {name: what `timed` gives for the seeds 0, 1, ..}. A machine's speed changes, so they take turns."""
     results = {name: [] for name in runs}
     for seed in range(repeats):
         for name, run in runs.items():
@@ -144,7 +144,7 @@ def measure(runs, idx, steps, repeats):
 
 @contextmanager
 def training_beside():
-    """Train a model in another process inside the block, by train.py as a user would start it, on data/sample.txt."""
+    """Train on data/sample.txt in another process while the block runs, by train.py as a user would start it."""
     here, endless = Path(__file__).resolve().parent, str(10**9)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prepare = [sys.executable, "data/prepare.py", "--input", "data/sample.txt", "--data_dir", folder]
@@ -224,7 +224,7 @@ def figures(results, T):
         position = T + timing.sizes[0]
         for began, ended, size in zip(timing.times, timing.times[1:], timing.sizes[1:]):
             position += size
-            times[round(position)].append(1e3 * (ended - began) / size)  # of rows with guesses, the mean
+            times[round(position)].append(1e3 * (ended - began) / size)  # with guesses, position is a mean over rows
     summaries = [timing.summary(new.numel()) for timing, new in results]
     medians = {key: statistics.median(each[key] for each in summaries) for key in summaries[0]}
     return medians | dict(ms_per_token={position: statistics.median(times[position]) for position in sorted(times)})
@@ -237,7 +237,7 @@ def table(rows):
     """Return the rows as aligned text. A column in which no row has a value is left out."""
     columns = {key: column for key, column in COLUMNS.items() if any(row.get(key) for row in rows)}
     lines = [[title for title, _ in columns.values()]]
-    for row in rows:  # a text that comes as one block has no time between blocks, but 0
+    for row in rows:  # a text that comes as one block has 0 for the times between blocks, so we show none
         lines.append([form.format(row[key]) if row.get(key) else "" for key, (_, form) in columns.items()])
     return aligned(lines, num_left=2)
 
@@ -295,7 +295,7 @@ def parse_args():
     add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c, too: a clone of its repository")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
-    add("--busy", action="store_true", help="measure this kit's variants again beside a training")
+    add("--busy", action="store_true", help="measure our variants again while a training runs")
     add("--device", default="auto", help="cpu, cuda; auto: cuda where there is one (default: auto)")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
@@ -327,7 +327,7 @@ def main():
     args = parse_args()
     with one_line_errors():
         device = pick_device(args.device)
-        found = list(models(args))  # reads every file before the first minutes pass
+        found = list(models(args))  # reads every file now, so that a bad one costs no minutes
 
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is the newline of most texts
     measured = [bench(file, model.to(device), ngrams, idx, args) for file, model, ngrams in found]
@@ -337,7 +337,7 @@ def main():
     if args.plot:
         write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
     print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
-    print(f"medians of {args.repeats} whole texts")
+    print(f"medians of {args.repeats} whole texts{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main():
         model, chars = checkpoint.build_language_model()
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # the lock stands beside the folder, because people publish all that is in it
+    # the lock is beside the folder and not in it, because people publish all that is in there
     with lock_folder(folder.parent, f".{args.format}.lock"):
         if args.format == "onnx":
             from kvgpt.export.onnx import export_onnx

@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 # In a new process, PyTorch with Intel's MKL may compute these with few correct digits if the first call runs on several
-# threads (pytorch issue 188792). The first call of each is therefore here, on one number.
+# threads (pytorch issue 188792). So we make the first call of each here, on one number.
 for function in (torch.cos, torch.sin, torch.log, torch.log1p):
     function(torch.ones(1))
 
@@ -120,7 +120,7 @@ class KVCache:
     lengths  filled slots per row, as Python integers, so that no step has to wait for a GPU; [] is an empty cache
     owner    the generation that fills the cache; None for somebody who calls GPT.forward by hand
 
-    These are plain attributes and no buffers, so no state_dict holds them and DDP does not broadcast them.
+    They are plain attributes and not buffers, so that they stay out of state_dict and DDP does not broadcast them.
     """
 
     lock = threading.RLock()  # one for all caches, because a lock cannot be copied with its model
@@ -158,8 +158,8 @@ class KVCache:
         if held is None or (len(held), held.dtype, held.device) != (B, k.dtype, k.device):
             if t > T:
                 raise ValueError(f"the cache holds no keys in {k.dtype} on {k.device} for this batch: prefill again")
-            # The full length at once, because growing with torch.cat would copy the cache at every step. Zeros, because
-            # a masked slot has a weight of 0, and 0 times a NaN of torch.empty is NaN.
+            # We allocate the full length at once, because growing with torch.cat would copy the cache at every step. It
+            # begins as zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
             shape = (2, self.n_layer, B, nkv, self.block_size, hs)
             with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
                 key, value = torch.zeros(shape, dtype=k.dtype, device=k.device)
@@ -257,7 +257,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation. SwiGLU has three matrices of 2/3 the width, so as many parameters."""
+    """Two matrices around an activation. SwiGLU needs a third, so each gets 2/3 of the width: as many parameters."""
 
     def __init__(self, config):
         super().__init__()
@@ -344,8 +344,8 @@ class GPT(nn.Module):
             sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
             self.rope = torch.stack((angle.cos(), angle.sin() * sign))
 
-    # Changed weights must never meet old keys. These three are the ways in which weights change or move: training,
-    # loading, and to(), half() or cuda(), which all call _apply.
+    # Changed weights must never meet old keys. So we empty the cache wherever weights change or move: when training
+    # begins, when weights are loaded, and in _apply, which to(), half() and cuda() all call.
 
     def train(self, mode=True):
         if mode:
@@ -387,7 +387,7 @@ class GPT(nn.Module):
         return logits, loss
 
     def hidden_states(self, idx, pos=None):
-        """Return `(B, T, C)`, the network without its head. pos is trusted, and so are the cache's lengths."""
+        """Return `(B, T, C)`: all of the network but lm_head. We trust the caller with pos and the cache's lengths."""
         if pos is None and not 1 <= idx.size(1) <= self.config.block_size:
             raise ValueError(f"{idx.size(1)} positions; this model takes 1 to {self.config.block_size} (block_size)")
         places = torch.arange(idx.size(1), device=idx.device)[None] if pos is None else pos  # (1 or B, T)
@@ -466,8 +466,8 @@ class GPT(nn.Module):
             return self.unembed(self.hidden_states(tokens[:, start:end])[:, -1])
         B = len(tokens)
         with self.cache.step(owner):
-            # Decode feeds the newest token. Prefill feeds the whole context: in the first step, after the context has
-            # moved, and after somebody else has used the cache.
+            # A decode step feeds the newest token alone. We prefill, which feeds the whole context, in the first step,
+            # after the context has moved, and after somebody else has used the cache.
             decodes = self.cache.lengths == [end - 1 - start] * B
             first = end - 1 if decodes else start
             pos = torch.arange(first - start, end - start, device=tokens.device).expand(B, -1)
@@ -617,9 +617,9 @@ def gumbel_noise(seed, samples, steps, vocab_size):
     seed     an integer, or a pair of tensors: its low and its high 32 bits
     samples  (B,) int64
     steps    (S,) int64 for all rows, or (B, S)
-    The noise is a hash of (seed, sample, step, token id) and nothing else. So a token depends on its logits and these
-    four numbers, and every way to decode picks the same one. The hash applies the 32-bit finalizer "lowbias32" of
-    Chris Wellons to one counter after the other.
+    The noise is a hash of (seed, sample, step, token id) and nothing else. So every way to decode draws the same noise,
+    and picks the same token from the same logits. The hash applies the 32-bit finalizer "lowbias32" of Chris Wellons to
+    one counter after the other.
     """
     low32 = 0xFFFFFFFF
 

@@ -3,7 +3,7 @@
     python sample.py --prompt "O Romeo, " --kv_cache
     python sample.py --prompt "O Romeo, " --no-kv_cache            the same text without the cache
     python sample.py --prompt FILE:start.txt --verify              both, compared character by character
-    python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as this kit can
+    python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as we can
     python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
     python sample.py --engine hf --ckpt FOLDER --verify            is the cache of a model of transformers right?
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
+from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.cores import share_cores
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
@@ -27,6 +27,7 @@ from kvgpt.decoding.explain import explain
 from kvgpt.decoding.stop import cut_at_stop, num_undecided
 from kvgpt.decoding.timing import Timing, report
 from kvgpt.decoding.verify import verify
+from kvgpt.recipes import parse_with_hints
 from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 from model import Sampling
 
@@ -40,6 +41,7 @@ def parse_args(argv=None):
     add, count = parser.add_argument, number(int, f"[1, {2**31})")
     # text and cache
     add("--prompt", action="append", help="text to continue, or FILE:path; repeat it for a batch (default: a newline)")
+    add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name of --prompt")
     add(
         "--kv_cache",
         action=argparse.BooleanOptionalAction,
@@ -74,7 +76,8 @@ def parse_args(argv=None):
     add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="per prompt (default: 1)")
     # speed
     add("--draft", choices=("ngram",), help="guess the next characters from n-grams and check them in one forward")
-    add("--compile", action="store_true", help="decode by the step in C, which takes a second to compile")
+    compile_help = "decode by the step in C, which takes a second to compile (default: False)"
+    add("--compile", type=boolean, nargs="?", const=True, default=False, metavar="True|False", help=compile_help)
     add(
         "--engine",
         choices=("torch", "onnx", "hf"),
@@ -91,7 +94,7 @@ def parse_args(argv=None):
     # checks
     add("--verify", action="store_true", help="also generate the other way, with or without the cache, and compare")
     add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
-    args = parser.parse_args(argv)
+    args = parse_with_hints(parser, argv)
     args.stop = args.stop or []
     refuse_conflicts(args, parser.error)
     return args
@@ -194,7 +197,7 @@ def choose_num_new(args, lengths, block_size):
         )
     most = block_size - min(lengths)
     if asked is not None and asked > most:
-        note(f"--max_new_tokens {asked} reaches past the context of {block_size}: capped at {most}")
+        note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide goes on)")
     return most if asked is None else min(asked, most)
 
 

@@ -181,7 +181,7 @@ def train(config, data, state, ranks, run, meter, signals):
 
 
 def sample(config, data, state):
-    """Return a text of 300 new characters, or as many as fit the context. It changes no step of the run."""
+    """Return a text of 300 new characters, or as many as fit the context. The run goes on as if we had not asked."""
     newline = torch.full((1, 1), max(data.chars.find("\n"), 0), device=state.device)
     ids = state.model.generate(newline, 300, seed=config.seed)[0]
     return "".join(data.chars[i] for i in ids.tolist())
@@ -219,7 +219,7 @@ def load_text(config, source, run):
 
 
 def setup(flags, ranks, run):
-    """Return (config, data, state) of the run that the flags describe, with one line for the user in a ValueError."""
+    """Return (config, data, state) of the run that the flags describe. Raises ValueError with one line for the user."""
     # settings
     source = load_source(flags.get("init_from", TrainConfig.init_from), ranks, run)
     on_gpu = ranks.pick_device(flags.get("device", TrainConfig.device)).type == "cuda"

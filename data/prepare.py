@@ -37,7 +37,7 @@ TIMEOUT = 30  # seconds to connect, and between two pieces of the answer
 def download(url):
     """Return the bytes at `url`. Tiny Shakespeare must have the hash that we know.
 
-    Raises an OSError, as all errors of requests are, or ValueError for something else than the text.
+    Raises an OSError, as all errors of requests are, or ValueError if something else than the text came back.
     """
     with requests.get(url, stream=True, timeout=TIMEOUT) as response:
         response.raise_for_status()

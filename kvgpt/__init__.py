@@ -4,7 +4,7 @@ cli.py         the command line: parser, argument types, one-line errors, signal
 cores.py       how our threads share a busy machine
 recipes.py     the settings of train.py, and its presets and recipes
 checkpoint.py  read and write a model; files.py writes any file whole, vocabulary.py turns text into ids
-peers.py       what bench.py measures beside the kit
+peers.py       what bench.py compares us with
 decoding/      guesses, the step in C, stop texts, comparison, timing, --explain
 engines/       ONNX Runtime and transformers, run by the loop of model.py
 export/        what export.py writes, and the checks of it

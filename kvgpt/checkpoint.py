@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 
 @dataclass
 class Checkpoint:
-    """What is in a checkpoint file, of this kit or of nanoGPT, or in a Hugging Face folder.
+    """What is in a checkpoint file, ours or nanoGPT's, or in a Hugging Face folder.
 
     weights        the state_dict of a GPT
     model_args     the fields of GPTConfig
@@ -70,7 +70,7 @@ def save_checkpoint(path, content):
 
 
 def load_checkpoint(path, meta=None):
-    """Read a checkpoint of this kit or of nanoGPT, without running code that it may contain.
+    """Read a checkpoint, ours or nanoGPT's, without running code that it may contain.
 
     meta  the meta.pkl that belongs to a nanoGPT checkpoint
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
@@ -126,7 +126,7 @@ def load_model(path, meta=None):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values. A pickle runs code through the classes and functions that it names."""
+    """Unpickles plain values only, because a pickle runs code through the classes and functions that it names."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a meta.pkl needs plain values only")

@@ -150,7 +150,7 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    if not torchrun_ranks():  # which sends SIGTERM, and no handler runs while a process waits inside a library
+    if not torchrun_ranks():  # torchrun sends SIGTERM, and no handler of ours runs while a process waits in a library
         handle_signals(leave)
     try:
         main()
@@ -183,7 +183,7 @@ def handle_signals(handler):
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM and a lost terminal as a wish that train.py can grant after its present step.
+    """Notes Ctrl-C, SIGTERM and a lost terminal, so that train.py can finish its present step before it stops.
 
     received  the number of the first signal, or 0
     A second Ctrl-C ends the process at once. A second SIGTERM or SIGHUP doesn't, because `timeout` and a terminal that

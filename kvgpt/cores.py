@@ -1,12 +1,12 @@
 """How our threads share a busy machine: small steps run on one thread, and threads that wait for others may sleep.
 
 On Linux PyTorch divides an operation among threads by GNU OpenMP. A thread that is done early spins: it asks 300,000
-times whether the others are done, and sleeps only then. That is fastest while every thread has a core. Beside another
-busy process it keeps the core from the very thread that all wait for, and two runs side by side drop to a hundredth.
+times whether the others are done, and sleeps only then. That is fastest while every thread has a core. But beside
+another busy process it keeps the core from the very thread that all wait for, so two runs at once are 100 times slower.
 
 The number of spins cannot be changed after torch is imported. But GNU OpenMP itself spins only 100 times while it has
-more threads than there are cores, so we add some that do nothing. No sum changes, and the weights stay the same to the
-bit.
+more threads than there are cores, so we add some that do nothing. They take no part in any sum, so the weights stay the
+same to the bit.
 """
 
 import math
@@ -17,9 +17,9 @@ from threading import Event, Thread
 
 import torch
 
-SMALL_STEP = 2**22  # multiply-adds; in fewer a second thread gains nothing
+SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
 INTERVAL = 0.1  # seconds between two looks at the machine
-BUSY = 0.1  # share of the time in which our threads could run, but waited for a core; 0.001 alone on the machine
+BUSY = 0.1  # share of their time that our threads wait for a core; it is 0.001 when we are alone on the machine
 
 
 def num_threads(multiply_adds):
@@ -81,7 +81,7 @@ def scheduled():
 
 
 def num_holders(num_threads, cores):
-    """Return how many sets of num_threads - 1 more threads GNU OpenMP needs to have more threads than cores."""
+    """Return how many more sets of num_threads - 1 threads give GNU OpenMP more threads than there are cores."""
     return (cores - num_threads) // (num_threads - 1) + 1 if 1 < num_threads <= cores else 0
 
 

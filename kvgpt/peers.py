@@ -1,4 +1,4 @@
-"""What bench.py measures beside the kit: transformers and llama2.c."""
+"""What bench.py compares us with: transformers and llama2.c."""
 
 import ctypes
 import subprocess
@@ -24,7 +24,7 @@ def transformers_run(model):
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)
-    with torch.no_grad():  # the class knows the networks of this kit, but not what you make of model.py
+    with torch.no_grad():  # the class knows our networks, but not what you make of model.py
         idx = torch.arange(model.config.block_size, device=hf.device)[None] % model.config.vocab_size
         if not torch.allclose(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3):
             raise ValueError("transformers' class computes another network than this model.py")
@@ -72,7 +72,7 @@ void run(int *tokens, int length, int threads) {
 
 
 def llama2c_run(config, folder):
-    """Return run(idx, max_new_tokens, seed, record) of llama2.c, for one token. It records the whole text as one block.
+    """Return llama2.c's run(idx, max_new_tokens, seed, record): it continues one token, and records a single block.
 
     llama2.c computes another network, with RMSNorm and interleaved rotary positions, so we give it random weights and
     an MLP that makes its parameters as many as those of `config`. Raises ValueError without a clone of it in `folder`.

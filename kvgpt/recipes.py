@@ -3,6 +3,7 @@
 import argparse
 import textwrap
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from kvgpt.cli import Parser, boolean, number, path
 from model import GPTConfig
@@ -50,6 +51,47 @@ def defaults(preset, recipe):
     return RECIPES[recipe] | PRESETS[preset] | OVERRIDES.get((preset, recipe), {})
 
 
+# -- what you may know from nanoGPT ------------------------------------------------------------------------------------
+
+INSTEAD = {  # nanoGPT's scripts take it and ours do not: what to type instead
+    "config": "train.py has presets and recipes instead of config files: for nanoGPT's Shakespeare type "
+    "--preset gpu --recipe nanogpt, or on a CPU --preset nanogpt-cpu --recipe nanogpt",
+    "gpt2": "there is no such folder, and train.py cannot start from OpenAI's GPT-2, because its tokens are parts of "
+    "words and not characters; python sample.py --engine hf --ckpt FOLDER generates with it",
+    "--init_from": "name the folder of a run with --out_dir, a checkpoint with --ckpt, "
+    "and a folder that has GPT-2 with --engine hf --ckpt FOLDER",
+    "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
+    "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
+    "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
+    "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
+    "--decay_lr": "leave it out, or for a constant learning rate give --min_lr the value of --learning_rate",
+    "--backend": "leave it out: several processes take nccl on GPUs and gloo on CPUs",
+}
+INSTEAD |= dict.fromkeys(
+    ("--wandb_log", "--wandb_project", "--wandb_run_name"),
+    "leave it out: log.csv in --out_dir has the curves, and --plot draws them",
+)
+
+
+def parse_with_hints(parser, argv):
+    """Return the parser's arguments. A word that nanoGPT takes ends the script with what to type instead."""
+    args, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        name = "config" if word.endswith(".py") else word.partition("=")[0]
+        if name in INSTEAD:
+            parser.error(f"{word}: {INSTEAD[name]}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def beginning(text):
+    """An argparse type: where a run begins. The names of OpenAI's models are folders here, if anything."""
+    if text.startswith("gpt2") and not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text}: {INSTEAD['gpt2']}")
+    return path(text)
+
+
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
@@ -69,8 +111,8 @@ class TrainConfig:
     """All settings of a run. The defaults here are what no preset, recipe or flag decides."""
 
     preset: str = flag("auto", ("auto", *PRESETS), "size and length of the run; auto: gpu on a GPU, else cpu")
-    recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: this kit's, or nanoGPT's")
-    init_from: str = flag("scratch", path, "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
+    recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: ours, or nanoGPT's")
+    init_from: str = flag("scratch", beginning, "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
     data_dir: str | None = flag(None, path, "folder that data/prepare.py wrote", none="data, beside train.py")
     out_dir: str = flag("out", path, "folder for checkpoints and log.csv")
     eval_interval: int = flag(250, positive, "steps between evaluations on the whole val split")
@@ -145,7 +187,7 @@ CHOSEN = {name for settings in (*PRESETS.values(), *RECIPES.values(), *OVERRIDES
 
 def parse_flags(description, argv=None):
     """Return {name: value} of the flags that were given. resolve_config fills in the others."""
-    return vars(make_parser(description).parse_args(argv))
+    return vars(parse_with_hints(make_parser(description), argv))
 
 
 def make_parser(description):

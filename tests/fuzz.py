@@ -1,11 +1,11 @@
-"""Random commands in a folder of their own: prepare, train, resume, sample, damage and kills. Linux.
+"""Random commands in a folder of their own: prepare, train, resume, sample, damage and kills. Needs Linux.
 
 python tests/fuzz.py --minutes 30          `make fuzz` does this
-python tests/fuzz.py --seed 7 --calls 1    a call again
+python tests/fuzz.py --seed 7 --calls 1    one call again
 
 The rule: a command ends with exit code 0 and the right result, or with one line on stderr and every file as it was. A
-sampled text is the one of the plain loop without a cache, up to near-ties. After a kill no file is lost, and the same
-command again ends as it would have at once.
+sampled text is the one of the plain loop without a cache, up to near-ties. After a kill no file is lost, and if we
+run the command again it ends as it would have without the kill.
 """
 
 import argparse
@@ -105,7 +105,7 @@ class World:
         self.original, self.folder, self.known = Path(folder) / "world", Path(folder) / "call", {}
         self.original.mkdir()
         text = (ROOT / "data" / "sample.txt").read_text(encoding="utf-8")
-        (self.original / "text").write_text(text[:3000][::-1], encoding="utf-8")  # another one than that of the run
+        (self.original / "text").write_text(text[:3000][::-1], encoding="utf-8")  # not the text of the run
         source = str(ROOT / "data" / "sample.txt")
         for command in (["data/prepare.py", "--input", source, "--data_dir", "data"], [*TRAIN, "--out_dir", "out"]):
             code, _, err = run(command, self.original)

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 OUT = ROOT / "out" / "gpu"
-LINES = 40  # of a part's output in the report, its last ones
+LINES = 40  # the report shows so many from the end of a part's output
 
 BENCH = ["bench.py", "--device", DEVICE, "--repeats", "3", "--variants", "uncached", "eager", "hf"]
 SHAPES = ["--shapes", "4/4/128/256", "6/6/384/256", "12/12/768/1024"]
@@ -65,7 +65,7 @@ def main():
     if not (ROOT / "data" / "train.bin").exists():
         subprocess.run([sys.executable, ROOT / "data" / "prepare.py"], check=True)
 
-    report, outcomes = f"# The kit on a GPU\n\n{machine()}\n", []
+    report, outcomes = f"# kvGPT on a GPU\n\n{machine()}\n", []
     for name, (share, command) in PARTS.items():
         print(f"{name}: at most {share * args.minutes * 60:.0f} s ..", flush=True)
         began, log = time.perf_counter(), OUT / f"{name}.log"

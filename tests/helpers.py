@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Windows lacks the signals and terminals of Unix. It reports other errors for the same bad path, and it cannot replace
 # or remove an open file. Packages of torch for Windows have lacked libuv, which torchrun needs.
-# macOS has no /proc and no /dev/full. Its file names are UTF-8.
+# macOS has no /proc and no /dev/full, and its file names are UTF-8.
 unix = pytest.mark.skipif(os.name == "nt", reason="needs Unix: signals, terminals, file system errors or torchrun")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, /dev/full or file names of any bytes")
 
@@ -57,7 +57,7 @@ def ok(result):
 
 
 def assert_one_line(result, *words, code=None):
-    """A user's mistake: an exit code that is not 0, nothing else, and one line on stderr that has the `words`."""
+    """Assert a user's mistake: an exit code other than 0, and nothing on stderr but one line that has the `words`."""
     assert result.returncode != 0 if code is None else result.returncode == code, (result.returncode, result.stderr)
     assert "Traceback" not in result.stderr, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
@@ -176,7 +176,7 @@ def assert_same_run(a, b):
 
 
 def assert_refused(out_dir, *flags, words=()):
-    """A resume that ends in one line and an exit code that is not 0, and changes nothing."""
+    """Assert that a resume ends in one line and an exit code other than 0, and changes no file."""
     before = contents(out_dir) if out_dir.exists() else None
     result = here("--init_from", "resume", "--out_dir", out_dir, "--max_iters", 61, *flags)
     assert_one_line(result, *words)
@@ -185,7 +185,7 @@ def assert_refused(out_dir, *flags, words=()):
 
 
 def plain_val_loss(model, ids, block_size):
-    """The mean over all characters but the first, in double precision, of windows that are taken one by one."""
+    """The mean loss over all characters but the first, in double precision, one window after the other."""
     losses = []
     for begin in range(0, len(ids) - 1, block_size):
         window = torch.tensor(ids[begin : begin + block_size + 1].tolist())
@@ -322,7 +322,7 @@ POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 
 
 def tiny(**network):
-    """A random_model model of SIZE, with the characters CHARS."""
+    """A random_model of SIZE, whose tokens are the characters CHARS."""
     return random_model(GPTConfig(**(SIZE | network)))
 
 

@@ -1,6 +1,6 @@
 """What the model must compute, written out plainly: no batch, no cache, no library call that hides the mathematics.
 
-Nothing here imports the kit. All of it is in float64.
+Nothing here imports our own code, and all of it is in float64.
 """
 
 import math

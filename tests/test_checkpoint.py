@@ -1,4 +1,4 @@
-"""Checkpoints of this kit and of nanoGPT: equal to the bit after a round trip, or not loaded."""
+"""Our checkpoints and nanoGPT's: equal to the bit after a round trip, or not loaded."""
 
 import math
 import pickle
@@ -58,7 +58,7 @@ def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
 @given(place=st.integers(0, len(WHOLE) - 1), change=st.integers(1, 255) | st.just("cut"))
 @example(place=len(WHOLE) - 1, change="cut")
 def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, place, change):
-    """torch.load alone would take another weight, count or setting as it comes."""
+    """torch.load alone would take a changed weight, count or setting as it comes."""
     path, damaged = tmp_path_factory.mktemp("damaged") / "ckpt.pt", bytearray(WHOLE)
     if change == "cut":
         del damaged[place:]

@@ -139,7 +139,7 @@ def test_a_bug_keeps_its_traceback(error, script):
 @linux
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "on the way"])
 def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one_line(lines, script):
-    """As in `sample.py | head -1`. Short output fails only when it is flushed at the end."""
+    """As in `sample.py | head -1`, where short output fails only when it is flushed at the end."""
     prints = [f"for i in range({lines}):", "    print(i)"]
     with open("/dev/full", "wb") as full:
         assert_fails(script(*prints, stdout=full), "[Errno 28] No space left on device")

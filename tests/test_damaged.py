@@ -65,7 +65,7 @@ class Bomb:
 
 
 def bytes_of(name, content):
-    """Other bytes, or what a function of the path that hostile code would write to makes."""
+    """Other bytes; `content` may be a function that makes them, given the path that hostile code would write to."""
     return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
 
 

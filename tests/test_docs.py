@@ -116,6 +116,20 @@ def test_its_excerpts_are_in_the_model(file):
             assert line.split("  # ")[0].strip() in lines, line
 
 
+def test_the_code_map_counts_lines():
+    """A count may be old by a twentieth, because not every commit should have to change the README."""
+    rows = re.findall(r"^ *([\w/]+(?:/|\.py)) +([\d,]+) ", read(ROOT / "README.md"), flags=re.MULTILINE)
+    assert len(rows) > 10
+    for name, count in rows:
+        path = next(path for path in (ROOT / name, ROOT / "kvgpt" / name) if path.exists())
+        files = [path] if path.is_file() else path.glob("*" if name == "kvgpt/" else "**/*")
+        kinds = {".py", ".c", ".js", ".css", ".html", ".mjs"}
+        lines = sum(
+            len(read(file).splitlines()) for file in files if file.suffix in kinds and "node_modules" not in file.parts
+        )
+        assert abs(int(count.replace(",", "")) - lines) <= lines / 20, (name, lines)
+
+
 # -- the commands run --------------------------------------------------------------------------------------------------
 
 # A training of minutes becomes one of seconds, on a text that is here. What pip and make would install is here, too.

@@ -104,7 +104,7 @@ def test_a_tree_fits_its_checksums_only_if_it_is_wholly_old_or_new(kills, faults
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
 def test_a_save_that_ends_at_any_write_leaves_checkpoints_to_go_on_from(kills, faults, data_dir, tmp_path):
-    """Every write of log.csv, ckpt.pt and last.pt in turn, until a run has no more of them."""
+    """We fail every write of log.csv, ckpt.pt and last.pt in turn, until a run has no more of them."""
     flags = [*STATEFUL, "--lr_decay_iters", 6, "--log_interval", 2, "--eval_interval", 2, "--data_dir", data_dir]
     ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
     ok(here(*flags, "--max_iters", 4, "--out_dir", tmp_path / "half"))

@@ -25,9 +25,9 @@ from oracles import per_head_logits
 
 
 def per_head_generate(model, row, steps, sample, seed, temperature=1.0, top_k=None, top_p=None):
-    """One row's tokens from per_head_logits and an own reading of the sampling rule: argmax(probs / Exp(1) noise).
+    """One row's tokens from per_head_logits and the sampling rule in other words: argmax(probs / Exp(1) noise).
 
-    It knows of no cache. Beyond the context it goes on from the newest half, whenever the context has run over.
+    It knows of no cache. Whenever the context has run over, it goes on from the newest half.
     """
     tokens, context = list(row), list(row)
     for step in range(steps):
@@ -138,7 +138,7 @@ def test_going_back_forgets_what_came_after(model, length, back, redo):
 @settings(max_examples=80)
 @given(a_model, st.integers(1, 10), st.sampled_from([1, 3]), a_filter, a_seed, st.data())
 def test_whatever_happens_between_two_steps_changes_no_token(model, length, batch, filters, seed, data):
-    """An evaluation, eval-train-eval, a cleared cache, a foreign cached call, another generation, live or abandoned."""
+    """An evaluation, eval-train-eval, a cleared cache, somebody's cached call, a generation running or abandoned."""
     idx = prompts(batch, length)
     expected = model.generate(idx, CONTEXT, seed=seed, kv_cache=False, **filters)
     others = [model.stream(prompts(2, 3, s), CONTEXT, seed=s) for s in range(2)]
@@ -266,7 +266,7 @@ def test_modules_in_a_mode_of_their_own_keep_it_and_the_caches_work_the_same():
 
 @pytest.mark.parametrize("kind", [dict(), dict(pos_emb="rope"), dict(pos_emb="rope", n_kv_head=2)], ids=str)
 def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cache_filled_anew(kind):
-    """Rotation and norms give float32 under autocast. A float32 cache would cost twice the memory."""
+    """Rotation and norms give float32 under autocast, but a float32 cache would cost twice the memory."""
     model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
     text, steps, held = prompts(2, 5), CONTEXT - 5, []
     with torch.autocast("cpu", torch.bfloat16):
@@ -409,7 +409,7 @@ def test_each_of_two_generations_takes_the_cache_and_gives_it_back(model):
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):
-    """Each step holds the cache, so another thread cannot write between the look at its lengths and the forward."""
+    """Each step locks the cache, so another thread cannot write between the look at its lengths and the forward."""
     jobs = [(prompts(2, 3, seed), seed) for seed in range(8)]
     expected = [model.generate(idx, CONTEXT, seed=seed, kv_cache=False) for idx, seed in jobs]
     with ThreadPoolExecutor(4) as pool:

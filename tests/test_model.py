@@ -97,7 +97,7 @@ def test_rope_needs_pairs():
 
 
 def test_the_defaults_are_gpt2():
-    """A preset of ours must never leak into the defaults: old model_args dicts name only nanoGPT's seven fields."""
+    """A preset of ours must never leak into the defaults, because nanoGPT's model_args have only seven fields."""
     args = dict(n_layer=1, n_head=2, n_embd=8, block_size=4, bias=True, vocab_size=5, dropout=0.0)
     keys = set(GPT(GPTConfig(**args)).state_dict())
     block = "ln_1.weight ln_1.bias attn.c_attn.weight attn.c_attn.bias attn.c_proj.weight attn.c_proj.bias ln_2.weight"
@@ -255,7 +255,7 @@ def test_an_impossible_pos_is_refused(pos, message):
 
 
 def test_a_prefill_without_pos_leaves_nothing_to_decode_from():
-    """The order of calls of one write-up: prefill by a plain forward, decode with pos. It must not pass unnoticed."""
+    """It is tempting to prefill by a plain forward and decode with pos. That is an error, and not a wrong text."""
     model = random_model(GPTConfig(**SHAPE))
     model(torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match="prefill first"):
@@ -297,7 +297,7 @@ OWN_LENGTHS = [[range(0, 5), range(0, 5)], [[5], [3]], [range(6, 9), range(4, 7)
 @pytest.mark.parametrize("places", [SAME_LENGTH, OWN_LENGTHS], ids=["one length", "two lengths"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_layer_computes_what_its_heads_compute_one_by_one(kind, places):
-    """Head.forward is the version to read, but the layer never calls it. The two could drift apart unnoticed.
+    """Head.forward is the version to read, but the layer never calls it, so the two could drift apart unnoticed.
 
     Covers prefill, decode step and chunk in every layer. The weights are compared with a softmax in float64.
     """

@@ -201,7 +201,7 @@ def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path
 
 
 def test_what_is_not_the_corpus_is_not_taken_for_it(call, server, tmp_path):
-    """The figures of the README would be those of another text."""
+    """Otherwise the figures of the README would be those of another text."""
     server.answer = 200, {}, BODY[:-1] + b"!"
     result = ok(call("--data_dir", tmp_path, CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()))
     assert "are not tiny Shakespeare" in result.stderr

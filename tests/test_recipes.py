@@ -10,19 +10,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import here, load, log, ok
+from helpers import ROOT, here, load, log, ok
 from kvgpt.checkpoint import Checkpoint
-from kvgpt.recipes import FLAGS, OVERRIDES, PRESETS, RECIPES, TrainConfig, make_parser, parse_flags, resolve_config
+from kvgpt.recipes import (
+    FLAGS,
+    INSTEAD,
+    OVERRIDES,
+    PRESETS,
+    RECIPES,
+    TrainConfig,
+    make_parser,
+    parse_flags,
+    resolve_config,
+)
 from model import GPT, GPTConfig
 
 NANOGPT = """out_dir eval_interval log_interval init_from gradient_accumulation_steps batch_size block_size n_layer
 n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip warmup_iters lr_decay_iters min_lr
 device dtype compile""".split()  # the settings of nanoGPT's train.py that mean something here
+NANOGPT_ONLY = """dataset eval_iters eval_only always_save_checkpoint decay_lr backend wandb_log wandb_project
+wandb_run_name""".split()  # and the others
 
 
-def test_nanogpts_settings_are_flags_of_the_same_names():
+def test_nanogpts_settings_are_flags_of_the_same_names_or_have_a_hint():
     text = make_parser("").format_help()  # which fails on a stray % in a help text
     assert not [name for name in NANOGPT if f"--{name} " not in text]
+    assert not [name for name in NANOGPT_ONLY if f"--{name} " in text or f"--{name}" not in INSTEAD]
+
+
+def test_a_hint_names_flags_that_exist():
+    known = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert not [flag for flag in re.findall(r"--\w+", " ".join(INSTEAD.values())) if f"  {flag} " not in known]
+
+
+def test_a_folder_of_yours_may_begin_like_openais_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2-mine").mkdir()
+    assert parse_flags("", ["--init_from", "gpt2-mine"]) == {"init_from": "gpt2-mine"}
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,20 @@ def test_an_empty_prompt_starts_from_a_newline_and_says_so(trained):
     assert "prompt is empty" in result.stderr
 
 
-def test_a_prompt_from_a_file(trained, tmp_path):
+@pytest.mark.parametrize("flag", ["--prompt", "--start"])
+def test_a_prompt_from_a_file(flag, trained, tmp_path):
     (tmp_path / "p.txt").write_bytes(PROMPT.encode())
-    result = sample(trained, "--prompt", f"FILE:{tmp_path / 'p.txt'}")
+    result = sample(trained, flag, f"FILE:{tmp_path / 'p.txt'}")
     assert result.stdout == texts_of(trained, PROMPT, 100)[0]
+
+
+def test_the_flags_of_nanogpts_sample_py_work(trained):
+    """The folder of the run and the device are those of `sample`."""
+    flags = "--num_samples=3 --max_new_tokens=15 --temperature=0.7 --top_k=200 --seed=5 --dtype=float32 --compile=False"
+    result = ok(sample(trained, f"--start={PROMPT}", *flags.split()))
+    expected = texts_of(trained, PROMPT, 15, rows=3, temperature=0.7, top_k=200, seed=5)
+    assert result.stdout.split("\n---------------\n") == expected
+    assert "for the model\n" in result.stderr  # and for no step in C
 
 
 def test_it_needs_the_checkpoint_only(trained, tmp_path):
@@ -174,6 +184,7 @@ def test_without_a_compiler_one_line_says_so_and_the_text_is_the_same(trained, c
         (["--ckpt", ""], ["--ckpt", "empty"]),
         (["--meta", "meta.pkl"], ["--meta", "--ckpt"]),
         (["--promt", "x"], ["--promt"]),
+        (["--init_from=gpt2-xl"], ["--init_from=gpt2-xl", "--engine hf --ckpt FOLDER"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

@@ -242,6 +242,20 @@ MISTAKES = [  # flags, and what the line says
     ("--plot", "--plot needs matplotlib: pip install matplotlib"),
     ("--n_layers 3", "unrecognized arguments: --n_layers"),
 ]
+FROM_NANOGPT = [  # what nanoGPT's train.py takes, and what the line says
+    ("config/train_gpt2.py", "config/train_gpt2.py: train.py has presets"),
+    ("--dataset=shakespeare_char", "--data_dir data/NAME, or leave it out for Shakespeare"),
+    ("--dataset openwebtext", "--data_dir data/NAME"),
+    ("--eval_iters=200", "the whole val split"),
+    ("--eval_only", "log.csv in --out_dir has the val loss of every evaluation"),
+    ("--always_save_checkpoint=True", "every evaluation writes last.pt"),
+    ("--decay_lr=False", "--min_lr the value of --learning_rate"),
+    ("--backend=gloo", "leave it out"),
+    ("--wandb_log=True", "--plot"),
+    ("--wandb_project=char --wandb_run_name=mini", "--wandb_project=char: leave it out"),
+    ("--init_from=gpt2-xl", "--engine hf --ckpt FOLDER"),
+    ("--init_from gpt2", "gpt2: there is no such folder"),
+]
 
 
 @pytest.mark.parametrize("name, change, line", DAMAGE)
@@ -258,6 +272,22 @@ def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path, mon
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out", *flags.split())
     assert_one_line(result, line)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags, line", FROM_NANOGPT, ids=[flags for flags, _ in FROM_NANOGPT])
+def test_a_habit_from_nanogpt_is_one_line_that_says_what_to_type_instead(flags, line, data_dir, tmp_path):
+    result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out", *flags.split())
+    assert_one_line(result, line, code=2)
+    assert result.stdout == "" and not (tmp_path / "out").exists()
+
+
+def test_nanogpts_own_command_for_a_cpu_is_told_the_preset(tmp_path):
+    command = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1
+    --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
+    --dropout=0.0"""
+    result = child(*command.split(), cwd=tmp_path)
+    assert_one_line(result, "or on a CPU --preset nanogpt-cpu --recipe nanogpt", code=2)
+    assert result.stdout == "" and not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

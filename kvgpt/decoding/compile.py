@@ -29,10 +29,10 @@ from kvgpt.files import sha256
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
-# Multiply-adds per step without guesses. For fewer per thread, waiting for another thread costs more than it saves.
+# Multiply-adds per thread, in a step without guesses. With fewer, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
-# A guess is fed if all guesses up to it are right with this probability at least. A further row of a small model costs
-# half of the first one, because its weights stay in the cache of a core. For larger models a row costs less.
+# We feed a guess only if it and all before it are right with at least this probability. In a small model, whose
+# weights stay in the cache of a core, a further row costs half as much as the first, and in a larger one less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 
 # step.c says again in C what model.py says. No comparison of numbers could promise that the two agree, because a
@@ -63,7 +63,7 @@ def compile_step(model, num_drafts, table):
     with share_cores(0):  # on one thread, because others would spin for a while, on the cores where our own begin now
         weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
     most_threads, lock = torch.get_num_threads(), threading.Lock()
-    spare = []  # the caches of generations that have ended, because the pages of a new one take time
+    spare = []  # the caches of ended generations, used again because the pages of a new one take time
     pool = library.start_threads(most_threads)
     if not pool:
         raise CompileError("the step in C needs more threads than there are")
@@ -113,7 +113,7 @@ def check_source(model):
     if foreign:
         raise CompileError(f"step.c knows no {min(foreign)}")
     if model_sha256() != MODEL_SHA256:
-        raise CompileError("model.py has changed since step.c was written after it")
+        raise CompileError("model.py has changed, and step.c still computes the old one")
 
 
 @lru_cache
@@ -125,7 +125,7 @@ def model_sha256():
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             docstring = node.body[0]
             lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
-    # Only the places of comments are used, because Python 3.12 divides an f-string into other tokens than 3.11.
+    # We use only the places of comments, because Python 3.12 divides an f-string into other tokens than 3.11.
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
@@ -159,8 +159,8 @@ def shape_macros(model, min_chance):
 def load_library(macros):
     """Return step.c, compiled with these macros. Raises CompileError.
 
-    The name of the program holds a hash of all that shapes it, and a hash of its content, because a damaged program
-    could do anything.
+    Its file name has two hashes: one of all that shapes the program, by which we find it again, and one of its content,
+    because a damaged program could do anything.
     """
     command, target = find_compiler()
     command = [*command, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
@@ -187,7 +187,7 @@ def load_library(macros):
         folder.mkdir(exist_ok=True)
         partial = folder / f"step-{key}.{os.getpid()}"
         partial.write_bytes(program)
-        os.replace(partial, folder / f"step-{key}-{sha256(program)}.so")  # whole, as another process may be reading it
+        os.replace(partial, folder / f"step-{key}-{sha256(program)}.so")  # whole, because another process may read it
     print(f"--compile: compiled the step in C in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     return library
 
@@ -204,7 +204,7 @@ def open_library(file):
 def find_compiler():
     """Return the command of a C compiler for this chip, and the macros that it defines, which name chip and version.
 
-    $CC, if it is set, is the only one that is tried. Raises CompileError.
+    If $CC is set, we try no other. Raises CompileError.
     """
     for name in [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]:
         for chip in ("-march=native", "-mcpu=native"):  # Clang on ARM knows the second

@@ -146,7 +146,7 @@ class Decoder:
 
 
 def new_state(contexts, sampling, config):
-    """Return the DecodeState of rows whose contexts, int64 tensors of one dimension, are given."""
+    """Return the DecodeState that continues `contexts`, int64 tensors of one dimension, a row for each."""
     end = torch.tensor([len(context) for context in contexts])
     tokens = torch.zeros(len(contexts), config.block_size + 1, dtype=torch.int64)
     for row, context in zip(tokens, contexts):

@@ -9,7 +9,7 @@ from model import clear_kv_cache
 
 @contextmanager
 def watch(model, layer=0):
-    """Record the tensors of every forward inside the block, in a dict that the block gets.
+    """Yield a dict into which every forward inside the block puts its tensors.
 
     "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "attn_args" are the arguments of the layer's
     attention: x, rope, pos, mask.

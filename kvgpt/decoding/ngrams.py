@@ -32,7 +32,7 @@ def count_ngrams(ids, vocab_size, limit):
 
 
 def order_of(ngrams):
-    """Return the order of `ngrams`. Counts of older checkpoints do not name it."""
+    """Return the order of `ngrams`. Older checkpoints do not say it, because it was always 3."""
     return ngrams.get("order", 3)
 
 

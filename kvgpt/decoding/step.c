@@ -7,8 +7,8 @@ a cache.
 Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
 feeds the newest token of each row, and speculative decoding feeds guesses after it.
 
-Sums run in one order for any number of tokens and threads. So a row gets the same bits in any batch, with or without
-guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
+We add in the same order whatever the number of tokens and threads, so a row gets the same bits alone or among 63
+others, with or without guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
 
 #ifdef __linux__
 #define _GNU_SOURCE /* for sched_getcpu */
@@ -186,7 +186,7 @@ static void make_barrier(Barrier *b, int threads) {
     pthread_cond_init(&b->next_round, NULL);
 }
 
-/* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we look again and again.
+/* Wait until all threads are here. On an idle machine the others come within microseconds, so we look again and again.
  * If they do not, another process must have taken a core from one of them, and we sleep and leave it ours. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
@@ -221,7 +221,7 @@ typedef struct {
 
 typedef struct {
     Group *group;
-    int part; /* computes share part / parts of the outputs of each matrix product, and of the heads */
+    int part; /* which of the group's `parts` shares of each matrix product and of the heads it computes */
     int max_steps, num_drafts;
     const Model *model;
     const Cache *cache;
@@ -244,7 +244,7 @@ INLINE void tile(int tokens, int panels, const float *x, int ldx, int K, const f
         vec w[TILE_PANELS];
         for (int p = 0; p < panels; p++) {
             const float *next = weight + ((size_t)p * K + k) * LANES;
-            __builtin_prefetch(next + 8 * LANES); /* the chip does not look beyond the end of a page of memory */
+            __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
             w[p] = load(next);
         }
         for (int i = 0; i < tokens; i++)
@@ -423,7 +423,7 @@ static void forward(const Worker *w) {
     barrier(&g->barrier);
 }
 
-/* -- the sampler of model.py ----------------------------------------------------------------------------------------- */
+/* -- the sampler of model.py --------------------------------------------------------------------------------------- */
 
 #define MIX(h)                         \
     h = (h ^ (h >> 16)) * 0x7FEB352Du; \
@@ -501,8 +501,8 @@ static int context_row(const Table *table, const int64_t *text, int end) {
     return row;
 }
 
-/* The slot after the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if no
- * two tokens match, and then nothing is guessed. speculate.py always guesses. */
+/* The slot after the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if fewer
+ * than two tokens match: then we guess nothing, while speculate.py always guesses. */
 static int find_in_text(const int64_t *text, int end) {
     int best = 0, longest = 2;
     for (int slot = 0; slot < end; slot++) {
@@ -542,7 +542,7 @@ static int plan(const Worker *w, int row) {
             if (pos + 1 == end + guesses) break;
             if (w->table) { /* the token that the table picks with the same noise */
                 const float *logits = w->table->logits + (size_t)context * VOCAB_SIZE;
-                float margin; /* the larger, the likelier is it that the model picks the same token: see faster.md */
+                float margin; /* the larger it is, the likelier the model picks the same token: see docs/faster.md */
                 int guess = sample_token(s, logits, noise, w->ids, &margin);
                 chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
                 if (chance < MIN_CHANCE) break; /* a row of the forward would cost more than the guess gains */
@@ -597,7 +597,7 @@ static void work(const Worker *w) {
 
 /* -- what Python calls --------------------------------------------------------------------------------------------- */
 
-/* The threads of a Decoder, which live as long as it does and sleep between its calls. */
+/* The threads of a Decoder. They end when it does, and sleep between its calls. */
 typedef struct {
     Barrier barrier;
     atomic_int joined;
@@ -609,9 +609,9 @@ typedef struct {
     pthread_t ids[];
 } Pool;
 
-/* Linux wakes a thread where it ran last, or where the thread runs that wakes it. There the two would wait for each other
- * until the kernel looks at the balance, milliseconds later. So during a call the caller stays on its core, and the
- * other threads stay off it. */
+/* Linux wakes a thread on the core where it ran last, or on the core of the thread that wakes it. If that is one core,
+ * the two wait for each other until the kernel balances the load, milliseconds later. So during a call the caller stays
+ * on its core, and the other threads stay off it. */
 static void part_cores(Pool *pool) {
 #ifdef __linux__
     cpu_set_t own, others;
@@ -636,7 +636,7 @@ static void *serve(void *argument) {
     }
 }
 
-/* Return a pool of so many threads, the caller's included. NULL: there are no more. */
+/* Return a pool of so many threads, the caller's included. NULL: the system gives us fewer. */
 Pool *start_threads(int threads) {
     Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
     if (!pool) return NULL;
@@ -657,7 +657,7 @@ void stop_threads(Pool *pool) {
 int lanes(void) { return LANES; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
- * accepted to counters[0..2], which are 0 before. Returns -1 without memory, else 0. */
+ * accepted to counters[0..2], which are 0 before. Returns -1 if memory is short, else 0. */
 int decode(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
            int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;

@@ -7,9 +7,9 @@ def cut_at_stop(ids, first, names, stops):
     ids    a list of token ids: a prompt of `first` tokens and its continuation
     names  names[i] is the character of token i
     stops  a list of strings
-    A stop text counts if the continuation alone contains it. The prompt never ends a text. The stop text that is
-    complete first wins, so that a text ends at the same place whether its characters arrive singly or in blocks. Of
-    those complete at the same character, the longest wins.
+    Only the continuation counts, so a prompt may contain a stop text. The one that is complete first wins, so that a
+    text ends at the same place whether its characters arrive singly or in blocks. Of those complete at the same
+    character, the longest wins.
     """
     if not stops:
         return ids
@@ -21,7 +21,7 @@ def cut_at_stop(ids, first, names, stops):
 def num_undecided(text, stops):
     """Return how many characters at the end of `text` may be the beginning of a stop text.
 
-    These characters wait until the next ones decide. A stop text that holds another one before its last character is
+    These characters wait until the next ones decide. A stop text that has another one before its last character is
     never the first to be complete, so nothing waits for it.
     """
     first = [stop for stop in stops if not any(other in stop[:-1] for other in stops)]

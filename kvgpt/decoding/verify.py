@@ -7,7 +7,7 @@ import torch
 from kvgpt.decoding.stop import cut_at_stop
 from model import context_start, eval_mode, gumbel_noise, sample_token
 
-# Rounding can reorder logits whose difference is below NEAR_TIE. A full and a cached forward differ by up to 5e-5.
+# A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
 NEAR_TIE = 1e-4
 
 

@@ -59,7 +59,7 @@ class HuggingFaceGPT(nn.Module):
     def next_logits(self, tokens, start, end, owner=None):
         """Return the logits `(B, V)` of the token after tokens[:, start:end]. owner None: without the cache."""
         context = tokens[:, start:end]
-        # We feed the newest token if the cache holds all others. It does not at first, and after a slide.
+        # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
         decodes = owner is not None and self.owner is owner and self.past_length == end - 1 - start
         with eval_mode(self):
             output = self.hf(

@@ -91,7 +91,7 @@ class OnnxGPT:
 
         def next_logits(tokens, start, end):
             nonlocal past, past_length
-            # We feed the newest token if the cache holds all others. It does not at first, and after a slide.
+            # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
             decodes = past_length == end - 1 - start > 0
             logits, present = self(tokens[:, end - 1 if decodes else start : end], past if decodes else [])
             if kv_cache:

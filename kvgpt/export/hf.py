@@ -32,7 +32,7 @@ SETTINGS = {
     ),
 }
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-# What transformers has a setting for, and model.py has not.
+# What is a setting in transformers, and fixed in model.py.
 FIXED = {
     "gpt2": dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     "stablelm": dict(
@@ -250,20 +250,20 @@ def read_config(settings, tensors):
     """
     kind = settings["model_type"]
     if kind not in SETTINGS:
-        raise ValueError(f"it is a {kind}, and this kit reads gpt2 and stablelm")
+        raise ValueError(f"it is a {kind}, and we read only gpt2 and stablelm")
     # transformers 5 nests the settings of rotary positions, 4 does not
     flat = {"partial_rotary_factor": 0.25} | settings | (settings.get("rope_parameters") or {})
     for name, value in FIXED[kind].items():
         if flat.get(name, value) != value:
-            raise ValueError(f"its {name} is {flat[name]!r}, and this kit's {value!r}")
+            raise ValueError(f"its {name} is {flat[name]!r}, and ours is {value!r}")
 
     config = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
     n_embd = config["n_embd"]
-    # as in transformers, a head of its own counts more than what config.json says
+    # as in transformers, an lm_head in the file counts more than tie_word_embeddings in config.json
     embedding = tensors["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
     tied = torch.equal(tensors.get("lm_head.weight", embedding), embedding)
     config |= dict(vocab_size=settings["vocab_size"], tie_weights=tied)
-    # MLP rounds down to the hidden units of GELU, and takes 2/3 of SwiGLU's and rounds up
+    # the ratio from which MLP computes this hidden size: it rounds down, but takes 2/3 for SwiGLU and rounds up
     if kind == "stablelm":
         mlp_ratio = (1.5 * settings["intermediate_size"] - 1) / n_embd
         return config | dict(activation="swiglu", mlp_ratio=mlp_ratio, pos_emb="rope", bias=False)

@@ -1,4 +1,4 @@
-"""Several processes per run."""
+"""One run on several processes, which torchrun starts."""
 
 import os
 import sys

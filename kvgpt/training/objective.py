@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model import eval_mode
 
 NUM_AHEAD = 3  # tokens after the next that are predicted too
-NGRAM_END = 0.5  # what is left at the end of the n-gram distributions' share in the targets
+NGRAM_END = 0.5  # how much of the n-gram distributions' first share in the targets is left at the end
 
 
 class Objective(nn.Module):
@@ -23,7 +23,7 @@ class Objective(nn.Module):
     mtp  NUM_AHEAD Linear layers `(C, C)`, or none if multi-token prediction is off. Layer j predicts the hidden state j
          positions ahead, which lm_head maps to logits. The layers begin as the identity and exist in training only.
 
-    Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737) has a block per further token. For us a matrix does.
+    Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737) has a block per further token. We use a matrix.
     """
 
     def __init__(self, model, config):
@@ -94,13 +94,13 @@ def evaluate(model, ids, block_size, device, autocast):
 
 # -- n-gram targets ----------------------------------------------------------------------------------------------------
 
-# The character that follows in the text is one sample of what could follow. The average over all places with the same
-# few characters before gives a gradient with less noise. But an n-gram sees few characters, so its share in the targets
-# falls. Malagutti et al. 2024 (arXiv:2403.17240) regularize by n-grams too. That the share falls is ours.
+# The next character of the text is one sample of what could follow, so its gradient is noisy. The average over all
+# places with the same few characters before is less noisy. But an n-gram sees only those few, so we let its share fall
+# in the targets. Malagutti et al. 2024 (arXiv:2403.17240) regularize by n-grams too; that the share falls is ours.
 
 NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
-DISCOUNT = 0.9  # that every count of a follower loses to the next shorter context
-STRENGTH = 1.0  # that the next shorter context has in any case, in counts
+DISCOUNT = 0.9  # what each follower's count loses to the next shorter context
+STRENGTH = 1.0  # the counts that the next shorter context is worth in any case
 MIN_ORDER = 3  # a table of shorter contexts is not worth using
 MAX_ENTRIES = 2**25  # of the table: 128 MiB
 MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
@@ -133,7 +133,7 @@ def ngram_targets(ids, vocab_size, device):
     # number the contexts of each length, from short to long
     rows = np.zeros(len(ids), np.int64)
     parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
-    for k in range(1, NGRAM_ORDER + 1):  # one token more, the one k - 1 before; the first tokens take the end's
+    for k in range(1, NGRAM_ORDER + 1):  # add the token k - 1 back; the first ones take it from the end
         found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
         if len(found) * vocab_size > MAX_ENTRIES:
             if k <= MIN_ORDER:

@@ -93,7 +93,7 @@ class RunFolder:
 
 
 def plot_loss(out_dir):
-    """Draw out_dir/loss.png from log.csv, which has an evaluation: train and val loss over the characters read."""
+    """Draw out_dir/loss.png: train and val loss over the characters read. log.csv must have an evaluation."""
     from matplotlib.figure import Figure
 
     with open(out_dir / "log.csv", encoding="utf-8", newline="") as f:

@@ -64,7 +64,7 @@ class TrainState:
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
-        with_optimizers  for a resume; text can be generated without, from half of the bytes
+        with_optimizers  a resume needs them; to generate text, half of the bytes are enough
         """
         state = dict(model=self.model.state_dict(), iter_num=self.step, best_val_loss=self.best_val_loss)
         if with_optimizers:
@@ -77,7 +77,7 @@ class TrainState:
         return state
 
     def load_training(self, ckpt):
-        """Continue the run of a Checkpoint, whose weights the model has. Raises ValueError if the rest does not fit."""
+        """Continue the run of a Checkpoint whose weights are loaded. Raises ValueError if the rest does not fit."""
         saved = ckpt.training
         try:
             for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):

@@ -1,4 +1,4 @@
-"""The compiled step: the tokens of model.py for every network, from one program per shape."""
+"""The compiled step gives the tokens of model.py for every network, and needs one program per shape."""
 
 import os
 import platform
@@ -58,7 +58,7 @@ def test_every_network_gets_its_tokens(network):
 @settings(max_examples=20)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
-    """A thread computes some outputs of every product, or some of the rows. A sum is the same in all cases."""
+    """Whether a thread computes some outputs of every product or some of the rows, every sum is the same."""
     texts = []
     for threads, rows in ((1, 17), (2, 17), (3, 2), (1, 1)):
         with pytest.MonkeyPatch.context() as patch, num_threads(threads):
@@ -75,7 +75,7 @@ NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memo
 
 @pytest.fixture
 def patched_step(tmp_path, monkeypatch):
-    """A function that lets step.c meet what a machine does rarely, by replacements in a copy."""
+    """A function that edits a copy of step.c, so that what a machine does rarely happens always."""
 
     def patch(replacements):
         text = compiling.SOURCE.read_text(encoding="utf-8")

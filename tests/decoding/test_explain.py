@@ -19,7 +19,7 @@ def shapes(printed):
 
 
 def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained):
-    """T, then 1, characters of 2 heads of 16 are fed, and T, T + 1, T + 2 attended over."""
+    """The prefill feeds T characters and each step one, so they attend to T, T + 1 and T + 2 slots."""
     result = sample(trained, "--prompt", PROMPT, "--explain")
     assert result.returncode == 0 and not result.stderr, result.stderr
     T, calls = len(PROMPT), shapes(result.stdout)

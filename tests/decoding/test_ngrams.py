@@ -16,7 +16,7 @@ ORDER = 4  # of V tokens
 
 
 def dictionary_ngrams(runs, context):
-    """P(next | context) by interpolated absolute discounting, from dictionaries; an own reading of the definition."""
+    """P(next | context) by interpolated absolute discounting, from dictionaries: the definition once more."""
 
     def probability(context):
         followers = collections.Counter()

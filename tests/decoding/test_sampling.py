@@ -40,7 +40,7 @@ def test_top_p_keeps_the_token_that_crosses(values, p, seed):
 
 @given(rows_of_logits, st.floats(0.1, 3), a_seed)
 def test_the_pick_is_that_of_multinomials_race(values, temperature, seed):
-    """argmax(probs / Exp(1) noise), in another arithmetic."""
+    """torch.multinomial takes argmax(probs / Exp(1) noise): the same rule in another arithmetic."""
     logits = torch.tensor([values]).double().repeat(20, 1)
     noise = gumbel_noise(seed, torch.arange(1), torch.arange(20), len(values))[0]
     race = torch.softmax(logits / temperature, -1) / torch.exp(-noise.double())
@@ -67,7 +67,7 @@ def test_sampled_frequencies_are_the_softmax():
 
 
 def test_noise_is_gumbel_finite_and_independent_over_every_counter():
-    """Neighbours in seed, sample, step and id must be uncorrelated; a hash that only adds counters is not."""
+    """Neighbours in seed, sample, step and id must be uncorrelated, and a hash that only adds counters would fail."""
     base = gumbel_noise(1, torch.arange(40), torch.arange(50), 60)
     assert base.dtype == torch.float32 and base.shape == (40, 50, 60) and base.isfinite().all()
     flat = base.flatten().double()

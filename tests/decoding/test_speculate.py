@@ -72,7 +72,7 @@ def test_every_token_is_a_forwards_own_or_an_accepted_guess(model, draft, length
 
 @needs_compiler
 def test_the_compiled_step_guesses_as_much_as_pays():
-    """Many tokens where the table is sure and right, few where it is often wrong, none where it has never been sure."""
+    """Much where the table is sure and right, less where it is often wrong, and by look-up nothing before a match."""
     model = constant_model(4, context=64)
     decoder = Decoder(model, "ngram", count_ngrams(np.full(100, 4), V, 100), compile=True)
     (row,) = decoder.generate(prompts(1, 3), 40, temperature=0)

@@ -25,7 +25,7 @@ def before(text, stops):
 
 @given(a_text, a_text, some_stops)
 def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
-    """The last stop text instead, one of the prompt, or one that begins in the prompt."""
+    """And not before the last one, nor because of one that is in the prompt or begins there."""
     ids = [NAMES.index(char) for char in prompt + text]
     kept = cut_at_stop(ids, len(prompt), NAMES, stops)
     assert "".join(NAMES[i] for i in kept) == prompt + before(text, stops)
@@ -34,7 +34,7 @@ def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
 @given(a_text, some_stops, st.lists(st.integers(1, 4), min_size=30))
 @example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
 def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
-    """Drafts, which bring several characters at once, past the end that single characters give."""
+    """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
     ids, kept = [NAMES.index(char) for char in text], []
     for size in sizes:
         block, ids = ids[:size], ids[size:]
@@ -47,7 +47,7 @@ def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes)
 @given(a_text, some_stops)
 @example("b", ["a", "baa"])
 def test_what_is_printed_early_is_never_taken_back(text, stops):
-    """A character of a stop text on the screen. A text that waits although nothing can follow that would stop it."""
+    """No character of a stop text is shown, and no text waits although nothing can follow that would stop it."""
     whole = before(text, stops)
     for end in range(len(text) + 1):
         if len(before(text[:end], stops)) < end:
@@ -60,7 +60,7 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
 
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
 def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
-    """A row that stops all others, one that goes on, or a stop text that drafts jump over."""
+    """It neither stops the others nor goes on, and no draft jumps over its stop text."""
     texts = texts_of(trained, "First ", 100, rows=4)
     stops = [texts[0][12:14], texts[2][20:22]]
     expected = ["First " + before(text[len("First ") :], stops) for text in texts]
@@ -72,7 +72,7 @@ def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
 
 
 def test_a_generation_ends_when_all_rows_have_stopped(trained):
-    """Minutes of generation after the last stop text."""
+    """Otherwise it could go on for minutes after the last stop text."""
     text = texts_of(trained, "First ", 100)[0]
     result = ok(sample(trained, "--prompt", "First ", "--stop", text[8], "--max_new_tokens", "20"))
     assert result.stdout == "First " + before(text[6:], [text[8]])

@@ -55,7 +55,7 @@ def test_verify_finds_a_broken_cache(trained):
 
 
 def test_verify_takes_each_row_for_its_own_sample_and_prompt():
-    """Rows are compared in groups of one length. A mix-up of rows would compare with the noise of another sample."""
+    """Rows are compared in groups of one length, so a mix-up would compare a row with the noise of another sample."""
     model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
     names = [chr(ord("a") + i) for i in range(V)]
     ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
@@ -78,7 +78,7 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt():
 
 
 def test_a_near_tie_is_told_from_a_difference():
-    """Two ids whose scores, noise and all, are 5e-5 apart are one; 1e-3 apart they are not; nor is a third id."""
+    """Two ids whose scores, noise included, are 5e-5 apart are a near-tie. At 1e-3 they are not, and no third id is."""
     model = random_model(GPTConfig(block_size=4, vocab_size=11, n_layer=1, n_head=1, n_embd=8, tie_weights=False))
     context, sampling = [3, 1], Sampling(seed=9, temperature=0.8)
     noise = gumbel_noise(9, torch.tensor([2]), torch.tensor([5]), 11)[0]

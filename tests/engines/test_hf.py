@@ -1,4 +1,4 @@
-"""sample.py --engine hf: other people's models, and the caches of transformers, through the kit's loop and --verify."""
+"""sample.py --engine hf: other people's models, and the caches of transformers, through our loop and --verify."""
 
 import json
 import shutil

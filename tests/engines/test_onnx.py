@@ -48,7 +48,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
 @unix
 @pytest.mark.parametrize("exported", [True], indirect=True)
 def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
-    """ONNX Runtime reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
+    """By itself it reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
     code = "import sys; from kvgpt.engines.onnx import OnnxGPT; OnnxGPT(sys.argv[1])"
     result = ok(run("-c", code, exported[1], env={"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}))
     assert result.stderr == "" and not list(tmp_path.iterdir())

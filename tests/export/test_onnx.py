@@ -46,7 +46,7 @@ def nothing(model, B):
 
 
 def test_the_graph_has_the_names_and_axes_that_others_expect(exported):
-    """Optimum's and transformers.js's, which need heads and head size as numbers."""
+    """Optimum and transformers.js look for these, and need heads and head size as numbers."""
     model, file, _ = exported
     proto = onnx.load(file)
     onnx.checker.check_model(proto, full_check=True)

@@ -27,5 +27,5 @@ def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
 
 
 def test_preparing_a_text_needs_no_torch():
-    """It would take seconds."""
+    """Importing it would take seconds."""
     ok(run("-c", "import sys, kvgpt.training.data; assert 'torch' not in sys.modules"))

@@ -35,7 +35,7 @@ def torchrun(*flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nanogpt", "modern"])
 def test_two_processes_train_as_one_does_on_the_same_global_batch(recipe, data_dir, tmp_path):
-    """Losses, gradients (which AdamW has seen) and weights. Each resumes the run that the other began."""
+    """Losses, gradients (as AdamW saw them) and weights are equal, and each resumes the run that the other began."""
     flags = [*SMALL, "--gradient_accumulation_steps", 2, "--batch_size", 4, "--log_interval", 1, "--data_dir", data_dir]
     flags += ["--recipe", recipe, "--max_iters", 5, "--eval_interval", 2]
     two, one = tmp_path / "two", tmp_path / "one"

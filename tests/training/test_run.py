@@ -22,7 +22,7 @@ from kvgpt.training.run import RunFolder
 
 
 def test_every_earlier_run_is_kept_and_a_run_that_saved_nothing_is_none(out, data_dir):
-    """A forgotten --init_from resume must not cost a run. One that breaks before its first save leaves only a log."""
+    """A forgotten --init_from resume must not cost a run. But one that breaks before its first save left only a log."""
     flags = [*SMALL, "--data_dir", data_dir, "--out_dir", out, "--max_iters", 2]
     first = contents(out)
     assert here(*flags, *BROKEN).returncode != 0
