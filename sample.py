@@ -41,7 +41,7 @@ def parse_args(argv=None):
     add, count = parser.add_argument, number(int, f"[1, {2**31})")
     # text and cache
     add("--prompt", action="append", help="text to continue, or FILE:path; repeat it for a batch (default: a newline)")
-    add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name of --prompt")
+    add("--start", action="append", dest="prompt", metavar="PROMPT", help="the same as --prompt, under nanoGPT's name")
     add(
         "--kv_cache",
         action=argparse.BooleanOptionalAction,
@@ -63,7 +63,7 @@ def parse_args(argv=None):
         help=f"0 is greedy, 1 the model's own distribution (default: {Sampling.temperature})",
     )
     add("--top_k", type=count, metavar="K", help="sample from the K likeliest characters")
-    top_p_help = "sample from the likeliest with probability P together"
+    top_p_help = "sample from the fewest characters whose probabilities add up to P"
     add("--top_p", type=number(float, "(0, 1]"), metavar="P", help=top_p_help)
     seed_help = "the same seed gives the same text (default: 1337)"
     add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help=seed_help)
@@ -109,7 +109,7 @@ def refuse_conflicts(args, error):
     if args.verify and args.dtype != "float32":
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if args.meta and not (args.ckpt or args.out_dir):
-        error("--meta belongs to a checkpoint of nanoGPT: name that, too, with --ckpt")
+        error("--meta goes with a checkpoint of nanoGPT: add --ckpt FILE")
     if "" in args.stop:
         error("--stop needs a text, and this one is empty")
     not_plain = (args.draft, args.compile, args.verify, args.stop, args.overflow != "stop", args.engine != "torch")
@@ -132,7 +132,7 @@ def open_engine(args):
     """Return (engine, model, vocabulary, ngrams).
 
     engine  generates: a GPT, an OnnxGPT or a HuggingFaceGPT
-    model   whose plain loop --verify compares with; None if nothing does
+    model   the GPT that --verify generates with once more; None without --verify
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "torch":
@@ -226,7 +226,7 @@ def write_stream(stream, rows, goals, vocabulary, stops, timing, decoder):
     running = {i for i, row in enumerate(rows) if len(row) < goals[i]}
     sys.stdout.write(vocabulary.decode(rows[0]))
     sys.stdout.flush()
-    before, written = 0, lengths[0]  # tokens of the first row: where the last piece of text began, and where it ended
+    before, written = 0, lengths[0]  # tokens of the first row: before the last piece of text, and written so far
     for block in stream:
         # append
         new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1: fewer for this row

@@ -14,7 +14,7 @@ PROMPT, TEXT = "O Romeo, ", "they say"
 STYLE = """
 text { font: 14px ui-sans-serif, system-ui, sans-serif; fill: #1f2328 }
 .mono { font-family: ui-monospace, Menlo, Consolas, monospace }
-.small { font-size: 12px } .title { font-size: 16px; font-weight: 600 } .quiet { fill: #59636e }
+.small { font-size: 13.5px } .title { font-size: 16px; font-weight: 600 } .quiet { fill: #59636e }
 .middle { text-anchor: middle } .end { text-anchor: end }
 .page { fill: #fff } .frame { fill: none; stroke: #d1d9e0 } .line { stroke: #59636e; fill: none; stroke-width: 1.5 }
 .computed { fill: #bf3989 } .cached { fill: #54aeff; opacity: .35 } .new { fill: #bf3989 }
@@ -50,7 +50,7 @@ def work():
     T, N = len(PROMPT), len(sequence)
     steps, size = range(T, N), N * cell
     parts = []
-    for left, kv_cache in ((60, False), (60 + size + 110, True)):
+    for left, kv_cache in ((60, False), (60 + size + 125, True)):
         parts.append(text(left, 24, f"{'with' if kv_cache else 'without'} the cache", "title"))
         for position, char in enumerate(sequence[:-1]):
             parts.append(text(left + (position + 0.5) * cell, 62, char.replace(" ", "␣"), "mono middle"))
@@ -69,7 +69,7 @@ def work():
     parts += [rect(60, y - 12, 14, 14, "computed", 3), text(82, y, "computed: query, key and value of this position")]
     parts += [rect(440, y - 12, 14, 14, "cached", 3), text(462, y, "kept: its key and value are read from the cache")]
     title = "Without a cache every step computes all positions. With a cache a step computes one."
-    return svg(60 + 2 * size + 210, y + 16, title, parts)
+    return svg(60 + 2 * size + 225, y + 16, title, parts)
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------

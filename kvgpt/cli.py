@@ -144,7 +144,7 @@ def aligned(rows, num_left):
 
 
 def run_main(main, *, memory_hint="a smaller model or batch would fit"):
-    """Run a script's main() so that whatever ends it, short of a bug, takes one line or none.
+    """Run a script's main(). If anything but a bug ends it, the user sees one line or none.
 
     memory_hint  end of the line about memory that ran out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal.

@@ -24,7 +24,7 @@ def transformers_run(model):
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)
-    with torch.no_grad():  # the class knows our networks, but not what you make of model.py
+    with torch.no_grad():  # an edited model.py may compute another network than the class of transformers
         idx = torch.arange(model.config.block_size, device=hf.device)[None] % model.config.vocab_size
         if not torch.allclose(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3):
             raise ValueError("transformers' class computes another network than this model.py")

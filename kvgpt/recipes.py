@@ -58,8 +58,8 @@ INSTEAD = {  # nanoGPT's scripts take it and ours do not: what to type instead
     "--preset gpu --recipe nanogpt, or on a CPU --preset nanogpt-cpu --recipe nanogpt",
     "gpt2": "there is no such folder, and train.py cannot start from OpenAI's GPT-2, because its tokens are parts of "
     "words and not characters; python sample.py --engine hf --ckpt FOLDER generates with it",
-    "--init_from": "name the folder of a run with --out_dir, a checkpoint with --ckpt, "
-    "and a folder that has GPT-2 with --engine hf --ckpt FOLDER",
+    "--init_from": "sample.py reads the run in --out_dir, or the file in --ckpt; for GPT-2 name its folder: "
+    "--engine hf --ckpt FOLDER",
     "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
     "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
     "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
@@ -136,10 +136,10 @@ class TrainConfig:
     zero_init: bool = flag(False, boolean, "every pre-LN block starts as the identity")
     # optimization
     ngram_targets: float | None = flag(
-        None, number(float, "[0, 1]"), "share of n-grams in the targets at first; falls by half", none="off"
+        None, number(float, "[0, 1]"), "share of n-grams in the targets at the first step; falls by half", none="off"
     )
     mtp_weight: float | None = flag(
-        None, rate, "weight of the loss for the tokens after the next at first; falls to 0", none="off"
+        None, rate, "weight of the loss for the three tokens after the next at the first step; falls to 0", none="off"
     )
     optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
     batch_size: int = flag(12, positive, "sequences per micro-step, over all processes")
@@ -245,7 +245,7 @@ def resolve_config(flags, *, on_gpu, source=None):
         if source:
             network = {name: source.model_args[name] for name in MODEL_FLAGS if name != "dropout"}
             require_unchanged(f"the model in {source.path}", network, flags, network)
-            # a trained model knows more than n-grams do, so it gets the helps of a first training only if you ask
+            # a trained model knows more than n-grams do, so n-gram targets and further tokens are off unless you ask
             helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
             config = replace(config, **network, **helps)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
@@ -269,7 +269,7 @@ def stored_config(source):
     for name, f in FLAGS.items():
         if name not in stored and f.default is not None:  # a flag that came later, and is off by default, was off
             raise ValueError(
-                f"{source.path} cannot be resumed, because another version of this kit, or another program, "
+                f"{source.path} cannot be resumed, because another version of kvGPT, or another program, "
                 f"wrote it (no {name} in it): start a new run"
             )
     return TrainConfig(**{name: stored.get(name) for name in FLAGS})

@@ -35,7 +35,7 @@ WORK_PER_THREAD = 2**18
 # weights stay in the cache of a core, a further row costs half as much as the first, and in a larger one less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 
-# step.c says again in C what model.py says. No comparison of numbers could promise that the two agree, because a
+# step.c is model.py once more, written in C. No comparison of numbers could promise that the two agree, because a
 # difference may show only far into a text. So step.c belongs to one version of model.py, and after an edit we decode
 # without it. When you have changed both, test_compile.py tells you the new hash.
 MODEL_SHA256 = "4ef786c75c67cdc2a0913c3c0850dc4fc3c1c745b1c4abda59149aa7055bb1f4"
@@ -43,7 +43,7 @@ LAYERS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Modu
 
 
 class CompileError(RuntimeError):
-    """The step in C cannot be had here, or it would compute another network. The text is one line."""
+    """We cannot compile the step in C here, or it would compute another network. The text is one line."""
 
 
 def compile_step(model, num_drafts, table):
@@ -60,13 +60,13 @@ def compile_step(model, num_drafts, table):
     check_source(model)
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
-    with share_cores(0):  # on one thread, because others would spin for a while, on the cores where our own begin now
+    with share_cores(0):  # on one thread: torch's others would spin on afterwards, on cores that our own need now
         weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
     most_threads, lock = torch.get_num_threads(), threading.Lock()
     spare = []  # the caches of ended generations, used again because the pages of a new one take time
     pool = library.start_threads(most_threads)
     if not pool:
-        raise CompileError("the step in C needs more threads than there are")
+        raise CompileError("the system does not let us start the threads of the step in C")
 
     def bind(state):
         B = len(state.end)
@@ -111,7 +111,7 @@ def check_source(model):
     known = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP, model_py.Head, *LAYERS)
     foreign = {type(module).__name__ for module in model.modules() if type(module) not in known}
     if foreign:
-        raise CompileError(f"step.c knows no {min(foreign)}")
+        raise CompileError(f"step.c cannot compute {min(foreign)}, which is not in model.py")
     if model_sha256() != MODEL_SHA256:
         raise CompileError("model.py has changed, and step.c still computes the old one")
 

@@ -95,7 +95,7 @@ class Decoder:
             state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
             state.first_new -= shift
             for end in (state.end, goal):
-                end.sub_(shift).clamp_(min=1)  # a row that has left may have ended before the newest half
+                end.sub_(shift).clamp_(min=1)  # a row that met its stop text may be shorter than what we drop
             state.cached.zero_()
 
     def _compiled_step(self, state):

@@ -71,7 +71,7 @@ def their_parts(model):
                 "mlp.up_proj": up,
                 "mlp.down_proj": block.mlp.c_proj.weight,
             }
-            if config.qk_norm:  # theirs has a norm for each head, ours one for all
+            if config.qk_norm:  # StableLM has a norm per head and we have one for all heads, so each gets a copy
                 for head in range(config.n_head):
                     layer[f"self_attn.q_layernorm.norms.{head}"] = block.attn.q_norm.weight
                 for head in range(config.num_kv_heads):

@@ -25,7 +25,7 @@ class RunFolder:
         try:
             self.lock_file = self.lock_file or lock_folder(self.path)
         except BlockingIOError:
-            raise ValueError(f"another run is at work in {self.path}: stop it, or choose another --out_dir") from None
+            raise ValueError(f"another training writes to {self.path}: stop it, or choose another --out_dir") from None
 
     def begin(self, step, header):
         """Prepare for a run that starts at `step`. If that is 0, set aside the run that the folder holds.

@@ -107,7 +107,7 @@ def test_too_little_memory_is_an_error_of_its_own(patched_step):
 
 def test_without_threads_there_is_no_step_in_c(patched_step):
     patched_step(NO_THREAD)
-    with pytest.raises(CompileError, match="more threads than there are"):
+    with pytest.raises(CompileError, match="does not let us start the threads"):
         Decoder(MODELS[0], compile=True)
 
 

@@ -143,7 +143,7 @@ def test_a_resume_cannot_change_the_network_or_the_optimizer(flag, out):
 def test_a_checkpoint_that_lacks_what_a_run_needs_is_refused(out):
     """One that nanoGPT wrote, or an older version of our code."""
     ckpt = load(out / "last.pt")
-    for name, line in (("config", "version of this kit"), ("data_sha256", "another text"), ("optimizer", "state of")):
+    for name, line in (("config", "version of kvGPT"), ("data_sha256", "another text"), ("optimizer", "state of")):
         torch.save({key: value for key, value in ckpt.items() if key != name}, out / "last.pt")
         assert_refused(out, words=[out, line])
 
