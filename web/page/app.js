@@ -206,7 +206,8 @@ function verdict(run) {
   const same = Math.min(on.length, off.length);
   const different = off.findIndex(({ id }, i) => i < same && id !== on[i].id);
   if (different < 0) {
-    return same ? `With and without the cache the text is the same, ${isWhole(run) ? "all " : ""}${characters(same)}.` : "";
+    const all = isWhole(run) && same > 1 ? "all " : "";
+    return same ? `With and without the cache the text is the same, ${all}${characters(same)}.` : "";
   }
   const why = "Rounding may choose between two candidates closer than 0.0001. Anything else is a bug.";
   return `The texts differ from character ${run.given + different + 1} on. ${why}`;
@@ -266,6 +267,7 @@ async function askMistakes() {
     const verdict = mistakeInWords(info.chars, answer, keys, values);
     state.mistakes.set(name, { ...picture("mistake", answer), name, verdict, fed: answer.at });
     drawMistake(info.chars, name, run.given, answer);
+    if (state.step !== 4) return;
     if (!state.answer) showMistake(name);
   }
 }
@@ -466,7 +468,9 @@ function listen() {
   $("changed").oninput = () => change();
   $("guess").onclick = askGuesses;
   window.onhashchange = setStep;
-  window.onkeydown = ({ key }) => key === "Escape" && mark("clicked", null);
+  window.onkeydown = ({ key }) => {
+    if (key === "Escape") mark("clicked", null);
+  };
 
   const cells = $("cells");
   cells.onkeydown = moveFocus;
