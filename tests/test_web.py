@@ -424,7 +424,8 @@ def test_every_reader_gets_a_page_that_fits_and_can_be_seen(seen, name):
     assert what["width"] == READERS[name].get("viewport", dict(width=1280))["width"]
     assert len({*what["colours"]}) == 2 and len({*what["page"]}) == 2
     # the newest character is lit in both rows, and the one before it without the cache alone
-    assert what["off"][0] == what["on"][0] != what["on"][1] != what["off"][1]
+    (off, on), (off_before, dark) = what["newest"], what["before"]
+    assert off == off_before and len({off, on, dark}) == 3
 
 
 def test_nothing_is_asked_of_anybody_else_and_nobody_complains(seen, server):

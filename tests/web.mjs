@@ -154,6 +154,7 @@ await visit(plan.site, async (page) => {
       }),
     );
   seen.stage.boxes.push(await box());
+  await page.click("#layer label >> nth=0");
   await page.locator("#cells button").nth(plan.marked).hover();
   seen.stage.marked.push(await result(page));
   await page.locator("#text span").nth(plan.marked).hover();
@@ -274,23 +275,15 @@ for (const [name, { textSize = 100, ...options }] of Object.entries(plan.readers
     return page.evaluate(
       ([state, widths]) => {
         const run = getComputedStyle(document.getElementById("run"));
-        const lights = document.getElementById("lights");
-        const { width, height } = lights;
-        const scale = width / lights.clientWidth;
-        const cell = document.querySelector("#cells button").getBoundingClientRect().width + 1;
         const fed = document.querySelectorAll("#cells button:enabled").length;
-        const { data } = lights.getContext("2d").getImageData(0, 0, width, height);
-        const light = (i, row) => {
-          const [x, y] = [(i + 0.5) * cell * scale, height * row].map(Math.floor);
-          return [...data.slice(4 * (y * width + x), 4 * (y * width + x) + 4)];
-        };
+        const light = (i, row) => getComputedStyle(document.getElementById(`row-${row}`).children[i]).backgroundColor;
         return {
           state,
           width: Math.max(...widths),
           colours: [run.color, run.backgroundColor],
           page: [getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor],
-          off: [light(fed - 1, 0.25), light(fed - 1, 0.75)],
-          on: [light(fed - 2, 0.25), light(fed - 2, 0.75)],
+          newest: [light(fed - 1, 0), light(fed - 1, 1)],
+          before: [light(fed - 2, 0), light(fed - 2, 1)],
         };
       },
       [state, widths],

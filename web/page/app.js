@@ -24,24 +24,28 @@ let questions = 0;
 const state = {
   phase: "loading", // or ready, running, paused, done, failed
   step: 1, // of the lesson, 1 to 4
-  layer: 0,
+  layer: 0, // from 0, as the head
   head: 0,
   run: null, // see reset
   answer: null, // what is on the stage instead of the run, see show
   mistakes: new Map(), // name => answer
   from: 0, // the first character on the stage
   page: null, // the same if the reader turned to it; null: the newest characters are on the stage
-  pointed: null, // three characters, by index: below the pointer, with the focus, and clicked
-  focused: null,
+  pointed: null, // the character below the pointer, or with the focus
   clicked: null,
 };
 
 // -- the state ----------------------------------------------------------------------------------------------------------
 
+/** Let the worker end what it does. Returns the number of the question that comes next. */
+function cancel() {
+  worker.stop();
+  return ++questions;
+}
+
 /** Begin another run. Whatever belongs to the one before is gone. */
 function reset(request) {
-  questions++;
-  worker.stop();
+  cancel();
   const { ids, steps, sampling } = request;
   state.run = {
     name: ++runs, request, given: ids.length, ids: [...ids], racing: false,
@@ -53,7 +57,7 @@ function reset(request) {
   state.mistakes.clear();
   clearMistakes();
   for (const id of ["guess-verdict", "guessed"]) $(id).textContent = "";
-  state.pointed = state.focused = state.clicked = null;
+  state.pointed = state.clicked = null;
   show(null);
   setPhase("ready", request.notes.join(" "));
 }
@@ -114,9 +118,10 @@ async function load() {
   info = await worker.call("load").catch(failed);
   if (!info) return;
   info.ids = new Map(info.chars.map((char, id) => [char, id]));
-  const size = `${(info.parameters / 1e6).toFixed(2)} million parameters in ${info.n_layer} layers`;
-  $("model").textContent = `The model has ${size}, and a context of ${info.block_size} characters.`;
+  const size = `${(info.parameters / 1e6).toFixed(2)} million parameters`;
+  $("model").textContent = `The model has ${size} and a context of ${info.block_size} characters.`;
   $("guess-section").hidden = !info.guesses;
+  state.layer = Math.min(1, info.n_layer - 1); // the first layer hardly looks further than the last characters
   makeSegments("layer", info.n_layer);
   makeSegments("head", info.n_head);
   $("changed").append(...info.chars.map((char, id) => element("option", glyph(char), { value: id })));
@@ -137,7 +142,7 @@ async function load() {
 function makeSegments(name, count) {
   for (let i = 0; i < count; i++) {
     const label = element("label");
-    label.append(element("input", "", { type: "radio", name, value: i, checked: !i }), element("span", i + 1));
+    label.append(element("input", "", { type: "radio", name, value: i, checked: i === state[name] }), element("span", i + 1));
     $(name).append(label);
   }
 }
@@ -165,8 +170,7 @@ function onEvent(event, { run: name, on, off, received, total }) {
 
 /** Ask the worker. A newer question, or another run, cancels this one: then the answer is null. */
 async function ask(name, ...args) {
-  const question = ++questions;
-  worker.stop();
+  const question = cancel();
   if (state.phase === "running") setPhase("paused", "");
   const answer = await worker.call(name, ...args).catch(failed);
   return question === questions ? answer : null;
@@ -174,9 +178,7 @@ async function ask(name, ...args) {
 
 // -- running ------------------------------------------------------------------------------------------------------------
 
-function isWhole({ request, on, off }) {
-  return on.length === request.steps && off.length === request.steps;
-}
+const isWhole = ({ request, on, off }) => on.length === request.steps && off.length === request.steps;
 
 /** Take `count` steps of the run that the form describes. A race, and a run after a whole one, begin at the start. */
 async function play(count, race = false) {
@@ -186,8 +188,7 @@ async function play(count, race = false) {
   show(null);
   const { run } = state;
   run.racing ||= race;
-  const question = ++questions;
-  worker.stop();
+  const question = cancel();
   setPhase("running", "");
   await worker.call("advance", count, run.racing && count > 1).catch(failed);
   if (question !== questions || state.phase === "failed") return;
@@ -196,21 +197,18 @@ async function play(count, race = false) {
 }
 
 function pause() {
-  questions++;
-  worker.stop();
+  cancel();
   setPhase("paused", verdict(state.run));
 }
 
 function verdict(run) {
-  const { on, off } = run;
+  const { on, off, given } = run;
   const same = Math.min(on.length, off.length);
   const different = off.findIndex(({ id }, i) => i < same && id !== on[i].id);
-  if (different < 0) {
-    const all = isWhole(run) && same > 1 ? "all " : "";
-    return same ? `With and without the cache the text is the same, ${all}${characters(same)}.` : "";
-  }
-  const why = "Rounding may choose between two candidates closer than 0.0001. Anything else is a bug.";
-  return `The texts differ from character ${run.given + different + 1} on. ${why}`;
+  const rounding = "Rounding may choose between two candidates closer than 0.0001. Anything else is a bug.";
+  if (different >= 0) return `The texts differ from character ${given + different + 1} on. ${rounding}`;
+  const all = isWhole(run) && same > 1 ? "all " : "";
+  return same ? `With and without the cache the text is the same, ${all}${characters(same)}.` : "";
 }
 
 // -- questions ----------------------------------------------------------------------------------------------------------
@@ -227,8 +225,7 @@ async function takeOut(index = null) {
   const newest = kept.length - 1; // it asks, so it stays
   const inSight = [...ids.keys()].slice(state.from, Math.min(newest, state.from + stage.size.cells));
   const candidates = index === null ? inSight : [index].filter((each) => each < newest);
-  if (!candidates.length) return;
-  const answer = await ask("without", candidates);
+  const answer = candidates.length ? await ask("without", candidates) : null;
   if (!answer) return;
   const name = `column ${answer.hidden + 1}, ${quoted(info.chars[ids[answer.hidden]])}`;
   const why = index === null ? ", more than without any other that you see" : "";
@@ -246,12 +243,11 @@ async function change(index = state.answer?.position ?? state.clicked) {
   if (answer) show({ ...picture("change", answer), ids: ids.with(position, id), position });
 }
 
-const drawChange = remember(({ kind, position, differences }, layer) => {
-  if (kind !== "change") return;
+const drawChange = remember(({ position, differences }, layer) => {
   const [keys, values] = differences.slice(2 * layer, 2 * layer + 2);
   const moved = keys.filter((x, i) => x > 0 || values[i] > 0).length;
   const left = Math.max(0, ...keys.subarray(0, position), ...values.subarray(0, position));
-  const stays = `All ${position} to its left stay: the difference is ${left ? left.toExponential(1) : "exactly 0"}.`;
+  const stays = `All ${position} to its left stay: the difference is ${left || "exactly 0"}.`;
   const changes = `In layer ${layer + 1}, ${moved} of the ${keys.length - position} columns from there on change.`;
   const was = `Character ${position + 1} was ${quoted(info.chars[state.run.ids[position]])}.`;
   $("change-verdict").textContent = `${was} ${changes} ${position ? stays : ""}`;
@@ -278,9 +274,8 @@ function showMistake(name) {
 }
 
 async function askGuesses() {
-  if (!readForm()) return;
   const { run } = state;
-  const answer = await ask("guess");
+  const answer = run.given ? await ask("guess") : null;
   if (answer) drawGuesses(info.chars, run.given, answer, run.ids.every((id, i) => id === answer.ids[i]));
 }
 
@@ -300,16 +295,14 @@ function render() {
 /** Return the first character on the stage. The strip turns by half a page, so that columns stay where they are. */
 function firstCell({ fed }) {
   const { cells } = stage.size;
-  if (state.pointed !== null || state.focused !== null) return Math.min(state.from, fed); // nothing moves below a pointer
+  if (state.pointed !== null) return Math.min(state.from, fed); // nothing moves below a pointer
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
   const turn = Math.ceil(cells / 2);
   return Math.max(0, Math.ceil((fed - cells) / turn) * turn);
 }
 
 /** Return the key/value head that serves a query head. */
-function keyHead(head) {
-  return Math.floor((head * info.n_kv_head) / info.n_head);
-}
+const keyHead = (head) => Math.floor((head * info.n_kv_head) / info.n_head);
 
 /** What the newest character looks at, in a layer and a head, and how strongly the values are drawn that it gets. */
 const attentionOf = remember(({ kept, queries, hidden }, length, layer, head) => {
@@ -321,11 +314,10 @@ const attentionOf = remember(({ kept, queries, hidden }, length, layer, head) =>
   return { query, weights, mix, strengths: weights.map((weight) => 0.12 + 0.88 * Math.sqrt(weight / most)) };
 });
 
-/** Which columns are not what they were, or what they should be. */
+/** Whether the keys and the values of a layer are not what they were, or what they should be. */
 const marksOf = remember((answer, layer) => {
-  if (!answer?.differences) return null;
-  const [keys, values] = answer.differences.slice(2 * layer, 2 * layer + 2);
-  return { keys, values, tolerance: answer.kind === "change" ? 0 : ROUNDING };
+  const most = answer?.kind === "change" ? 0 : ROUNDING;
+  return answer?.differences?.slice(2 * layer, 2 * layer + 2).map((each) => [...each].map((x) => x > most)) ?? null;
 });
 
 function draw() {
@@ -334,7 +326,7 @@ function draw() {
   const shown = answer ?? run;
   const { ids, fed, kept, hidden } = shown;
   const from = (state.from = firstCell(shown));
-  const marked = state.pointed ?? state.focused ?? state.clicked;
+  const marked = state.pointed ?? state.clicked;
   const wrong = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
 
@@ -349,12 +341,11 @@ function draw() {
   const { query = null, weights = null, mix = null, strengths } = attentionOf(shown, kept.length, layer, head);
   const below = marksOf(answer, layer);
   const fresh = below ? 0 : (on?.rows ?? 0);
-  const lane = (kind) => [kept, kept.length, layer, keyHead(head), stage.laneScale(run.kept, run.given, layer, kind, keyHead(head))];
-  stage.drawCells(chars, ids, fed, from, fresh, wrong, marked, weights);
-  stage.drawNextCell(chars[ids[fed]], wrong === fed);
-  stage.drawKeys(...lane(0), query, null, hidden, from, fresh);
-  stage.drawValues(...lane(1), mix, step === 1 ? strengths : null, hidden, from, fresh);
-  stage.drawAttention(weights, from, marked);
+  const lanes = [kept, kept.length, layer, keyHead(head), run];
+  stage.drawCells(chars, ids, fed, from, fresh, wrong, hidden, marked, weights);
+  stage.drawKeys(...lanes, query, null, from);
+  stage.drawValues(...lanes, mix, step === 1 ? strengths : null, from);
+  stage.drawAttention(weights, from);
   stage.drawBelow(below, kept.length, off?.rows ?? 0, fresh, from);
 
   // what comes next, and the work
@@ -362,7 +353,7 @@ function draw() {
   drawSums(run.off, run.on, run.off.length, run.on.length, run.given, block_size);
   $("all").textContent = off ? `all ${off.rows}` : "all";
   drawShapes(info, on, off, run.kept.length);
-  if (answer) drawChange(answer, layer);
+  if (answer?.kind === "change") drawChange(answer, layer);
 }
 
 /** Draw the probabilities of the marked character, else of the next one, and say what the marked one is. */
@@ -375,13 +366,10 @@ function drawCandidates(marked, weights) {
   else if (answer?.at) drawNext(chars, `character ${answer.at + 1}`, answer.before, ids[answer.at], answer.after);
   else drawNext(chars, "next", run.on.at(-1)?.probabilities, answer ? undefined : ids.at(-1), answer?.probabilities);
 
-  const about = [];
-  if (marked !== null) {
-    about.push(`Character ${marked + 1} is ${quoted(chars[ids[marked]])}.`);
-    if (marked < run.given) about.push("It is from the prompt.");
-    else if (step) about.push(`It was written with a probability of ${percent(step.probabilities[ids[marked]])}.`);
-    if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
-  }
+  const about = marked === null ? [] : [`Character ${marked + 1} is ${quoted(chars[ids[marked]])}.`];
+  if (marked !== null && marked < run.given) about.push("It is from the prompt.");
+  else if (marked !== null && step) about.push(`It was written with a probability of ${percent(step.probabilities[ids[marked]])}.`);
+  if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
   $("about").textContent = about.join(" ");
 }
 
@@ -404,7 +392,7 @@ function setSpeed() {
   worker.setDelay(1000 / perSecond);
 }
 
-/** Mark a character: the one that is "pointed" at, "focused" or "clicked", or null. */
+/** Mark a character, the one that is "pointed" at or "clicked", or none. */
 function mark(how, index) {
   const { ids } = state.answer ?? state.run;
   const there = index !== null && index < ids.length ? index : null;
@@ -416,9 +404,8 @@ function mark(how, index) {
 /** Mark the character that was clicked, or do with it what this step is about. */
 function click(index) {
   if (index === null) return;
-  const { kind } = state.answer ?? {};
-  if (kind === "without") return takeOut(index);
-  if (kind === "change") return change(index);
+  if (state.answer?.kind === "without") return takeOut(index);
+  if (state.answer?.kind === "change") return change(index);
   mark("clicked", state.clicked === index ? null : index);
   turnTo(index);
 }
@@ -428,7 +415,7 @@ function turnTo(index) {
   const { cells } = stage.size;
   if (index >= state.from && index < state.from + cells) return;
   state.page = index - Math.floor(cells / 2);
-  state.pointed = state.focused = null;
+  state.pointed = null;
   draw();
 }
 
@@ -443,9 +430,7 @@ function moveFocus(event) {
   $("cells").children[to - state.from].focus();
 }
 
-function cellIndex({ target }) {
-  return state.from + [...$("cells").children].indexOf(target);
-}
+const cellIndex = ({ target }) => state.from + [...$("cells").children].indexOf(target);
 
 function listen() {
   form.onsubmit = (event) => {
@@ -474,8 +459,8 @@ function listen() {
 
   const cells = $("cells");
   cells.onkeydown = moveFocus;
-  cells.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && mark("focused", cellIndex(event)));
-  cells.addEventListener("focusout", () => mark("focused", null));
+  cells.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && mark("pointed", cellIndex(event)));
+  cells.addEventListener("focusout", () => mark("pointed", null));
   for (const [place, indexOf] of [[$("strip"), (event) => stage.indexAt(event, state.from)], [$("text"), characterAt]]) {
     place.onpointermove = (event) => mark("pointed", indexOf(event));
     place.onpointerleave = () => mark("pointed", null);

@@ -5,10 +5,7 @@ import { gumbelNoise, pick, softmax } from "./sampler.js";
 
 const NUM_GUESSES = 3;
 
-/** Begin a run: the same text twice, `on` with the cache and `off` without.
- *
- *  prompt  ids; steps: how many to add; sampling: { temperature, topK, seed }
- */
+/** Begin a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
 export function begin(prompt, steps, sampling) {
   const noise = gumbelNoise(sampling.seed);
   const choose = (logits, step) => pick(logits, (id) => noise(step, id), sampling.temperature, sampling.topK);
@@ -170,11 +167,9 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
 
 /** Generate with a mistake and without, and compare them while both have been fed the same text.
  *
- *  Returns the picture of the step that went wrong, with
- *    ids            the whole text with the mistake
- *    first          the index of the first wrong token, or -1
- *    at             the same, or the index of the token whose logits are the most wrong
- *    should         the token that should be there
+ *  Returns the picture of the step that wrote the token `at`, and
+ *    ids, first     the whole text with the mistake, and the index of its first wrong token, or -1
+ *    at, should     that index, or the one of the most wrong logits; and the token that should be there
  *    largest        the largest difference of a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
  *    differences    of the columns, see network.js

@@ -4,9 +4,7 @@ export const $ = (id) => document.getElementById(id);
 
 const forgetful = [];
 
-/** Return `compute`, which runs only if one of its arguments is another one than the last time. So a view draws only
- *  what changed. Else the last result is returned.
- */
+/** Return `compute`, which runs only if an argument is another one than the last time: a view draws what changed. */
 export function remember(compute) {
   let last = [];
   let result;
@@ -47,6 +45,11 @@ export function element(tag, text = "", properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
 }
 
+/** Give an element those classes whose value is true, and no others. */
+export function classes(element, names) {
+  element.className = Object.keys(names).filter((name) => names[name]).join(" ");
+}
+
 /** Return a character as one glyph. */
 export function glyph(char) {
   return { " ": "␣", "\n": "⏎", "\t": "⇥" }[char] ?? char;
@@ -62,6 +65,4 @@ export function percent(share) {
   return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}%`;
 }
 
-export function inEnglish(number) {
-  return number.toLocaleString("en");
-}
+export const inEnglish = (number) => number.toLocaleString("en");

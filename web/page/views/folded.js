@@ -8,38 +8,28 @@ export const drawShapes = remember((info, on, off, columns) => {
   $("bytes").textContent = columns ? `The cache holds ${formula} × 4 bytes = ${inEnglish(bytes)} bytes.` : "";
   const uncached = new Map(off?.shapes.map(([, name, dims]) => [name, dims]));
   const shape = (dims) => (dims ? `(${dims.join(", ")})` : "");
-  const rows = (on?.shapes ?? [])
-    .filter(([, name]) => !/\.[1-9]\d*\b/.test(name)) // layer 0 stands for all
-    .map(([direction, name, dims]) => [direction, name, shape(dims), shape(uncached.get(name))]);
-  $("shapes").tBodies[0].replaceChildren(
-    ...rows.map((cells) => {
-      const row = element("tr");
-      row.append(...cells.map((cell) => element("td", cell)));
-      return row;
-    }),
-  );
+  const layer0 = (on?.shapes ?? []).filter(([, name]) => !/\.[1-9]\d*\b/.test(name)); // it stands for all
+  const rows = layer0.map(([direction, name, dims]) => {
+    const row = element("tr");
+    row.append(...[direction, name, shape(dims), shape(uncached.get(name))].map((cell) => element("td", cell)));
+    return row;
+  });
+  $("shapes").tBodies[0].replaceChildren(...rows);
 });
 
 /** Draw a text and, on a second line, the guesses under its characters. same: whether the text is the run's. */
 export function drawGuesses(chars, given, { ids, rounds }, same) {
-  const guesses = []; // per index of the text: [id, whether it is right]
+  const pairs = ids.map((id) => element("span", glyph(chars[id])));
+  const note = (index, id, tag) => pairs[index].append(element(tag, glyph(chars[id])));
   let end = given;
   for (const { right, wrong } of rounds) {
-    right.forEach((id, i) => (guesses[end + i] = [id, true]));
-    end += right.length;
-    if (wrong.length) guesses[end] = [wrong[0], false];
-    end++;
+    for (const id of right) note(end++, id, "i");
+    if (wrong.length) note(end, wrong[0], "s");
+    end++; // the model's own pick
   }
-  $("guessed").replaceChildren(
-    ...ids.map((id, i) => {
-      const pair = element("span", glyph(chars[id]));
-      const [guess, right] = guesses[i] ?? [];
-      pair.append(element(right === false ? "s" : "i", guess === undefined ? "" : glyph(chars[guess])));
-      return pair;
-    }),
-  );
-  const offered = rounds.reduce((sum, { right, wrong }) => sum + right.length + wrong.length, 0);
-  const accepted = rounds.reduce((sum, { right }) => sum + right.length, 0);
+  $("guessed").replaceChildren(...pairs);
+  const accepted = rounds.flatMap(({ right }) => right).length;
+  const offered = accepted + rounds.flatMap(({ wrong }) => wrong).length;
   const counts = `${rounds.length} forwards instead of ${ids.length - given}; ${accepted} of ${offered} guesses right.`;
   $("guess-verdict").textContent = `${counts} ${same ? "The text is the same." : "The text differs."}`;
 }

@@ -14,21 +14,16 @@ export const NAMES = Object.keys(MISTAKES);
 const EXCERPT = 22; // characters
 const SAME = 1e-3; // a logit that differs by less is not wrong
 
+const labels = {}; // name => element
+
 /** Make the list. onPick(name) is called for the one that the reader picks. */
 export function makeMistakes(onPick) {
   for (const [name, [cause, detail]] of Object.entries(MISTAKES)) {
-    const label = element("label");
-    const radio = element("input", "", { type: "radio", name: "mistake", value: name });
-    const title = element("span", "", { className: "title" });
-    title.append(element("b", cause), ` ${detail}`);
-    label.append(radio, title, element("output"), element("small"));
-    $("mistakes").append(label);
-    radio.addEventListener("click", () => onPick(name));
+    const radio = element("input", "", { type: "radio", name: "mistake", value: name, onclick: () => onPick(name) });
+    labels[name] = element("label");
+    labels[name].append(radio, element("b", cause), ` ${detail}`, element("output"), element("small"));
+    $("mistakes").append(labels[name]);
   }
-}
-
-function labelOf(name) {
-  return $("mistakes").querySelector(`[value="${name}"]`).closest("label");
 }
 
 /** Show what a mistake makes of the text, around the first character that is wrong. given: characters of the prompt. */
@@ -37,10 +32,10 @@ export function drawMistake(chars, name, given, { ids, first, largest }) {
   const wrong = first < 0 ? given : first;
   const from = Math.max(given, wrong - EXCERPT / 2);
   const mark = element("mark", first < 0 ? "" : text(first, first + 1));
-  const label = labelOf(name);
-  label.querySelector("output").replaceChildren(text(from, wrong), mark, text(first < 0 ? wrong : wrong + 1, from + EXCERPT));
+  const [output, small] = labels[name].querySelectorAll("output, small");
+  output.replaceChildren(text(from, wrong), mark, text(first < 0 ? wrong : wrong + 1, from + EXCERPT));
   const flip = first < 0 ? "none flipped" : `character ${first + 1}`;
-  label.querySelector("small").textContent = `${flip}, a logit off by ${largest.toFixed(1)}`;
+  small.textContent = `${flip}, a logit off by ${largest.toFixed(1)}`;
 }
 
 /** Return the answer as sentences. keys, values: how many of the first layer are wrong. */

@@ -1,5 +1,5 @@
 // The whole text. A character is an element, so that it can be pointed at, marked and clicked.
-import { $, element, remember } from "./draw.js";
+import { $, classes, element, remember } from "./draw.js";
 
 let drawn = []; // the ids that have an element
 
@@ -22,10 +22,8 @@ export const drawText = remember((chars, ids, count, given, behind, wrong, marke
   drawn = ids.slice();
 
   [...pane.children].forEach((each, i) => {
-    const names = { given: i < given, newest: i === count - 1, behind: i === behind, wrong: i === wrong, marked: i === marked };
-    const classes = Object.keys(names).filter((name) => names[name]);
-    if (classes.length && each.textContent === "\n") classes.push("line-end");
-    each.className = classes.join(" ");
+    const names = { newest: i === count - 1, behind: i === behind, wrong: i === wrong, marked: i === marked };
+    classes(each, { ...names, given: i < given, "line-end": each.textContent === "\n" });
   });
   const shown = pane.children[wrong ?? count - 1];
   if (shown && (grown || wrong !== null)) pane.scrollTop = shown.offsetTop - pane.clientHeight / (wrong === null ? 1 : 2) + 30;
