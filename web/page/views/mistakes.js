@@ -35,7 +35,7 @@ export function drawMistake(chars, name, given, { ids, first, largest }) {
   const [output, small] = labels[name].querySelectorAll("output, small");
   output.replaceChildren(text(from, wrong), mark, text(first < 0 ? wrong : wrong + 1, from + EXCERPT));
   const flip = first < 0 ? "none flipped" : `character ${first + 1}`;
-  small.textContent = `${flip}, a logit off by ${largest.toFixed(1)}`;
+  small.textContent = largest < SAME ? "nothing wrong here" : `${flip}, a logit off by ${largest.toFixed(1)}`;
 }
 
 /** Return the answer as sentences. keys, values: how many of the first layer are wrong. */

@@ -37,7 +37,7 @@ export function indexAt(event, from) {
  */
 export const drawCells = remember((chars, ids, fed, from, fresh, wrong, hidden, marked, weights) => {
   const end = Math.min(fed, from + size.cells);
-  const inSight = (index) => index >= from && index < end;
+  const inSight = (index) => index !== null && index >= from && index < end;
   const reachable = inSight(marked) ? marked : end - 1; // by the tabulator key
   [...$("cells").children].forEach((cell, i) => {
     const [index, number, char] = [from + i, from + i + 1, chars[ids[from + i]]];
@@ -134,7 +134,8 @@ export const drawBelow = remember((marks, length, off, on, from) => {
       const index = from + i;
       const differs = marks?.[row][index];
       cell.textContent = differs === undefined ? "" : differs ? "≠" : "=";
-      classes(cell, { lit: !marks && index < length && index >= length - computed, differs });
+      const isLit = row ? index < length && index >= length - computed : index < computed;
+      classes(cell, { lit: isLit && !marks, differs });
     });
     const count = marks?.[row].filter((differs) => differs).length;
     $(`row-${row}`).ariaLabel = marks ? `${count} differ` : `${computed} computed in this step`;

@@ -22,13 +22,14 @@ function drawSteps(name, rows, given, most) {
 
 /** off, on: lists of { rows, ms } per step, which grow; their lengths; given: characters of the prompt. */
 export const drawSums = remember((off, on, offLength, onLength, given, blockSize) => {
-  const totals = [["off", off], ["on", on]].map(([name, steps]) => {
+  const same = Math.min(offLength, onLength); // in a race, one of them has taken more steps
+  const [without, withIt] = [["off", off], ["on", on]].map(([name, steps]) => {
     const rows = steps.map((step) => step.rows);
     drawSteps(name, rows, given, blockSize);
     const seconds = sum(steps.map(({ ms }) => ms)) / 1e3;
     $(`speed-${name}`).textContent = steps.length ? inEnglish(Math.round(steps.length / seconds)) : "–";
-    return sum(rows);
+    return sum(rows.slice(0, same));
   });
-  const factor = totals[1] ? totals[0] / totals[1] : 1;
+  const factor = same ? without / withIt : 1;
   $("factor").textContent = `${factor < 9.95 && factor > 1 ? factor.toFixed(1) : Math.round(factor)}×`;
 });
