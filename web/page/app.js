@@ -18,8 +18,7 @@ const ROUNDING = 1e-3; // right columns that are computed in another way differ 
 
 const worker = startWorker(onEvent);
 let info; // model.json, and `ids`: Map(character => id)
-let runs = 0;
-let questions = 0;
+let [runs, questions] = [0, 0];
 
 const state = {
   phase: "loading", // or ready, running, paused, done, failed
@@ -78,6 +77,7 @@ function show(answer) {
   state.answer = answer;
   state.page = null;
   choose(answer?.name);
+  if (answer) $("status").textContent = ""; // it is about the run
   for (const kind of ["without", "change", "mistake"]) {
     const shown = answer?.kind === kind;
     $(`${kind}-verdict`).textContent = shown ? answer.verdict : "";
@@ -134,8 +134,9 @@ async function load() {
   if (!readAddress(fields) && unknown) prompt.value = prompt.defaultValue = "";
   listen();
   setSpeed();
+  const ready = readForm();
   setStep();
-  if (readForm() && !matchMedia("(prefers-reduced-motion: reduce)").matches && state.step < 3) play(Infinity);
+  if (ready && !matchMedia("(prefers-reduced-motion: reduce)").matches && state.step < 3) play(Infinity);
 }
 
 /** Make radio buttons that choose a layer or a head. */
@@ -145,11 +146,6 @@ function makeSegments(name, count) {
     label.append(element("input", "", { type: "radio", name, value: i, checked: i === state[name] }), element("span", i + 1));
     $(name).append(label);
   }
-}
-
-function choosePart({ target }) {
-  state[target.name] = Number(target.value);
-  render();
 }
 
 function onEvent(event, { run: name, on, off, received, total }) {
@@ -295,7 +291,6 @@ function render() {
 /** Return the first character on the stage. The strip turns by half a page, so that columns stay where they are. */
 function firstCell({ fed }) {
   const { cells } = stage.size;
-  if (state.pointed !== null) return Math.min(state.from, fed); // nothing moves below a pointer
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
   const turn = Math.ceil(cells / 2);
   return Math.max(0, Math.ceil((fed - cells) / turn) * turn);
@@ -325,7 +320,9 @@ function draw() {
   const { chars, block_size } = info;
   const shown = answer ?? run;
   const { ids, fed, kept, hidden } = shown;
-  const from = (state.from = firstCell(shown));
+  const from = firstCell(shown);
+  if (from !== state.from) state.pointed = null; // another character is below the pointer now
+  state.from = from;
   const marked = state.pointed ?? state.clicked;
   const wrong = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
@@ -362,7 +359,7 @@ function drawCandidates(marked, weights) {
   const { chars } = info;
   const { ids } = answer ?? run;
   const step = answer?.kind === "mistake" ? undefined : run.on[(marked ?? ids.length - 1) - run.given];
-  if (marked !== null && step) drawNext(chars, `character ${marked + 1}`, step.probabilities, ids[marked], null);
+  if (marked !== null && step && !answer) drawNext(chars, `character ${marked + 1}`, step.probabilities, ids[marked], null);
   else if (answer?.at) drawNext(chars, `character ${answer.at + 1}`, answer.before, ids[answer.at], answer.after);
   else drawNext(chars, "next", run.on.at(-1)?.probabilities, answer ? undefined : ids.at(-1), answer?.probabilities);
 
@@ -380,7 +377,7 @@ function setStep() {
   state.step = Number(location.hash.match(/^#step-([1-4])$/)?.[1] ?? 1);
   document.body.dataset.step = state.step;
   for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
-  if (!state.run) return;
+  if (state.phase !== "running") cancel(); // a question of the step before
   show(null);
   if (state.step === 4) askMistakes();
 }
@@ -447,16 +444,22 @@ function listen() {
   $("one").onclick = () => play(1);
   $("race").onclick = () => play(Infinity, true);
   $("speed").oninput = setSpeed;
-  for (const name of ["layer", "head"]) $(name).onchange = choosePart;
+  for (const name of ["layer", "head"]) {
+    $(name).onchange = ({ target }) => {
+      state[name] = Number(target.value);
+      render();
+    };
+  }
   $("without").onclick = () => (state.answer?.kind === "without" ? show(null) : takeOut());
   $("change").onclick = () => (state.answer?.kind === "change" ? show(null) : change());
   $("changed").oninput = () => change();
   $("guess").onclick = askGuesses;
   window.onhashchange = setStep;
   window.onkeydown = ({ key }) => {
-    if (key === "Escape") mark("clicked", null);
+    if (key !== "Escape") return;
+    $("settings").open = false;
+    mark("clicked", null);
   };
-
   const cells = $("cells");
   cells.onkeydown = moveFocus;
   cells.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && mark("pointed", cellIndex(event)));

@@ -85,7 +85,7 @@ export function characters(count) {
 export function writeAddress(fields) {
   const values = FIELDS.filter((name) => fields[name].value !== fields[name].defaultValue);
   const query = new URLSearchParams(values.map((name) => [name, fields[name].value]));
-  history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
+  history.replaceState(null, "", (query.size ? `?${query}` : location.pathname) + location.hash);
 }
 
 /** Fill the form from the address. Returns whether the address names a prompt. */

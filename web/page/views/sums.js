@@ -7,9 +7,6 @@ const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
 function drawSteps(name, rows, given, most) {
   const { context, width, height } = blank($(`steps-${name}`));
   const [x, y] = [width / most, height / most];
-  context.fillStyle = colour("rule");
-  context.fillRect(0, 0, width, 1);
-  context.fillRect(0, 0, 1, height);
   context.fillStyle = colour(name);
   rows.forEach((count, step) => {
     const end = given + step; // the columns of the text before this step's character

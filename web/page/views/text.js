@@ -2,6 +2,7 @@
 import { $, classes, element, remember } from "./draw.js";
 
 let drawn = []; // the ids that have an element
+let shown; // the character that the pane was scrolled to
 
 /** Draw `ids`. The last one is boxed.
  *
@@ -16,7 +17,6 @@ export const drawText = remember((chars, ids, count, given, behind, wrong, marke
   // keep the elements of the characters that are still there
   let same = 0;
   while (same < drawn.length && drawn[same] === ids[same]) same++;
-  const grown = same < count || drawn.length !== count;
   for (let i = drawn.length; i > same; i--) pane.lastChild.remove();
   for (const id of ids.slice(same)) pane.append(element("span", chars[id]));
   drawn = ids.slice();
@@ -25,8 +25,9 @@ export const drawText = remember((chars, ids, count, given, behind, wrong, marke
     const names = { newest: i === count - 1, behind: i === behind, wrong: i === wrong, marked: i === marked };
     classes(each, { ...names, given: i < given, "line-end": each.textContent === "\n" });
   });
-  const shown = pane.children[wrong ?? count - 1];
-  if (shown && (grown || wrong !== null)) pane.scrollTop = shown.offsetTop - pane.clientHeight / (wrong === null ? 1 : 2) + 30;
+  const end = wrong ?? count - 1;
+  if (end !== shown) pane.scrollTop = (pane.children[end]?.offsetTop ?? 0) - pane.clientHeight / 2;
+  shown = end;
 });
 
 /** Return the index of the character that a pointer event is about, or null. */
