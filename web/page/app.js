@@ -75,7 +75,7 @@ function setPhase(name, status) {
  */
 function show(answer) {
   state.answer = answer;
-  state.page = null;
+  if (!answer || answer.kind === "mistake") state.page = null;
   choose(answer?.name);
   if (answer) $("status").textContent = ""; // it is about the run
   for (const kind of ["without", "change", "mistake"]) {
@@ -401,10 +401,10 @@ function mark(how, index) {
 /** Mark the character that was clicked, or do with it what this step is about. */
 function click(index) {
   if (index === null) return;
+  turnTo(index);
   if (state.answer?.kind === "without") return takeOut(index);
   if (state.answer?.kind === "change") return change(index);
   mark("clicked", state.clicked === index ? null : index);
-  turnTo(index);
 }
 
 /** Let the strip show a character. */
