@@ -1,32 +1,80 @@
-// Pictures of the exported page after a run: wide, on a phone, and in the dark. Serve out/web first.
+// Pictures of the exported page, and an animation: it runs, then it breaks. Serve out/web first.
 //
 //     CHROMIUM=/usr/bin/chromium node web/pictures.mjs http://localhost:8000 out/pictures
-import { mkdir } from "node:fs/promises";
+//
+// The animation needs ffmpeg. Nothing here is timed: every picture waits for what it shows.
+import { execFileSync } from "node:child_process";
+import { mkdir, writeFile } from "node:fs/promises";
 import { chromium } from "playwright-core";
 
 const LOOKS = {
-  wide: { viewport: { width: 1280, height: 1700 } },
+  page: { viewport: { width: 1280, height: 720 } },
   phone: { viewport: { width: 390, height: 844 }, fullPage: true },
-  dark: { viewport: { width: 1280, height: 900 }, colorScheme: "dark", fullPage: true },
+  dark: { viewport: { width: 1280, height: 720 }, colorScheme: "dark" },
 };
+const SHOWN = 120; // characters in a picture
+const FULL = 256;
+const MISTAKES = ["never moves", "another prompt", "overwritten"];
 
 const [site, folder] = process.argv.slice(2);
-await mkdir(folder, { recursive: true });
+await mkdir(`${folder}/frames`, { recursive: true });
 const args = ["--headless", "--no-sandbox"];
 const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, args });
-for (const [name, { fullPage, ...options }] of Object.entries(LOOKS)) {
-  const page = await browser.newPage(options);
-  await page.goto(site);
-  await page.locator("#run:enabled").click();
-  await page.waitForFunction(() => / of the probability/.test(document.getElementById("influences").ariaLabel));
-  await page.locator("#take-out").click();
-  await page.evaluate(() => document.querySelectorAll("main details").forEach((details) => (details.open = true)));
-  await page.locator("#position").fill("40");
-  await page.locator("#next .after").first().waitFor();
+
+/** Open the page at a step of the lesson. It does not play by itself, so that each picture is of a step that we took. */
+async function open({ step, ...options }) {
+  const page = await browser.newPage({ reducedMotion: "reduce", ...options });
+  await page.goto(`${site}#step-${step}`);
+  await page.locator("#one:enabled").waitFor();
+  return page;
+}
+
+/** Step until the text has `count` characters and the stage shows them. */
+async function write(page, count) {
+  for (;;) {
+    const length = await page.evaluate(() => document.getElementById("text").children.length);
+    if (length >= count) break;
+    await page.locator("#one").click();
+    await page.waitForFunction((length) => document.getElementById("text").children.length > length, length);
+  }
+  await page.mouse.move(0, 0);
   await page.evaluate(() => document.activeElement.blur());
-  // a bar that follows the view would cover a part of a long picture
-  if (fullPage) await page.evaluate(() => (document.getElementById("bar").style.position = "static"));
+  await page.waitForFunction(() => document.body.dataset.state !== "running");
+}
+
+for (const [name, { fullPage, ...options }] of Object.entries(LOOKS)) {
+  const page = await open({ step: name === "page" ? 2 : 1, ...options });
+  await write(page, SHOWN);
   await page.screenshot({ path: `${folder}/${name}.png`, fullPage });
   await page.close();
 }
+
+// the animation: every step at first, then every fifth, then some mistakes
+const page = await open({ step: 2, viewport: { width: 1280, height: 720 } });
+const frames = []; // lines of a list for ffmpeg
+async function shoot(seconds) {
+  const file = `frames/${String(frames.length).padStart(3, "0")}.png`;
+  await page.screenshot({ path: `${folder}/${file}` });
+  frames.push(`file '${file}'`, `duration ${seconds}`);
+}
+await shoot(1);
+const given = await page.evaluate(() => document.getElementById("text").children.length);
+for (let count = given + 1; count < FULL; count += count < given + 32 ? 1 : 6) {
+  await write(page, count);
+  await shoot(0.125);
+}
+await write(page, FULL);
+await shoot(1.5);
+await page.locator("nav a").last().click();
+await page.waitForFunction(() => [...document.querySelectorAll("#mistakes small")].every((each) => each.textContent));
+for (const name of MISTAKES) {
+  await page.locator(`[value="${name}"]`).check({ force: true });
+  await page.waitForFunction((name) => document.querySelector(`[value="${name}"]`).checked, name);
+  await page.evaluate(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))));
+  await shoot(2.5);
+}
 await browser.close();
+await writeFile(`${folder}/frames.txt`, frames.join("\n"));
+const inputs = ["-y", "-loglevel", "error", "-f", "concat", "-i", `${folder}/frames.txt`, "-fps_mode", "vfr"];
+const colours = "split[a][b];[a]palettegen=max_colors=64:stats_mode=diff[p];[b][p]paletteuse=dither=none";
+execFileSync("ffmpeg", [...inputs, "-filter_complex", colours, `${folder}/page.gif`], { stdio: "inherit" });

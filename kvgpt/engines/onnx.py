@@ -62,7 +62,8 @@ class OnnxGPT:
             raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
         check_characters(self.chars, file, self.config.vocab_size)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
-        self.outputs = [output.name for output in self.session.get_outputs()]
+        names = [output.name for output in self.session.get_outputs()]
+        self.outputs = [name for name in names if not name.startswith("query")]  # these are for the web page
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
 
     def __call__(self, idx, past=()):

@@ -39,12 +39,15 @@ class ConcatCache:
 class GPTWithPast(nn.Module):
     """A GPT that takes the KV cache as an argument and returns it. Its layers are a copy of the model's."""
 
-    def __init__(self, model):
+    def __init__(self, model, queries=False):
         super().__init__()
         self.model = copy.deepcopy(model)
+        self.queries = queries
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values):
         """Return the logits `(B, T, V)` and n_layer pairs (key, value), `(B, nkv, past + T, hs)` each.
+
+        With `queries`, also the n_layer queries of the last token, `(B, nh, 1, hs)` each.
 
         input_ids        (B, T) int64
         attention_mask   (B, past + T) int64: 0 where a slot holds padding
@@ -56,20 +59,35 @@ class GPTWithPast(nn.Module):
         # A query sees its own slot even if that is padding, because a softmax over nothing is NaN.
         mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
         self.model.cache = cache = ConcatCache(past_key_values, mask)
+        queries = []
         for block in self.model.transformer["h"]:
             block.attn.cache = cache
-        return self.model.unembed(self.model.hidden_states(input_ids, position_ids)), cache.pairs
+            block.attn.project = recorded(block.attn.project, queries)
+        logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids))
+        return (logits, cache.pairs, queries) if self.queries else (logits, cache.pairs)
+
+
+def recorded(project, queries):
+    """Return CausalSelfAttention.project that also appends the query of the last token to `queries`."""
+
+    def recording(x, rope=None):
+        q, k, v = project(x, rope)
+        queries.append(q[:, :, -1:])
+        return q, k, v
+
+    return recording
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_onnx(model, chars, file):
+def write_onnx(model, chars, file, queries=False):
     """Write the model as one ONNX file of opset 20, dynamic in batch size and lengths.
 
-    model  a GPT on the CPU
-    chars  the vocabulary: token i is chars[i]
-    file   a Path
+    model    a GPT on the CPU
+    chars    the vocabulary: token i is chars[i]
+    file     a Path
+    queries  also return each layer's query of the last token, `query.{i}`, which shows what the token looks at
     The cache goes in as `past_key_values.{i}.key|value` and comes out as `present.{i}.key|value`. Inputs, outputs and
     axes have the names that Optimum and transformers.js use. The metadata holds the characters and the sizes, so the
     file alone is enough to generate text. Raises OSError.
@@ -86,10 +104,14 @@ def write_onnx(model, chars, file):
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(action="ignore"):
         proto = torch.onnx.export(
-            GPTWithPast(model).eval(),
+            GPTWithPast(model, queries).eval(),
             (ids, torch.ones(2, 8, dtype=torch.int64), places, pairs),
             input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{slot}" for slot in slots)],
-            output_names=["logits", *(f"present.{slot}" for slot in slots)],
+            output_names=[
+                "logits",
+                *(f"present.{slot}" for slot in slots),
+                *(f"query.{i}" for i in range(config.n_layer) if queries),
+            ],
             dynamic_shapes=(
                 {0: batch, 1: length},
                 {0: batch, 1: f"{past} + {length}"},

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import tempfile
 from pathlib import Path
 
@@ -27,21 +26,21 @@ def export_web(model, checkpoint, folder):
         fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
 
     # make and check the graph
-    chars, config, loss = checkpoint.chars, model.config, checkpoint.best_val_loss
+    chars, config = checkpoint.chars, model.config
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
-        write_onnx(model, chars, file)
+        write_onnx(model, chars, file, queries=True)
         compare_onnx(file, model, own_text(model))
         graph = file.read_bytes()
     about = dict(
         chars=chars,
         block_size=config.block_size,
         n_layer=config.n_layer,
+        n_head=config.n_head,
         n_kv_head=config.num_kv_heads,
         head_size=config.head_size,
         pos_emb=config.pos_emb,
         parameters=sum(p.numel() for p in model.parameters()),
-        val_loss=loss if math.isfinite(loss) else None,  # JSON has no infinity
     )
 
     # add the page, and pack what is large, because a plain server packs nothing

@@ -1,11 +1,12 @@
-// The columns that were kept so far, for the lanes: the keys and values of all layers and heads, as they arrive.
+// The columns that the page shows: the keys and values of all layers and heads, as they arrive.
 
-/** Return { add, lane, length }. */
+/** Return { add, lane, length, headSize }. */
 export function keptColumns({ n_layer, n_kv_head, head_size, block_size }) {
   const size = n_kv_head * block_size * head_size;
   const slots = Array.from({ length: 2 * n_layer }, () => new Float32Array(size)); // (heads, block_size, head_size) each
   const kept = {
     length: 0,
+    headSize: head_size,
     /** Add new columns: per slot a Float32Array (heads, new columns, head_size). */
     add(columns) {
       const count = columns[0].length / (n_kv_head * head_size);
@@ -16,13 +17,13 @@ export function keptColumns({ n_layer, n_kv_head, head_size, block_size }) {
         }
       });
       kept.length += count;
+      return kept;
     },
-    /** Return the kept columns of a layer's keys (kind 0) or values (kind 1) in one head, column after column. */
+    /** Return the columns of a layer's keys (kind 0) or values (kind 1) in one head, one after the other. */
     lane(layer, kind, head) {
       const begin = head * block_size * head_size;
       return slots[2 * layer + kind].subarray(begin, begin + kept.length * head_size);
     },
-    bytes: () => 4 * slots.length * n_kv_head * head_size * kept.length,
   };
   return kept;
 }

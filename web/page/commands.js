@@ -1,15 +1,13 @@
 // What the page can ask for. Each command gets { isStopped, delay } and the arguments of the call.
 import { fetcher, part } from "./files.js";
-import {
-  begin, generateWithGuesses, generateWithMistake, influences, LARGEST_SHIFT, nextProbabilities, stepBoth,
-} from "./generate.js";
-import { createNetwork, differences, emptyCache, forward } from "./network.js";
+import { begin, changedText, compareMistake, generateWithGuesses, next, step, withoutColumn } from "./generate.js";
+import { createNetwork } from "./network.js";
 import { readNgrams } from "./ngrams.js";
 
 const RUNTIME = "ort/ort-wasm-simd-threaded.wasm.gz";
-const MOST_WITH_MISTAKE = 200; // new tokens
+const MOST_WITH_MISTAKE = 120; // new tokens
 
-let about, table, run, right;
+let about, table, run;
 
 export const COMMANDS = {
   /** Load everything. Returns model.json. */
@@ -30,58 +28,42 @@ export const COMMANDS = {
     return { ...about, guesses: Boolean(table) };
   },
 
-  begin(_, prompt, sampling) {
-    run = begin(prompt, sampling);
-    right = null;
+  /** Begin a run, called `name` in its events. */
+  begin(_, name, prompt, steps, sampling) {
+    run = { name, ...begin(prompt, steps, sampling) };
   },
 
-  /** Add `count` tokens to both texts. An event "step" reports each. */
-  async advance({ isStopped, delay }, count) {
+  /** Let the two texts of the run take `count` steps, or race. An event "step" reports each. */
+  async advance({ isStopped, delay }, count, racing) {
     for (let i = 0; i < count; i++) {
-      for (const began = performance.now(); i && performance.now() - began < delay() && !isStopped(); ) {
-        await new Promise((resolve) => setTimeout(resolve, 10)); // the delay may change meanwhile
-      }
-      if (isStopped()) break;
-      const step = await stepBoth(run);
-      postMessage({ event: "step", ...step }, step.on.columns.map((data) => data.buffer));
+      const began = performance.now();
+      const names = next(run, racing);
+      if (!names.length || isStopped()) return;
+      const event = { event: "step", run: run.name };
+      for (const name of names) event[name] = await step(run, name);
+      postMessage(event);
       await breathe();
+      // the delay may change meanwhile
+      while (!racing && i + 1 < count && performance.now() - began < delay() && !isStopped()) {
+        await new Promise((resolve) => setTimeout(resolve, 5));
+      }
     }
   },
 
-  /** Return the next token's probabilities, and how far the cache is from a forward of the whole text. */
-  async look() {
-    const { ids, cache } = run.on;
-    const again = await forward(ids.slice(0, -1), emptyCache(), { keep: true });
-    const difference = Math.max(...differences(cache, again.cache).flatMap((layer) => [...layer]));
-    return { probabilities: await nextProbabilities(run.on), difference };
+  without: ({ isStopped }, candidates) => withoutColumn(run, candidates, isStopped, breathe),
+
+  async change({ isStopped }, position, id) {
+    await breathe(); // many may come at once, and only the newest counts
+    return isStopped() ? null : changedText(run, position, id);
   },
 
-  influences: ({ isStopped }) => influences(run.on, isStopped, breathe),
-
-  changeCache: (_, change) => nextProbabilities(run.on, change),
-
-  /** Return per layer the difference of each column if the character at `position` were `id`. */
-  async changeText(_, position, id) {
-    const changed = run.on.ids.with(position, id);
-    const [a, b] = [
-      await forward(run.on.ids, emptyCache(), { keep: true }),
-      await forward(changed, emptyCache(), { keep: true }),
-    ];
-    return differences(a.cache, b.cache);
+  mistake({ isStopped }, name) {
+    const steps = Math.min(run.total - run.prompt.length, MOST_WITH_MISTAKE);
+    return compareMistake(run, steps, name, about.chars.length, isStopped, breathe);
   },
 
-  guess: ({ isStopped }, steps) => generateWithGuesses(run, steps, table, isStopped, breathe),
-
-  /** Return { ids, right }: the text with a mistake, and without it. */
-  async mistake({ isStopped }, name, other, steps) {
-    const room = about.block_size - LARGEST_SHIFT - run.prompt.length;
-    const count = Math.min(steps, room, MOST_WITH_MISTAKE);
-    if (count < 1) throw new Error(`the prompt leaves no room: at most ${about.block_size - LARGEST_SHIFT - 1} characters`);
-    if (right?.length !== run.prompt.length + count) {
-      right = await generateWithMistake(run, count, "none", other, isStopped, breathe);
-    }
-    const ids = await generateWithMistake(run, count, name, other, isStopped, breathe);
-    return ids && right && { ids, right };
+  guess({ isStopped }) {
+    return generateWithGuesses(run, run.total - run.prompt.length, table, isStopped, breathe);
   },
 };
 

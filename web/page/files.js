@@ -7,12 +7,8 @@ export async function part(name, work) {
   try {
     return await work();
   } catch (error) {
-    throw new Error(`${name} did not load: ${reason(error)}. ${WHAT_TO_DO}`);
+    throw new Error(`${name} did not load: ${String(error?.message ?? error).trim().replace(/\.$/, "")}. ${WHAT_TO_DO}`);
   }
-}
-
-export function reason(error) {
-  return String(error?.message ?? error).trim().replace(/\.$/, "");
 }
 
 /** Return (name) => bytes of a file, an ArrayBuffer. onProgress(received, total) is called while files arrive. */

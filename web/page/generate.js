@@ -1,68 +1,88 @@
 // Generation: with the cache and without, by guesses, and with a mistake. Ids in, ids out. No part of the page is here.
 import { guess } from "./ngrams.js";
-import { columns, columnsOf, emptyCache, forward, withColumn } from "./network.js";
+import { columns, columnsOf, differences, emptyCache, forward } from "./network.js";
 import { gumbelNoise, pick, softmax } from "./sampler.js";
 
 const NUM_GUESSES = 3;
 
-/** Begin a generation. prompt: ids; sampling: { temperature, topK, seed }. */
-export function begin(prompt, sampling) {
+/** Begin a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
+export function begin(prompt, steps, sampling) {
   const noise = gumbelNoise(sampling.seed);
   const choose = (logits, step) => pick(logits, (id) => noise(step, id), sampling.temperature, sampling.topK);
-  return { prompt, sampling, noise, choose, step: 0, on: { ids: [...prompt], cache: emptyCache() }, off: [...prompt] };
+  const text = (keep) => ({ ids: [...prompt], cache: emptyCache(), keep, ms: 0 });
+  return { prompt, sampling, noise, choose, total: prompt.length + steps, on: text(true), off: text(false) };
 }
 
-/** Add one token to both texts of a run: one forward with the cache, and one without.
+/** Return which texts take the next step, a list of "on" and "off"; empty at the end.
  *
- *  Returns { on, off }, each { id, ms, rows, shapes }; on also has `columns`, the new columns of the cache. rows is how
- *  many rows each layer computed.
+ *  Both go side by side: whoever is behind steps. In a race each goes at its own speed: whoever has computed for less
+ *  time steps, so both get the same share of the one processor that they have.
  */
-export async function stepBoth(run) {
-  const { on } = run;
-  const past = columnsOf(on.cache);
-  const cached = await timed(run, on.ids.slice(past), on.cache, true);
-  on.cache = cached.cache;
-  on.ids.push(cached.id);
-  const uncached = await timed(run, run.off, emptyCache(), false);
-  run.off.push(uncached.id);
-  run.step++;
-  delete cached.cache;
-  delete uncached.cache;
-  return { on: { ...cached, columns: columns(on.cache, past, columnsOf(on.cache)) }, off: uncached };
+export function next(run, racing) {
+  const unfinished = ["on", "off"].filter((name) => run[name].ids.length < run.total);
+  if (racing) return unfinished.sort((a, b) => run[a].ms - run[b].ms).slice(0, 1);
+  const least = Math.min(...unfinished.map((name) => run[name].ids.length));
+  return unfinished.filter((name) => run[name].ids.length === least);
 }
 
-async function timed(run, ids, cache, keep) {
+/** Add one token to run.on or run.off, by one forward of what its cache does not have.
+ *
+ *  Returns { id, ms, rows, shapes, probabilities } and, with the cache, its new `columns` and the `queries` of the
+ *  newest token. rows is how many columns were computed.
+ */
+export async function step(run, name) {
+  const text = run[name];
+  const past = columnsOf(text.cache);
+  const fed = text.ids.slice(past);
+
   const began = performance.now();
-  const result = await forward(ids, cache, { keep });
-  const id = run.choose(result.logits, run.step);
-  return { id, ms: performance.now() - began, rows: ids.length, shapes: result.shapes, cache: result.cache };
+  const { logits, cache, queries, shapes } = await forward(fed, text.cache, { keep: text.keep });
+  const id = run.choose(logits, text.ids.length - run.prompt.length);
+  const ms = performance.now() - began;
+
+  text.ids.push(id);
+  text.cache = cache;
+  text.ms += ms;
+  const added = text.keep ? columns(cache, past, columnsOf(cache)) : null;
+  return { id, ms, rows: fed.length, shapes, probabilities: softmax(logits), columns: added, queries };
 }
 
-// -- questions about the cache of a run -----------------------------------------------------------------------------
+// -- questions about a run ----------------------------------------------------------------------------------------------
 
-/** Return the probabilities of the token after the next: the newest one is fed, and `change` says how the cache differs.
+/** What a forward shows: all columns, what the newest token looks for, and the probabilities of the next one. */
+function picture({ logits, cache, queries }) {
+  return { columns: cache, queries, probabilities: softmax(logits) };
+}
+
+/** Take the last step again without one of the columns `candidates`: the one that moves the prediction most.
  *
- *  change  {}: as it is; { hidden }: without this column; { column, id }: with the column that `id` would have there
+ *  Returns a picture with `hidden`, the column, and `moved`, the total variation distance of the probabilities.
  */
-export async function nextProbabilities({ ids, cache }, { hidden, column, id } = {}) {
-  if (id !== undefined) {
-    const other = await forward([id], columns(cache, 0, column), { keep: true });
-    cache = withColumn(cache, column, columns(other.cache, column, column + 1));
+export async function withoutColumn({ on }, candidates, isStopped, breathe) {
+  const newest = on.ids.length - 2;
+  const cache = columns(on.cache, 0, newest);
+  const again = async (hidden) => picture(await forward([on.ids[newest]], cache, { hidden, keep: true }));
+  const whole = await again();
+  let most = null;
+  for (const hidden of candidates) {
+    await breathe();
+    if (isStopped()) return null;
+    const without = await again(hidden);
+    const moved = without.probabilities.reduce((sum, p, id) => sum + Math.abs(p - whole.probabilities[id]) / 2, 0);
+    if (!most || moved > most.moved) most = { ...without, hidden, moved };
   }
-  return softmax((await forward(ids.slice(-1), cache, { hidden })).logits);
+  return most;
 }
 
-/** Return per column how much of the next token's distribution moves without it: the total variation distance. */
-export async function influences(text, isStopped, breathe) {
-  const whole = await nextProbabilities(text);
-  const moved = new Float32Array(columnsOf(text.cache));
-  for (let hidden = 0; hidden < moved.length; hidden++) {
-    const without = await nextProbabilities(text, { hidden });
-    moved[hidden] = without.reduce((sum, p, id) => sum + Math.abs(p - whole[id]) / 2, 0);
-    if (hidden % 16 === 15) await breathe();
-    if (isStopped()) return null;
+/** Compute the whole text again with another character. Returns a picture with `differences`, see network.js. */
+export async function changedText(run, position, id) {
+  const ids = run.on.ids.slice(0, -1); // those that have columns
+  if (run.again?.length !== ids.length) {
+    const { cache } = await forward(ids, emptyCache(), { keep: true });
+    run.again = { cache, length: ids.length }; // the next changes need it too
   }
-  return moved;
+  const changed = await forward(ids.with(position, id), emptyCache(), { keep: true });
+  return { ...picture(changed), differences: differences(run.again.cache, changed.cache, ids.length) };
 }
 
 // -- guesses ----------------------------------------------------------------------------------------------------------
@@ -95,47 +115,86 @@ export async function generateWithGuesses({ prompt, sampling, noise, choose }, s
 
 // -- mistakes ---------------------------------------------------------------------------------------------------------
 
-// Each mistake is made at one place of the loop below.
-//   position(i, T)  where the token i of the text is said to stand; T is the length of the prompt
-//   again           the position at which the last token of the prompt is fed a second time
-//   other           whether the cache is filled from another prompt
+// Each mistake is made at one place of the loop below. T is the length of the prompt.
+//   position(i, T)  where the new token i of the text is said to stand
+//   again           feed the last token of the prompt twice
+//   overwrite       write every new column into the slot after the prompt
+//   mask            hide from each new token the one before it
+//   other           decode with the cache of another prompt: of the same length, and no character is the same
 const MISTAKES = {
   none: {},
-  "too far": { position: (i, T) => (i < T ? i : i + 1) },
-  "standing still": { position: (i, T) => Math.min(i, T) },
-  "fed twice": { position: (i, T) => (i < T ? i : i + 1), again: (T) => T },
+  "one too far": { position: (i) => i + 1 },
+  "never moves": { position: (i, T) => T },
+  "fed twice": { position: (i) => i + 1, again: true },
+  overwritten: { overwrite: true },
+  mask: { mask: true },
   "another prompt": { other: true },
-  "all too far": { position: (i) => i + 5 },
-  "fed twice in place": { again: (T) => T - 1 },
 };
-export const LARGEST_SHIFT = 5;
 
-/** Generate `steps` tokens with a mistake, through the cache. other: ids as long as the prompt. Returns the ids. */
-export async function generateWithMistake({ prompt, choose }, steps, name, other, isStopped, breathe) {
+/** Generate `steps` tokens with a mistake, through the cache.
+ *
+ *  Returns a picture of the last step with `ids`, `logits` of every step, and `hidden`: the column that its mask hid.
+ */
+async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, isStopped, breathe) {
   const T = prompt.length;
   const mistake = MISTAKES[name];
-  const position = (i) => (mistake.position ?? ((same) => same))(i, T);
-  const feed = (ids, first, cache) => forward(ids, cache, { positions: ids.map((_, i) => position(first + i)), keep: true });
+  const position = mistake.position ?? ((i) => i);
   const ids = [...prompt];
+  const logits = [];
+  let hidden;
 
   // prefill
-  let result;
+  let result = await forward(prompt, emptyCache(), { keep: true });
+  if (mistake.again) result = await forward(prompt.slice(-1), result.cache, { positions: [T], keep: true });
   if (mistake.other) {
-    result = await feed(other.slice(0, -1), 0, emptyCache());
-    result = await feed(prompt.slice(-1), T - 1, result.cache);
-  } else {
-    result = await feed(prompt, 0, emptyCache());
-  }
-  if (mistake.again) {
-    result = await forward(prompt.slice(-1), result.cache, { positions: [mistake.again(T)], keep: true });
+    const other = prompt.map((id) => (id + 1) % vocabSize);
+    result.cache = (await forward(other, emptyCache(), { keep: true })).cache;
   }
 
   // decode
   for (let step = 0; step < steps; step++) {
     ids.push(choose(result.logits, step));
-    if (step < steps - 1) result = await feed(ids.slice(-1), ids.length - 1, result.cache);
-    if (step % 8 === 7) await breathe();
+    logits.push(result.logits);
+    await breathe();
     if (isStopped()) return null;
+    if (step === steps - 1) break;
+    const past = mistake.overwrite ? columns(result.cache, 0, T) : result.cache;
+    if (mistake.mask) hidden = columnsOf(past) - 1;
+    result = await forward(ids.slice(-1), past, { positions: [position(ids.length - 1, T)], hidden, keep: true });
   }
-  return ids;
+  return { ...picture(result), ids, hidden, logits };
+}
+
+/** Generate with a mistake and without, and compare them while both have been fed the same text.
+ *
+ *  Returns the picture of the step that wrote the token `at`, and
+ *    ids, first     the whole text with the mistake, and the index of its first wrong token, or -1
+ *    at, should     that index, or the one of the most wrong logits; and the token that should be there
+ *    largest        the largest difference of a logit until then
+ *    before, after  the probabilities of the token `at`, without the mistake and with it
+ *    differences    of the columns, see network.js
+ */
+export async function compareMistake(run, steps, name, vocabSize, isStopped, breathe) {
+  const generate = (name, steps) => generateWithMistake(run, steps, name, vocabSize, isStopped, breathe);
+  run.right ??= await generate("none", steps);
+  const wrong = await generate(name, steps);
+  if (!run.right || !wrong) return null;
+
+  const T = run.prompt.length;
+  const first = wrong.ids.findIndex((id, i) => id !== run.right.ids[i]);
+  const compared = first < 0 ? steps : first - T + 1;
+  const off = wrong.logits.slice(0, compared).map((logits, step) =>
+    logits.reduce((most, logit, id) => Math.max(most, Math.abs(logit - run.right.logits[step][id])), 0),
+  );
+  const largest = Math.max(...off);
+  const step = first < 0 ? off.indexOf(largest) : first - T;
+  const then = await generate(name, step + 1);
+  if (!then) return null;
+  const count = Math.min(T + step, columnsOf(then.columns)); // both have been fed the same so far
+  return {
+    ids: wrong.ids, first, at: T + step, should: run.right.ids[T + step], largest,
+    before: softmax(run.right.logits[step]), after: then.probabilities,
+    columns: then.columns, queries: then.queries, hidden: then.hidden,
+    differences: differences(run.right.columns, then.columns, count),
+  };
 }

@@ -30,9 +30,10 @@ export function columnsOf(cache) {
  *
  *  positions  of the ids; by default they continue the cache
  *  hidden     a column that no query may see (attention_mask 0)
- *  keep       whether to return the cache, longer by the new columns
+ *  keep       whether to return the cache, longer by the new columns, and the queries of the last id
  *  every      whether to return the logits after every id, one array per id, instead of those after the last
- *  Returns { logits, cache, shapes }. shapes: [direction, name, dimensions] per input and output of the graph.
+ *  Returns { logits, cache, queries, shapes }. queries: a Float32Array (query heads, head size) per layer; shapes:
+ *  [direction, name, dimensions] per input and output of the graph.
  */
 export async function forward(ids, cache, { positions, hidden, keep = false, every = false } = {}) {
   const past = columnsOf(cache);
@@ -50,13 +51,15 @@ export async function forward(ids, cache, { positions, hidden, keep = false, eve
     feeds[`past_key_values.${name}`] = new ort.Tensor("float32", data, [1, info.n_kv_head, past, info.head_size]);
     names.push(`present.${name}`);
   });
-  const outputs = await session.run(feeds, keep ? ["logits", ...names] : ["logits"]);
+  const queries = Array.from({ length: info.n_layer }, (_, i) => `query.${i}`);
+  const outputs = await session.run(feeds, keep ? ["logits", ...names, ...queries] : ["logits"]);
   const vocabSize = outputs.logits.dims.at(-1);
   const all = outputs.logits.data;
   const shape = (direction) => ([name, tensor]) => [direction, name, tensor.dims];
   return {
     logits: every ? ids.map((_, i) => all.slice(i * vocabSize, (i + 1) * vocabSize)) : all.slice(-vocabSize),
     cache: keep ? names.map((name) => outputs[name].data) : cache,
+    queries: keep ? queries.map((name) => outputs[name].data) : null,
     shapes: [...Object.entries(feeds).map(shape("in")), ...Object.entries(outputs).map(shape("out"))],
   };
 }
@@ -74,31 +77,16 @@ export function columns(cache, begin, end) {
   });
 }
 
-/** Return a copy of a cache in which one column is that of `column`, a cache of one column. */
-export function withColumn(cache, index, column) {
+/** Return how far the first `count` columns of two caches differ: a list like a cache, with one number per column. */
+export function differences(a, b, count) {
   const size = info.head_size;
-  const width = columnsOf(cache) * size;
-  return cache.map((data, i) => {
-    const copy = data.slice();
-    for (let head = 0; head < info.n_kv_head; head++) {
-      copy.set(column[i].subarray(head * size, (head + 1) * size), head * width + index * size);
-    }
-    return copy;
-  });
-}
-
-/** Return per layer the largest difference between two caches of equal size in each column, in keys and values. */
-export function differences(a, b) {
-  const size = info.head_size;
-  const count = columnsOf(a);
-  return Array.from({ length: info.n_layer }, (_, layer) => {
+  const [from, to] = [columns(a, 0, count), columns(b, 0, count)];
+  return from.map((data, slot) => {
     const most = new Float32Array(count);
-    for (const i of [2 * layer, 2 * layer + 1]) {
-      a[i].forEach((x, j) => {
-        const column = Math.floor(j / size) % count;
-        most[column] = Math.max(most[column], Math.abs(x - b[i][j]));
-      });
-    }
+    data.forEach((x, i) => {
+      const column = Math.floor(i / size) % count;
+      most[column] = Math.max(most[column], Math.abs(x - to[slot][i]));
+    });
     return most;
   });
 }

@@ -15,10 +15,7 @@ export function readRequest(fields, info) {
   const notes = [];
   const prompt = readPrompt(fields.prompt, info, notes);
   const room = info.block_size - prompt.length;
-  if (room < 1) {
-    const size = `The prompt has ${characters(prompt.length)} and the context ${info.block_size}`;
-    refuse(fields.prompt, `${size}: at most ${info.block_size - 1} leave room for a new one.`);
-  }
+  if (room < 1) refuse(fields.prompt, `The prompt has ${characters(prompt.length)}: at most ${info.block_size - 1} fit.`);
   const decimal = /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
   const typed = fields.temperature.value;
   if (/^\s*\d*,\d+\s*$/.test(typed)) {
@@ -34,8 +31,7 @@ export function readRequest(fields, info) {
   if (asked > room) {
     notes.push(`${characters(asked)} would pass the end of the context of ${info.block_size}. ${room} fit.`);
   }
-  const ids = prompt.map((char) => info.ids.get(char));
-  const steps = Math.min(asked, room);
+  const [ids, steps] = [prompt.map((char) => info.ids.get(char)), Math.min(asked, room)];
   return { ids, steps, sampling, notes, key: [ids, steps, ...Object.values(sampling)].join() };
 }
 
@@ -56,9 +52,8 @@ function readPrompt(field, info, notes) {
   }
   const unknown = [...new Set(prompt)].filter((char) => !info.ids.has(char)).sort();
   if (unknown.length) {
-    const known = info.chars.slice(0, 200).join("") + (info.chars.length > 200 ? "…" : "");
     const names = unknown.slice(0, 20).map((char) => JSON.stringify(char)).join(", ");
-    refuse(field, `The model never saw ${names}. It knows ${JSON.stringify(known)}.`);
+    refuse(field, `The model never saw ${names}. It knows ${JSON.stringify(info.chars.slice(0, 200).join(""))}.`);
   }
   return prompt;
 }
@@ -69,16 +64,15 @@ function refuse(field, message) {
 
 function number(field, pattern, fits, must) {
   const text = field.value.trim();
-  const label = field.labels[0].textContent.trim();
+  const label = field.ariaLabel ?? field.labels[0].textContent.trim();
   if (!pattern.test(text) || !fits(text)) refuse(field, `${label} is “${text}”: it must be ${must}.`);
   return text;
 }
 
 /** Return a positive whole number, or null for an empty field. */
 function count(field) {
-  if (!field.value.trim()) return null;
-  const fits = (text) => text >= 1 && text < 2 ** 31;
-  return Number(number(field, /^\d+$/, fits, "empty, or a whole number from 1 to 2³¹ − 1"));
+  const fits = (text) => !text || (text >= 1 && text < 2 ** 31);
+  return Number(number(field, /^\d*$/, fits, "empty, or a whole number from 1 to 2³¹ − 1")) || null;
 }
 
 export function characters(count) {
@@ -91,7 +85,7 @@ export function characters(count) {
 export function writeAddress(fields) {
   const values = FIELDS.filter((name) => fields[name].value !== fields[name].defaultValue);
   const query = new URLSearchParams(values.map((name) => [name, fields[name].value]));
-  history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
+  history.replaceState(null, "", (query.size ? `?${query}` : location.pathname) + location.hash);
 }
 
 /** Fill the form from the address. Returns whether the address names a prompt. */

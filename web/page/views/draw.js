@@ -1,6 +1,25 @@
-// What several views need: elements by id, a canvas in device pixels, the colours of the style sheet.
+// What several views need: elements by id, canvases in device pixels, and the names of characters and numbers.
 
 export const $ = (id) => document.getElementById(id);
+
+const forgetful = [];
+
+/** Return `compute`, which runs only if an argument is another one than the last time: a view draws what changed. */
+export function remember(compute) {
+  let last = [];
+  let result;
+  forgetful.push(() => (last = []));
+  return (...args) => {
+    if (args.length === last.length && args.every((arg, i) => Object.is(arg, last[i]))) return result;
+    last = args;
+    return (result = compute(...args));
+  };
+}
+
+/** Let every view draw again, because the sizes or the colours are other ones. */
+export function forgetDrawings() {
+  for (const forget of forgetful) forget();
+}
 
 /** Return the 2d context of an empty canvas that is as fine as the screen, in CSS pixels, and its width and height. */
 export function blank(canvas) {
@@ -13,17 +32,12 @@ export function blank(canvas) {
   return { context, width, height };
 }
 
+const probe = document.body.appendChild(element("i", "", { hidden: true }));
+
+/** Return a colour of the style sheet, as a canvas can use it. */
 export function colour(name) {
-  return getComputedStyle(document.body).getPropertyValue(`--${name}`).trim();
-}
-
-/** Return a character as one visible glyph or word. */
-export function visible(char) {
-  return { " ": "space", "\n": "newline", "\t": "tab" }[char] ?? char;
-}
-
-export function quoted(char) {
-  return char.trim() ? `“${char}”` : visible(char);
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
 }
 
 /** Return an element with text, which never becomes markup. */
@@ -31,18 +45,24 @@ export function element(tag, text = "", properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
 }
 
-/** Make a table body of rows. A row is a list of cells; a cell is an element, or the text of one. */
-export function fillTable(body, rows) {
-  body.replaceChildren(
-    ...rows.map(([head, ...cells]) => {
-      const row = element("tr");
-      row.append(head instanceof Node ? head : element("th", head, { scope: "row" }));
-      row.append(...cells.map((cell) => (cell instanceof Node ? cell : element("td", cell))));
-      return row;
-    }),
-  );
+/** Give an element those classes whose value is true, and no others. */
+export function classes(element, names) {
+  element.className = Object.keys(names).filter((name) => names[name]).join(" ");
 }
 
-export function inEnglish(number) {
-  return number.toLocaleString("en");
+/** Return a character as one glyph. */
+export function glyph(char) {
+  return { " ": "␣", "\n": "⏎", "\t": "⇥" }[char] ?? char;
 }
+
+/** Return a character as a reader would say it. */
+export function quoted(char) {
+  return { " ": "a space", "\n": "a line end", "\t": "a tab" }[char] ?? `“${char}”`;
+}
+
+export function percent(share) {
+  if (share > 0 && share < 0.0005) return "0.0%";
+  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}%`;
+}
+
+export const inEnglish = (number) => number.toLocaleString("en");

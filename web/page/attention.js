@@ -1,0 +1,21 @@
+// Attention of one head, for one query. It is Head.forward of model.py for the newest character.
+
+/** Return { weights, mix }: how much the query looks at each column, and the values mixed by these weights.
+ *
+ *  query         Float32Array (size)
+ *  keys, values  Float32Arrays (columns, size)
+ *  hidden        a column that the query may not see
+ */
+export function attend(query, keys, values, hidden) {
+  const size = query.length;
+  const scores = Array.from({ length: keys.length / size }, (_, column) => {
+    if (column === hidden) return -Infinity;
+    return query.reduce((sum, x, i) => sum + x * keys[column * size + i], 0) / Math.sqrt(size);
+  });
+  const most = Math.max(...scores);
+  const exponents = scores.map((score) => Math.exp(score - most));
+  const total = exponents.reduce((sum, x) => sum + x, 0);
+  const weights = exponents.map((x) => x / total);
+  const mix = query.map((_, i) => weights.reduce((sum, weight, column) => sum + weight * values[column * size + i], 0));
+  return { weights, mix };
+}

@@ -1,0 +1,35 @@
+// Folded away below the stage: the shapes of the newest step, the bytes of the cache, and guesses.
+import { $, element, glyph, inEnglish, remember } from "./draw.js";
+
+export const drawShapes = remember((info, on, off, columns) => {
+  const { n_layer, n_kv_head, head_size } = info;
+  const formula = `2 × ${n_layer} layers × ${n_kv_head} heads × ${head_size} numbers × ${columns} columns`;
+  const bytes = 2 * n_layer * n_kv_head * head_size * columns * 4;
+  $("bytes").textContent = columns ? `The cache holds ${formula} × 4 bytes = ${inEnglish(bytes)} bytes.` : "";
+  const uncached = new Map(off?.shapes.map(([, name, dims]) => [name, dims]));
+  const shape = (dims) => (dims ? `(${dims.join(", ")})` : "");
+  const layer0 = (on?.shapes ?? []).filter(([, name]) => !/\.[1-9]\d*\b/.test(name)); // it stands for all
+  const rows = layer0.map(([direction, name, dims]) => {
+    const row = element("tr");
+    row.append(...[direction, name, shape(dims), shape(uncached.get(name))].map((cell) => element("td", cell)));
+    return row;
+  });
+  $("shapes").tBodies[0].replaceChildren(...rows);
+});
+
+/** Draw a text and, on a second line, the guesses under its characters. same: whether the text is the run's. */
+export function drawGuesses(chars, given, { ids, rounds }, same) {
+  const pairs = ids.map((id) => element("span", glyph(chars[id])));
+  const note = (index, id, tag) => pairs[index].append(element(tag, glyph(chars[id])));
+  let end = given;
+  for (const { right, wrong } of rounds) {
+    for (const id of right) note(end++, id, "i");
+    if (wrong.length) note(end, wrong[0], "s");
+    end++; // the model's own pick
+  }
+  $("guessed").replaceChildren(...pairs);
+  const accepted = rounds.flatMap(({ right }) => right).length;
+  const offered = accepted + rounds.flatMap(({ wrong }) => wrong).length;
+  const counts = `${rounds.length} forwards instead of ${ids.length - given}; ${accepted} of ${offered} guesses right.`;
+  $("guess-verdict").textContent = `${counts} ${same ? "The text is the same." : "The text differs."}`;
+}
