@@ -18,14 +18,14 @@ The file needs only torch, so you can copy it. An adapter for a decoder of your 
     full(ids)                      the logits (B, T, V) of ids (B, T), without a cache
     new(kind, length)              an empty cache for `length` tokens. kind is "own" or "static": raise
                                    NotImplementedError, with a reason, for one that you do not have
-    step(ids, cache, mask, pos)    the logits (B, T, V) of the next T tokens, which also go into the cache. pos (B, T) are
-                                   their positions. mask is None, or (B, t) over all t tokens so far: 0 is padding. If a
-                                   step makes a new cache, return (logits, cache)
+    step(ids, cache, mask, pos)    the logits (B, T, V) of the next T tokens, which also go into the cache. pos (B, T) has
+                                   their positions. mask is None, or (B, t) over all t tokens so far: 0 is padding. If
+                                   the step makes a new cache, return (logits, cache)
 
 An nn.Module that is an attribute of the adapter runs in float64 too, which tells us what rounding does. We try crop,
 reorder_cache, batch_repeat_interleave, batch_select_indices and reset if the cache has methods of these names, with the
-arguments of transformers. We can watch a cache that has update(key, value, ...), which returns all keys and values, each
-(B, heads, t, head size).
+arguments of transformers. We can watch a cache that has update(key, value, ...), if it returns all keys and values, of
+the shape (B, heads, t, head size).
 """
 
 import argparse
@@ -90,14 +90,18 @@ class Transformers:
                 yield name, first_line(error)
         self.model.set_attn_implementation(own)
 
-    def full(self, ids, mask=None, pos=None):
+    def run(self, **inputs):
         experts = getattr(self.config, "_experts_implementation", None)
         if experts and self.model.dtype == torch.float64:  # their fast kernels have no float64
             self.model.set_experts_implementation("eager")
-        logits = self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos)).logits
-        if experts:
-            self.model.set_experts_implementation(experts)
-        return logits
+        try:
+            return self.model(**inputs)
+        finally:
+            if experts:
+                self.model.set_experts_implementation(experts)
+
+    def full(self, ids, mask=None, pos=None):
+        return self.run(input_ids=ids, use_cache=False, **self.placed(mask, pos)).logits
 
     def new(self, kind, length):
         import transformers
@@ -120,7 +124,7 @@ class Transformers:
         ):  # some models want another mask, as in generate()
             make = getattr(self.model, "create_masks_for_generate", lambda config, embeds, mask, cache: mask)
             mask = make(self.config, self.model.get_input_embeddings()(ids), mask, cache)
-        output = self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache}, **self.placed(mask, pos))
+        output = self.run(input_ids=ids, use_cache=True, **{self.cache_name: cache}, **self.placed(mask, pos))
         if getattr(output, self.cache_name, None) is None:
             raise NotImplementedError(f"its forward returns no {self.cache_name}")
         return output.logits, output[self.cache_name]
@@ -144,7 +148,7 @@ class Kit:
         if kind != "own":
             raise NotImplementedError("the cache of this GPT is static already")
         cache = type(self.model.cache)(self.model.config.n_layer, self.model.config.block_size)
-        cache.crop, cache.reset = len_of_nothing, cache.clear  # pos says how much of the cache is valid
+        cache.crop, cache.reset = keep_all, cache.clear  # pos says how much of the cache is valid
         return cache
 
     def step(self, ids, cache, mask, pos):
@@ -161,7 +165,7 @@ class Kit:
                 module.cache = own
 
 
-def len_of_nothing(count):
+def keep_all(count):
     pass
 
 
@@ -173,8 +177,8 @@ def adapter_of(model):
     if hasattr(model, "cache") and hasattr(getattr(model, "config", None), "block_size"):
         return Kit(model)
     raise TypeError(
-        f"{type(model).__name__} is no causal language model of transformers, no GPT of this kit, and no adapter, which "
-        "has vocab_size, full, new and step"
+        f"{type(model).__name__} is no causal language model of transformers, no GPT of this kit, and no adapter, "
+        "which has vocab_size, full, new and step"
     )
 
 
@@ -195,22 +199,28 @@ def changed(modules, change):
             tensor.data = data
 
 
-def revealing(dtype, noise):
+def revealing(dtype, draw):
     """Return a change to weights in which no bug can hide.
 
-    A norm with weights of exactly 1 may be applied twice, and a bias of 0 forgotten, so we jitter what has one dimension.
-    The matrices of an untrained model are so small that attention sees all positions alike, so we scale them up.
+    A norm with weights of exactly 1 may be applied twice, and a bias of 0 forgotten, so we jitter what has one
+    dimension. The matrices of an untrained model are so small that attention sees all positions alike, so we scale
+    them up.
     """
 
     def change(tensor):
         data = tensor.data
         if isinstance(tensor, nn.Parameter) and data.dim() < 2:
-            data = data + 0.1 * torch.randn(data.shape, generator=noise).to(data)
+            data = data + 0.1 * normal(data, draw)
         elif isinstance(tensor, nn.Parameter):
             data = data * max(1.0, 1 / (data.size(-1) ** 0.5 * data.float().std().item() + 1e-6))
         return data.to(dtype)
 
     return change
+
+
+def normal(tensor, draw):
+    """Return random numbers for a tensor, the same on every device."""
+    return torch.randn(tensor.shape, generator=draw, device="cpu").to(tensor)
 
 
 # -- the right logits, and how far rounding moves them -----------------------------------------------------------------
@@ -219,59 +229,51 @@ def revealing(dtype, noise):
 class Truth:
     """Texts, their logits without a cache, and what rounding does to these.
 
-    Most ways feed texts 0 to 2. Texts 3 to 5 begin like them and go another way after the prefix, and two more make up a
-    batch of eight. Some tokens have the padding id, because a cache must not take them for padding.
+    Most ways feed texts 0 to 2. Texts 3 to 5 begin like them and differ after the prefix, and two more make a batch of
+    eight. Some tokens have the padding id, because a cache must not take them for padding.
     """
 
-    def __init__(self, decoder, modules, length, seed, dtype, device):
+    def __init__(self, decoder, modules, length, seed, dtype):
         draw = torch.Generator().manual_seed(seed)
-        self.decoder, self.length, self.prefix, self.dtype = decoder, length, length // 2, dtype
-        self.pad = getattr(decoder, "pad", 0)
-        ids = torch.randint(decoder.vocab_size, (8, length), generator=draw)
-        ids[torch.rand(ids.shape, generator=draw) < 0.05] = self.pad
-        ids[3:6, : self.prefix] = ids[:3, : self.prefix]
-        self.ids = ids.to(device)
+        self.decoder, self.length, self.dtype = decoder, length, dtype
+        self.pad, self.window = getattr(decoder, "pad", 0), getattr(decoder, "window", None)
+        ids = torch.randint(decoder.vocab_size, (8, length), generator=draw, device="cpu")
+        ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
+        ids[3:6, : length // 2] = ids[:3, : length // 2]
+        self.ids = torch.tensor(ids.tolist())  # on the device
 
         # the right logits, in float64 if the model can
         self.modules = modules if sum(p.numel() for module in modules for p in module.parameters()) < 1e9 else []
-        if self.modules:
-            try:
-                with self.in_float64():
-                    self.logits = decoder.full(self.ids).double()
-                    self.blame = self.find_dependence(1e-4)
-            except RuntimeError:  # an operation that has no float64
-                self.modules = []
-        if not self.modules:
+        try:
+            with self.exactly():
+                self.logits = decoder.full(self.ids).double()
+                self.fault = self.find_dependence(1e-4 if self.modules else 300 * torch.finfo(dtype).eps)
+        except RuntimeError:
+            if not self.modules:
+                raise
+            self.modules = []  # an operation that has no float64
             self.logits = decoder.full(self.ids).double()
-            self.blame = self.find_dependence(300 * torch.finfo(dtype).eps)
+            self.fault = self.find_dependence(300 * torch.finfo(dtype).eps)
 
-        # rounding: other shapes, and weights that differ in their last digits
-        plain = decoder.full(self.ids)
+        # what rounding does: other shapes, and weights that differ in their last digits
+        plain, eps = decoder.full(self.ids), torch.finfo(dtype).eps
         self.argmax = plain.argmax(-1)
-        self.rounding = self.error(plain, slice(8), slice(None)).clamp(min=self.logits.std() * torch.finfo(dtype).eps)
-        for rows, end in ((slice(3), length), (slice(1), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
-            self.add_rounding(decoder.full(self.ids[rows, :end]), rows, end)
-        for _ in range(3):
-
-            def nudge(tensor):
-                return tensor.data * (
-                    1 + torch.finfo(dtype).eps * torch.randn(tensor.shape, generator=draw).to(tensor.data)
-                )
-
-            with changed(modules, nudge):
-                self.add_rounding(decoder.full(self.ids), slice(8), length)
-        # A router of experts that is near a tie makes single positions jump, which must not excuse the others.
+        self.rounding = self.error(plain, slice(8), slice(length)).clamp(min=self.logits.std() * eps)
+        others = [(slice(3), length), (slice(1), length), (slice(1, 2), length), (slice(3), 2 * length // 3)]
+        for rows, end in others + [(slice(8), length)] * 3:
+            nudges = modules if rows == slice(8) else []
+            with changed(nudges, lambda tensor: tensor.data * (1 + eps * normal(tensor, draw))):
+                error = self.error(decoder.full(self.ids[rows, :end]), rows, slice(end))
+            self.rounding[rows, :end] = self.rounding[rows, :end].maximum(error)
+        # A router of experts near a tie makes single positions jump. That must not excuse the others.
         self.limit = LARGEST * self.rounding.clamp(min=self.rounding.flatten().quantile(0.95))
 
-    def in_float64(self):
+    def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.double())
 
     def error(self, logits, rows, positions):
-        """Return the largest error of the logits at each position. NaN counts as infinite."""
+        """Return the error of the worst logit at each position. NaN counts as infinite."""
         return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
-
-    def add_rounding(self, logits, rows, end):
-        self.rounding[rows, :end] = self.rounding[rows, :end].maximum(self.error(logits, rows, slice(end)))
 
     def find_dependence(self, tolerance):
         """Return a sentence if logits without a cache depend on what no cache can know: later tokens, other rows."""
@@ -282,24 +284,11 @@ class Truth:
             ("when later tokens are left out", self.ids[:, :end]),
             ("when other rows are left out", self.ids[:1]),
         ):
-            logits = self.decoder.full(ids)[:, :end]
-            off = self.error(logits, slice(len(ids)), slice(end)).amax(0)
+            off = self.error(self.decoder.full(ids)[:, :end], slice(len(ids)), slice(end)).amax(0)
             wrong = (off > tolerance * self.logits.std()).nonzero()
             if len(wrong):
                 return f"logits without a cache change by {off.max():.2g} {what}, from position {wrong[0].item()} on"
         return None if self.logits.isfinite().all() else "logits without a cache are not finite"
-
-    def padding_alone_is_wrong(self):
-        """Return whether left padding changes logits in a forward without a cache."""
-        if "mask" not in inspect.signature(self.decoder.full).parameters:
-            return False
-        rows = torch.arange(3, device=self.ids.device)[:, None]
-        positions = (
-            torch.arange(self.length, device=self.ids.device) - torch.tensor(PADS, device=self.ids.device)[:, None]
-        )
-        real, pos = positions >= 0, positions.clamp(min=0)
-        logits = self.decoder.full(self.ids[rows, pos].where(real, self.pad), real.long(), pos)
-        return bool((self.error(logits, rows, pos) > self.limit[rows, pos])[real].any())
 
 
 # -- feeding a cache ---------------------------------------------------------------------------------------------------
@@ -310,47 +299,44 @@ PADS = (0, 5, 11)  # padding tokens of each row
 class Stream:
     """A batch of texts on its way through one cache.
 
-    kind    the kind of cache
-    rows    the text that each row of the batch takes its tokens from
-    pads    how many padding tokens each row begins with, or None
+    kind    the kind of cache; None feeds the model without one
     watch   None, or a Watch that looks for the cause
     errors  of all logits so far, in order: (error, limit, rounding, other argmax, row, position), tensors
+    rows    the text that each row of the batch takes its tokens from
+    pads    how many padding tokens each row begins with, or None
+    masked  whether to pass a mask where nothing is padding
     """
 
     def __init__(self, truth, kind, watch, errors, rows=(0, 1, 2), pads=None, masked=False):
-        self.truth, self.watch, self.errors, self.device = truth, watch, errors, truth.ids.device
-        self.rows, self.pads = (
-            torch.tensor([*rows], device=self.device),
-            torch.tensor(pads or [0] * len(rows), device=self.device),
-        )
-        self.masked, self.fed = masked or pads is not None, 0
-        self.cache = truth.decoder.new(kind, truth.length + 8)  # a static cache has empty slots, too
+        self.truth, self.kind, self.watch, self.errors, self.fed = truth, kind, watch, errors, 0
+        self.rows, self.pads, self.masked = torch.tensor([*rows]), torch.tensor(pads or [0]), masked or pads is not None
+        self.cache = (
+            truth.decoder.new(kind, truth.length + 8) if kind else None
+        )  # some slots of a static one stay empty
 
     def feed(self, count, guesses=0):
         """Feed the next `count` tokens of each row, and compare their logits. Guesses are tokens of another text."""
         truth, T = self.truth, count + guesses
-        slots = torch.arange(self.fed, self.fed + T, device=self.device)
-        positions = slots - self.pads[:, None]  # (B, T), negative for padding
-        real, pos, rows = positions >= 0, positions.clamp(min=0), self.rows[:, None].expand(-1, T)
-        guessed = rows + 3 * (torch.arange(T, device=self.device) >= count)
-        ids = truth.ids[guessed, pos].where(real, truth.pad)
-        mask = (torch.arange(self.fed + T, device=self.device) >= self.pads[:, None]).long() if self.masked else None
+        rows = self.rows[:, None].expand(-1, T)
+        positions = (torch.arange(self.fed, self.fed + T) - self.pads[:, None]).expand(len(rows), T)  # < 0 is padding
+        real, pos = positions >= 0, positions.clamp(min=0)
+        ids = truth.ids[rows + 3 * (torch.arange(T) >= count), pos].where(real, truth.pad)
+        mask = None
+        if self.masked:
+            mask = (torch.arange(self.fed + T) >= self.pads[:, None]).expand(len(rows), -1).long()
         if self.watch:
             self.watch.begin(self.cache)
-        output = truth.decoder.step(ids, self.cache, mask, pos)
+        output = truth.decoder.step(ids, self.cache, mask, pos) if self.kind else truth.decoder.full(ids, mask, pos)
         logits, self.cache = output if isinstance(output, tuple) else (output, self.cache)
         self.fed += T
-        rows, pos, real = rows[:, :count], pos[:, :count], real[:, :count]
-        error, limit, other = (
-            truth.error(logits[:, :count], rows, pos),
-            truth.limit[rows, pos],
-            logits[:, :count].argmax(-1),
-        )
+
+        rows, pos, real, logits = rows[:, :count], pos[:, :count], real[:, :count], logits[:, :count]
+        error, limit = truth.error(logits, rows, pos), truth.limit[rows, pos]
         if self.watch:
             self.watch.end(self, positions, count, bool((error > limit)[real].any()))
         order = real.T.nonzero(as_tuple=True)[::-1]  # by position, then by row
-        found = (error, limit, truth.rounding[rows, pos], other != truth.argmax[rows, pos], rows, pos)
-        self.errors.append([x[order] for x in found])
+        other = logits.argmax(-1) != truth.argmax[rows, pos]
+        self.errors.append([x[order] for x in (error, limit, truth.rounding[rows, pos], other, rows, pos)])
 
     def feed_until(self, end, size=1):
         while self.fed < min(end, self.truth.length):
@@ -363,29 +349,28 @@ class Stream:
             raise NotRun(f"the cache has no {name}")
         try:
             new = method(*args)
-        except AttributeError as error:  # caches of transformers ask each layer
+        except AttributeError as error:  # a cache of transformers asks each of its layers
             raise NotRun(first_line(error)) from None
         self.cache = self.cache if new is None else new
 
 
 # -- the ways ----------------------------------------------------------------------------------------------------------
-# Each takes start, which makes a Stream, and three numbers: the length of a text L, that of the prefix P, and how many
-# single tokens n are enough where a way need not feed them all.
+# Each takes `start`, which makes a Stream. P is the length of a prefix, and n a number of single tokens that is enough.
 
 
-def decode(start, first, end, **options):
+def decode(start, P, end, **options):
     """A prefill, then token after token."""
     stream = start(**options)
-    stream.feed(first)
+    stream.feed(P)
     stream.feed_until(end)
 
 
-def left_padding(start, L, n):
+def left_padding(start, P, n, L):
     """Rows of different lengths that end together."""
     stream = start(pads=PADS)
-    stream.feed(L // 3)
-    stream.feed_until(L // 3 + 2 * n)
-    stream.feed_until(L, 7)
+    stream.feed(P)
+    stream.feed_until(P + 2 * n)
+    stream.feed_until(L, size=7)
 
 
 def prefix_twice(start, P, n):
@@ -407,89 +392,68 @@ def two_at_once(start, P, n):
             stream.feed(count)
 
 
-def rollback(start, first, n, everything=False):
+def rollback(start, P, n, everything=False):
     """Speculative decoding: feed a token and some guesses, then take the guesses back."""
     stream = start()
-    stream.feed(first)
+    stream.feed(P)
     if getattr(stream.cache, "is_croppable", True) is False:
         raise NotRun("the cache says that it cannot be cropped (is_croppable)")
-    if hasattr(stream.cache, "activate_past_recording"):  # transformers: a window has to know before
+    records = hasattr(stream.cache, "activate_past_recording")  # transformers: a window has to know before, and
+    if records:  # wants a crop after every step
         stream.call("activate_past_recording")
     if everything:
-        stream.call("crop", -first)
+        stream.call("crop", -P)
         stream.fed = 0
-        stream.feed(first)
-        if hasattr(stream.cache, "activate_past_recording"):
-            stream.call("crop", 0)  # every forward is followed by a crop
+        stream.feed(P)
+        if records:
+            stream.call("crop", 0)
     for guesses in (4, 1, 3, 2) * (n // 4):
         stream.feed(1, guesses)
         stream.call("crop", -guesses)
         stream.fed -= guesses
 
 
-def reorder(start, P, n):
-    """Beam search: each row goes on from what was another."""
+def rearrange(start, P, n, method, argument, rows):
+    """After a method of the cache, the batch has other rows, for example those of the best beams."""
     stream = start()
     stream.feed(P)
-    for beams in ([2, 0, 0], [1, 2, 0]):
-        beams = torch.tensor(beams, device=stream.device)
-        stream.call("reorder_cache", beams)
-        stream.rows = stream.rows[beams]
-        stream.feed_until(stream.fed + n // 2)
-
-
-def repeat(start, P, n):
-    """Two continuations of each prefix."""
-    stream = start()
-    stream.feed(P)
-    stream.call("batch_repeat_interleave", 2)
-    stream.rows = torch.stack((stream.rows, stream.rows + 3), 1).flatten()
-    stream.pads = stream.pads.repeat_interleave(2)
+    stream.call(method, argument)
+    stream.rows = torch.tensor(rows)
     stream.feed_until(P + n)
 
 
-def select(start, P, n):
-    """A row leaves the batch, and the others change places."""
-    stream = start()
-    stream.feed(P)
-    rows = torch.tensor([2, 0], device=stream.device)
-    stream.call("batch_select_indices", rows)
-    stream.rows, stream.pads = stream.rows[rows], stream.pads[rows]
-    stream.feed_until(P + n)
-
-
-def reset(start, L, P, n):
+def reset(start, P, n, L):
     """A second text in the cache of a first."""
     stream = start(rows=(5, 6, 7))
-    stream.feed_until(L, P)
+    stream.feed_until(L, size=P)
     stream.call("reset")
-    stream.fed, stream.rows = 0, stream.rows - 5
+    stream.fed, stream.rows = 0, torch.tensor([0, 1, 2])
     stream.feed(P)
     stream.feed_until(P + n)
 
 
 def ways_for(window, L):
-    """Return {name: way}."""
-    P, third, n = L // 2, L // 3, min(24, L // 4)
-    sizes = (3, window - 1, window + 2) if window and 4 < window < L else (3, min(50, P + 1))
-    whole = {f"chunks of {size}": lambda start, size=size: start().feed_until(L, size) for size in sizes}
+    """Return {name: way}. L is the length of a text."""
+    half, third, n = L // 2, L // 3, min(24, L // 4)
+    sizes = (3, window - 1, window + 2) if window and 4 < window < L else (3, min(50, half + 1))
+    beams = torch.tensor([2, 0, 0])
     return {
         "decode": lambda start: decode(start, third, L),
         "decode from 1 token": lambda start: decode(start, 1, third),
         "decode from 2 tokens": lambda start: decode(start, 2, third),
-        **whole,
+        **{f"chunks of {size}": lambda start, size=size: start().feed_until(L, size) for size in sizes},
         "mask of ones": lambda start: decode(start, third, third + n, masked=True),
         "mask of ones in chunks": lambda start: start(masked=True).feed_until(L, 7),
-        "left padding": lambda start: left_padding(start, L, n),
+        "left padding": lambda start: left_padding(start, third, n, L),
         "left padding in chunks": lambda start: start(pads=PADS).feed_until(L, 3),
-        "prefix used twice": lambda start: prefix_twice(start, P, n),
+        "prefix used twice": lambda start: prefix_twice(start, half, n),
         "two texts at once": lambda start: two_at_once(start, third, n),
-        "speculative rollback": lambda start: rollback(start, P, n),
-        "rollback of everything": lambda start: rollback(start, min(P, (window or L) - 1), n, everything=True),
-        "reorder": lambda start: reorder(start, P, n),
-        "repeat": lambda start: repeat(start, P, n),
-        "select": lambda start: select(start, P, n),
-        "second text after reset": lambda start: reset(start, L, third, n),
+        "speculative rollback": lambda start: rollback(start, half, n),
+        "rollback of everything": lambda start: rollback(start, min(half, (window or L) - 1), n, everything=True),
+        "reorder": lambda start: rearrange(start, half, n, "reorder_cache", beams, (2, 0, 0)),
+        "repeat": lambda start: rearrange(start, half, n, "batch_repeat_interleave", 2, (0, 3, 1, 4, 2, 5)),
+        "select": lambda start: rearrange(start, half, n, "batch_select_indices", beams[:2], (2, 0)),
+        "second text after reset": lambda start: reset(start, third, n, L),
         "eight rows": lambda start: decode(start, third, third + n, rows=range(8)),
         "one row": lambda start: decode(start, third, third + n, rows=(1,)),
     }
@@ -505,26 +469,21 @@ SECOND = ("decode", "chunks of 3", "mask of ones in chunks", "left padding", "le
 class Watch:
     """Looks at every update of a cache, to find the first that is wrong.
 
-    right      per update of a forward: (keys, values), (8, L, size) each, and the layer. They are those of one forward
-               whose cache keeps nothing and gives back what it gets
+    right      per update of a forward: keys and values (8, L, size), and the layer. We get them from a forward whose
+               cache keeps nothing and gives back what it gets
     tolerance  per update, for keys and for values: a few times what rounding does to them
     """
 
     def __init__(self, truth):
-        self.truth = truth
-        if truth.modules:
-            with truth.in_float64():
-                self.right = self.record()
-        else:
+        self.truth, eps = truth, torch.finfo(truth.dtype).eps
+        with truth.exactly():
             self.right = self.record()
-        eps = torch.finfo(truth.dtype).eps
         self.tolerance = [
-            [2 * LARGEST * max((a - b).abs().max(), eps * a.abs().max()) for a, b in zip(exact[:2], rounded[:2])]
+            [2 * LARGEST * (a - b).abs().max().clamp(min=eps * a.abs().max()) for a, b in zip(exact[:2], rounded[:2])]
             for exact, rounded in zip(self.right, self.record())
         ]
 
     def record(self):
-        """Return the updates of a forward, as in `right`."""
         ids, calls = self.truth.ids, []
         cache = self.truth.decoder.new("own", ids.size(1))
         if not hasattr(type(cache), "update"):
@@ -532,16 +491,14 @@ class Watch:
 
         def keep_nothing(cache, *args, **kwargs):
             given = (*args, *kwargs.values())
-            key, value = keys_and_values(given)
-            calls.append(
-                (flat(key).double(), flat(value).double(), next((x for x in given if type(x) is int), len(calls)))
-            )
-            return key, value
+            layer = next((x for x in given if type(x) is int), len(calls))
+            calls.append((*flat(given), layer))
+            return keys_and_values(given)
 
         cache.update = types.MethodType(keep_nothing, cache)
-        self.truth.decoder.step(ids, cache, None, torch.arange(ids.size(1), device=ids.device).expand_as(ids))
+        self.truth.decoder.step(ids, cache, None, torch.arange(ids.size(1)).expand_as(ids))
         if not calls:
-            raise NotRun("no layer updates the cache with keys and values")
+            raise NotRun("no layer gives the cache keys and values")
         return calls
 
     def begin(self, cache):
@@ -549,15 +506,15 @@ class Watch:
         self.calls, update = [], type(cache).update
 
         def recorded(cache, *args, **kwargs):
-            new = [flat(x).double() for x in keys_and_values((*args, *kwargs.values()))]
-            result = update(cache, *args, **kwargs)
-            self.calls.append((new, [flat(x).double() for x in keys_and_values(result)]))
-            return result
+            new = flat((*args, *kwargs.values()))
+            held = update(cache, *args, **kwargs)
+            self.calls.append((new, flat(held)))
+            return held
 
         cache.update = types.MethodType(recorded, cache)  # a bound method, so that copy.deepcopy binds it to the copy
 
     def end(self, stream, positions, count, wrong):
-        """Called after a step. Raises Found at the first thing that is wrong."""
+        """Called after a step that fed `positions`, of which `count` are no guesses. Raises Found."""
         rows, pads, fed, T = stream.rows[:, None], stream.pads[:, None], stream.fed, positions.size(1)
         if len(self.calls) > len(self.right):
             raise Found(f"{WRONG_VALUE} (a step updates the cache {len(self.calls)} times)", self.right[0][2])
@@ -567,73 +524,73 @@ class Watch:
                 raise Found(f"{WRONG_VALUE} ({new[1].size(1)} tokens where {T} were fed)", layer)
 
             # does the cache give back what it got, in this step and before?
-            needed = min(fed, getattr(self.truth.decoder, "window", None) or fed)
+            needed = min(fed, self.truth.window or fed)
             if len(held[1]) != len(rows) or held[1].size(1) < needed:
-                got = f"{len(held[1])} rows of {held[1].size(1)} slots where it needs {len(rows)} of {needed}"
-                raise Found(f"the cache gave back {got}", layer)
-            slots = torch.arange(
-                max(0, fed - held[1].size(1)), fed, device=rows.device
-            )  # a window has dropped the others
-            old = slots < fed - T
-            for name, which in (("value", 1), ("key", 0)):
-                place = (slots - pads).clamp(min=0)
-                expected = self.right[i][which][rows, place]
-                expected[:, ~old] = new[which][:, -(~old).sum() :]
-                off = (held[which][:, : len(slots)] - expected).abs().amax(-1) > self.tolerance[i][which]
-                off = (off & (slots >= pads)).T.nonzero()
-                if len(off):
-                    slot, row = off[0].tolist()
-                    whose = self.whose(i, which, held[which][row, slot], expected[row, slot], stream.rows, row)
-                    place = f"row {row}, position {place[row, slot].item()}"
-                    raise Found(f"the cache gave back a {name} that is not that of {place}, {whose}", layer)
+                size = f"{len(held[1])} rows of {held[1].size(1)} slots, where it needs {len(rows)} of {needed}"
+                raise Found(f"the cache gave back {size}", layer)
+            slots = torch.arange(max(0, fed - held[1].size(1)), fed)  # a window has dropped the others
+            places = (slots - pads).expand(len(rows), -1)
+            expected = [right[rows, places.clamp(min=0)] for right in self.right[i][:2]]
+            for x, own in zip(expected, new):
+                x[:, -min(T, len(slots)) :] = own[:, -len(slots) :]
+            off = [
+                ((x[:, : len(slots)] - y).abs().amax(-1) > limit) & (places >= 0)
+                for x, y, limit in zip(held, expected, self.tolerance[i])
+            ]
+            first = (off[0] | off[1]).T.nonzero()
+            if len(first):
+                slot, row = first[0].tolist()
+                name = "value" if off[1][row, slot] else "key"
+                whose = self.whose(i, [x[row, slot] for x in held], [x[row, slot] for x in expected], stream.rows, row)
+                place = f"row {row}, position {places[row, slot].item()}"
+                raise Found(f"the cache gave back a {name} that is not that of {place}, {whose}", layer)
 
-            # did the layer give it the right thing? Not asked about guesses.
+            # did the layer give it the right thing? We do not ask about guesses.
             real, pos = positions[:, :count] >= 0, positions[:, :count].clamp(min=0)
             key_off, value_off = (
-                ((new[which][:, :count] - self.right[i][which][rows, pos]).abs().amax(-1) * real).max()
-                / self.tolerance[i][which]
-                for which in (0, 1)
+                ((x[:, :count] - right[rows, pos]).abs().amax(-1) * real).max() / limit
+                for x, right, limit in zip(new, self.right[i], self.tolerance[i])
             )
-            if key_off > 1 and value_off < 1 and (i == 0 or key_off > 30 * value_off):
+            if key_off > 1 and value_off <= 1 and (i == 0 or key_off > 30 * value_off):
                 raise Found(WRONG_KEY, layer)
-            if key_off > 1 or value_off > 1:  # the layer before got what is right and gave what is wrong
-                raise Found(ALL_RIGHT, self.right[i - 1][2]) if i else Found(WRONG_VALUE, layer)
+            if key_off > 1 or value_off > 1:  # the layer before got what is right, and gave what is wrong
+                raise Found(*(ALL_RIGHT, self.right[i - 1][2]) if i else (WRONG_VALUE, layer))
         if len(self.calls) < len(self.right):
-            raise Found(f"the cache got keys of {len(self.calls)} layers only", self.right[len(self.calls)][2])
+            raise Found(f"the cache got the keys of {len(self.calls)} layers only", self.right[len(self.calls)][2])
         if wrong:
             raise Found(ALL_RIGHT, self.right[-1][2])
 
-    def whose(self, i, which, given, expected, texts, row):
-        """Say what the cache gave back in place of `expected`."""
-        if not given.any():
+    def whose(self, i, given, expected, texts, row):
+        """Say whose (key, value) the cache gave back in place of the expected one."""
+        off = [(x - y).abs().max() / y.abs().max() for x, y in zip(given, expected)]
+        if max(off) < 0.1:
+            return f"but that one rounded, off by {max(off):.1g} of its size"
+        if not any(x.any() for x in given):
             return "but zeros, as in an empty slot"
-        if (given - expected).abs().max() < 0.1 * expected.abs().max():
-            return (
-                f"but that one rounded, off by {(given - expected).abs().max() / expected.abs().max():.1g} of its size"
-            )
-        for j in (i, *(j for j in range(len(self.right)) if j != i)):
-            right, where = self.right[j][which], "" if j == i else f"layer {self.right[j][2]}, "
-            for text in (texts[row].item(), *texts.tolist(), *range(8)):
-                off = (
-                    (right[text] - given).abs().amax(-1) if right.size(-1) == len(given) else torch.ones(1) * torch.inf
-                )
-                if off.min() <= self.tolerance[j][which]:
-                    position = f"position {off.argmin().item()}"
-                    if text == texts[row]:
-                        return f"but of {where}{position}"
-                    if text in texts:
-                        return f"but of {where}row {texts.tolist().index(text)}, {position}"
-                    return f"but of {where}another text or a rejected guess, {position}"
-        return "but of nothing that is right, such as a rejected guess"
+        texts = texts.tolist()
+        for parts in ((0, 1), (1,), (0,)):  # both of one token, or one of them
+            for j in (i, *range(len(self.right))):
+                for text in (texts[row], *texts, *range(8)):
+                    same = torch.ones(self.truth.length, dtype=torch.bool)
+                    for part in parts:
+                        off = (self.right[j][part][text] - given[part]).abs().amax(-1)
+                        same &= off <= self.tolerance[j][part]
+                    if same.any():
+                        whose = "" if text == texts[row] else "another text or a rejected guess, "
+                        if text in texts and text != texts[row]:
+                            whose = f"row {texts.index(text)}, "
+                        layer = "" if j == i else f"layer {self.right[j][2]}, "
+                        return f"but of {layer}{whose}position {same.int().argmax().item()}"
+        return "but of nothing that is right, for example a rejected guess"
 
 
-def keys_and_values(args):
-    return [x for x in args if isinstance(x, torch.Tensor) and x.dim() >= 3 and x.is_floating_point()][:2]
+def keys_and_values(given):
+    return [x for x in given if isinstance(x, torch.Tensor) and x.dim() >= 3 and x.is_floating_point()][:2]
 
 
-def flat(x):
-    """(B, heads, t, head size) -> (B, t, heads * head size), a copy"""
-    return (x if x.dim() == 3 else x.transpose(1, 2).flatten(2)).clone()
+def flat(given):
+    """Return copies of the keys and values among `given`, (B, heads, t, head size) -> (B, t, heads * head size)."""
+    return [x.transpose(1, -2).flatten(2).to(torch.float64, copy=True) for x in keys_and_values(given)]
 
 
 def find_cause(truth, kind, way):
@@ -754,10 +711,14 @@ def examine(truth, kind, attention, name, way):
     result.off, result.allowed, result.argmaxes = error[worst].item(), limit[worst].item(), int(other.sum())
     result.drift = list(zip(positions.tolist(), error.tolist()))
     if kind == "quantized" or (error[worst] <= limit[worst] and error.mean() <= MEAN * rounding.mean()):
-        return result  # a quantized cache has other logits; it only must not raise
-    if name.startswith("left padding") and truth.padding_alone_is_wrong():
-        result.status, result.why = "not run", "not the cache's fault: padding changes logits without a cache, too"
-        return result
+        return result  # a quantized cache has other logits, but must not raise
+
+    if name.startswith("left padding") and "mask" in inspect.signature(truth.decoder.full).parameters:
+        alone = []
+        Stream(truth, None, None, alone, pads=PADS).feed(truth.length)
+        if (alone[0][0] > alone[0][1]).any():
+            result.status, result.why = "not run", "not the cache's fault: padding changes logits without a cache, too"
+            return result
     first = (error > limit).int().argmax() if error[worst] > limit[worst] else worst
     result.status, result.row, result.position = "wrong", rows[first].item(), positions[first].item()
     result.why, result.layer = find_cause(truth, kind, way)
@@ -781,10 +742,9 @@ def check_cache(model, length=None, dtype=torch.float32, device=None, caches=("o
         raise ValueError(
             f"length={length}: must be at least 24" + (f" and at most the context, {context}" if context else "")
         )
-    everything = ways_for(window, length)
-    ways = {name: way for name, way in everything.items() if any(word in name for word in modes or [""])}
-    if not ways:
-        raise ValueError(f"modes={modes!r}: the ways are {', '.join(everything)}")
+    names = [name for name in ways_for(window, length) if any(word in name for word in modes or [""])]
+    if not names:
+        raise ValueError(f"modes={modes!r}: the ways are {', '.join(ways_for(window, length))}")
 
     holders = (decoder, *getattr(decoder, "__dict__", {}).values())
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]
@@ -799,23 +759,24 @@ def check_cache(model, length=None, dtype=torch.float32, device=None, caches=("o
         for module in modules:
             module.eval().to(device)
         noise = torch.Generator().manual_seed(seed)
-        with torch.no_grad(), changed(modules, revealing(dtype, noise)):
+        with torch.no_grad(), torch.device(device), changed(modules, revealing(dtype, noise)):
             attentions = decoder.attentions() if hasattr(decoder, "attentions") else [(None, None)]
             for i, (attention, why_not) in enumerate(attentions):
                 if why_not:
                     results.append(Result("every way", "any", attention, "not run", why_not))
                     continue
-                truth = Truth(decoder, modules, length, seed, dtype, device)
-                fault = fault or truth.blame
-                for kind in caches if not truth.blame else ():
+                truth = Truth(decoder, modules, length, seed, dtype)
+                fault = fault or truth.fault
+                for kind in caches if not truth.fault else ():
                     try:
                         decoder.new(kind, length)
                     except Exception as reason:
                         results.append(Result("every way", kind, attention, "not run", first_line(reason)))
                         continue
-                    for name, way in ways.items():
+                    for name in names:
                         if i == 0 or name in SECOND:
                             show(f"{name}, {kind} cache")
+                            way = ways_for(window, length)[name]
                             results.append(examine(truth, kind, attention, name, way))
     finally:
         show("")
