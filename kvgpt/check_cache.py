@@ -18,9 +18,9 @@ The file needs only torch, so you can copy it. An adapter for a decoder of your 
     full(ids)                      the logits (B, T, V) of ids (B, T), without a cache
     new(kind, length)              an empty cache for `length` tokens. kind is "own" or "static": raise
                                    NotImplementedError, with a reason, for one that you do not have
-    step(ids, cache, mask, pos)    the logits (B, T, V) of the next T tokens, which also go into the cache. pos (B, T) has
-                                   their positions. mask is None, or (B, t) over all t tokens so far: 0 is padding. If
-                                   the step makes a new cache, return (logits, cache)
+    step(ids, cache, mask, pos)    the logits (B, T, V) of the next T tokens, which also go into the cache. pos (B, T)
+                                   has their positions. mask is None, or (B, t) over all t tokens so far, where 0 is
+                                   padding. If the step makes a new cache, return (logits, cache)
 
 An nn.Module that is an attribute of the adapter runs in float64 too, which tells us what rounding does. We try crop,
 reorder_cache, batch_repeat_interleave, batch_select_indices and reset if the cache has methods of these names, with the

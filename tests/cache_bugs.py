@@ -1,11 +1,9 @@
-"""A small decoder with a right cache, and many ways to make a cache wrong: what test_check_cache.py tries check_cache on.
+"""A small decoder with a right cache, and many ways to make a cache wrong, for test_check_cache.py.
 
 Each bug is a function that breaks one thing, with pytest's monkeypatch, and returns what check_cache gets.
 """
 
-import copy
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import nn
