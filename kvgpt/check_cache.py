@@ -235,7 +235,7 @@ class Truth:
 
     def __init__(self, decoder, modules, length, seed, dtype):
         draw = torch.Generator().manual_seed(seed)
-        self.decoder, self.length, self.dtype = decoder, length, dtype
+        self.decoder, self.length, self.dtype, self.watch = decoder, length, dtype, None
         self.pad, self.window = getattr(decoder, "pad", 0), getattr(decoder, "window", None)
         ids = torch.randint(decoder.vocab_size, (8, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
@@ -576,9 +576,9 @@ class Watch:
                         off = (self.right[j][part][text] - given[part]).abs().amax(-1)
                         same &= off <= self.tolerance[j][part]
                     if same.any():
-                        whose = "" if text == texts[row] else "another text or a rejected guess, "
-                        if text in texts and text != texts[row]:
-                            whose = f"row {texts.index(text)}, "
+                        whose = f"what was row {text}, " if text < 3 else "another text or a rejected guess, "
+                        if text in texts:
+                            whose = "" if text == texts[row] else f"row {texts.index(text)}, "
                         layer = "" if j == i else f"layer {self.right[j][2]}, "
                         return f"but of {layer}{whose}position {same.int().argmax().item()}"
         return "but of nothing that is right, for example a rejected guess"
@@ -596,8 +596,8 @@ def flat(given):
 def find_cause(truth, kind, way):
     """Feed once more and watch. Returns (cause, layer or None)."""
     try:
-        watch = Watch(truth)
-        way(lambda **options: Stream(truth, kind, watch, [], **options))
+        truth.watch = truth.watch or Watch(truth)
+        way(lambda **options: Stream(truth, kind, truth.watch, [], **options))
     except Found as found:
         return found.args
     except NotRun as reason:

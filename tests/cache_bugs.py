@@ -157,14 +157,14 @@ class Decoder(nn.Module):
 
 # -- the bugs ----------------------------------------------------------------------------------------------------------
 
-BUGS = {}  # name: (function, cause, where it comes from)
+BUGS = {}  # name: (function, cause, caches, where it comes from)
 
 
-def bug(cause, source):
+def bug(cause, source, caches=("own",)):
     """Register a bug. It takes pytest's monkeypatch.setattr, and returns what check_cache gets."""
 
     def register(function):
-        BUGS[function.__name__] = function, cause, source
+        BUGS[function.__name__] = function, cause, caches, source
         return function
 
     return register
@@ -381,7 +381,7 @@ def growth_moves_layers(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|zeros", "a write index that is one too far")
+@bug(f"{GIVEN_BACK} a value|zeros", "a write index that is one too far", caches=("static",))
 def one_slot_too_far(patch):
     def change(self, k, v, key, layer):
         if self.room and key.size(2) < 10:
@@ -453,7 +453,7 @@ def keys_and_values_swapped(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|position", "transformers 37574: rolled before the window is full")
+@bug(f"{GIVEN_BACK} a value|position", "transformers 37574: rolled before the window is full", caches=("static",))
 def static_window_rolled_too_early(patch):
     from transformers.cache_utils import StaticSlidingWindowLayer as Layer
 
@@ -601,7 +601,7 @@ def copies_share_their_lists(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "a buffer that belongs to the class, so two generations share it")
+@bug(GIVEN_BACK, "a buffer that belongs to the class, so two generations share it", caches=("static",))
 def two_caches_share_a_buffer(patch):
     buffers = {}
 
@@ -766,7 +766,7 @@ def coarse_scores(patch):
     return Decoder()
 
 
-@bug(RAISES, "gemma: crop of a static cache")
+@bug(RAISES, "gemma: crop of a static cache", caches=("static",))
 def a_step_raises(patch):
     patched_update(
         patch,

@@ -73,7 +73,7 @@ FAMILIES = {
     "smollm3": LLAMA,
     "nemotron": LLAMA,
     "deepseek_v3": dict(
-        {**LLAMA, "num_key_value_heads": 4},
+        dict(COMMON, intermediate_size=48, num_key_value_heads=4),
         q_lora_rank=16,
         kv_lora_rank=16,
         qk_rope_head_dim=4,
@@ -152,8 +152,8 @@ def family(name):
 @pytest.mark.filterwarnings("ignore:nothing could be checked")
 def test_the_caches_of_transformers_are_right_but_for_known_defects(name, dtype):
     """All ways in float32. Half precision differs in its rounding alone, so some ways are enough there."""
-    modes = None if dtype == torch.float32 else ["decode", "padding", "chunks of 3"]
-    report = check_cache(family(name), length=48, dtype=dtype, modes=modes)
+    half = dict(modes=["decode", "padding", "chunks of 3"], caches=("own",))
+    report = check_cache(family(name), length=48, dtype=dtype, **({} if dtype == torch.float32 else half))
     assert report.fault is None
     wrong = [result for result in report.results if result.status == "wrong"]
     if name not in DEFECTS:
@@ -168,8 +168,8 @@ def test_the_caches_of_transformers_are_right_but_for_known_defects(name, dtype)
 
 
 def assert_found(name, patch, **options):
-    function, cause, _ = BUGS[name]
-    report = check_cache(function(patch.setattr), **options)
+    function, cause, caches, _ = BUGS[name]
+    report = check_cache(function(patch.setattr), caches=caches, **options)
     wrong = [result.why for result in report.results if result.status == "wrong"]
     assert report and report.exit_code == 1 and wrong, "not found"
     # a way that raises has said enough
@@ -190,7 +190,7 @@ def test_a_broken_cache_is_found_and_the_cause_is_named(name, monkeypatch):
     "decode_ignores_the_window".split(),
 )
 def test_a_dozen_broken_caches(name, monkeypatch):
-    assert_found(name, monkeypatch, length=48, caches=("own",))
+    assert_found(name, monkeypatch, length=48)
 
 
 # -- right caches ------------------------------------------------------------------------------------------------------
