@@ -47,7 +47,8 @@ class HuggingFaceGPT(nn.Module):
         with torch.no_grad():
             output = self.hf(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
         if getattr(output, "past_key_values", None) is None:
-            raise ValueError(f"{folder} has no cache that we could use: {type(self.hf).__name__} returns no past_key_values")
+            name = type(self.hf).__name__
+            raise ValueError(f"{folder} has no cache that we could use: {name} returns no past_key_values")
         settings = self.hf.config.get_text_config()
         limits = (getattr(settings, name, None) for name in ("max_position_embeddings", "max_seq_len"))
         self.config = SimpleNamespace(
