@@ -92,6 +92,7 @@ class Attention(nn.Module):
         return 1 / math.sqrt(SIZE)
 
     def forward(self, x, cache, mask, pos):
+        self.cached = cache is not None  # for the bugs of the cached path
         x = self.norm(x)
         q = self.rotate(self.q_norm(self.split(self.q(x))), pos)
         k = self.rotate(self.k_norm(self.split(self.k(x))), pos)
@@ -720,7 +721,7 @@ def heads_in_blocks(patch):
     patch(
         Attention,
         "expand",
-        lambda self, x: x.repeat(1, HEADS // KV_HEADS, 1, 1) if x.size(2) < 100 else expand(self, x),
+        lambda self, x: x.repeat(1, HEADS // KV_HEADS, 1, 1) if self.cached else expand(self, x),
     )
     return Decoder()
 
@@ -761,7 +762,7 @@ def coarse_scores(patch):
     patch(
         Attention,
         "expand",
-        lambda self, x: expand(self, x).to(torch.float8_e4m3fn).to(x.dtype) if x.size(2) < 100 else expand(self, x),
+        lambda self, x: expand(self, x).to(torch.float8_e4m3fn).to(x.dtype) if self.cached else expand(self, x),
     )
     return Decoder()
 

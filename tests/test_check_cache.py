@@ -1,6 +1,6 @@
 """kvgpt.check_cache: right caches pass, broken ones are found, and the cause is named.
 
-python tests/test_check_cache.py     the table of docs/check-your-cache.md: each family of transformers, with its time
+PYTHONPATH=.:data python tests/test_check_cache.py     the seconds that each family takes, for docs/check-your-cache.md
 """
 
 import json
@@ -342,7 +342,6 @@ def test_the_page_shows_what_the_check_says(tmp_path):
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT)]
     torch.set_num_threads(2)
     print("| family | seconds | right | wrong | not run |\n|---|---|---|---|---|")
     for name in FAMILIES:
