@@ -64,6 +64,9 @@ class Found(Exception):
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
+WINDOWS = "sliding_window", "attention_chunk_size", "window_size", "attention_window_size"
+
+
 class Transformers:
     """The adapter of a causal language model of transformers."""
 
@@ -71,10 +74,8 @@ class Transformers:
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.vocab_size = model.get_output_embeddings().weight.size(0)
         self.context = getattr(self.config, "max_position_embeddings", None)
-        windows = [
-            getattr(self.config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")
-        ]
-        self.window = next(filter(None, windows), None)
+        sizes = (getattr(self.config, name, None) for name in WINDOWS)
+        self.window = next(filter(None, sizes), None)
         self.pad = getattr(self.config, "pad_token_id", None) or 0
         self.takes = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in ("past_key_values", "cache_params") if name in self.takes), None)
@@ -108,10 +109,9 @@ class Transformers:
 
         if self.cache_name is None:
             raise NotImplementedError("its forward takes no past_key_values")
-        if kind == "own":  # as generate() does
-            return (
-                transformers.DynamicCache(config=self.config) if self.model._supports_default_dynamic_cache() else None
-            )
+        if kind == "own":  # as generate() does; None lets the model make one
+            has_default = self.model._supports_default_dynamic_cache()
+            return transformers.DynamicCache(config=self.config) if has_default else None
         if kind == "static" and self.model._can_compile_fullgraph:
             return transformers.StaticCache(config=self.config, max_cache_len=length)
         if kind == "quantized":
@@ -119,11 +119,11 @@ class Transformers:
         raise NotImplementedError("transformers offers none for this model (_can_compile_fullgraph)")
 
     def step(self, ids, cache, mask, pos):
-        if mask is not None and getattr(
-            cache, "is_compileable", False
-        ):  # some models want another mask, as in generate()
-            make = getattr(self.model, "create_masks_for_generate", lambda config, embeds, mask, cache: mask)
-            mask = make(self.config, self.model.get_input_embeddings()(ids), mask, cache)
+        make_mask = getattr(self.model, "create_masks_for_generate", None)
+        if (
+            make_mask and mask is not None and getattr(cache, "is_compileable", False)
+        ):  # what generate() does with a static cache
+            mask = make_mask(self.config, self.model.get_input_embeddings()(ids), mask, cache)
         output = self.run(input_ids=ids, use_cache=True, **{self.cache_name: cache}, **self.placed(mask, pos))
         if getattr(output, self.cache_name, None) is None:
             raise NotImplementedError(f"its forward returns no {self.cache_name}")
@@ -166,7 +166,7 @@ class Kit:
 
 
 def keep_all(count):
-    pass
+    """Stand in for crop where nothing has to be removed."""
 
 
 def adapter_of(model):
@@ -317,9 +317,8 @@ class Stream:
     def __init__(self, truth, kind, watch, errors, rows=(0, 1, 2), pads=None, masked=False):
         self.truth, self.kind, self.watch, self.errors, self.fed = truth, kind, watch, errors, 0
         self.rows, self.pads, self.masked = torch.tensor([*rows]), torch.tensor(pads or [0]), masked or pads is not None
-        self.cache = (
-            truth.decoder.new(kind, truth.length + 8) if kind else None
-        )  # some slots of a static one stay empty
+        room = truth.length + 8  # some slots of a static cache stay empty
+        self.cache = truth.decoder.new(kind, room) if kind else None
 
     def feed(self, count, guesses=0):
         """Feed the next `count` tokens of each row, and compare their logits. Guesses are tokens of another text."""
@@ -405,8 +404,8 @@ def rollback(start, P, n, everything=False):
     stream.feed(P)
     if getattr(stream.cache, "is_croppable", True) is False:
         raise NotRun("the cache says that it cannot be cropped (is_croppable)")
-    records = hasattr(stream.cache, "activate_past_recording")  # transformers: a window has to know before, and
-    if records:  # wants a crop after every step
+    records = hasattr(stream.cache, "activate_past_recording")
+    if records:  # in transformers a window has to know before, and wants a crop after every step from then on
         stream.call("activate_past_recording")
     if everything:
         stream.call("crop", -P)
@@ -484,13 +483,17 @@ class Watch:
     def __init__(self, truth):
         self.truth, eps = truth, torch.finfo(truth.dtype).eps
         with truth.exactly():
-            self.right = self.record()
+            self.right = self.record()[1]
+        logits, rounded = self.record()
         self.tolerance = [
-            [2 * LARGEST * (a - b).abs().max().clamp(min=eps * a.abs().max()) for a, b in zip(exact[:2], rounded[:2])]
-            for exact, rounded in zip(self.right, self.record())
+            [2 * LARGEST * (a - b).abs().max().clamp(min=eps * a.abs().max()) for a, b in zip(exact[:2], near[:2])]
+            for exact, near in zip(self.right, rounded)
         ]
+        if (truth.error(logits, slice(8), slice(truth.length)) > truth.limit).any():
+            raise Found(*self.first_wrong_module())
 
-    def record(self):
+    def record(self, seen=None):
+        """Feed all texts at once. Returns the logits, and the updates as in `right`. Appends each to `seen`, too."""
         ids, calls = self.truth.ids, []
         cache = self.truth.decoder.new("own", ids.size(1))
         if not hasattr(type(cache), "update"):
@@ -500,13 +503,43 @@ class Watch:
             given = (*args, *kwargs.values())
             layer = next((x for x in given if type(x) is int), len(calls))
             calls.append((*flat(given), layer))
+            if seen is not None:
+                seen.append(layer)
             return keys_and_values(given)
 
         cache.update = types.MethodType(keep_nothing, cache)
-        self.truth.decoder.step(ids, cache, None, torch.arange(ids.size(1)).expand_as(ids))
+        pos = torch.arange(ids.size(1)).expand_as(ids)
+        output = self.truth.decoder.step(ids, cache, None, pos)
         if not calls:
             raise NotRun("no layer gives the cache keys and values")
-        return calls
+        return output[0] if isinstance(output, tuple) else output, calls
+
+    def first_wrong_module(self):
+        """Return (cause, layer) if logits are wrong as soon as there is a cache, even an empty one that keeps nothing.
+
+        Then its keys prove nothing. So we compare what the modules give, with such a cache and without.
+        """
+        seen = []
+        leaves = [part for module in self.truth.modules for part in module.modules() if not [*part.children()]]
+        hooks = [part.register_forward_hook(lambda part, args, output: seen.append(output)) for part in leaves]
+        try:
+            self.truth.decoder.full(self.truth.ids)
+            right = iter(seen.copy())
+            seen.clear()
+            self.record(seen)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        layer = None
+        for output in seen:
+            if isinstance(output, int):
+                layer = output
+            else:
+                pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (output, next(right, None))))
+                if not all(torch.equal(x, y) for x, y in pairs if isinstance(x, torch.Tensor)):
+                    rotary = isinstance(output, tuple)  # cosines and sines
+                    return (WRONG_KEY if rotary else WRONG_VALUE, 0) if layer is None else (ALL_RIGHT, layer)
+        return ALL_RIGHT, layer
 
     def begin(self, cache):
         """Called before a step."""

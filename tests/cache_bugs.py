@@ -250,6 +250,15 @@ def table_is_one_too_far(patch):
     return Decoder("learned")
 
 
+@bug(WRONG_VALUE, "OPT: an offset of the table is added twice if there is a cache, in the prefill, too")
+def table_with_another_offset(patch):
+    forward = Decoder.forward
+    patch(
+        Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos + 2 * bool(cache))
+    )
+    return Decoder("learned")
+
+
 @bug(WRONG_VALUE, "the last token of the prompt is fed again with the first new one")
 def a_token_is_fed_twice(patch):
     step = Decoder.step
