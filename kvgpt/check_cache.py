@@ -16,8 +16,9 @@ The file needs only torch, so you can copy it. An adapter for a decoder of your 
 
     vocab_size                     the number of token ids
     full(ids)                      the logits (B, T, V) of ids (B, T), without a cache
-    new(kind, length)              an empty cache for `length` tokens. kind is "own" or "static": raise
-                                   NotImplementedError, with a reason, for one that you do not have
+    new(kind, length)              an empty cache for `length` tokens, or None if the model keeps its one cache itself.
+                                   kind is "own" or "static": raise NotImplementedError, with a reason, for one that
+                                   you do not have
     step(ids, cache, mask, pos)    the logits (B, T, V) of the next T tokens, which also go into the cache. pos (B, T)
                                    has their positions. mask is None, or (B, t) over all t tokens so far, where 0 is
                                    padding. If the step makes a new cache, return (logits, cache)
@@ -258,7 +259,8 @@ class Truth:
         # what rounding does: other shapes, and other last digits of some weights
         plain, eps = decoder.full(self.ids), torch.finfo(dtype).eps
         self.argmax = plain.argmax(-1)
-        self.rounding = self.error(plain, slice(8), slice(length)).clamp(min=self.logits.std() * eps)
+        least = self.logits.std() * eps * (1 if modules else 64)  # a guess for weights that we cannot change
+        self.rounding = self.error(plain, slice(8), slice(length)).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
             error = self.error(decoder.full(self.ids[rows, :end]), rows, slice(end))
             self.rounding[rows, :end] = self.rounding[rows, :end].maximum(error)
@@ -348,6 +350,10 @@ class Stream:
         while self.fed < min(end, self.truth.length):
             self.feed(min(size, end - self.fed))
 
+    def must_have_cache(self):
+        if self.cache is None:
+            raise NotRun("new returned None, so the model has one cache of its own")
+
     def call(self, name, *args):
         """Call a method of the cache."""
         method = getattr(self.cache, name, None)
@@ -383,8 +389,13 @@ def prefix_twice(start, P, n):
     """Two texts with one prefix, which is computed once. Then both go on in turn."""
     first = start()
     first.feed(P)
+    first.must_have_cache()
     second = copy.copy(first)
-    second.cache, second.rows = copy.deepcopy(first.cache), first.rows + 3
+    second.rows = first.rows + 3
+    try:
+        second.cache = copy.deepcopy(first.cache)
+    except TypeError as error:
+        raise NotRun(f"copy.deepcopy of the cache: {first_line(error)}") from None
     for _ in range(n):
         first.feed(1)
         second.feed(1)
@@ -396,6 +407,7 @@ def two_at_once(start, P, n):
     for count in (P, *[1] * n):
         for stream in streams:
             stream.feed(count)
+            stream.must_have_cache()
 
 
 def rollback(start, P, n, everything=False):
@@ -640,8 +652,8 @@ def find_cause(truth, kind, way):
         way(lambda **options: Stream(truth, kind, truth.watch, [], **options))
     except Found as found:
         return found.args
-    except NotRun as reason:
-        return f"unknown, because {reason}", None
+    except Exception as reason:  # a cache that is built in another way than we know
+        return f"cause unknown, because {first_line(reason)}", None
     return ALL_RIGHT, None
 
 

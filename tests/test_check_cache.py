@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from cache_bugs import BUGS, Attention, Decoder, tiny
+from cache_bugs import BUGS, Attention, Cache, Decoder, tiny
 from helpers import ROOT, random_model, run
 from kvgpt.check_cache import check_cache
 from model import GPTConfig
@@ -209,6 +209,39 @@ def test_a_right_adapter_and_a_model_of_transformers(dtype):
     for model in (Decoder(window=12), tiny("llama")):
         report = check_cache(model, length=48, dtype=dtype, modes=["decode", "padding", "rollback", "repeat"])
         assert not report and report.exit_code == 0, report
+
+
+class Hidden:
+    """An adapter that shows no module. So nothing can be run in float64, and its weights cannot be changed."""
+
+    vocab_size = 61
+
+    def __init__(self):
+        model = Decoder().eval()
+        self.full, self.step = (lambda *args: model.full(*args)), (lambda *args: model.step(*args))
+
+    def new(self, kind, length):
+        return Cache(length if kind == "static" else None)
+
+
+class Inside(Decoder):
+    """The model keeps its one cache itself."""
+
+    def new(self, kind, length):
+        object.__setattr__(self, "held", super().new(kind, length))
+
+    def step(self, ids, cache, mask, pos):
+        return self(ids, self.held, mask, pos)
+
+
+@pytest.mark.parametrize("adapter", [Hidden, Inside])
+def test_adapters_that_show_less_are_right_too(adapter, monkeypatch):
+    report = check_cache(adapter(), length=48)
+    assert not report and report.exit_code == 0, report
+    function, cause, _, _ = BUGS["rope_begins_at_0_in_each_step"]
+    function(monkeypatch.setattr)
+    report = check_cache(adapter(), length=48, modes=["decode"], caches=("own",))
+    assert report and report.results[0].why.startswith(cause if adapter is Hidden else "cause unknown"), report
 
 
 def test_the_model_is_afterwards_what_it_was():
