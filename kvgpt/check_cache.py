@@ -77,7 +77,8 @@ class Transformers:
         self.context = getattr(self.config, "max_position_embeddings", None)
         sizes = (getattr(self.config, name, None) for name in WINDOWS)
         self.window = next(filter(None, sizes), None)
-        self.pad = getattr(self.config, "pad_token_id", None) or 0
+        pad = getattr(self.config, "pad_token_id", None)
+        self.pad = pad if isinstance(pad, int) and 0 <= pad < self.vocab_size else 0
         self.takes = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in ("past_key_values", "cache_params") if name in self.takes), None)
 
@@ -884,14 +885,13 @@ def main():
         if args.plot:
             plot(report, args.plot)
     except Exception as error:
+        if isinstance(error, ImportError) and error.name in ("transformers", "matplotlib"):
+            parser.exit(2, f"check_cache: {error.name} is not installed: pip install {error.name}\n")
         parser.exit(2, f"check_cache: {args.model}: {type(error).__name__}: {first_line(error)}\n")
     if args.json:
-        results = [{**vars(result), "drift": None} for result in report.results]
-        print(
-            json.dumps(
-                {"exit_code": report.exit_code, "title": report.title, "fault": report.fault, "results": results}
-            )
-        )
+        content = dict(exit_code=report.exit_code, title=report.title, fault=report.fault)
+        content["results"] = [{**vars(result), "drift": None} for result in report.results]
+        print(json.dumps(content))
     else:
         print(report)
     sys.exit(report.exit_code)
