@@ -158,7 +158,7 @@ class Decoder(nn.Module):
 
 # -- the bugs ----------------------------------------------------------------------------------------------------------
 
-BUGS = {}  # name: (function, cause, caches, where it comes from)
+BUGS = {}  # name: (function, cause, caches, where it comes from: a number is a public thread of that project)
 
 
 def bug(cause, source, caches=("own",)):
@@ -191,7 +191,7 @@ def tiny(kind, **settings):
 # what a layer gives to its cache
 
 
-@bug(WRONG_KEY, "transformers 27040: positions of a step begin at 0")
+@bug(WRONG_KEY, "positions of a step begin at 0")
 def rope_begins_at_0_in_each_step(patch):
     rotate = Attention.rotate
     patch(
@@ -202,7 +202,7 @@ def rope_begins_at_0_in_each_step(patch):
     return Decoder()
 
 
-@bug(WRONG_KEY, "nanochat: every token of a chunk gets the position of its first")
+@bug(WRONG_KEY, "every token of a chunk gets the position of its first")
 def rope_of_the_start_of_a_chunk(patch):
     rotate = Attention.rotate
     patch(
@@ -230,7 +230,7 @@ def slots_for_positions_in_a_table(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "nanoGPT 613: wpe(arange(T)) in each step")
+@bug(WRONG_VALUE, "wpe(arange(T)) in each step")
 def table_begins_at_0_in_each_step(patch):
     forward = Decoder.forward
     patch(Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos - pos[:, :1]))
@@ -250,7 +250,7 @@ def table_is_one_too_far(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "OPT: an offset of the table is added twice if there is a cache, in the prefill, too")
+@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, in the prefill, too")
 def table_with_another_offset(patch):
     forward = Decoder.forward
     patch(
@@ -287,7 +287,7 @@ def angles_end_at_64(patch):
     return Decoder()
 
 
-@bug(WRONG_KEY, "transformers: position_ids of a model of transformers begin at 0 in each step")
+@bug(WRONG_KEY, "the same in a model of transformers")
 def llama_begins_at_0_in_each_step(patch):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as Rotary
 
@@ -296,7 +296,7 @@ def llama_begins_at_0_in_each_step(patch):
     return tiny("llama")
 
 
-@bug(WRONG_VALUE, "transformers 36536: position_ids are ignored as soon as there is a cache")
+@bug(WRONG_VALUE, "position_ids are ignored as soon as there is a cache")
 def gpt2_ignores_position_ids(patch):
     from transformers import GPT2Model
 
@@ -588,7 +588,7 @@ def first_rows_selected(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "litgpt 2215: the second text sees the first")
+@bug(GIVEN_BACK, "the second text sees the first")
 def reset_keeps_the_text(patch):
     patch(
         Cache,
@@ -600,7 +600,7 @@ def reset_keeps_the_text(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "transformers: a prefix that both continuations write into")
+@bug(GIVEN_BACK, "a prefix that both continuations write into")
 def copies_share_their_lists(patch):
     def shallow(self, memo):
         other = Cache(self.room)
@@ -653,7 +653,7 @@ def chunks_see_the_future(patch):
     return Decoder()
 
 
-@bug(ALL_RIGHT, "litgpt 1672: the mask is not applied to padding")
+@bug(ALL_RIGHT, "litgpt 1672: a mask that hides nothing")
 def padding_is_seen(patch):
     visible = Attention.visible
     patch(Attention, "visible", lambda self, query, slot, mask: visible(self, query, slot, None))
@@ -776,7 +776,7 @@ def coarse_scores(patch):
     return Decoder()
 
 
-@bug(RAISES, "gemma: crop of a static cache", caches=("static",))
+@bug(RAISES, "keys and values of different lengths", caches=("static",))
 def a_step_raises(patch):
     patched_update(
         patch,
