@@ -5,7 +5,7 @@
     python sample.py --prompt FILE:start.txt --verify              both, compared character by character
     python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as we can
     python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
-    python sample.py --engine hf --ckpt FOLDER --verify            is the cache of a model of transformers right?
+    python sample.py --engine hf --ckpt FOLDER --verify            a model of transformers, its text compared likewise
 
 The text goes to stdout, the report of time and memory to stderr.
 """
@@ -52,7 +52,7 @@ def parse_args(argv=None):
         "--max_new_tokens",
         type=count,
         metavar="N",
-        help="new characters per sample (default: until the context is full; 1000 with --overflow slide)",
+        help="new characters per sample (default: until the context is full; 1000 with --overflow slide; 64 with hf)",
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; repeat it for several")
     # sampling
@@ -82,7 +82,7 @@ def parse_args(argv=None):
         "--engine",
         choices=("torch", "onnx", "hf"),
         default="torch",
-        help="onnx: ONNX Runtime, a file of export.py; hf: transformers, any causal model (default: torch)",
+        help="onnx: ONNX Runtime, a file of export.py; hf: a causal model of transformers (default: torch)",
     )
     # files and device
     add("--out_dir", type=path, help="folder of ckpt.pt, onnx/model.onnx and hf (default: out)")
@@ -190,6 +190,8 @@ def choose_num_new(args, lengths, block_size):
         fail(f"{equal[0]} takes prompts of one length in a batch, and these have {counts} {unit}")
     if args.overflow == "slide":
         return 1000 if asked is None else asked
+    if args.engine == "hf" and asked is None:  # contexts of 131,072 tokens are common
+        asked = min(64, max(1, block_size - min(lengths)))
     if longest >= block_size:
         fail(
             f"the prompt has {longest} {unit} and the context {block_size}: at most {block_size - 1} leave room "
@@ -281,6 +283,9 @@ def compare(args, model, prompts, rows, num_new, sampling, names, seconds):
         note(f"verify: {line}")
     both = seconds, time.perf_counter() - began
     cached, uncached = both if args.kv_cache else both[::-1]
+    if args.engine == "hf":
+        folder = args.ckpt or "FOLDER"
+        note(f"verify: this compared texts. python -m kvgpt.check_cache {folder} compares logits, in many more ways")
     if same and num_new > 1:
         speedup = f"{uncached / cached:.1f} times as fast"
         note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")

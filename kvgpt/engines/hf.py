@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, run by our own loop and sampler: sample.py --engine hf."""
+"""A causal language model of transformers, run by our own loop and sampler: sample.py --engine hf."""
 
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,15 @@ class HuggingFaceGPT(nn.Module):
         except Exception as error:  # a damaged folder can raise nearly anything
             raise ValueError(f"{folder} cannot be read: {first_line(error)[:200]}") from None
         check_finite(self.hf, folder)
+        with torch.no_grad():
+            output = self.hf(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
+        if getattr(output, "past_key_values", None) is None:
+            name = type(self.hf).__name__
+            raise ValueError(f"{folder} has no cache that we could use: {name} returns no past_key_values")
         settings = self.hf.config.get_text_config()
+        limits = (getattr(settings, name, None) for name in ("max_position_embeddings", "max_seq_len"))
         self.config = SimpleNamespace(
-            block_size=getattr(settings, "max_position_embeddings", None) or 2048,  # Bloom and its like name no limit
+            block_size=next(filter(None, limits), 2048),  # Bloom and its like name no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
         self.past = self.past_length = self.owner = None  # the cache, and the generation that fills it

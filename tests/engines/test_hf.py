@@ -133,3 +133,21 @@ def test_weights_that_are_missing_or_not_finite_are_refused(folder, tmp_path):
 def amend(folder, **entries):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | entries
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.slow
+@only_llama
+def test_a_long_context_ends_after_64_tokens_and_verify_names_the_better_check(folder, tmp_path):
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    amend(mine, max_position_embeddings=131072)
+    result = ok(run("sample.py", "--engine", "hf", "--ckpt", mine, "--prompt", "The cat", "--verify"))
+    assert "64 new tokens, compared" in result.stderr
+    assert f"python -m kvgpt.check_cache {mine} compares logits" in result.stderr
+
+
+def test_a_model_without_such_a_cache_is_refused_in_one_line(tokenizer, tmp_path):
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=400)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no cache that we could use: MambaForCausalLM returns no past_key_values"):
+        HuggingFaceGPT(tmp_path)

@@ -1,0 +1,787 @@
+"""A small decoder with a right cache, and many ways to make a cache wrong, for test_check_cache.py.
+
+Each bug is a function that breaks one thing, with pytest's monkeypatch, and returns what check_cache gets.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kvgpt.check_cache import ALL_RIGHT, WRONG_KEY, WRONG_VALUE
+
+V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
+GIVEN_BACK, RAISES = "the cache gave back", "raises"
+
+
+# -- a decoder ---------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Keys and values `(B, KV_HEADS, t, SIZE)` of each layer, that grow, or lie in a buffer of `room` slots."""
+
+    def __init__(self, room=None):
+        self.room = room
+        self.reset()
+
+    def reset(self):
+        self.keys, self.values, self.lengths = [None] * LAYERS, [None] * LAYERS, [0] * LAYERS
+
+    def update(self, key, value, layer):
+        start = self.lengths[layer]
+        self.lengths[layer] += key.size(2)
+        if self.room is None:
+            old = self.keys[layer], self.values[layer]
+            self.keys[layer] = key if old[0] is None else torch.cat((old[0], key), 2)
+            self.values[layer] = value if old[1] is None else torch.cat((old[1], value), 2)
+            return self.keys[layer], self.values[layer]
+        if start == 0:
+            self.keys[layer] = key.new_zeros(*key.shape[:2], self.room, SIZE)
+            self.values[layer] = key.new_zeros(*key.shape[:2], self.room, SIZE)
+        self.keys[layer][:, :, start : self.lengths[layer]] = key
+        self.values[layer][:, :, start : self.lengths[layer]] = value
+        return self.keys[layer], self.values[layer]
+
+    def each(self, change):
+        self.keys, self.values = [[change(x) for x in side] for side in (self.keys, self.values)]
+
+    def crop(self, count):
+        """Forget the newest -count tokens."""
+        self.lengths = [length + count for length in self.lengths]
+        if self.room is None:
+            self.each(lambda x: x[:, :, :count])
+            if self.lengths[0] == 0:
+                self.reset()
+
+    def reorder_cache(self, rows):
+        self.each(lambda x: x[rows])
+
+    def batch_repeat_interleave(self, count):
+        self.each(lambda x: x.repeat_interleave(count, 0))
+
+    def batch_select_indices(self, rows):
+        self.each(lambda x: x[rows])
+
+
+class Attention(nn.Module):
+    def __init__(self, layer, positions, window):
+        super().__init__()
+        self.layer, self.positions, self.window = layer, positions, window
+        self.norm, self.q_norm, self.k_norm = (nn.RMSNorm(size) for size in (C, SIZE, SIZE))
+        self.q, self.o = nn.Linear(C, HEADS * SIZE), nn.Linear(HEADS * SIZE, C)
+        self.k, self.v = nn.Linear(C, KV_HEADS * SIZE), nn.Linear(C, KV_HEADS * SIZE)
+        self.dropout = 0.0
+
+    def split(self, x):
+        return x.unflatten(-1, (-1, SIZE)).transpose(1, 2)
+
+    def rotate(self, x, pos):
+        if self.positions != "rope":
+            return x
+        angle = pos[:, None, :, None] * 100.0 ** (-torch.arange(0, SIZE, 2, device=x.device) / SIZE)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def expand(self, x):
+        """One key/value head serves several query heads."""
+        return x.repeat_interleave(HEADS // KV_HEADS, 1)
+
+    def scale(self, T):
+        return 1 / math.sqrt(SIZE)
+
+    def forward(self, x, cache, mask, pos):
+        self.cached = cache is not None  # for the bugs of the cached path
+        x = self.norm(x)
+        q = self.rotate(self.q_norm(self.split(self.q(x))), pos)
+        k = self.rotate(self.k_norm(self.split(self.k(x))), pos)
+        v = self.split(self.v(x))
+        T, start = x.size(1), 0
+        if cache is not None:
+            start = cache.lengths[self.layer]
+            k, v = cache.update(k, v, self.layer)
+        k, v = self.expand(k), self.expand(v)
+        scores = q @ k.transpose(2, 3) * self.scale(T)
+        query, slot = start + torch.arange(T)[:, None], torch.arange(k.size(2))
+        if self.positions == "alibi":
+            scores = scores + (slot - query) * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
+        weights = (
+            scores.masked_fill(~self.visible(query, slot, mask), torch.finfo(scores.dtype).min).softmax(-1).to(v.dtype)
+        )
+        weights = F.dropout(weights, self.dropout)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    def visible(self, query, slot, mask):
+        seen = (slot <= query)[None, None]
+        if self.window:
+            seen = seen & (slot > query - self.window)
+        if mask is not None:
+            seen = seen & F.pad(mask, (0, len(slot) - mask.size(1))).bool()[:, None, None]
+        return seen
+
+
+class Decoder(nn.Module):
+    """It is its own adapter. positions: "rope", "learned" or "alibi"."""
+
+    def __init__(self, positions="rope", window=None, static=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.vocab_size, self.context, self.window, self.static = V, 128, window, static
+        self.wte, self.wpe, self.head = nn.Embedding(V, C), nn.Embedding(128, C), nn.Linear(C, V)
+        self.norm, self.positions = nn.RMSNorm(C), positions
+        self.blocks = nn.ModuleList(Attention(i, positions, window) for i in range(LAYERS))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(C), nn.Linear(C, 48), nn.GELU(), nn.Linear(48, C)) for _ in self.blocks
+        )
+
+    def full(self, ids):
+        return self(ids, None, None, torch.arange(ids.size(1)).expand_as(ids))
+
+    def new(self, kind, length):
+        if kind == "static" and not self.static:
+            raise NotImplementedError("there is none")
+        return Cache(length if kind == "static" else None)
+
+    def step(self, ids, cache, mask, pos):
+        return self(ids, cache, mask, pos)
+
+    def forward(self, ids, cache, mask, pos):
+        x = self.wte(ids)
+        if self.positions == "learned":
+            x = x + self.wpe(pos)
+        for block, mlp in zip(self.blocks, self.mlps):
+            x = x + block(x, cache, mask, pos)
+            x = x + mlp(x)
+        return self.head(self.norm(x))
+
+
+# -- the bugs ----------------------------------------------------------------------------------------------------------
+
+BUGS = {}  # name: (function, cause, caches, where it comes from: a number is a public thread of that project)
+
+
+def bug(cause, source, caches=("own",)):
+    """Register a bug. It takes pytest's monkeypatch.setattr, and returns what check_cache gets."""
+
+    def register(function):
+        BUGS[function.__name__] = function, cause, caches, source
+        return function
+
+    return register
+
+
+def tiny(kind, **settings):
+    """A random model of transformers."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=V, max_position_embeddings=128)
+    if kind == "gpt2":
+        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, vocab_size=V)
+    elif kind == "bloom":
+        sizes = dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=V)
+    else:
+        sizes |= dict(intermediate_size=48, num_key_value_heads=2)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(sizes | settings))
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+# what a layer gives to its cache
+
+
+@bug(WRONG_KEY, "positions of a step begin at 0")
+def rope_begins_at_0_in_each_step(patch):
+    rotate = Attention.rotate
+    patch(
+        Attention,
+        "rotate",
+        lambda self, x, pos: rotate(self, x, pos - pos[:, :1]) if x.size(1) == KV_HEADS else rotate(self, x, pos),
+    )
+    return Decoder()
+
+
+@bug(WRONG_KEY, "every token of a chunk gets the position of its first")
+def rope_of_the_start_of_a_chunk(patch):
+    rotate = Attention.rotate
+    patch(
+        Attention, "rotate", lambda self, x, pos: rotate(self, x, pos[:, :1].expand_as(pos) if pos[0, 0] > 0 else pos)
+    )
+    return Decoder()
+
+
+@bug(WRONG_KEY, "unsloth 3699: slots of the cache for positions, in rows with padding")
+def slots_for_positions(patch):
+    forward = Decoder.forward
+
+    def broken(self, ids, cache, mask, pos):
+        if mask is not None and cache.lengths[0]:
+            pos = (cache.lengths[0] + torch.arange(ids.size(1))).expand_as(ids)
+        return forward(self, ids, cache, mask, pos)
+
+    patch(Decoder, "forward", broken)
+    return Decoder()
+
+
+@bug(WRONG_VALUE, "the same with a table of positions")
+def slots_for_positions_in_a_table(patch):
+    slots_for_positions(patch)
+    return Decoder("learned")
+
+
+@bug(WRONG_VALUE, "wpe(arange(T)) in each step")
+def table_begins_at_0_in_each_step(patch):
+    forward = Decoder.forward
+    patch(Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos - pos[:, :1]))
+    return Decoder("learned")
+
+
+@bug(WRONG_VALUE, "an off-by-one: the length of the cache includes the new token")
+def table_is_one_too_far(patch):
+    forward = Decoder.forward
+    patch(
+        Decoder,
+        "forward",
+        lambda self, ids, cache, mask, pos: forward(
+            self, ids, cache, mask, pos + (pos > pos[0, 0] - 1) * bool(cache and cache.lengths[0])
+        ),
+    )
+    return Decoder("learned")
+
+
+@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, in the prefill, too")
+def table_with_another_offset(patch):
+    forward = Decoder.forward
+    patch(
+        Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos + 2 * bool(cache))
+    )
+    return Decoder("learned")
+
+
+@bug(WRONG_VALUE, "the last token of the prompt is fed again with the first new one")
+def a_token_is_fed_twice(patch):
+    step = Decoder.step
+
+    def broken(self, ids, cache, mask, pos):
+        if ids.size(1) == 1 and cache.lengths[0] > 1 and not hasattr(cache, "begun"):
+            cache.begun = True
+            self(ids, cache, mask, pos)
+        return step(self, ids, cache, None, pos)
+
+    patch(Decoder, "step", broken)
+    return Decoder("learned")
+
+
+@bug(WRONG_KEY, "positions are counted in bfloat16, so they are coarse from 256 on; here from 32 on")
+def coarse_positions(patch):
+    rotate = Attention.rotate
+    patch(Attention, "rotate", lambda self, x, pos: rotate(self, x, pos // 2 * 2 if pos[0, 0] > 32 else pos))
+    return Decoder()
+
+
+@bug(WRONG_KEY, "a table of angles with too few rows, clamped")
+def angles_end_at_64(patch):
+    rotate = Attention.rotate
+    patch(Attention, "rotate", lambda self, x, pos: rotate(self, x, pos.clamp(max=64) if pos.size(1) < 20 else pos))
+    return Decoder()
+
+
+@bug(WRONG_KEY, "the same in a model of transformers")
+def llama_begins_at_0_in_each_step(patch):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as Rotary
+
+    forward = Rotary.forward
+    patch(Rotary, "forward", lambda self, x, position_ids: forward(self, x, position_ids - position_ids[:, :1]))
+    return tiny("llama")
+
+
+@bug(WRONG_VALUE, "position_ids are ignored as soon as there is a cache")
+def gpt2_ignores_position_ids(patch):
+    from transformers import GPT2Model
+
+    forward = GPT2Model.forward
+
+    def broken(self, *args, position_ids=None, use_cache=None, **kwargs):
+        return forward(self, *args, position_ids=None if use_cache else position_ids, use_cache=use_cache, **kwargs)
+
+    patch(GPT2Model, "forward", broken)
+    return tiny("gpt2")
+
+
+# what the cache gives back
+
+
+def patched_update(patch, change, cls=Cache):
+    """change(cache, keys, values, key, layer) -> what update returns."""
+    update = cls.update
+
+    def broken(self, key, value, layer=0, *args, **kwargs):
+        return change(self, *update(self, key, value, layer, *args, **kwargs), key, layer)
+
+    patch(cls, "update", broken)
+
+
+def rounded(x):
+    scale = x.abs().amax((-1, -2), keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+@bug(f"{GIVEN_BACK} a value|rounded", "silently int8")
+def int8(patch):
+    patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|rounded", "a buffer of float16 under float32")
+def float16_buffer(patch):
+    patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a key", "tests/engines/test_hf.py")
+def llama_keys_rolled(patch):
+    from transformers.cache_utils import DynamicLayer
+
+    patched_update(patch, lambda self, k, v, *_: (k.roll(1, 2), v), DynamicLayer)
+    return tiny("llama")
+
+
+@bug(f"{GIVEN_BACK} a value|row 0", "the cache of one row is spread over the batch")
+def one_row_for_all(patch):
+    patched_update(
+        patch, lambda self, k, v, key, layer: (k, v) if key.size(2) > 40 else (k[:1].expand_as(k), v[:1].expand_as(v))
+    )
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|row", "a row of the batch leaks into another")
+def rows_in_another_order(patch):
+    patched_update(
+        patch, lambda self, k, v, key, layer: (k.flip(0), v.flip(0)) if len(k) > 2 and key.size(2) == 1 else (k, v)
+    )
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value", "more rows than the cache was made for")
+def no_more_than_four_rows(patch):
+    patched_update(patch, lambda self, k, v, *_: (k[torch.arange(len(k)) % 4], v[torch.arange(len(v)) % 4]))
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK}|layer", "a default argument: all layers share one list")
+def layers_share_a_slot(patch):
+    patched_update(
+        patch,
+        lambda self, k, v, key, layer: (
+            (self.keys[max(0, layer - 1)], self.values[max(0, layer - 1)]) if key.size(2) == 1 else (k, v)
+        ),
+    )
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "nanochat 187: resize_ of (layers, 2, B, heads, t, size) moves what is in it")
+def growth_moves_layers(patch):
+    def change(self, k, v, key, layer):
+        if layer and self.lengths[layer] > 64 and self.room is None:
+            self.keys[layer][:, :, :32] = self.keys[layer][:, :, 32:64].clone()
+        return self.keys[layer], self.values[layer]
+
+    patched_update(patch, change)
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|zeros", "a write index that is one too far", caches=("static",))
+def one_slot_too_far(patch):
+    def change(self, k, v, key, layer):
+        if self.room and key.size(2) < 10:
+            end = self.lengths[layer]
+            for x in (k, v):
+                x[:, :, end] = x[:, :, end - 1]
+                x[:, :, end - 1] = 0
+        return k, v
+
+    patched_update(patch, change)
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK}|slots", "attention sees the cache before the new token is in it")
+def newest_token_is_dropped(patch):
+    patched_update(
+        patch,
+        lambda self, k, v, key, layer: (
+            (k[:, :, :-1], v[:, :, :-1]) if key.size(2) == 1 and self.room is None else (k, v)
+        ),
+    )
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK}|slots", "a prefill replaces what is there, and so does a chunk")
+def chunks_replace_the_cache(patch):
+    update = Cache.update
+
+    def broken(self, key, value, layer):
+        if key.size(2) > 1 and self.room is None:
+            self.keys[layer] = self.values[layer] = None
+        return update(self, key, value, layer)
+
+    patch(Cache, "update", broken)
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "attention sinks: the middle is dropped at 64 tokens")
+def middle_is_dropped(patch):
+    def change(self, k, v, key, layer):
+        if self.room is None and k.size(2) > 64:
+            k, v = (torch.cat((x[:, :, :4], x[:, :, 5:]), 2) for x in (k, v))
+            self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+    patched_update(patch, change)
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "keys that are rotated already are rotated again when they are read")
+def keys_rotated_twice(patch):
+    def change(self, k, v, key, layer):
+        return torch.cat((k[:, :, :1], k[:, :, 1:].flip(-1)), 2) if key.size(2) == 1 else k, v
+
+    patched_update(patch, change)
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "the norm of keys is applied to the cached ones again")
+def keys_normed_twice(patch):
+    norm = lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt()  # noqa: E731
+    patched_update(patch, lambda self, k, v, key, layer: (norm(k), v) if key.size(2) < 10 else (k, v))
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "keys and values change places")
+def keys_and_values_swapped(patch):
+    patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|position", "transformers 37574: rolled before the window is full", caches=("static",))
+def static_window_rolled_too_early(patch):
+    from transformers.cache_utils import StaticSlidingWindowLayer as Layer
+
+    update = Layer.update
+
+    def broken(self, key, value, *args, **kwargs):
+        if key.size(2) == 1 and self.cumulative_length_int == self.max_cache_len - 1:
+            self.keys.copy_(self.keys.roll(-1, 2))
+            self.values.copy_(self.values.roll(-1, 2))
+        return update(self, key, value, *args, **kwargs)
+
+    patch(Layer, "update", broken)
+    return tiny("mistral", sliding_window=16)
+
+
+@bug(GIVEN_BACK, "a window that keeps one token too few")
+def window_keeps_one_too_few(patch):
+    from transformers.cache_utils import DynamicSlidingWindowLayer as Layer
+
+    update = Layer.update
+
+    def broken(self, key, value, *args, **kwargs):
+        result = update(self, key, value, *args, **kwargs)
+        if self.keys.size(2) == self.sliding_window - 1:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.keys[:, :, 0] = self.values[:, :, 0] = 0
+        return result
+
+    patch(Layer, "update", broken)
+    return tiny("mistral", sliding_window=16)
+
+
+@bug(GIVEN_BACK, "a chunk is cut to the window before its first tokens have looked back")
+def chunk_cut_to_the_window(patch):
+    update = Cache.update
+
+    def broken(self, key, value, layer):
+        k, v = update(self, key, value, layer)
+        if key.size(2) > 1 and self.room is None:
+            k, v = (torch.cat((x[:, :, :-12] * 0, x[:, :, -12:]), 2) for x in (k, v))
+        return k, v
+
+    patch(Cache, "update", broken)
+    return Decoder(window=12)
+
+
+# rollback, beams, copies, resets
+
+
+@bug(GIVEN_BACK, "crop leaves one rejected guess")
+def crop_leaves_one(patch):
+    crop = Cache.crop
+    patch(Cache, "crop", lambda self, count: crop(self, count + 1) if count < -1 else None)
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "crop takes one token too many")
+def crop_takes_one_more(patch):
+    from transformers import DynamicCache
+
+    crop = DynamicCache.crop
+    patch(DynamicCache, "crop", lambda self, count: crop(self, count - 1))
+    return tiny("llama")
+
+
+@bug(GIVEN_BACK, "crop forgets the length of the later layers")
+def crop_forgets_a_layer(patch):
+    def broken(self, count):
+        self.lengths = [length + count for length in self.lengths]
+        if self.room is None:
+            self.keys = [x if i == 2 else x[:, :, :count] for i, x in enumerate(self.keys)]
+            self.values = [x if i == 2 else x[:, :, :count] for i, x in enumerate(self.values)]
+
+    patch(Cache, "crop", broken)
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "a rejected guess is overwritten in the values only")
+def crop_of_values_only(patch):
+    def broken(self, count):
+        self.keys = [x.clone() for x in self.keys]
+        kept = [x[:, :, : x.size(2) + count] for x in self.keys]
+        crop(self, count)
+        self.keys = [x.roll(1, 2) if self.room is None else x for x in kept] if self.room is None else self.keys
+
+    crop = Cache.crop
+    patch(Cache, "crop", broken)
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|row", "beams: the cache stays where it was")
+def beams_not_reordered(patch):
+    patch(Cache, "reorder_cache", lambda self, rows: None)
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a key|row", "beams: only the values follow")
+def only_values_reordered(patch):
+    def broken(self, rows):
+        self.values = [x[rows] for x in self.values]
+
+    patch(Cache, "reorder_cache", broken)
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|row", "beams: the inverse order")
+def beams_in_the_inverse_order(patch):
+    reorder = Cache.reorder_cache
+    patch(Cache, "reorder_cache", lambda self, rows: reorder(self, rows.argsort()))
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|row", "repeat for repeat_interleave")
+def rows_repeated_in_blocks(patch):
+    patch(Cache, "batch_repeat_interleave", lambda self, count: self.each(lambda x: x.repeat(count, 1, 1, 1)))
+    return Decoder()
+
+
+@bug(f"{GIVEN_BACK} a value|row", "the first rows stay in place of the chosen ones")
+def first_rows_selected(patch):
+    patch(Cache, "batch_select_indices", lambda self, rows: self.each(lambda x: x[: len(rows)]))
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "the second text sees the first")
+def reset_keeps_the_text(patch):
+    patch(
+        Cache,
+        "reset",
+        lambda self: (
+            None if hasattr(self, "keys") else self.__dict__.update(keys=[None] * 3, values=[None] * 3, lengths=[0] * 3)
+        ),
+    )
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "a prefix that both continuations write into")
+def copies_share_their_lists(patch):
+    def shallow(self, memo):
+        other = Cache(self.room)
+        other.keys, other.values, other.lengths = self.keys, self.values, self.lengths
+        return other
+
+    patch(Cache, "__deepcopy__", shallow, raising=False)
+    return Decoder()
+
+
+@bug(GIVEN_BACK, "a buffer that belongs to the class, so two generations share it", caches=("static",))
+def two_caches_share_a_buffer(patch):
+    buffers = {}
+
+    def change(self, k, v, key, layer):
+        if self.room is None:
+            return k, v
+        shared = buffers.setdefault((layer, k.shape, k.dtype), (k.clone(), v.clone()))
+        end = self.lengths[layer]
+        for old, new in zip(shared, (k, v)):
+            old[:, :, end - key.size(2) : end] = new[:, :, end - key.size(2) : end]
+        return shared
+
+    patched_update(patch, change)
+    return Decoder()
+
+
+# masks and heads
+
+
+@bug(ALL_RIGHT, "llama 899: a square mask, aligned at the top left")
+def mask_at_the_top_left(patch):
+    visible = Attention.visible
+    patch(
+        Attention,
+        "visible",
+        lambda self, query, slot, mask: visible(self, query - query[0] if 1 < len(query) < 60 else query, slot, mask),
+    )
+    return Decoder()
+
+
+@bug(ALL_RIGHT, "no causal mask as soon as there is a cache")
+def chunks_see_the_future(patch):
+    visible = Attention.visible
+    patch(
+        Attention,
+        "visible",
+        lambda self, query, slot, mask: visible(self, query * 0 + query.max() if query[0] > 0 else query, slot, mask),
+    )
+    return Decoder()
+
+
+@bug(ALL_RIGHT, "litgpt 1672: a mask that hides nothing")
+def padding_is_seen(patch):
+    visible = Attention.visible
+    patch(Attention, "visible", lambda self, query, slot, mask: visible(self, query, slot, None))
+    return Decoder()
+
+
+@bug(ALL_RIGHT, "padding is hidden in the prefill, and seen in later steps")
+def padding_is_seen_in_later_steps(patch):
+    from transformers.models.llama import modeling_llama
+
+    create = modeling_llama.create_causal_mask
+
+    def broken(*args, attention_mask=None, past_key_values=None, **kwargs):
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            attention_mask = None
+        return create(*args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+
+    patch(modeling_llama, "create_causal_mask", broken)
+    return tiny("llama")
+
+
+@bug(ALL_RIGHT, "a window that looks one token too far in decode steps")
+def window_one_too_wide(patch):
+    visible = Attention.visible
+
+    def broken(self, query, slot, mask):
+        self.window = 13 if len(query) == 1 else 12
+        return visible(self, query, slot, mask)
+
+    patch(Attention, "visible", broken)
+    return Decoder(window=12)
+
+
+@bug(ALL_RIGHT, "a decode step ignores the window")
+def decode_ignores_the_window(patch):
+    visible = Attention.visible
+    patch(
+        Attention,
+        "visible",
+        lambda self, query, slot, mask: slot <= query if len(query) == 1 else visible(self, query, slot, mask),
+    )
+    return Decoder(window=12)
+
+
+@bug(ALL_RIGHT, "a token that has the padding id is taken for padding")
+def padding_id_is_hidden(patch):
+    forward = Decoder.forward
+
+    def broken(self, ids, cache, mask, pos):
+        if cache is not None and ids.size(1) < 40:
+            self.hidden = (ids == 0).any(1)
+        logits = forward(self, ids, cache, mask, pos)
+        self.hidden = None
+        return logits
+
+    def visible(self, query, slot, mask):
+        seen = right(self, query, slot, mask)
+        hidden = model.hidden
+        if hidden is not None:
+            seen = seen & ~((slot == query[-1]) & hidden[:, None, None, None] & (slot < query.max() + 1) & (query > 0))
+        return seen
+
+    right = Attention.visible
+    model = Decoder()
+    object.__setattr__(model, "hidden", None)
+    patch(Decoder, "forward", broken)
+    patch(Attention, "visible", visible)
+    return model
+
+
+@bug(ALL_RIGHT, "grouped queries: repeat for repeat_interleave in the cached path")
+def heads_in_blocks(patch):
+    expand = Attention.expand
+    patch(
+        Attention,
+        "expand",
+        lambda self, x: x.repeat(1, HEADS // KV_HEADS, 1, 1) if self.cached else expand(self, x),
+    )
+    return Decoder()
+
+
+@bug(ALL_RIGHT, "another scale in decode steps")
+def another_scale(patch):
+    patch(Attention, "scale", lambda self, T: 1 / math.sqrt(SIZE if T > 1 else C))
+    return Decoder()
+
+
+@bug(ALL_RIGHT, "dropout stays on in the cached path")
+def dropout_is_on(patch):
+    dropout = F.dropout
+    patch(
+        F, "dropout", lambda x, p=0.0, *args, **kwargs: dropout(x, 0.1, True) if x.dim() == 4 and x.size(2) < 40 else x
+    )
+    return Decoder()
+
+
+@bug(ALL_RIGHT, "ALiBi counts distances from the start of the chunk")
+def alibi_of_the_chunk(patch):
+    from transformers.models.bloom import modeling_bloom
+
+    build = modeling_bloom.BloomModel.build_alibi_tensor
+
+    def broken(self, attention_mask, num_heads, dtype):
+        if attention_mask.shape[1] > 40:
+            attention_mask = torch.cat((attention_mask[:, :40] * 0 + 1, attention_mask[:, 40:] * 0), 1)
+        return build(self, attention_mask, num_heads, dtype)
+
+    patch(modeling_bloom.BloomModel, "build_alibi_tensor", broken)
+    return tiny("bloom")
+
+
+@bug(ALL_RIGHT, "half precision: scores in float8 in decode steps")
+def coarse_scores(patch):
+    expand = Attention.expand
+    patch(
+        Attention,
+        "expand",
+        lambda self, x: expand(self, x).to(torch.float8_e4m3fn).to(x.dtype) if self.cached else expand(self, x),
+    )
+    return Decoder()
+
+
+@bug(RAISES, "keys and values of different lengths", caches=("static",))
+def a_step_raises(patch):
+    patched_update(
+        patch,
+        lambda self, k, v, key, layer: (
+            (k, v[:, :, : self.lengths[layer]]) if key.size(2) == 1 and self.room else (k, v)
+        ),
+    )
+    return Decoder()
