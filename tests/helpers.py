@@ -24,8 +24,9 @@ from kvgpt.decoding.verify import near_tie, text_context_start
 from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset
 from kvgpt.training.state import TrainState, pick_dtype
+from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig, Head, Sampling
-from prepare import encode
+from prepare import encode, make_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -200,11 +201,12 @@ def tiny_run(**settings):
     """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags."""
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
     config = TrainConfig(**(sizes | settings))
-    chars, train, val = encode("the quick brown fox jumps over the lazy dog\n" * 20)
+    text = "the quick brown fox jumps over the lazy dog\n" * 20
+    vocabulary = make_vocabulary(text, None, None)
     torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
+    model = GPT(GPTConfig(vocab_size=len(vocabulary.names), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(chars, train, val, sha256={}), state
+    return config, Dataset(vocabulary, *encode(text, vocabulary), sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -219,10 +221,10 @@ def sample(out_dir, *flags, **kwargs):
 
 def texts_of(out_dir, prompt, steps, rows=1, **sampling):
     """Return one text per row, prompt and continuation, by GPT.generate instead of sample.py's command line."""
-    model, chars = load_model(out_dir / "ckpt.pt")
-    idx = torch.tensor([[chars.index(c) for c in prompt]]).repeat(rows, 1)
+    model, vocabulary = load_model(out_dir / "ckpt.pt")
+    idx = torch.tensor([vocabulary.encode(prompt)]).repeat(rows, 1)
     out = model.generate(idx, steps, kv_cache=False, **{"seed": 1337, **sampling})
-    return ["".join(chars[i] for i in row) for row in out.tolist()]
+    return [vocabulary.decode(row) for row in out.tolist()]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -315,6 +317,7 @@ def without_minus_one(ragged, blocks):
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 CHARS = "\n !abcdefgé😀"
+VOCABULARY = character_vocabulary(CHARS)
 SIZE = dict(block_size=24, vocab_size=len(CHARS), n_layer=2, n_head=4, n_embd=32, bias=False)
 # networks that transformers' classes of these names compute, and one that no class of transformers computes
 GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")

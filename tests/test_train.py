@@ -37,6 +37,7 @@ from helpers import (
 )
 from kvgpt.training.dist import Ranks
 from kvgpt.training.objective import ngram_targets
+from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig
 from train import compile_module, get_batch, train_step
 
@@ -199,7 +200,7 @@ def test_a_compiled_step_is_the_plain_step():
     weights, losses = [], []
     for compiled in (False, True):
         config, data, state = tiny_run(gradient_accumulation_steps=2, ngram_targets=0.5, mtp_weight=0.3)
-        data.ngram_targets = ngram_targets(data.train, len(data.chars), CPU)
+        data.ngram_targets = ngram_targets(data.train, len(data.vocabulary.names), CPU)
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -249,11 +250,11 @@ FROM_NANOGPT = [  # what nanoGPT's train.py takes, and what the line says
     ("--eval_iters=200", "the whole val split"),
     ("--eval_only", "log.csv in --out_dir has the val loss of every evaluation"),
     ("--always_save_checkpoint=True", "every evaluation writes last.pt"),
-    ("--decay_lr=False", "--min_lr the value of --learning_rate"),
+    ("--decay_lr=False", "--lr_decay none"),
     ("--backend=gloo", "leave it out"),
     ("--wandb_log=True", "--plot"),
     ("--wandb_project=char --wandb_run_name=mini", "--wandb_project=char: leave it out"),
-    ("--init_from=gpt2-xl", "--engine hf --ckpt FOLDER"),
+    ("--init_from=gpt2-xl", "hf download openai-community/gpt2-xl --local-dir gpt2-xl"),
     ("--init_from gpt2", "gpt2: there is no such folder"),
 ]
 
@@ -286,7 +287,7 @@ def test_nanogpts_own_command_for_a_cpu_is_told_the_preset(tmp_path):
     --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
     --dropout=0.0"""
     result = child(*command.split(), cwd=tmp_path)
-    assert_one_line(result, "or on a CPU --preset nanogpt-cpu --recipe nanogpt", code=2)
+    assert_one_line(result, "on a CPU --preset nanogpt-cpu --recipe nanogpt", code=2)
     assert result.stdout == "" and not any(tmp_path.iterdir())
 
 
@@ -298,8 +299,8 @@ def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp
     chars = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
     sizes = dict(block_size=16, vocab_size=len(chars), n_layer=1, n_head=2, n_embd=16, bias=False)
     model = random_model(GPTConfig(**sizes, tie_weights=False))
-    write_folder(model, chars, tmp_path / "hf")
-    flags = "--recipe nanogpt --device cpu --batch_size 2 --learning_rate 0 --max_iters 1".split()
+    write_folder(model, character_vocabulary(chars), tmp_path / "hf")
+    flags = "--device cpu --gradient_accumulation_steps 1 --learning_rate 0 --max_iters 1".split()
     ok(here(*flags, "--init_from", tmp_path / "hf", "--data_dir", data_dir, "--out_dir", tmp_path / "out"))
     ckpt = load(tmp_path / "out" / "last.pt")
     assert not ckpt["model_args"]["tie_weights"] and same(dict(ckpt["model"]), dict(model.state_dict()))

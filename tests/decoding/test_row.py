@@ -7,15 +7,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import assert_one_line, ok, sample, texts_of
-from kvgpt.decoding.stop import cut_at_stop, num_undecided
+from kvgpt.decoding.row import Row, num_undecided
+from kvgpt.vocabulary import character_vocabulary
 
 NAMES = "abc"
+VOCABULARY = character_vocabulary(NAMES)
 a_text = st.text(NAMES, max_size=30)
 some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
 
 
 def before(text, stops):
-    """The text before the stop text that is complete first, by another way than cut_at_stop: character by character."""
+    """The text before the stop text that is complete first, by another way than Row: character by character."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -26,22 +28,21 @@ def before(text, stops):
 @given(a_text, a_text, some_stops)
 def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
     """And not before the last one, nor because of one that is in the prompt or begins there."""
-    ids = [NAMES.index(char) for char in prompt + text]
-    kept = cut_at_stop(ids, len(prompt), NAMES, stops)
-    assert "".join(NAMES[i] for i in kept) == prompt + before(text, stops)
+    row = Row(VOCABULARY.encode(prompt), VOCABULARY, stops).add(VOCABULARY.encode(text))
+    assert row.text == VOCABULARY.decode(row.ids) == prompt + before(text, stops)
+    assert row.ended == (before(text, stops) != text)
 
 
 @given(a_text, some_stops, st.lists(st.integers(1, 4), min_size=30))
 @example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
 def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
     """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
-    ids, kept = [NAMES.index(char) for char in text], []
+    ids, row = VOCABULARY.encode(text), Row([], VOCABULARY, stops)
     for size in sizes:
         block, ids = ids[:size], ids[size:]
-        kept, grown = cut_at_stop(kept + block, 0, NAMES, stops), len(kept) + len(block)
-        if len(kept) < grown:
+        if row.add(block).ended:
             break
-    assert "".join(NAMES[i] for i in kept) == before(text, stops)
+    assert row.text == VOCABULARY.decode(row.ids) == before(text, stops)
 
 
 @given(a_text, some_stops)
