@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from helpers import assert_one_line, ok, sample, texts_of
+from helpers import assert_one_line, bpe, ok, sample, texts_of
 from kvgpt.decoding.row import Row, num_undecided
-from kvgpt.vocabulary import character_vocabulary
+from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 
 NAMES = "abc"
 VOCABULARY = character_vocabulary(NAMES)
@@ -57,6 +57,41 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
         assert whole.startswith(text[: end - wait])
         if wait:  # some continuation does stop here
             assert any(before(text[:end] + stop[k:], stops) == text[: end - wait] for stop in stops for k in [wait])
+
+
+# -- tokens that are not characters ------------------------------------------------------------------------------------
+
+BPE = tokenizer_vocabulary(bpe(300))
+# mostly bytes that are no text, or characters that are several tokens
+some_ids = st.lists(st.integers(0, 299), max_size=25)
+some_ids |= st.text("añ語😀�", min_size=1, max_size=9).map(BPE.encode)
+sizes = st.lists(st.integers(1, 4), min_size=60, max_size=60)
+
+
+@given(some_ids, some_ids, sizes, st.lists(st.text("aeñ😀 ", min_size=1, max_size=3), max_size=2))
+def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt, ids, sizes, stops):
+    """Where a character is spread over tokens, where bytes are no text, and where a stop text begins in a token."""
+    row = Row(prompt, BPE, stops)
+    shown, expected = row.text, BPE.decode(prompt + ids)
+    assume(expected.startswith(shown))  # a user's prompt does not end within a character
+    expected = shown + before(expected[len(shown) :], stops)
+    for size in sizes:
+        block, ids = ids[:size], ids[size:]
+        if row.add(block).ended or not ids:
+            break
+        shown += row.final(len(shown))
+        assert expected.startswith(shown), (shown, expected)
+        assert len(row.text) - len(shown) <= 3 + max(map(len, stops), default=0)  # and little waits
+    shown += row.text[len(shown) :]
+    assert shown == row.text == expected
+    assert shown.startswith(BPE.decode(row.ids)) or BPE.decode(row.ids).endswith("\ufffd")
+
+
+def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():
+    ids = BPE.encode("the cat sat on the mat")
+    row = Row(ids[:2], BPE, ["at on"]).add(ids[2:])
+    assert row.text == "the cat s" and row.ended
+    assert "the cat s".startswith(BPE.decode(row.ids)) and BPE.decode(row.ids).startswith("the cat")
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
