@@ -186,7 +186,7 @@ def read_tokenizer(path):
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(f"{path} has no tokenizer: {file} is missing") from None
+        raise ValueError(f"{path} has no tokenizer: there is no {file}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not a tokenizer.json") from None
 

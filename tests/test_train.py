@@ -1,8 +1,10 @@
 """train.py: batches, the step, whole runs, mistakes, and what a signal or a loss that is not finite does to a run."""
 
+import csv
 import itertools
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +21,7 @@ from helpers import (
     BROKEN,
     CPU,
     HEADER,
+    SAMPLE,
     SMALL,
     STATEFUL,
     assert_one_line,
@@ -29,12 +32,16 @@ from helpers import (
     load,
     log,
     ok,
+    plain_val_loss,
     random_model,
+    run,
     same,
     start,
     tiny_run,
     unix,
 )
+from kvgpt.checkpoint import load_model
+from kvgpt.training.data import load_dataset
 from kvgpt.training.dist import Ranks
 from kvgpt.training.objective import ngram_targets
 from kvgpt.vocabulary import character_vocabulary
@@ -189,6 +196,39 @@ def test_max_iters_reached_already_is_said_and_changes_nothing(out):
         assert "60" in result.stdout and "already" in result.stdout and len(result.stdout.splitlines()) == 1
     assert contents(out) == before
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == times
+
+
+# -- tokens that are not characters ------------------------------------------------------------------------------------
+
+
+def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
+    """The unit does not depend on the tokens: here it is computed from the bytes of the val text and its whole loss."""
+    data = tmp_path / "data"
+    ok(run("data/prepare.py", "--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 300, "--data_dir", data))
+    flags = [*STATEFUL, "--data_dir", data, "--eval_interval", 3, "--lr_decay_iters", 9, "--sample_interval", 6]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    result = ok(here(*flags, "--max_iters", 9, "--out_dir", whole))
+    ok(here(*flags, "--max_iters", 6, "--out_dir", out))
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 9))
+    assert_same_run(whole, out)
+
+    with open(out / "log.csv", encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert list(rows[0]) == ["tokens" if name == "chars" else name for name in HEADER] + ["val_bpb"]
+    assert [int(row["tokens"]) for row in rows] == [3 * 64, 6 * 64, 9 * 64]
+    model, vocabulary = load_model(whole / "last.pt")
+    val = load_dataset(data, 16).val
+    text = SAMPLE.read_text(encoding="utf-8")
+    assert vocabulary.decode(val.tolist()) == text[int(0.9 * len(text)) :]
+    nats = plain_val_loss(model, val, 16)
+    bits = nats / math.log(2) * len(val) / len(text[int(0.9 * len(text)) :].encode())
+    assert float(rows[-1]["val_loss"]) == pytest.approx(nats, rel=1e-5)
+    assert float(rows[-1]["val_bpb"]) == pytest.approx(bits, rel=1e-5)
+    assert f"val {nats:.4f} ({bits:.4f} bits per byte)" in result.stdout and " of 64 tokens\n" in result.stdout
+    assert re.search(r"^best val loss \d\.\d{4} \(\d\.\d{4} bits per byte\): ", result.stdout, re.MULTILINE)
+    written = (whole / "samples.txt").read_text(encoding="utf-8").split("===\n")[1]
+    start = torch.tensor([vocabulary.encode("\n")])
+    assert written.startswith("\n") and len(vocabulary.encode(written)) >= start.size(1)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
