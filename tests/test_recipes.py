@@ -23,6 +23,7 @@ from kvgpt.recipes import (
     parse_flags,
     resolve_config,
 )
+from kvgpt.training.optim import lr_multiplier
 from model import GPT, GPTConfig
 
 NANOGPT = """out_dir eval_interval log_interval init_from gradient_accumulation_steps batch_size block_size n_layer
@@ -156,3 +157,23 @@ def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     assert resolve_config(dict(init_from="out/hf", mtp_weight=0.3), on_gpu=False, source=source).mtp_weight == 0.3
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with the model in out.hf \(n_embd 16\)"):
         resolve_config(dict(init_from="out/hf", n_embd=32), on_gpu=False, source=source)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe):
+    """Those of its config/finetune_shakespeare.py, and of its train.py where that is silent, whatever the recipe."""
+    source = Checkpoint(path=Path("gpt2"), weights={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
+    for flags in ({}, {"preset": "finetune"}):
+        config = resolve_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, source=source)
+        expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)
+        expected |= dict(optimizer="adamw", learning_rate=3e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+        expected |= dict(dropout=0.0, n_layer=12, activation="gelu_tanh", pos_emb="learned", preset="finetune")
+        assert {name: getattr(config, name) for name in expected} == expected
+        assert {lr_multiplier(step, config) for step in range(20)} == {1.0}
+        assert not config.mtp_weight and not config.ngram_targets
+    config = resolve_config(dict(init_from="gpt2", block_size=256), on_gpu=False, source=source)
+    assert config.block_size == 256
+    with pytest.raises(ValueError, match="--block_size 2048 conflicts with the model in gpt2"):
+        resolve_config(dict(init_from="gpt2", block_size=2048), on_gpu=False, source=source)
+    with pytest.raises(ValueError, match=r"--preset finetune begins with a trained model: .* --init_from"):
+        resolve_config(dict(preset="finetune"), on_gpu=False)
