@@ -73,7 +73,8 @@ INSTEAD = {  # nanoGPT's scripts take it and ours do not: what to type instead
     "config": "train.py has presets and recipes instead of config files: for nanoGPT's Shakespeare type "
     "--preset gpu --recipe nanogpt, on a CPU --preset nanogpt-cpu --recipe nanogpt, and to finetune GPT-2 "
     "--init_from gpt2 --data_dir DIR",
-    "--init_from": "sample.py reads the run in --out_dir, or the file in --ckpt; for GPT-2 name its folder: --ckpt FOLDER",
+    "--init_from": "sample.py reads the run in --out_dir, or what --ckpt names; for GPT-2 name its folder: "
+    "--ckpt FOLDER",
     "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
     "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
     "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
