@@ -99,6 +99,7 @@ def export_hf(model, vocabulary, folder):
 
     if int(transformers.__version__.split(".")[0]) < 5:
         fail("--format hf needs transformers 5 or newer (version 4 can read its folders): pip install -U transformers")
+    transformers.logging.set_verbosity_error()  # it warns about the length of a text that we only tokenize
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows keeps a file that is mapped
         # the folder of transformers

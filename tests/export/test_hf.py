@@ -15,9 +15,10 @@ from transformers import (
     pipeline,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, VOCABULARY, assert_one_line, here, tiny, tree
-from kvgpt.checkpoint import load_checkpoint
+from helpers import CHARS, GPT2, SIZE, STABLELM, VOCABULARY, assert_one_line, bpe, here, tiny, tree
+from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.export.hf import export_hf, hf_settings, write_folder
+from kvgpt.vocabulary import tokenizer_vocabulary
 
 CONTEXT = SIZE["block_size"]
 
@@ -56,6 +57,15 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     assert back.stored == {"chars": CHARS} and back.path == tmp_path
     with torch.no_grad():
         assert torch.equal(back.build_model().eval()(ids)[0], model(ids)[0])
+
+
+def test_a_stablelm_with_a_tokenizer_comes_back(tmp_path):
+    model, vocabulary = tiny(**STABLELM, vocab_size=512), tokenizer_vocabulary(bpe())
+    write_folder(model, vocabulary, tmp_path)
+    back, theirs = load_model(tmp_path)
+    assert theirs.stored == vocabulary.stored and back.config.pos_emb == "rope"
+    ids = torch.tensor([vocabulary.encode("The cat né")])
+    assert torch.equal(back.generate(ids, CONTEXT, seed=1), model.generate(ids, CONTEXT, seed=1))
 
 
 def test_transformers_4_finds_its_settings_too(tmp_path):
