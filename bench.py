@@ -33,6 +33,7 @@ from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.files import write_atomically
 from kvgpt.peers import llama2c_run, transformers_run
+from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
 
 VARIANTS = {
@@ -112,7 +113,7 @@ def onnx_stream(model):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "model.onnx"
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
-        write_onnx(copy.deepcopy(model).cpu(), chars, file)
+        write_onnx(copy.deepcopy(model).cpu(), character_vocabulary(chars), file)
         engine = OnnxGPT(file)
     return lambda idx, steps, seed: engine.stream(idx.cpu(), steps, seed=seed)
 

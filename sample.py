@@ -1,13 +1,15 @@
-"""Generate text with a trained model: prefill the prompt, then decode one character per step from the KV cache.
+"""Generate text with a trained model: prefill the prompt, then decode one token per step from the KV cache.
 
     python sample.py --prompt "O Romeo, " --kv_cache
     python sample.py --prompt "O Romeo, " --no-kv_cache            the same text without the cache
-    python sample.py --prompt FILE:start.txt --verify              both, compared character by character
+    python sample.py --prompt FILE:start.txt --verify              both, compared token by token
     python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as we can
     python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
+    python sample.py --ckpt gpt2 --prompt "To be, or"              a text by GPT-2, from the folder of its files
     python sample.py --engine hf --ckpt FOLDER --verify            a model of transformers, its text compared likewise
 
-The text goes to stdout, the report of time and memory to stderr.
+A token is a character, unless the model has a tokenizer. The text goes to stdout, the report of time and memory to
+stderr.
 """
 
 import argparse
@@ -24,11 +26,10 @@ from kvgpt.cores import share_cores
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.explain import explain
-from kvgpt.decoding.stop import cut_at_stop, num_undecided
+from kvgpt.decoding.row import Row
 from kvgpt.decoding.timing import Timing, report
 from kvgpt.decoding.verify import verify
 from kvgpt.recipes import parse_with_hints
-from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 from model import Sampling
 
 SEPARATOR = "\n---------------\n"  # between samples
@@ -46,13 +47,13 @@ def parse_args(argv=None):
         "--kv_cache",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="decode from the cache, or recompute the whole text for every character (default: --kv_cache)",
+        help="decode from the cache, or recompute the whole text for every token (default: --kv_cache)",
     )
     add(
         "--max_new_tokens",
         type=count,
         metavar="N",
-        help="new characters per sample (default: until the context is full; 1000 with --overflow slide; 64 with hf)",
+        help="new tokens per sample (default: until the context is full; 1000 with --overflow slide; 64 with hf)",
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; repeat it for several")
     # sampling
@@ -62,8 +63,8 @@ def parse_args(argv=None):
         default=Sampling.temperature,
         help=f"0 is greedy, 1 the model's own distribution (default: {Sampling.temperature})",
     )
-    add("--top_k", type=count, metavar="K", help="sample from the K likeliest characters")
-    top_p_help = "sample from the fewest characters whose probabilities add up to P"
+    add("--top_k", type=count, metavar="K", help="sample from the K likeliest tokens")
+    top_p_help = "sample from the fewest tokens whose probabilities add up to P"
     add("--top_p", type=number(float, "(0, 1]"), metavar="P", help=top_p_help)
     seed_help = "the same seed gives the same text (default: 1337)"
     add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help=seed_help)
@@ -75,7 +76,7 @@ def parse_args(argv=None):
     )
     add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="per prompt (default: 1)")
     # speed
-    add("--draft", choices=("ngram",), help="guess the next characters from n-grams and check them in one forward")
+    add("--draft", choices=("ngram",), help="guess the next tokens from n-grams and check them in one forward")
     compile_help = "decode by the step in C, which takes a second to compile (default: False)"
     add("--compile", type=boolean, nargs="?", const=True, default=False, metavar="True|False", help=compile_help)
     add(
@@ -86,8 +87,9 @@ def parse_args(argv=None):
     )
     # files and device
     add("--out_dir", type=path, help="folder of ckpt.pt, onnx/model.onnx and hf (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="another checkpoint: last.pt, nanoGPT's, a .onnx file, an hf folder")
-    add("--meta", type=path, metavar="FILE", help="the meta.pkl that belongs to a nanoGPT checkpoint")
+    add("--ckpt", type=path, metavar="FILE", help="another checkpoint, a Hugging Face folder, or a .onnx file")
+    meta_help = "the meta.pkl that belongs to a nanoGPT checkpoint, or the folder of its tokenizer"
+    add("--meta", type=path, metavar="FILE", help=meta_help)
     add("--device", default="auto", help="cpu, cuda or mps; auto takes cuda if there is one (default: auto)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
@@ -121,8 +123,6 @@ def refuse_conflicts(args, error):
         torch_only += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
         if torch_only:
             error(f"{torch_only[0]} goes with --engine torch, not with {args.engine}")
-    if args.engine == "hf" and args.stop:
-        error("--stop goes with models whose tokens are characters, not with --engine hf")
 
 
 # -- model and prompts -------------------------------------------------------------------------------------------------
@@ -138,15 +138,15 @@ def open_engine(args):
     if args.engine == "torch":
         device = pick_device(args.device)
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
-        model, chars = ckpt.build_language_model()
+        model, vocabulary = ckpt.build_language_model()
         model.to(device, getattr(torch, args.dtype))
-        return model, model, character_vocabulary(chars), ckpt.ngrams if args.draft else None
+        return model, model, vocabulary, ckpt.ngrams if args.draft else None
 
     if args.engine == "hf":
         from kvgpt.engines.hf import HuggingFaceGPT
 
         engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
-        return engine, engine, tokenizer_vocabulary(engine.tokenizer, engine.config.vocab_size), None
+        return engine, engine, engine.vocabulary, None
 
     from kvgpt.engines.onnx import OnnxGPT, weights_sha256
 
@@ -157,7 +157,7 @@ def open_engine(args):
         model, _ = load_model(checkpoint)
         if weights_sha256(model) != engine.weights_sha256:
             raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
-    return engine, model, character_vocabulary(engine.chars), None
+    return engine, model, engine.vocabulary, None
 
 
 def read_prompt(prompt, vocabulary):
@@ -177,13 +177,13 @@ def read_prompt(prompt, vocabulary):
         return vocabulary.encode(prompt)
 
 
-def choose_num_new(args, lengths, block_size):
+def choose_num_new(args, lengths, block_size, unit):
     """Return the number of new tokens per row, capped where the shortest prompt fills the context.
 
-    lengths  of the prompts. Exits with one line for prompts that the context cannot hold.
+    lengths  of the prompts, in tokens, which messages call `unit`
+    Exits with one line for prompts that the context cannot hold.
     """
     asked, longest = args.max_new_tokens, max(lengths)
-    unit = "tokens" if args.engine == "hf" else "characters"
     equal = ["--overflow slide"] * (args.overflow == "slide") + [f"--engine {args.engine}"] * (args.engine != "torch")
     if equal and len(set(lengths)) > 1:
         counts = " and ".join(str(n) for n in sorted(set(lengths)))
@@ -217,47 +217,40 @@ def make_decoder(args, engine, ngrams):
     return Decoder(engine, draft, ngrams) if draft or several else None
 
 
-def write_stream(stream, rows, goals, vocabulary, stops, timing, decoder):
-    """Write the first row to stdout as its tokens arrive, then the other rows. Extends `rows`, lists of ids.
+def write_stream(stream, rows, goals, timing, decoder):
+    """Write the first row to stdout as its tokens arrive, then the other rows. Extends `rows`, a Row each.
 
-    goals    the length of each row at its end
+    goals    the length of each row at its end, in tokens
     decoder  is told when a row has met a stop text; None: the plain loop, which has no use for it
     Returns the number of new tokens in the longest row, those of a stop text included.
     """
-    lengths, most_new = [len(row) for row in rows], 0
-    running = {i for i, row in enumerate(rows) if len(row) < goals[i]}
-    sys.stdout.write(vocabulary.decode(rows[0]))
+    lengths, most_new = [len(row.ids) for row in rows], 0
+    running = {i for i, row in enumerate(rows) if len(row.ids) < goals[i]}
+    first, written = rows[0], len(rows[0].text)
+    sys.stdout.write(first.text)
     sys.stdout.flush()
-    before, written = 0, lengths[0]  # tokens of the first row: before the last piece of text, and written so far
     for block in stream:
         # append
         new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1: fewer for this row
         timing.record(sum(map(len, new)) / len(new))
         for i in sorted(running):
-            rows[i] += new[i]
-            most_new = max(most_new, len(rows[i]) - lengths[i])
-            num_tokens = len(rows[i])
-            rows[i] = cut_at_stop(rows[i], lengths[i], vocabulary.names, stops)
-            if len(rows[i]) < num_tokens and decoder:
+            num_tokens = len(rows[i].ids) + len(new[i])
+            most_new = max(most_new, num_tokens - lengths[i])
+            rows[i].add(new[i])
+            if rows[i].ended and decoder:
                 decoder.leave(i)
-            if len(rows[i]) < num_tokens or num_tokens == goals[i]:
+            if rows[i].ended or num_tokens == goals[i]:
                 running.remove(i)
 
-        # write; the text of a token depends on the tokens before it
-        text = vocabulary.decode(rows[0][before:])[len(vocabulary.decode(rows[0][before:written])) :]
-        if 0 in running and stops:  # tokens are characters, and the last ones may begin a stop text
-            text = text[: len(text) - num_undecided(text, stops)]
-            before = written = written + len(text)
-        elif 0 in running and text.endswith("\ufffd"):  # a part of a character
-            text = ""
-        else:
-            before, written = written, len(rows[0])
+        # write
+        text = first.final(written) if 0 in running else first.text[written:]
+        written += len(text)
         sys.stdout.write(text)
         sys.stdout.flush()
         if not running:
             break
     for row in rows[1:]:
-        sys.stdout.write(SEPARATOR + vocabulary.decode(row))
+        sys.stdout.write(SEPARATOR + row.text)
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
@@ -272,13 +265,13 @@ def step_work(args, engine, decoder, num_rows):
     return num_rows * tokens * sum(p.numel() for p in engine.parameters())
 
 
-def compare(args, model, prompts, rows, num_new, sampling, names, seconds):
+def compare(args, model, vocabulary, prompts, texts, num_new, sampling, seconds):
     """Generate again, without the cache or with it, and compare. Returns whether the texts are the same.
 
-    seconds  that the texts in `rows` took
+    seconds  that the texts, lists of ids, took
     """
     began = time.perf_counter()
-    same, lines = verify(model, prompts, rows, num_new, not args.kv_cache, sampling, names, args.stop)
+    same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, vocabulary, args.stop)
     for line in lines:
         note(f"verify: {line}")
     both = seconds, time.perf_counter() - began
@@ -303,7 +296,7 @@ def main():
     with one_line_errors():
         for stop in args.stop:  # one that the model cannot write would never end a text
             vocabulary.encode(stop)
-    num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size)
+    num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size, vocabulary.unit)
 
     # one row per sample: the samples of the first prompt, then those of the next
     device = model.lm_head.weight.device if args.engine == "torch" else torch.device("cpu")
@@ -311,13 +304,13 @@ def main():
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     if args.explain:
-        explain(model, vocabulary.names, prompts[0][None], min(3, num_new), **vars(sampling))
+        explain(model, vocabulary, prompts[0][None], min(3, num_new), **vars(sampling))
         return
 
     # generate
-    rows = [prompt.tolist() for prompt in prompts]
+    rows = [Row(prompt.tolist(), vocabulary, args.stop) for prompt in prompts]
     most = math.inf if args.overflow == "slide" else block_size
-    goals = [min(len(row) + num_new, max(most, len(row))) for row in rows]
+    goals = [min(len(prompt) + num_new, max(most, len(prompt))) for prompt in prompts]
     decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" else None
     with share_cores(step_work(args, engine, decoder, len(rows))):
         if decoder:
@@ -325,11 +318,12 @@ def main():
         else:
             stream = engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **vars(sampling))
         loaded, timing = time.perf_counter() - began, Timing(device)
-        most_new = write_stream(stream, rows, goals, vocabulary, args.stop, timing, decoder)
+        most_new = write_stream(stream, rows, goals, timing, decoder)
 
     # report on stderr
     print(file=sys.stderr)
-    for line in report(engine.config, args.dtype, args.kv_cache, timing, rows, prompts):
+    texts = [row.ids for row in rows]
+    for line in report(engine.config, args.dtype, args.kv_cache, timing, texts, prompts):
         note(line)
     note(f"loading: {loaded:.1f} s for the model{' and the step in C' if decoder and decoder.program else ''}")
     if decoder and decoder.offered:
@@ -338,7 +332,7 @@ def main():
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
     if args.verify:
         with share_cores():
-            same = compare(args, model, prompts, rows, most_new, sampling, vocabulary.names, timing.times[-1])
+            same = compare(args, model, vocabulary, prompts, texts, most_new, sampling, timing.times[-1])
         sys.exit(0 if same else 1)
 
 

@@ -1,10 +1,10 @@
-"""Train a character-level GPT on the text that data/prepare.py prepared.
+"""Train a GPT on the text that data/prepare.py prepared.
 
     python train.py --eval_interval 500              a size that suits the device
     python train.py --preset nanogpt-cpu             nanoGPT's CPU size and number of characters
     python train.py --recipe nanogpt                 nanoGPT's network and optimizer instead of the modern ones
     python train.py --init_from resume               continue the last run in --out_dir
-    python train.py --init_from out/hf               start from the weights of a Hugging Face folder
+    python train.py --init_from gpt2 --data_dir data/gpt2    finetune the model of a Hugging Face folder
     torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
 Writes out/ckpt.pt (best val loss, which sample.py reads), out/last.pt (latest step, which a resume reads) and
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-from kvgpt.checkpoint import first_line, load_checkpoint
-from kvgpt.cli import StopSignals, fail, note, one_line_errors, run_main
+from kvgpt.checkpoint import load_checkpoint
+from kvgpt.cli import StopSignals, fail, first_line, note, one_line_errors, run_main
 from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.recipes import TrainConfig, parse_flags, resolve_config
@@ -46,8 +46,8 @@ from model import GPT, GPTConfig
 def window_starts(length, block_size, seed, epoch):
     """Return the start of every window of an epoch, in random order.
 
-    The offset of the first window is random too. An epoch predicts every character once, except for less than a window
-    at either end of the text.
+    The offset of the first window is random too. An epoch predicts every token once, except for less than a window at
+    either end of the text.
     """
     rng = np.random.default_rng((seed, epoch))
     offset = rng.integers(min(block_size, length - block_size))
@@ -127,7 +127,7 @@ def train_step(config, data, state, ranks, measure=False):
 
 
 def val_loss(config, data, state, ranks, limit=None):
-    """Return the loss over the val split, or over its first `limit` characters. Raises Diverged if it is not finite."""
+    """Return the loss over the val split, or over its first `limit` tokens. Raises Diverged if it is not finite."""
     loss = 0.0  # the other ranks add 0, so the sum over ranks is the loss of rank 0
     if ranks.is_main:
         loss = evaluate(state.model, data.val[:limit], config.block_size, state.device, state.autocast)
@@ -162,6 +162,8 @@ def train(config, data, state, ranks, run, meter, signals):
         row = meter.row(number, config.learning_rate * lr_scale, grad_norm)
         if evaluating:
             row["val_loss"] = val_loss(config, data, state, ranks)
+            if data.val_bytes:
+                row["val_bpb"] = data.bits_per_byte(row["val_loss"])
             if state.record_evaluation(row["val_loss"]) and ranks.is_main:
                 run.save_best(state)
             if state.evals_since_best == 3 and not config.patience:
@@ -181,10 +183,10 @@ def train(config, data, state, ranks, run, meter, signals):
 
 
 def sample(config, data, state):
-    """Return a text of 300 new characters, or as many as fit the context. The run goes on as if we had not asked."""
-    newline = torch.full((1, 1), max(data.chars.find("\n"), 0), device=state.device)
-    ids = state.model.generate(newline, 300, seed=config.seed)[0]
-    return "".join(data.chars[i] for i in ids.tolist())
+    """Return a text of 300 new tokens, or as many as fit the context. The run goes on as if we had not asked."""
+    vocabulary = data.vocabulary
+    start = torch.tensor([vocabulary.encode(vocabulary.start)], device=state.device)
+    return vocabulary.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -198,23 +200,29 @@ def load_source(init_from, ranks, run):
         if ranks.is_main and run.path.is_dir():
             run.lock()  # before we read, so that no other run writes meanwhile
         return load_checkpoint(run.path / "last.pt")
-    from kvgpt.export.hf import read_folder  # imported here because few runs need it
-
-    return read_folder(init_from)
+    if not Path(init_from, "config.json").is_file():
+        raise ValueError(f"{init_from} is no Hugging Face folder: it has no config.json")
+    return load_checkpoint(init_from)
 
 
 def load_text(config, source, run):
     """Return the Dataset of a run. Raises ValueError if it is not the text that `source` was trained on."""
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
+    theirs = source.build_vocabulary() if source else None
     data = load_dataset(data_dir, config.block_size)
-    text = (data.chars, data.sha256)
-    if config.init_from == "resume" and (source.chars, source.training.get("data_sha256")) != text:
+    if not source:
+        return data
+    same_tokens = theirs.stored == data.vocabulary.stored
+    if config.init_from == "resume" and not (same_tokens and source.training.get("data_sha256") == data.sha256):
         raise ValueError(
             f"{data_dir} holds another text than the run in {run.path} was trained on: "
             "name the folder of that text by --data_dir, or prepare it again"
         )
-    if source and source.chars != data.chars:
-        raise ValueError(f"{data_dir} holds other characters than the model in {source.path} was trained on")
+    if not same_tokens:
+        raise ValueError(
+            f"{data_dir} holds other {theirs.unit} than the model in {source.path} was trained on: "
+            f"python data/prepare.py --tokenizer {source.path} prepares a text for it"
+        )
     return data
 
 
@@ -247,11 +255,15 @@ def setup(flags, ranks, run):
     # text and weights
     data = load_text(config, source, run)
     try:
-        model_config = GPTConfig(vocab_size=len(data.chars), **config.model_args())
+        vocab_size = source.model_args["vocab_size"] if source else len(data.vocabulary.names)
+        model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
     except ValueError as error:  # it begins with the name of a field, which is a flag
         raise ValueError(f"--{error} (--help lists the flags)") from None
     torch.manual_seed(config.seed)
-    model = replace(source, model_args=asdict(model_config)).build_model() if source else GPT(model_config)
+    if source:
+        model = replace(source.crop(config.block_size), model_args=asdict(model_config)).build_model()
+    else:
+        model = GPT(model_config)
     if config.zero_init and not source:
         model.zero_init()
     state = TrainState(model.to(device), config, device, dtype)
@@ -273,8 +285,8 @@ def compile_module(module):
     return torch.compile(module)
 
 
-def describe(config, state, ranks):
-    """Return the first line of a run's output."""
+def describe(config, state, ranks, unit):
+    """Return the first line of a run's output. unit: what tokens are called."""
     others = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
     if state.device.type == "cpu" and config.threads:
         others += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
@@ -283,7 +295,7 @@ def describe(config, state, ranks):
         f"on {state.device}{others} in {str(state.dtype).removeprefix('torch.')}: "
         f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}, "
         f"{state.num_parameters() / 1e6:.2f}M parameters; "
-        f"steps {state.step}..{config.max_iters} of {config.chars_per_step:,} characters"
+        f"steps {state.step}..{config.max_iters} of {config.tokens_per_step:,} {unit}"
     )
 
 
@@ -300,9 +312,10 @@ def main():
         )
         return
     if config.ngram_targets:
-        data.ngram_targets = ngram_targets(data.train, len(data.chars), state.device)
+        data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
         if not data.ngram_targets:
-            print("the text is too long, or has too many distinct characters, for n-gram targets: training without")
+            unit = data.vocabulary.unit
+            print(f"the text is too long, or has too many distinct {unit}, for n-gram targets: training without")
 
     # other processes
     ranks.connect(state.device)
@@ -314,16 +327,16 @@ def main():
         header = dict(
             model_args=asdict(state.model.config),
             config=asdict(config),
-            chars=data.chars,
+            **data.vocabulary.stored,
             data_sha256=data.sha256,
             # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
-            ngrams=count_ngrams(data.train, len(data.chars), state.num_parameters() // 16),
+            ngrams=count_ngrams(data.train, state.model.config.vocab_size, state.num_parameters() // 16),
         )
         run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-            counted = run.begin(state.step, header)
-    print(describe(config, state, ranks), flush=True)
+            counted = run.begin(state.step, header, data.vocabulary.unit)
+    print(describe(config, state, ranks, data.vocabulary.unit), flush=True)
     meter = Meter(config, state, ranks, *counted)
 
     # train
@@ -351,7 +364,10 @@ def main():
         )
     print(f"{statistics.median(meter.rates):,.0f} tokens/s")
     seconds = meter.seconds() - meter.seconds_before
-    print(f"best val loss {state.best_val_loss:.4f}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
+    best = f"best val loss {state.best_val_loss:.4f}"
+    if data.val_bytes:
+        best += f" ({data.bits_per_byte(state.best_val_loss):.4f} bits per byte)"
+    print(f"{best}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     print(sample(config, data, state))
 
 

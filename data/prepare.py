@@ -1,8 +1,10 @@
-"""Prepare a text for training: write train.bin, val.bin (uint16 character ids) and meta.json.
+"""Prepare a text for training: write train.bin and val.bin, which hold token ids, and meta.json.
 
-    python data/prepare.py                  tiny Shakespeare, downloaded
+    python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
     python data/prepare.py --input my.txt   any UTF-8 text of your own
     python data/prepare.py --url https://…  a UTF-8 text from elsewhere
+    python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
+    python data/prepare.py --tokenizer gpt2                   the tokens of the model in the folder gpt2
     python data/prepare.py --hold_out       split the training text once more, into data/dev
 
 If you choose a setting by its loss on val.bin, that loss will look better than it is. So choose it on data/dev, which
@@ -21,9 +23,10 @@ import numpy as np
 import requests
 from tqdm import tqdm
 
-from kvgpt.cli import Parser, fail, note, one_line_errors, path, run_main
+from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, run_main
 from kvgpt.files import sha256
-from kvgpt.training.data import load_dataset, write_prepared
+from kvgpt.training.data import id_type, load_dataset, write_prepared
+from kvgpt.vocabulary import character_vocabulary, read_tokenizer, tokenizer_vocabulary, train_bpe
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -64,27 +67,39 @@ def reason(error):
 
 
 def prepared(data_dir):
-    """Return (source, sha256) of the text that data_dir holds, or (None, None) if a file is missing or damaged."""
+    """Return meta.json of the text that data_dir holds, or {} if a file is missing or damaged."""
     try:
         load_dataset(data_dir, block_size=1)  # compares the files with the hashes in meta.json
-        meta = json.loads((data_dir / "meta.json").read_bytes())
-        return meta["source"], meta["sha256"]["text"]
-    except (ValueError, KeyError):
-        return None, None
+        return json.loads((data_dir / "meta.json").read_bytes())
+    except ValueError:
+        return {}
 
 
-def encode(text):
-    """Return (chars, train, val): the distinct characters, sorted, and the ids of the first 90% and the last 10%."""
-    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    codes, ids = np.unique(points, return_inverse=True)
-    if len(codes) > 2**16:
-        fail(f"the text has {len(codes):,} distinct characters; at most 65,536 fit the uint16 of the .bin files")
-    ids = ids.astype("<u2")
-    n = int(0.9 * len(ids))
-    return "".join(map(chr, codes)), ids[:n], ids[n:]
+def make_vocabulary(text, tokenizer, vocab_size):
+    """Return the Vocabulary that the flags name. Raises ValueError.
+
+    text       the whole of it. A BPE learns from the part for training only
+    tokenizer  None: characters; "bpe"; or the name of a folder or file
+    """
+    if tokenizer is None:
+        return character_vocabulary("".join(sorted(set(text))))
+    if tokenizer == "bpe":
+        return tokenizer_vocabulary(train_bpe(split(text)[0], vocab_size))
+    return tokenizer_vocabulary(read_tokenizer(Path(tokenizer)))
 
 
-def write(data_dir, source, raw):
+def split(text):
+    """Return the first 90% of a text or of ids, for training, and the last 10%, for evaluation."""
+    n = int(0.9 * len(text))
+    return text[:n], text[n:]
+
+
+def encode(text, vocabulary):
+    """Return the ids of the two parts of a text: arrays."""
+    return [np.array(vocabulary.encode(part) if part else [], id_type(vocabulary)) for part in split(text)]
+
+
+def write(data_dir, source, raw, tokenizer, vocab_size):
     """Write the files for the text `raw`, bytes that came from `source`, and print its size."""
     try:
         text = raw.decode("utf-8-sig")
@@ -92,21 +107,36 @@ def write(data_dir, source, raw):
         fail(f"{source} is not UTF-8 (byte {error.start}: {error.reason}); convert it first")
     if not text:
         fail(f"{source} is empty")
-    chars, train, val = encode(text)
-    write_prepared(data_dir, chars, train, val, source, raw)
+    with one_line_errors():
+        vocabulary = make_vocabulary(text, tokenizer, vocab_size)
+        train, val = encode(text, vocabulary)
+    more, kinds = {}, f"{len(vocabulary.names):,} distinct"
+    if tokenizer:
+        more["tokenizer_from"] = tokenizer_from(tokenizer, vocab_size)
+    if vocabulary.unit == "tokens":  # the number of bytes lets us compare losses, whatever a token is
+        more["val_bytes"] = len(split(text)[1].encode())
+        kinds = f"{len(vocabulary.names):,} tokens"
+    write_prepared(data_dir, vocabulary, train, val, source, raw, **more)
     print(f"source: {source}")
-    print(f"{len(text):,} characters, {len(chars):,} distinct; train {len(train):,}, val {len(val):,}: {data_dir}")
+    print(f"{len(text):,} characters, {kinds}; train {len(train):,}, val {len(val):,}: {data_dir}")
+
+
+def tokenizer_from(tokenizer, vocab_size):
+    """Return what meta.json says about the origin of the tokenizer, or None if tokens are characters."""
+    if tokenizer is None:
+        return None
+    return f"bpe of {vocab_size}" if tokenizer == "bpe" else os.path.abspath(tokenizer)
 
 
 def hold_out(data_dir):
-    """Split the training text in data_dir once more, into data_dir/dev, with the same characters and ids."""
+    """Split the training text in data_dir once more, into data_dir/dev, with the same tokens and ids."""
     with one_line_errors():
         data = load_dataset(data_dir, block_size=1)
-    n = int(0.9 * len(data.train))
-    text = "".join(data.chars[i] for i in data.train)
-    source, dev = f"the training text in {data_dir}", data_dir / "dev"
-    write_prepared(dev, data.chars, data.train[:n], data.train[n:], source, text.encode())
-    print(f"train {n:,}, val {len(text) - n:,} characters: {dev}")
+    (train, val), decode = split(data.train), data.vocabulary.decode
+    source, dev, text = f"the training text in {data_dir}", data_dir / "dev", decode(data.train.tolist())
+    more = {} if data.val_bytes is None else dict(val_bytes=len(decode(val.tolist()).encode()))
+    write_prepared(dev, data.vocabulary, train, val, source, text.encode(), **more)
+    print(f"train {len(train):,}, val {len(val):,} {data.vocabulary.unit}: {dev}")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -121,8 +151,22 @@ def parse_args():
     parser.add_argument(
         "--data_dir", type=path, default=str(HERE), metavar="DIR", help="where to write (default: beside this script)"
     )
+    parser.add_argument(
+        "--tokenizer",
+        type=path,
+        metavar="bpe|FOLDER",
+        help="bpe: learn tokens from the text; or the folder of a model with tokens (default: characters)",
+    )
+    size_help = "number of tokens of --tokenizer bpe (default: 512)"
+    parser.add_argument("--vocab_size", type=number(int, f"[256, {2**20}]"), metavar="N", help=size_help)
     parser.add_argument("--force", action="store_true", help="download again even if the files are there")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.vocab_size and args.tokenizer != "bpe":
+        parser.error("--vocab_size goes with --tokenizer bpe")
+    if args.hold_out and args.tokenizer:
+        parser.error("--hold_out keeps the tokens that are there: leave out --tokenizer")
+    args.vocab_size = args.vocab_size or 512
+    return args
 
 
 def main():
@@ -132,27 +176,31 @@ def main():
         hold_out(data_dir)
         return
     if args.input:
-        write(data_dir, os.path.abspath(args.input), Path(args.input).read_bytes())
+        write(data_dir, os.path.abspath(args.input), Path(args.input).read_bytes(), args.tokenizer, args.vocab_size)
         return
 
     # is the text there already?
     source = args.url or CORPUS_URL
-    there, there_sha256 = prepared(data_dir)
-    done = there == source or (source == CORPUS_URL and there_sha256 == CORPUS_SHA256)
+    there = prepared(data_dir)
+    same_tokens = there.get("tokenizer_from") == tokenizer_from(args.tokenizer, args.vocab_size)
+    same_text = there and (
+        there["source"] == source or (source == CORPUS_URL and there["sha256"]["text"] == CORPUS_SHA256)
+    )
+    done = same_text and same_tokens
     if done and not args.force:
-        print(f"{data_dir} already holds {there}, whole: nothing to do (--force does it again)")
+        print(f"{data_dir} already holds {there['source']}, whole: nothing to do (--force does it again)")
         return
 
     # download it, or take the stand-in for tiny Shakespeare
     try:
         raw = download(source)
     except (OSError, ValueError) as error:
-        if args.url or done:
+        if args.url or same_text:
             fail(f"cannot download {source}: {reason(error)}; nothing was changed")
         note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
         note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
         source, raw = STAND_IN, (HERE / "sample.txt").read_bytes()
-    write(data_dir, source, raw)
+    write(data_dir, source, raw, args.tokenizer, args.vocab_size)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@ import io
 import math
 import pickle
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from kvgpt.cli import first_line
 from kvgpt.files import write_atomically
-from kvgpt.vocabulary import check_characters
-from model import GPT, GPTConfig
+from kvgpt.huggingface import blank_model, read_folder, tie
+from kvgpt.vocabulary import read_tokenizer, read_vocabulary
+from model import GPTConfig
 
 
 @dataclass
@@ -20,7 +22,7 @@ class Checkpoint:
 
     weights        the state_dict of a GPT
     model_args     the fields of GPTConfig
-    chars          the vocabulary: token i is chars[i]; None in a nanoGPT checkpoint
+    stored         what the file keeps of the Vocabulary; None in a nanoGPT checkpoint
     ngrams         n-gram counts of the training text, for --draft ngram; None if there are none
     best_val_loss  NaN if unknown
     training       everything else in the file: what train.py needs to resume
@@ -29,30 +31,49 @@ class Checkpoint:
     path: Path
     weights: dict
     model_args: dict
-    chars: str | None = None
+    stored: dict | None = None
     ngrams: dict | None = None
     best_val_loss: float = math.nan
     training: dict = field(default_factory=dict)
 
     def build_model(self):
-        """Return the GPT on the CPU. Raises ValueError if the weights do not fit model_args, or are not finite."""
+        """Return the GPT on the CPU. Raises ValueError if the weights do not fit model_args, or are not finite.
+
+        It takes over the tensors in `weights` instead of a copy, so that a model is never in memory twice.
+        """
         try:
-            model = GPT(GPTConfig(**self.model_args))
-            model.load_state_dict(self.weights)
+            model = blank_model(GPTConfig(**self.model_args))
+            model.load_state_dict({name: p.float() for name, p in self.weights.items()}, assign=True)
         except (TypeError, ValueError, RuntimeError) as error:
             *_, why = str(error).strip().splitlines()  # load_state_dict lists what does not fit, a line for each
             raise ValueError(f"the weights in {self.path} do not fit its model_args: {why.strip()[:200]}") from None
+        tie(model)
         check_finite(model, self.path)
         return model
 
+    def build_vocabulary(self):
+        """Return the Vocabulary. Raises ValueError if there is none, or if the weights are of another one."""
+        if self.stored is None:
+            where = "nanoGPT keeps it in meta.pkl, and sample.py and export.py take --meta meta.pkl"
+            raise ValueError(f"{self.path} has no vocabulary in it: {where}")
+        try:
+            vocabulary = read_vocabulary(self.stored)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        vocabulary.check(self.model_args["vocab_size"], self.path)
+        return vocabulary
+
     def build_language_model(self):
-        """Return (model in eval mode, chars). Raises ValueError if the characters do not fit the model."""
-        if self.chars is None:
-            where = "nanoGPT keeps them in meta.pkl, and sample.py and export.py take --meta meta.pkl"
-            raise ValueError(f"{self.path} has no characters in it: {where}")
-        model = self.build_model()
-        check_characters(self.chars, self.path, model.config.vocab_size)
-        return model.eval(), self.chars
+        """Return (model in eval mode, its Vocabulary). Raises ValueError if the two do not fit together."""
+        vocabulary = self.build_vocabulary()
+        return self.build_model().eval(), vocabulary
+
+    def crop(self, block_size):
+        """Return a Checkpoint whose model has a shorter context: the first rows of a table of learned positions."""
+        name, weights = "transformer.wpe.weight", dict(self.weights)
+        if name in weights:
+            weights[name] = weights[name][:block_size].clone()
+        return replace(self, weights=weights, model_args=self.model_args | dict(block_size=block_size))
 
 
 def check_finite(model, path):
@@ -70,16 +91,21 @@ def save_checkpoint(path, content):
 
 
 def load_checkpoint(path, meta=None):
-    """Read a checkpoint, ours or nanoGPT's, without running code that it may contain.
+    """Read a checkpoint, ours or nanoGPT's, or a Hugging Face folder, without running code that it may contain.
 
-    meta  the meta.pkl that belongs to a nanoGPT checkpoint
+    meta  the meta.pkl that belongs to a nanoGPT checkpoint, or the tokenizer of one that was trained on GPT-2's tokens
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
+    if path.is_dir():
+        weights, model_args, stored = read_folder(path)
+        return Checkpoint(path, weights, model_args, stored)
     if not path.is_file():
-        hint = "train one first (python train.py), or name another; --engine hf reads a Hugging Face folder"
+        hint = "train one first (python train.py), or name another"
+        if path.name.startswith("gpt2"):
+            hint = f"hf download openai-community/{path.name} --local-dir {path} makes that folder"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
-    chars = read_nanogpt_meta(meta) if meta else None
+    stored = read_meta(Path(meta)) if meta else None
     try:
         check_crc(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -88,11 +114,12 @@ def load_checkpoint(path, meta=None):
             for name, tensor in content.pop("model").items()
             if not name.endswith(".attn.bias")  # the causal masks that nanoGPT once saved
         }
+        in_file = {name: content.pop(name) for name in ("chars", "tokenizer") if name in content} or None
         return Checkpoint(
             path=path,
             weights=weights,
             model_args=dict(content.pop("model_args")),
-            chars=chars or content.pop("chars", None),
+            stored=stored or in_file,
             ngrams=content.pop("ngrams", None),
             best_val_loss=float(content.pop("best_val_loss", math.nan)),  # nanoGPT saves a tensor
             training=content,
@@ -112,13 +139,8 @@ def check_crc(path):
                 raise zipfile.BadZipFile(f"{damaged} has changed")
 
 
-def first_line(error):
-    """Return the first line of an error's message, or its kind if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 def load_model(path, meta=None):
-    """Return (model, chars) of a checkpoint file: the model on the CPU in eval mode, and token i as chars[i].
+    """Return (model, vocabulary) of a checkpoint: the GPT on the CPU in eval mode, and its Vocabulary.
 
     It takes the same arguments as load_checkpoint, and raises the same errors.
     """
@@ -132,11 +154,16 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a meta.pkl needs plain values only")
 
 
-def read_nanogpt_meta(path):
-    """Return the characters in nanoGPT's meta.pkl."""
+def read_meta(path):
+    """Return what a checkpoint would keep of the Vocabulary in nanoGPT's meta.pkl, or in a tokenizer's folder or file.
+
+    Raises ValueError.
+    """
+    if path.is_dir() or path.suffix == ".json":
+        return {"tokenizer": read_tokenizer(path)}
     try:
         with open(path, "rb") as file:
             itos = PlainUnpickler(file).load()["itos"]
-        return "".join(itos[i] for i in range(len(itos)))
+        return {"chars": "".join(itos[i] for i in range(len(itos)))}
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {first_line(error)}") from None

@@ -76,8 +76,8 @@ def pick_device(name):
 def pick_checkpoint(ckpt, out_dir):
     """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
 
-    --ckpt may name a file, or the folder of a run. Without either flag we look in out, and if nothing has been trained
-    there yet, we take the pretrained model that comes with the code.
+    --ckpt may name a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and if
+    nothing has been trained there yet, we take the pretrained model that comes with the code.
     """
     if ckpt and not Path(ckpt).is_dir():
         return Path(ckpt)
@@ -85,6 +85,8 @@ def pick_checkpoint(ckpt, out_dir):
     for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
         if file.exists():
             return file
+    if ckpt and (folder / "config.json").exists():
+        return folder
     if ckpt or out_dir:
         return folder / "ckpt.pt"  # load_checkpoint says that it is not there
     note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
@@ -115,6 +117,11 @@ def torchrun_ranks():
     if all(name in os.environ for name in names):
         return tuple(int(os.environ[name]) for name in names)
     return None
+
+
+def first_line(error):
+    """Return the first line of an error's message, or its kind if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

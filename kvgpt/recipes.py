@@ -1,6 +1,7 @@
 """The settings of train.py: presets, recipes, all flags in one dataclass, and the rules of which one wins."""
 
 import argparse
+import math
 import textwrap
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +18,21 @@ PRESETS = {
     "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3200),
     "laptop": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=7000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
+    # a trained model goes on with nanoGPT's settings for GPT-2 on Shakespeare, whatever the recipe
+    "finetune": dict(
+        batch_size=1,
+        gradient_accumulation_steps=32,
+        max_iters=20,
+        eval_interval=5,
+        log_interval=1,
+        optimizer="adamw",
+        learning_rate=3e-5,
+        lr_decay="none",
+        warmup_iters=0,
+        weight_decay=0.1,
+        beta2=0.95,
+        grad_clip=1.0,
+    ),
 }
 RECIPES = {
     "modern": dict(
@@ -55,16 +71,15 @@ def defaults(preset, recipe):
 
 INSTEAD = {  # nanoGPT's scripts take it and ours do not: what to type instead
     "config": "train.py has presets and recipes instead of config files: for nanoGPT's Shakespeare type "
-    "--preset gpu --recipe nanogpt, or on a CPU --preset nanogpt-cpu --recipe nanogpt",
-    "gpt2": "there is no such folder, and train.py cannot start from OpenAI's GPT-2, because its tokens are parts of "
-    "words and not characters; python sample.py --engine hf --ckpt FOLDER generates with it",
-    "--init_from": "sample.py reads the run in --out_dir, or the file in --ckpt; for GPT-2 name its folder: "
-    "--engine hf --ckpt FOLDER",
+    "--preset gpu --recipe nanogpt, on a CPU --preset nanogpt-cpu --recipe nanogpt, and to finetune GPT-2 "
+    "--init_from gpt2 --data_dir DIR",
+    "--init_from": "sample.py reads the run in --out_dir, or what --ckpt names; for GPT-2 name its folder: "
+    "--ckpt FOLDER",
     "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
     "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
     "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
     "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
-    "--decay_lr": "leave it out, or for a constant learning rate give --min_lr the value of --learning_rate",
+    "--decay_lr": "leave it out, or for a constant learning rate type --lr_decay none",
     "--backend": "leave it out: several processes take nccl on GPUs and gloo on CPUs",
 }
 INSTEAD |= dict.fromkeys(
@@ -88,7 +103,8 @@ def parse_with_hints(parser, argv):
 def beginning(text):
     """An argparse type: where a run begins. The names of OpenAI's models are folders here, if anything."""
     if text.startswith("gpt2") and not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"{text}: {INSTEAD['gpt2']}")
+        download = f"hf download openai-community/{text} --local-dir {text}"
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder, and {download} makes it")
     return path(text)
 
 
@@ -110,7 +126,11 @@ share = number(float, "[0, 1)")
 class TrainConfig:
     """All settings of a run. The defaults here are what no preset, recipe or flag decides."""
 
-    preset: str = flag("auto", ("auto", *PRESETS), "size and length of the run; auto: gpu on a GPU, else cpu")
+    preset: str = flag(
+        "auto",
+        ("auto", *PRESETS),
+        "size and length; auto: finetune with --init_from FOLDER, gpu on a GPU, else cpu",
+    )
     recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: ours, or nanoGPT's")
     init_from: str = flag("scratch", beginning, "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
     data_dir: str | None = flag(None, path, "folder that data/prepare.py wrote", none="data, beside train.py")
@@ -124,7 +144,7 @@ class TrainConfig:
     n_head: int = flag(4, positive, "query heads per block")
     n_kv_head: int | None = flag(None, positive, "key/value heads; fewer is grouped-query attention", none="n_head")
     n_embd: int = flag(128, positive, "embedding width")
-    block_size: int = flag(256, positive, "context length in characters")
+    block_size: int = flag(256, positive, "context length in tokens")
     dropout: float = flag(0.0, share, "dropout probability")
     bias: bool = flag(False, boolean, "biases in Linear and LayerNorm layers")
     mlp_ratio: float = flag(4, rate, "width of the MLP's hidden layer, in units of n_embd")
@@ -149,7 +169,7 @@ class TrainConfig:
     muon_learning_rate: float = flag(0.01, rate, "peak learning rate of Muon")
     warmup_iters: int = flag(100, not_negative, "steps of linear warm-up")
     lr_stable_frac: float = flag(0.0, share, "fraction of the steps after warm-up at the peak learning rate")
-    lr_decay: str = flag("cosine", ("cosine", "linear"), "shape of the decay")
+    lr_decay: str = flag("cosine", ("cosine", "linear", "none"), "shape of the decay; none: constant")
     lr_decay_iters: int | None = flag(None, positive, "step at which the decay ends", none="max_iters")
     min_lr: float | None = flag(None, rate, "learning rate at the end of the decay", none="learning_rate / 10")
     weight_decay: float = flag(0.1, rate, "AdamW's weight decay, on matrices and embeddings")
@@ -172,7 +192,7 @@ class TrainConfig:
     plot: bool = flag(False, boolean, "draw loss.png in --out_dir at each evaluation; needs matplotlib")
 
     @property
-    def chars_per_step(self):
+    def tokens_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
     def model_args(self):
@@ -231,6 +251,8 @@ def resolve_config(flags, *, on_gpu, source=None):
     Raises ValueError for flags that contradict `source` or each other, and for a checkpoint that cannot be resumed.
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
+    if flags.get("preset") == "finetune" and source is None:
+        raise ValueError("--preset finetune begins with a trained model: name its Hugging Face folder with --init_from")
     if flags.get("init_from") == "resume":
         earlier = stored_config(source)
         fixed = ["preset", "recipe", "optimizer", *MODEL_FLAGS]
@@ -239,11 +261,13 @@ def resolve_config(flags, *, on_gpu, source=None):
         require_unchanged(f"the run in {source.path.parent}", vars(earlier), flags, fixed)
         config = replace(earlier, **flags)
     else:
-        preset = flags.get("preset", "gpu" if on_gpu else "cpu")
+        preset = flags.get("preset", "finetune" if source else "gpu" if on_gpu else "cpu")
         recipe = flags.get("recipe", TrainConfig.recipe)
         config = TrainConfig(**(defaults(preset, recipe) | flags | dict(preset=preset, recipe=recipe)))
         if source:
             network = {name: source.model_args[name] for name in MODEL_FLAGS if name != "dropout"}
+            # all that you can choose is a shorter context
+            network["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
             require_unchanged(f"the model in {source.path}", network, flags, network)
             # a trained model knows more than n-grams do, so n-gram targets and further tokens are off unless you ask
             helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}

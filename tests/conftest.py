@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from helpers import ROOT, TINY, child, ok, run
+from helpers import SAMPLE, TINY, child, ok, run, write_gpt2
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ settings.load_profile("kit")
 def data_dir(tmp_path_factory):
     """data/sample.txt, prepared."""
     folder = tmp_path_factory.mktemp("data")
-    ok(run("data/prepare.py", "--input", ROOT / "data" / "sample.txt", "--data_dir", folder))
+    ok(run("data/prepare.py", "--input", SAMPLE, "--data_dir", folder))
     return folder
 
 
@@ -37,6 +37,15 @@ def trained(data_dir, tmp_path_factory):
     """An out_dir after 60 steps of a tiny model on data/sample.txt."""
     folder = tmp_path_factory.mktemp("out")
     ok(child("--data_dir", data_dir, "--out_dir", folder, *TINY, "--max_iters", "60"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory):
+    """The folder of a random GPT-2 with a BPE of 512 tokens, and a text that is prepared for it."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    write_gpt2(folder)
+    ok(run("data/prepare.py", "--input", SAMPLE, "--tokenizer", folder, "--data_dir", folder / "data"))
     return folder
 
 

@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,10 +25,12 @@ from kvgpt.decoding.verify import near_tie, text_context_start
 from kvgpt.recipes import TrainConfig
 from kvgpt.training.data import Dataset
 from kvgpt.training.state import TrainState, pick_dtype
+from kvgpt.vocabulary import character_vocabulary, train_bpe
 from model import GPT, GPTConfig, Head, Sampling
-from prepare import encode
+from prepare import encode, make_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
+SAMPLE = ROOT / "data" / "sample.txt"
 
 # Windows lacks the signals and terminals of Unix. It reports other errors for the same bad path, and it cannot replace
 # or remove an open file. Packages of torch for Windows have lacked libuv, which torchrun needs.
@@ -200,11 +203,12 @@ def tiny_run(**settings):
     """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags."""
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
     config = TrainConfig(**(sizes | settings))
-    chars, train, val = encode("the quick brown fox jumps over the lazy dog\n" * 20)
+    text = "the quick brown fox jumps over the lazy dog\n" * 20
+    vocabulary = make_vocabulary(text, None, None)
     torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
+    model = GPT(GPTConfig(vocab_size=len(vocabulary.names), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(chars, train, val, sha256={}), state
+    return config, Dataset(vocabulary, *encode(text, vocabulary), sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -219,10 +223,10 @@ def sample(out_dir, *flags, **kwargs):
 
 def texts_of(out_dir, prompt, steps, rows=1, **sampling):
     """Return one text per row, prompt and continuation, by GPT.generate instead of sample.py's command line."""
-    model, chars = load_model(out_dir / "ckpt.pt")
-    idx = torch.tensor([[chars.index(c) for c in prompt]]).repeat(rows, 1)
+    model, vocabulary = load_model(out_dir / "ckpt.pt")
+    idx = torch.tensor([vocabulary.encode(prompt)]).repeat(rows, 1)
     out = model.generate(idx, steps, kv_cache=False, **{"seed": 1337, **sampling})
-    return ["".join(chars[i] for i in row) for row in out.tolist()]
+    return [vocabulary.decode(row) for row in out.tolist()]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -315,6 +319,7 @@ def without_minus_one(ragged, blocks):
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 CHARS = "\n !abcdefgé😀"
+VOCABULARY = character_vocabulary(CHARS)
 SIZE = dict(block_size=24, vocab_size=len(CHARS), n_layer=2, n_head=4, n_embd=32, bias=False)
 # networks that transformers' classes of these names compute, and one that no class of transformers computes
 GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")
@@ -324,6 +329,27 @@ POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 def tiny(**network):
     """A random_model of SIZE, whose tokens are the characters CHARS."""
     return random_model(GPTConfig(**(SIZE | network)))
+
+
+@lru_cache
+def bpe(vocab_size=512):
+    """The tokenizer.json of a BPE that was trained on data/sample.txt."""
+    return train_bpe(SAMPLE.read_text(encoding="utf-8"), vocab_size)
+
+
+def write_gpt2(folder, seed=0, **settings):
+    """Write the folder of a random GPT-2 as transformers writes it, with a BPE of 512. Returns transformers' model."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = dict(vocab_size=512, n_positions=48, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(seed)
+    hf = GPT2LMHeadModel(GPT2Config(**(sizes | settings))).eval()
+    with torch.no_grad():
+        for p in hf.parameters():  # large enough for tokens to differ from each other
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (p == 1))
+    hf.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(bpe(), encoding="utf-8")
+    return hf
 
 
 def save_model(folder, model, chars=CHARS, ngrams=None):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import CHARS, STABLELM, load, save_model, saved, tiny
+from helpers import CHARS, STABLELM, VOCABULARY, load, save_model, saved, tiny
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.engines.hf import HuggingFaceGPT
 from kvgpt.engines.onnx import OnnxGPT
-from kvgpt.export.hf import read_folder, write_folder
+from kvgpt.export.hf import write_folder
 from kvgpt.export.onnx import write_onnx
 from kvgpt.files import read_tree, write_tree
 
@@ -27,9 +27,9 @@ def whole(tmp_path_factory):
     nano = load(folder / "ckpt.pt")
     torch.save({name: nano[name] for name in ("model", "model_args")}, folder / "nano.pt")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(CHARS))}))
-    write_onnx(model, CHARS, folder / "model.onnx")
+    write_onnx(model, VOCABULARY, folder / "model.onnx")
     (folder / "hf").mkdir()
-    write_folder(model, CHARS, folder / "hf")
+    write_folder(model, VOCABULARY, folder / "hf")
     return folder
 
 
@@ -45,8 +45,6 @@ def read(files, name):
         load_model(files / "nano.pt", files / "meta.pkl")
     elif name == "model.onnx":
         OnnxGPT(files / name)
-    elif name == "hf":
-        read_folder(files / name).build_model()
     else:
         load_checkpoint(files / name).build_language_model()
 
@@ -124,7 +122,7 @@ DAMAGES = [
     ("hf", json_of("config.json", lambda old: old.update(model_type="llama")), "llama"),
     ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
     ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
-    ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "single characters"),
+    ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "do not belong together"),
     ("hf", tensor("extra", torch.ones(2)), "extra, which"),
     ("hf", tensor("model.norm.weight", torch.full((32,), math.nan)), "NaN"),
 ]
@@ -148,7 +146,7 @@ def test_a_flipped_bit_beside_checksums_is_refused(name, files):
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    for read in (OnnxGPT,) if file.suffix == ".onnx" else (read_folder, HuggingFaceGPT):
+    for read in (OnnxGPT,) if file.suffix == ".onnx" else (load_checkpoint, HuggingFaceGPT):
         with pytest.raises(ValueError, match=f"{file.name} has changed") as error:
             read(file if file.suffix == ".onnx" else file.parent)
         assert str(file.parent) in str(error.value) and "\n" not in str(error.value)

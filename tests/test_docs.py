@@ -132,11 +132,12 @@ def test_the_code_map_counts_lines():
 
 # -- the commands run --------------------------------------------------------------------------------------------------
 
-# A training of minutes becomes one of seconds, on a text that is here. What pip and make would install is here, too.
-SHELL = """
+# A training of minutes becomes one of seconds, on a text that is here. What pip, make and hf would fetch is here, too:
+# a small GPT-2 with random weights stands in for OpenAI's.
+SHELL = r"""
 python() {
     case "$*" in
-        data/prepare.py) command python "$@" --input data/sample.txt ;;
+        data/prepare.py|data/prepare.py\ --tokenizer*) command python "$@" --input data/sample.txt ;;
         train.py*) command python "$@" --max_iters 20 ;;
         bench.py*) command python "$@" --repeats 1 --variants uncached eager ;;
         sample.py*) command python "$@" --max_new_tokens 40 ;;
@@ -146,6 +147,7 @@ python() {
 torchrun() { command python -m torch.distributed.run "$@" --max_iters 20; }
 pip() { :; }
 make() { :; }
+hf() { :; }
 set -e
 """
 
@@ -163,6 +165,10 @@ def test_every_command_runs_in_a_fresh_copy(file, tmp_path):
     """The blocks of a file, from the first to the last, as somebody reads. Then its mistakes, each with its message."""
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
     folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
+    if "\nhf download" in read(file):
+        from helpers import write_gpt2
+
+        write_gpt2(folder / "gpt2", vocab_size=512)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": programs, "PYTHONIOENCODING": "utf-8"}
 

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 import prepare
-from helpers import ROOT, assert_one_line, contents, ok, tree
+from helpers import SAMPLE, assert_one_line, bpe, contents, ok, tree
 from kvgpt.cli import run_main
 from kvgpt.files import lock_folder
 from kvgpt.training.data import load_dataset
+from kvgpt.vocabulary import train_bpe
 
-SAMPLE = ROOT / "data" / "sample.txt"
 CLOSED = "http://127.0.0.1:9"
 BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath\0 perced to the 😀\n\n ".encode() * 20
 
@@ -119,8 +120,61 @@ def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(call, t
     ok(call("--input", text, "--data_dir", tmp_path))
     ok(call("--hold_out", "--data_dir", tmp_path))
     data, dev = (load_dataset(folder, block_size=8) for folder in (tmp_path, tmp_path / "dev"))
-    assert dev.chars == data.chars and len(dev.train) == int(0.9 * len(data.train))
+    assert dev.vocabulary.stored == data.vocabulary.stored and len(dev.train) == int(0.9 * len(data.train))
     assert [*dev.train, *dev.val] == [*data.train]
+
+
+def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
+    characters = "".join(map(chr, range(0xE000, 0x1E001)))  # 65,537
+    for n, dtype in ((65536, "<u2"), (65537, "<u4")):
+        text.write_text(characters[:n], encoding="utf-8")
+        ok(call("--input", text, "--data_dir", tmp_path))
+        data = load_dataset(tmp_path, block_size=1)
+        assert [*data.train, *data.val] == [*range(n)] and (tmp_path / "val.bin").stat().st_size % len(data.val) == 0
+        assert data.train.dtype == np.dtype(dtype)
+
+
+# -- tokens that are not characters ------------------------------------------------------------------------------------
+
+
+def assert_tokens(folder, raw, tokenizer):
+    """The folder holds the tokens that a tokenizers.Tokenizer makes of the two parts of the text."""
+    meta, data, text = json.loads((folder / "meta.json").read_bytes()), load_dataset(folder, 1), raw.decode()
+    parts = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
+    assert [data.train.tolist(), data.val.tolist()] == [tokenizer.encode(part).ids for part in parts]
+    assert data.val_bytes == len(parts[1].encode()) and meta["tokenizer"] == tokenizer.to_str()
+    assert meta["sha256"]["tokenizer"] == sha256(meta["tokenizer"].encode()).hexdigest()
+
+
+def test_a_bpe_is_learned_from_the_part_for_training(call, tmp_path):
+    """The val text stays unseen, and a run on characters is compared on the same val text."""
+    ok(call("--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 400, "--data_dir", tmp_path))
+    raw = SAMPLE.read_bytes()
+    text = raw.decode()
+    assert_tokens(tmp_path, raw, Tokenizer.from_str(train_bpe(text[: int(0.9 * len(text))], 400)))
+
+
+def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(bpe(), encoding="utf-8")
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        ok(call("--input", text, "--tokenizer", name, "--data_dir", tmp_path / "data"))
+        assert_tokens(tmp_path / "data", BODY, Tokenizer.from_str(bpe()))
+    ok(call("--hold_out", "--data_dir", tmp_path / "data"))
+    data, dev = (load_dataset(folder, 1) for folder in (tmp_path / "data", tmp_path / "data" / "dev"))
+    assert [*dev.train, *dev.val] == [*data.train] and dev.vocabulary.stored == data.vocabulary.stored
+    assert dev.val_bytes == len(data.vocabulary.decode(dev.val.tolist()).encode())
+
+
+def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path):
+    flags = ["--url", server.url, "--data_dir", tmp_path]
+    learned = [["--tokenizer", "bpe", "--vocab_size", size] for size in (260, 261)]
+    for num_times, more in enumerate(([], *learned, []), start=1):
+        for _ in range(2):
+            ok(call(*flags, *more))
+            assert len(server.asked) == num_times
+    server.answer = 404, {}, b""
+    before = tree(tmp_path)
+    assert_refused(call(*flags, "--tokenizer", "bpe"), tmp_path, before, "404", "nothing was changed")
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -131,9 +185,15 @@ def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(call, t
     [
         ("--input in.txt", "caf\xe9 au lait\n".encode("latin-1"), ["in.txt is not UTF-8 (byte 3"]),
         ("--input in.txt", b"", ["in.txt is empty"]),
-        ("--input in.txt", "".join(map(chr, range(0xE000, 0x1E001))).encode(), ["65,537 distinct characters"]),
         ("--input none.txt", BODY, ["No such file", "none.txt"]),
         ("--hold_out --data_dir none", BODY, ["none", "run python data/prepare.py first"]),
+        ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is more than", "at most"]),
+        ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
+        ("--input in.txt --vocab_size 300", BODY, ["--vocab_size goes with --tokenizer bpe"]),
+        ("--input in.txt --tokenizer none", BODY, ["none has no tokenizer"]),
+        ("--input in.txt --tokenizer old", BODY, ["old has no tokenizer", "there is no", "tokenizer.json"]),
+        ("--input in.txt --tokenizer in.txt", BODY, ["tokenizer cannot be read"]),
+        ("--hold_out --tokenizer bpe", BODY, ["leave out --tokenizer"]),
     ],
 )
 def test_a_mistake_is_one_line_and_changes_nothing(flags, raw, words, call, text, old, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from kvgpt.recipes import (
     parse_flags,
     resolve_config,
 )
+from kvgpt.training.optim import lr_multiplier
 from model import GPT, GPTConfig
 
 NANOGPT = """out_dir eval_interval log_interval init_from gradient_accumulation_steps batch_size block_size n_layer
@@ -81,10 +82,11 @@ def test_an_unknown_flag_or_impossible_value_is_one_line_that_names_it(argv, cap
 
 # -- presets and recipes -----------------------------------------------------------------------------------------------
 
-every_pair = pytest.mark.parametrize("preset, recipe", [*itertools.product(PRESETS, RECIPES)])
+FROM_SCRATCH = [preset for preset in PRESETS if preset != "finetune"]
+every_pair = pytest.mark.parametrize("preset, recipe", [*itertools.product(FROM_SCRATCH, RECIPES)])
 
 
-@given(st.sampled_from([*PRESETS, None]), st.sampled_from([*RECIPES, None]), st.booleans(), st.data())
+@given(st.sampled_from([*FROM_SCRATCH, None]), st.sampled_from([*RECIPES, None]), st.booleans(), st.data())
 def test_a_flag_beats_an_override_beats_a_preset_beats_a_recipe(preset, recipe, on_gpu, data):
     decided = {name for settings in (*PRESETS.values(), *RECIPES.values()) for name in settings}
     numbers = {name for name in decided if type(FLAGS[name].default) in (int, float)} - {"min_lr", "learning_rate"}
@@ -101,7 +103,7 @@ SIZES = {"lecture": (0.20, 2_560_000), "nanogpt-cpu": (0.80, 1_536_000), "cpu": 
 SIZES |= {"laptop": (0.80, 3_584_000), "gpu": (10.65, 81_920_000)}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FROM_SCRATCH)
 def test_a_presets_network_is_as_large_as_nanogpts(preset):
     """nanoGPT prints 0.80M for its CPU setting and 10.65M for its GPU setting, without position embeddings."""
     count = {}
@@ -111,7 +113,7 @@ def test_a_presets_network_is_as_large_as_nanogpts(preset):
         count[recipe] = sum(p.numel() for p in shapes.values())
         if recipe == "nanogpt":
             millions = (count[recipe] - shapes["transformer.wpe.weight"].numel()) / 1e6
-            assert (round(millions, 2), config.max_iters * config.chars_per_step) == SIZES[preset]
+            assert (round(millions, 2), config.max_iters * config.tokens_per_step) == SIZES[preset]
     assert abs(count["modern"] / count["nanogpt"] - 1) < 0.03  # a recipe must not win by size
 
 
@@ -148,10 +150,30 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
-    source = Checkpoint(path=Path("out/hf"), weights={}, model_args=asdict(args), chars="abcdefg")
+    source = Checkpoint(path=Path("out/hf"), weights={}, model_args=asdict(args), stored={"chars": "abcdefg"})
     config = resolve_config(dict(init_from="out/hf", dropout=0.1), on_gpu=False, source=source)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.ngram_targets is config.mtp_weight is None
     assert resolve_config(dict(init_from="out/hf", mtp_weight=0.3), on_gpu=False, source=source).mtp_weight == 0.3
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with the model in out.hf \(n_embd 16\)"):
         resolve_config(dict(init_from="out/hf", n_embd=32), on_gpu=False, source=source)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe):
+    """Those of its config/finetune_shakespeare.py, and of its train.py where that is silent, whatever the recipe."""
+    source = Checkpoint(path=Path("gpt2"), weights={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
+    for flags in ({}, {"preset": "finetune"}):
+        config = resolve_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, source=source)
+        expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)
+        expected |= dict(optimizer="adamw", learning_rate=3e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+        expected |= dict(dropout=0.0, n_layer=12, activation="gelu_tanh", pos_emb="learned", preset="finetune")
+        assert {name: getattr(config, name) for name in expected} == expected
+        assert {lr_multiplier(step, config) for step in range(20)} == {1.0}
+        assert not config.mtp_weight and not config.ngram_targets
+    config = resolve_config(dict(init_from="gpt2", block_size=256), on_gpu=False, source=source)
+    assert config.block_size == 256
+    with pytest.raises(ValueError, match="--block_size 2048 conflicts with the model in gpt2"):
+        resolve_config(dict(init_from="gpt2", block_size=2048), on_gpu=False, source=source)
+    with pytest.raises(ValueError, match=r"--preset finetune begins with a trained model: .* --init_from"):
+        resolve_config(dict(preset="finetune"), on_gpu=False)

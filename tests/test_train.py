@@ -1,8 +1,10 @@
 """train.py: batches, the step, whole runs, mistakes, and what a signal or a loss that is not finite does to a run."""
 
+import csv
 import itertools
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +21,7 @@ from helpers import (
     BROKEN,
     CPU,
     HEADER,
+    SAMPLE,
     SMALL,
     STATEFUL,
     assert_one_line,
@@ -29,14 +32,19 @@ from helpers import (
     load,
     log,
     ok,
+    plain_val_loss,
     random_model,
+    run,
     same,
     start,
     tiny_run,
     unix,
 )
+from kvgpt.checkpoint import load_model
+from kvgpt.training.data import load_dataset
 from kvgpt.training.dist import Ranks
 from kvgpt.training.objective import ngram_targets
+from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig
 from train import compile_module, get_batch, train_step
 
@@ -190,6 +198,39 @@ def test_max_iters_reached_already_is_said_and_changes_nothing(out):
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == times
 
 
+# -- tokens that are not characters ------------------------------------------------------------------------------------
+
+
+def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
+    """The unit does not depend on the tokens: here it is computed from the bytes of the val text and its whole loss."""
+    data = tmp_path / "data"
+    ok(run("data/prepare.py", "--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 300, "--data_dir", data))
+    flags = [*STATEFUL, "--data_dir", data, "--eval_interval", 3, "--lr_decay_iters", 9, "--sample_interval", 6]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    result = ok(here(*flags, "--max_iters", 9, "--out_dir", whole))
+    ok(here(*flags, "--max_iters", 6, "--out_dir", out))
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 9))
+    assert_same_run(whole, out)
+
+    with open(out / "log.csv", encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert list(rows[0]) == ["tokens" if name == "chars" else name for name in HEADER] + ["val_bpb"]
+    assert [int(row["tokens"]) for row in rows] == [3 * 64, 6 * 64, 9 * 64]
+    model, vocabulary = load_model(whole / "last.pt")
+    val = load_dataset(data, 16).val
+    text = SAMPLE.read_text(encoding="utf-8")
+    assert vocabulary.decode(val.tolist()) == text[int(0.9 * len(text)) :]
+    nats = plain_val_loss(model, val, 16)
+    bits = nats / math.log(2) * len(val) / len(text[int(0.9 * len(text)) :].encode())
+    assert float(rows[-1]["val_loss"]) == pytest.approx(nats, rel=1e-5)
+    assert float(rows[-1]["val_bpb"]) == pytest.approx(bits, rel=1e-5)
+    assert f"val {nats:.4f} ({bits:.4f} bits per byte)" in result.stdout and " of 64 tokens\n" in result.stdout
+    assert re.search(r"^best val loss \d\.\d{4} \(\d\.\d{4} bits per byte\): ", result.stdout, re.MULTILINE)
+    written = (whole / "samples.txt").read_text(encoding="utf-8").split("===\n")[1]
+    start = torch.tensor([vocabulary.encode("\n")])
+    assert written.startswith("\n") and len(vocabulary.encode(written)) >= start.size(1)
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +240,7 @@ def test_a_compiled_step_is_the_plain_step():
     weights, losses = [], []
     for compiled in (False, True):
         config, data, state = tiny_run(gradient_accumulation_steps=2, ngram_targets=0.5, mtp_weight=0.3)
-        data.ngram_targets = ngram_targets(data.train, len(data.chars), CPU)
+        data.ngram_targets = ngram_targets(data.train, len(data.vocabulary.names), CPU)
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -249,11 +290,11 @@ FROM_NANOGPT = [  # what nanoGPT's train.py takes, and what the line says
     ("--eval_iters=200", "the whole val split"),
     ("--eval_only", "log.csv in --out_dir has the val loss of every evaluation"),
     ("--always_save_checkpoint=True", "every evaluation writes last.pt"),
-    ("--decay_lr=False", "--min_lr the value of --learning_rate"),
+    ("--decay_lr=False", "--lr_decay none"),
     ("--backend=gloo", "leave it out"),
     ("--wandb_log=True", "--plot"),
     ("--wandb_project=char --wandb_run_name=mini", "--wandb_project=char: leave it out"),
-    ("--init_from=gpt2-xl", "--engine hf --ckpt FOLDER"),
+    ("--init_from=gpt2-xl", "hf download openai-community/gpt2-xl --local-dir gpt2-xl"),
     ("--init_from gpt2", "gpt2: there is no such folder"),
 ]
 
@@ -286,7 +327,7 @@ def test_nanogpts_own_command_for_a_cpu_is_told_the_preset(tmp_path):
     --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
     --dropout=0.0"""
     result = child(*command.split(), cwd=tmp_path)
-    assert_one_line(result, "or on a CPU --preset nanogpt-cpu --recipe nanogpt", code=2)
+    assert_one_line(result, "on a CPU --preset nanogpt-cpu --recipe nanogpt", code=2)
     assert result.stdout == "" and not any(tmp_path.iterdir())
 
 
@@ -298,8 +339,8 @@ def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp
     chars = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
     sizes = dict(block_size=16, vocab_size=len(chars), n_layer=1, n_head=2, n_embd=16, bias=False)
     model = random_model(GPTConfig(**sizes, tie_weights=False))
-    write_folder(model, chars, tmp_path / "hf")
-    flags = "--recipe nanogpt --device cpu --batch_size 2 --learning_rate 0 --max_iters 1".split()
+    write_folder(model, character_vocabulary(chars), tmp_path / "hf")
+    flags = "--device cpu --gradient_accumulation_steps 1 --learning_rate 0 --max_iters 1".split()
     ok(here(*flags, "--init_from", tmp_path / "hf", "--data_dir", data_dir, "--out_dir", tmp_path / "out"))
     ckpt = load(tmp_path / "out" / "last.pt")
     assert not ckpt["model_args"]["tie_weights"] and same(dict(ckpt["model"]), dict(model.state_dict()))

@@ -56,7 +56,7 @@ def attention_weights(model, idx, layer=0):
     return weights
 
 
-def explain(model, chars, idx, steps=3, **sampling):
+def explain(model, vocabulary, idx, steps=3, **sampling):
     """Print the shapes in the first layer during the prefill of idx `(1, T)` and the decode steps after it.
 
     steps     prefill and decode steps together; fewer where the context ends before
@@ -64,8 +64,8 @@ def explain(model, chars, idx, steps=3, **sampling):
     """
     T, attn = idx.size(1), model.transformer["h"][0].attn
     steps = min(steps, model.config.block_size - T)
-    text = "".join(chars[i] for i in idx[0])
-    print(f"prompt {text!r}: {T} characters, layer 1 of {model.config.n_layer}\n")
+    text, unit = vocabulary.decode(idx[0].tolist()), vocabulary.unit
+    print(f"prompt {text!r}: {T} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, block in enumerate(model.stream(idx, steps, **sampling)):
@@ -76,7 +76,7 @@ def explain(model, chars, idx, steps=3, **sampling):
             first, last = pos[0, 0].item(), pos[0, -1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
-            token, key_cache = chars[block.item()], attn.heads[0].key_cache
+            token, key_cache = vocabulary.name(block.item()), attn.heads[0].key_cache
             keys = attn.cache.key[attn.layer][:, :, : key_cache.size(1)]
             print(f"{what}: idx {(1, pos.size(1))}")
             for name, value, remark in (
@@ -84,13 +84,13 @@ def explain(model, chars, idx, steps=3, **sampling):
                 ("c_attn", seen["c_attn"], "q, k and v of all heads, side by side"),
                 ("new k, v", k, f"written to {slots} of the cache"),
                 ("key_cache", key_cache, f"per Head, was {held}; value_cache has the same shape"),
-                ("queries", q, "of the characters fed in this step"),
-                ("keys, values", keys, "of all characters so far, read from the cache"),
+                ("queries", q, f"of the {unit} fed in this step"),
+                ("keys, values", keys, f"of all {unit} so far, read from the cache"),
                 ("mask", mask, "no mask: the query sees every slot" if mask is None else "slot <= pos of the query"),
                 ("weights", weights, "softmax of queries times keys"),
                 ("attention", seen["attention"], "weights times values, heads side by side, through c_proj"),
                 ("mlp", seen["mlp"], ""),
-                ("lm_head", seen["lm_head"], "logits, of the last character only"),
+                ("lm_head", seen["lm_head"], f"logits, of the last {unit[:-1]} only"),
                 ("sampled", block[:, 0], f"{token!r}, fed at the next step" if step + 1 < steps else repr(token)),
             ):
                 shape = "none" if value is None else str(tuple(value.shape))

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 MAX_ORDER = 4  # tokens of the longest context; longer ones guess no better for a text of a million characters
+TABLE_SIZE = 2**23  # entries of the table of contexts and tokens: at most 32 MB each for its two halves
 LOOK_UP_ORDER = 3  # tokens of the longest match with the text so far, where there are no counts
 
 
@@ -13,8 +14,11 @@ def count_ngrams(ids, vocab_size, limit):
     ids  the text, integers; only the first 2**24 are read
     An n-gram is `order` tokens, its context, and the token that follows them. Its code is a number in base vocab_size
     whose digits are the tokens, the last token last. `order` is as large as 32-bit codes allow, at most MAX_ORDER.
-    Returns None if there are none, or if no order fits.
+    Returns None if there are none, if no order fits, or if there are more than 2,895 tokens: a table with that many
+    columns has no room for a row per token, and without contexts it guesses worse than the text so far.
     """
+    if vocab_size * (vocab_size + 1) > TABLE_SIZE:
+        return None
     order = max((n for n in range(1, MAX_ORDER + 1) if vocab_size ** (n + 1) < 2**31), default=None)
     if order is None:
         return None
@@ -58,7 +62,7 @@ def ngram_table(ngrams, vocab_size):
         context = sum(((tokens[order - 1 - i] + 1) * base**i for i in range(length)), torch.zeros_like(codes))
         contexts, row = context.unique(return_inverse=True)
         suffix_row = torch.searchsorted(known, contexts % base ** max(0, length - 1))
-        if (len(contexts) + len(known)) * vocab_size > 2**23:  # at most 32 MB each
+        if (len(contexts) + len(known)) * vocab_size > TABLE_SIZE:
             break
         # interpolate the discounted counts with the estimate for the suffix
         seen = torch.zeros(len(contexts), vocab_size, dtype=torch.float64)

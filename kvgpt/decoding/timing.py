@@ -53,12 +53,12 @@ class Timing:
         )
 
 
-def report(config, dtype, kv_cache, timing, rows, prompts):
+def report(config, dtype, kv_cache, timing, texts, prompts):
     """Return the lines of sample.py's report.
 
-    rows  the texts as lists of ids, prompts included
+    texts  lists of ids, prompts included
     """
-    produced = sum(map(len, rows)) - sum(map(len, prompts))
+    produced = sum(map(len, texts)) - sum(map(len, prompts))
     figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
     line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
     if num_steps > 1:
@@ -69,9 +69,9 @@ def report(config, dtype, kv_cache, timing, rows, prompts):
     if not kv_cache:
         lines.append("KV cache: off")
     elif isinstance(config, GPTConfig):  # a model of transformers may keep anything in its cache
-        cached = max(map(len, rows)) - 1  # the last token is never fed
+        cached = max(map(len, texts)) - 1  # the last token is never fed
         cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
-        factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(rows))
+        factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(texts))
         formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
         itemsize = getattr(torch, dtype).itemsize
         lines.append(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")

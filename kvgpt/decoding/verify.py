@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from kvgpt.decoding.stop import cut_at_stop
+from kvgpt.decoding.row import Row
 from model import context_start, eval_mode, gumbel_noise, sample_token
 
 # A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
@@ -64,16 +64,16 @@ def first_difference(ours, theirs):
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names, stops=()):
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, vocabulary, stops=()):
     """Compare texts with those of the plain loop, `model.generate`, on the same prompts.
 
-    model     a GPT or a HuggingFaceGPT
-    prompts   B int64 tensors of one dimension
-    texts     B lists of ids: the prompts and their continuations
-    kv_cache  whether the plain loop uses the cache: the opposite of what made the texts
-    sampling  the Sampling that made the texts
-    names     the name of each token id in the report
-    stops     the stop texts that ended the texts
+    model       a GPT or a HuggingFaceGPT
+    prompts     B int64 tensors of one dimension
+    texts       B lists of ids: the prompts and their continuations
+    kv_cache    whether the plain loop uses the cache: the opposite of what made the texts
+    sampling    the Sampling that made the texts
+    vocabulary  the model's Vocabulary
+    stops       the stop texts that ended the texts
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
     how = "with" if kv_cache else "without"
@@ -88,13 +88,13 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, names, sto
 
         # compare
         for row, theirs in zip(rows, plain):
-            ours, theirs = texts[row], cut_at_stop(theirs, T, names, stops)
+            ours, theirs = texts[row], Row(theirs[:T], vocabulary, stops).add(theirs[T:]).ids
             position = first_difference(ours, theirs)
             num_equal += position is None
             if position is None:
                 continue
             picks = (*ours[position : position + 1], *theirs[position : position + 1])
-            pair = ", but ".join(repr(names[i]) for i in picks)
+            pair = ", but ".join(repr(vocabulary.name(i)) for i in picks)
             where = f"row {row}, new token {position - T}: {pair} {how} the cache. Logits of the two: "
             both_ways = [logits_after(model, ours[:position], T, kv) for kv in (True, False)]
             cached, uncached = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both_ways)

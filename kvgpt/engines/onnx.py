@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvgpt.checkpoint import first_line
+from kvgpt.cli import first_line
 from kvgpt.cores import num_threads
 from kvgpt.files import check_folder
-from kvgpt.vocabulary import check_characters
+from kvgpt.vocabulary import read_vocabulary
 from model import GPTConfig, Sampling, decode_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
@@ -29,7 +29,7 @@ def weights_sha256(model):
 class OnnxGPT:
     """A file of kvgpt/export/onnx.py, run by ONNX Runtime on the CPU.
 
-    chars           the vocabulary: token i is chars[i]
+    vocabulary      its Vocabulary
     config          the GPTConfig of the exported model
     weights_sha256  of the exported model; None in files of the first versions
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
@@ -54,13 +54,14 @@ class OnnxGPT:
             options.intra_op_num_threads = num_threads(len(content) // 4)  # a weight is a float32
             self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
             metadata = self.session.get_modelmeta().custom_metadata_map
-            self.chars, self.config = metadata["chars"], GPTConfig(**json.loads(metadata["model_args"]))
+            self.config = GPTConfig(**json.loads(metadata["model_args"]))
+            self.vocabulary = read_vocabulary(metadata)
             self.weights_sha256 = metadata.get("weights_sha256")
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
             raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
-        check_characters(self.chars, file, self.config.vocab_size)
+        self.vocabulary.check(self.config.vocab_size, file)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         names = [output.name for output in self.session.get_outputs()]
         self.outputs = [name for name in names if not name.startswith("query")]  # these are for the web page

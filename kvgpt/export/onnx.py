@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
+from kvgpt.cli import fail
 from kvgpt.engines.onnx import weights_sha256
 from kvgpt.export.check import compare_onnx, own_text
 from kvgpt.files import write_tree
@@ -81,15 +82,14 @@ def recorded(project, queries):
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_onnx(model, chars, file, queries=False):
+def write_onnx(model, vocabulary, file, queries=False):
     """Write the model as one ONNX file of opset 20, dynamic in batch size and lengths.
 
     model    a GPT on the CPU
-    chars    the vocabulary: token i is chars[i]
     file     a Path
     queries  also return each layer's query of the last token, `query.{i}`, which shows what the token looks at
     The cache goes in as `past_key_values.{i}.key|value` and comes out as `present.{i}.key|value`. Inputs, outputs and
-    axes have the names that Optimum and transformers.js use. The metadata holds the characters and the sizes, so the
+    axes have the names that Optimum and transformers.js use. The metadata holds the vocabulary and the sizes, so the
     file alone is enough to generate text. Raises OSError.
     """
     # example inputs, names and dynamic axes; no example size is 1, because the exporter would take 1 for a constant
@@ -129,20 +129,27 @@ def write_onnx(model, chars, file, queries=False):
         del node.metadata_props[:]
 
     # add our own and write
-    metadata = {"chars": chars, "model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
-    for key, value in metadata.items():
+    metadata = {"model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
+    for key, value in (vocabulary.stored | metadata).items():
         proto.metadata_props.add(key=key, value=value)
     file.write_bytes(proto.SerializeToString())
 
 
-def export_onnx(model, chars, folder):
+def fits_one_file(model):
+    """Return whether ONNX can write the model as one file, which cannot have more than 2 GB."""
+    return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
+
+
+def export_onnx(model, vocabulary, folder):
     """Write model.onnx into `folder`, a Path.
 
     Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
     """
+    if not fits_one_file(model):
+        fail("a model of more than 2 GB does not fit into the one file of --format onnx: see --format hf")
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
-        write_onnx(model, chars, file)
+        write_onnx(model, vocabulary, file)
         compare_onnx(file, model, own_text(model))
         content = file.read_bytes()
     write_tree(folder, {file.name: content})

@@ -16,20 +16,23 @@ from kvgpt.files import read_tree, write_tree
 WEB = Path(__file__).resolve().parent.parent.parent / "web"
 
 
-def export_web(model, checkpoint, folder):
-    """Write the page of a Checkpoint, whose GPT is `model`, into `folder`.
+def export_web(model, vocabulary, checkpoint, folder):
+    """Write the page of a Checkpoint, whose GPT is `model`, into `folder`. The page reads and writes characters only.
 
     Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
     """
+    chars = vocabulary.stored.get("chars") or fail(
+        "the page takes models whose tokens are characters, and this one has a tokenizer: see --format onnx and hf"
+    )
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
         fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
 
     # make and check the graph
-    chars, config = checkpoint.chars, model.config
+    config = model.config
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
-        write_onnx(model, chars, file, queries=True)
+        write_onnx(model, vocabulary, file, queries=True)
         compare_onnx(file, model, own_text(model))
         graph = file.read_bytes()
     about = dict(

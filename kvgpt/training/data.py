@@ -1,22 +1,39 @@
-"""The prepared text: train.bin and val.bin hold character ids (uint16), meta.json the characters and SHA-256 hashes."""
+"""The prepared text: train.bin and val.bin hold token ids, meta.json the vocabulary and SHA-256 hashes."""
 
 import json
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvgpt.files import lock_folder, sha256, write_atomically
+from kvgpt.vocabulary import Vocabulary, read_vocabulary
 
 
 @dataclass
 class Dataset:
-    """A prepared text. Token i is chars[i]. train and val are arrays of uint16 ids."""
+    """A prepared text.
 
-    chars: str
+    train, val  arrays of ids
+    sha256      of train.bin and val.bin, by split
+    val_bytes   of the val text in UTF-8; None if tokens are characters
+    """
+
+    vocabulary: Vocabulary
     train: np.ndarray
     val: np.ndarray
-    sha256: dict  # of train.bin and val.bin, by split
+    sha256: dict
+    val_bytes: int | None = None
     ngram_targets: object = None  # objective.NgramTargets of train, if the run uses them
+
+    def bits_per_byte(self, loss):
+        """Return the loss over val, nats per token, in a unit that does not depend on the tokens."""
+        return loss / math.log(2) * len(self.val) / self.val_bytes
+
+
+def id_type(vocabulary):
+    """Return the dtype of the ids in a .bin file."""
+    return np.dtype("<u2" if len(vocabulary.names) <= 2**16 else "<u4")
 
 
 def load_dataset(data_dir, block_size):
@@ -29,8 +46,8 @@ def load_dataset(data_dir, block_size):
     try:
         meta = json.loads(meta_file.read_bytes())
         raw = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
-        chars, recorded = meta["chars"], meta["sha256"]
-        hashes = {name: sha256(content) for name, content in {**raw, "chars": chars.encode()}.items()}
+        (kind, content), recorded = stored_in(meta).popitem(), meta["sha256"]
+        hashes = {name: sha256(content) for name, content in {**raw, kind: content.encode()}.items()}
         changed = [name for name in hashes if recorded[name] != hashes[name]]
     except FileNotFoundError as error:
         hint = "run python data/prepare.py first, or give another --data_dir"
@@ -40,31 +57,45 @@ def load_dataset(data_dir, block_size):
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{meta_file} is damaged or too old: run python data/prepare.py again") from None
     if changed:
-        file = meta_file if changed == ["chars"] else data_dir / f"{changed[0]}.bin"
+        file = meta_file if changed == [kind] else data_dir / f"{changed[0]}.bin"
         raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
 
-    train, val = (np.frombuffer(content, "<u2") for content in raw.values())
+    vocabulary = read_vocabulary({kind: content})
+    train, val = (np.frombuffer(content, id_type(vocabulary)) for content in raw.values())
+    for split, ids in (("train", train), ("val", val)):
+        if len(ids) and ids.max() >= len(vocabulary.names):
+            raise ValueError(
+                f"{data_dir / split}.bin has the id {ids.max()}, and {meta_file} a vocabulary of "
+                f"{len(vocabulary.names):,} {vocabulary.unit}: run data/prepare.py again"
+            )
     if len(train) < block_size + 1:
         raise ValueError(
-            f"the train text has {len(train)} characters, and a context of {block_size} needs {block_size + 1}: "
+            f"the train text has {len(train)} {vocabulary.unit}, and a context of {block_size} needs {block_size + 1}: "
             "choose a longer text or a smaller --block_size"
         )
-    return Dataset(chars, train, val, {split: hashes[split] for split in raw})
+    return Dataset(vocabulary, train, val, {split: hashes[split] for split in raw}, meta.get("val_bytes"))
 
 
-def write_prepared(data_dir, chars, train, val, source, text):
+def stored_in(meta):
+    """Return the entry of meta.json that is the vocabulary: {"chars": ...} or {"tokenizer": ...}."""
+    kind = "tokenizer" if "tokenizer" in meta else "chars"
+    return {kind: meta[kind]}
+
+
+def write_prepared(data_dir, vocabulary, train, val, source, text, **more):
     """Write the files of a text into data_dir, a Path: all of them or none.
 
-    chars       the distinct characters; id i is chars[i]
-    train, val  uint16 arrays of ids
+    train, val  arrays of ids, of id_type(vocabulary)
     source      where the text is from
     text        its bytes, UTF-8
+    more        further entries of meta.json
     Raises OSError, which is a BlockingIOError if another process is writing there.
     """
-    splits = {"train": train.tobytes(), "val": val.tobytes()}
-    hashes = {name: sha256(content) for name, content in {"text": text, "chars": chars.encode(), **splits}.items()}
+    splits, stored = {"train": train.tobytes(), "val": val.tobytes()}, vocabulary.stored
+    hashed = {"text": text, **{name: content.encode() for name, content in stored.items()}, **splits}
+    hashes = {name: sha256(content) for name, content in hashed.items()}
     files = {data_dir / f"{split}.bin": content for split, content in splits.items()}
-    meta = {"chars": chars, "source": source, "sha256": hashes}
+    meta = stored | {"source": source} | more | {"sha256": hashes}
     files[data_dir / "meta.json"] = json.dumps(meta, indent=1).encode("utf-8")  # last, because it vouches for the rest
     data_dir.mkdir(parents=True, exist_ok=True)
     with lock_folder(data_dir):

@@ -13,12 +13,12 @@ from kvgpt.training.state import require_finite
 class Meter:
     """Measures a run from its present step on.
 
-    chars, seconds_before  what the log of an interrupted run has counted already
+    tokens, seconds_before  what the log of an interrupted run has counted already
     """
 
-    def __init__(self, config, state, ranks, chars=0, seconds_before=0.0):
+    def __init__(self, config, state, ranks, tokens=0, seconds_before=0.0):
         self.config, self.ranks, self.first_step = config, ranks, state.step
-        self.chars, self.seconds_before = chars, seconds_before
+        self.tokens, self.seconds_before = tokens, seconds_before
         self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
         self.rates = []  # tokens per second, per row
         self.val_loss = "-"  # of the last evaluation, as text
@@ -39,7 +39,7 @@ class Meter:
         """Count a step. The loss stays a tensor, because reading a number would wait for the device."""
         self.loss_sum += loss
         self.num_steps += 1
-        self.chars += self.config.chars_per_step
+        self.tokens += self.config.tokens_per_step
         self.bar.update()
 
     def row(self, step, lr, grad_norm):
@@ -48,11 +48,11 @@ class Meter:
         grad_norm  of the last step, a tensor or None
         """
         seconds = time.perf_counter() - self.row_began
-        self.rates.append(round(self.num_steps * self.config.chars_per_step / seconds))
+        self.rates.append(round(self.num_steps * self.config.tokens_per_step / seconds))
         mean = self.ranks.all_reduce(self.loss_sum.item()) / self.ranks.world_size / self.num_steps
         return dict(
             step=step,
-            chars=self.chars,
+            tokens=self.tokens,
             lr=lr,
             train_loss=require_finite(mean),
             tokens_per_s=self.rates[-1],
@@ -67,6 +67,8 @@ class Meter:
         """Show a row in the bar, or as a line where stderr is no terminal, and begin the next row."""
         if "val_loss" in row:
             self.val_loss = f"{row['val_loss']:.4f}"
+        if "val_bpb" in row:
+            self.val_loss += f" ({row['val_bpb']:.4f} bits per byte)"
         text = f"loss {row['train_loss']:.4f}, val {self.val_loss}, {row['tokens_per_s']:,} tokens/s"
         self.bar.set_postfix_str(text)
         if not self.on_terminal:

@@ -44,11 +44,11 @@ class Objective(nn.Module):
         """
         hidden = self.model.hidden_states(x)  # (B, T, C)
         logits = self.model.unembed(hidden).flatten(0, 1).float()
-        loss = F.cross_entropy(logits.detach(), y.flatten())
-        targets = y  # (B, T), or distributions (B, T, V)
+        objective = F.cross_entropy(logits, y.flatten())
+        loss, targets = objective.detach(), y  # targets: (B, T), or distributions (B, T, V)
         if expected is not None:
             targets = F.one_hot(y, logits.size(-1)).float().lerp(expected, ngram_share)
-        objective = F.cross_entropy(logits, targets.flatten(0, 1))
+            objective = F.cross_entropy(logits, targets.flatten(0, 1))
         for j, layer in enumerate(self.mtp, start=1):
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
             logits = self.model.unembed(ahead).flatten(0, 1).float()
@@ -72,7 +72,7 @@ def loss_weights(step, config):
 
 @torch.no_grad()
 def evaluate(model, ids, block_size, device, autocast):
-    """Return the mean cross-entropy in nats over every character of `ids` but the first.
+    """Return the mean cross-entropy in nats over every token of `ids` but the first.
 
     The windows of block_size tokens do not overlap, and the last one is short. We draw no random numbers, so a run
     trains the same however often you evaluate it.
@@ -80,8 +80,9 @@ def evaluate(model, ids, block_size, device, autocast):
     autocast  a context manager around the forwards
     """
     total, count = 0.0, len(ids) - 1
-    whole = count // block_size * block_size  # characters in whole windows
-    chunk = max(1, 2**13 // block_size) * block_size  # characters per forward
+    whole = count // block_size * block_size  # tokens in whole windows
+    most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
+    chunk = max(1, most // block_size) * block_size
     edges = sorted({*range(0, whole, chunk), whole, count})
     with eval_mode(model), autocast:
         for begin, end in itertools.pairwise(edges):

@@ -103,13 +103,15 @@ def lr_multiplier(step, config):
     """Return the learning rate of a step as a share of its peak, 0 to 1.
 
     It warms up linearly over warmup_iters, stays for the share lr_stable_frac of the steps that remain until
-    lr_decay_iters, and then falls to min_lr / learning_rate along a cosine or a line.
+    lr_decay_iters, and then falls to min_lr / learning_rate along a cosine or a line, or not at all.
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
     floor = 0.1 if config.min_lr is None else config.min_lr / config.learning_rate
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
+    if config.lr_decay == "none":
+        return 1.0
     remaining = max(1, (config.lr_decay_iters or config.max_iters) - config.warmup_iters)
     stable = config.lr_stable_frac
     progress = min(1.0, max(0.0, ((step - config.warmup_iters) / remaining - stable) / (1 - stable)))

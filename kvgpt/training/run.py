@@ -9,7 +9,16 @@ from kvgpt.checkpoint import save_checkpoint
 from kvgpt.files import lock_folder, name_in_errors, write_atomically
 
 FILES = ("log.csv", "samples.txt", "ckpt.pt", "last.pt")
-LOG_FIELDS = ("step", "chars", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")
+LOG_FIELDS = ("step", "tokens", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")
+
+
+def log_columns(unit):
+    """Return {key of a row: its column in log.csv}. The unit is what tokens are called.
+
+    Losses per token cannot be compared if the tokens differ, so such a run also logs its val loss in bits per byte.
+    """
+    columns = {name: name for name in LOG_FIELDS}
+    return columns | ({"tokens": "chars"} if unit == "characters" else {"val_bpb": "val_bpb"})
 
 
 class RunFolder:
@@ -19,6 +28,7 @@ class RunFolder:
         self.path = Path(path)
         self.lock_file = None
         self.header = {}
+        self.columns = log_columns("characters")
 
     def lock(self):
         """Lock the folder, which exists, until the process ends. Raises ValueError if another process has locked it."""
@@ -27,14 +37,15 @@ class RunFolder:
         except BlockingIOError:
             raise ValueError(f"another training writes to {self.path}: stop it, or choose another --out_dir") from None
 
-    def begin(self, step, header):
+    def begin(self, step, header, unit):
         """Prepare for a run that starts at `step`. If that is 0, set aside the run that the folder holds.
 
         header  the part of a checkpoint that stays the same during the run
-        Returns (characters, seconds) that the log of this run has counted so far. Raises OSError, or ValueError if the
+        unit    what tokens are called
+        Returns (tokens, seconds) that the log of this run has counted so far. Raises OSError, or ValueError if the
         log is damaged.
         """
-        self.header = header
+        self.header, self.columns = header, log_columns(unit)
         if not step:
             self.set_aside()
         return self.trim_log(step)
@@ -53,7 +64,7 @@ class RunFolder:
         print(f"moved the earlier run in {self.path} to {previous} (--init_from resume would have continued it)")
 
     def trim_log(self, step):
-        """Cut log.csv back to the rows up to `step`. Returns the characters and seconds of the last row.
+        """Cut log.csv back to the rows up to `step`. Returns the tokens and seconds of the last row.
 
         A killed run has rows that are newer than its last.pt, and a resume makes them again. A full disk can cut the
         last row short.
@@ -64,18 +75,18 @@ class RunFolder:
             rows = [line for line in lines[1:] if line.endswith(b"\n") and int(line.split(b",")[0]) <= step]
             counted = (0, 0.0)
             if rows:
-                _, chars, seconds, *_ = rows[-1].split(b",")
-                counted = (int(chars), float(seconds))
+                _, tokens, seconds, *_ = rows[-1].split(b",")
+                counted = (int(tokens), float(seconds))
         except ValueError:
             raise ValueError(f"{file} is damaged: remove it, and the run begins a new one") from None
-        header = ",".join(LOG_FIELDS) + "\r\n"
+        header = ",".join(self.columns.values()) + "\r\n"
         write_atomically({file: header.encode() + b"".join(rows)})
         return counted
 
     def log(self, row):
         file = self.path / "log.csv"
         with name_in_errors(file), open(file, "a", encoding="utf-8", newline="") as f:
-            csv.DictWriter(f, LOG_FIELDS).writerow(row)
+            csv.DictWriter(f, self.columns).writerow(row)
 
     def add_sample(self, step, text):
         """Append a sample to samples.txt."""
@@ -93,18 +104,20 @@ class RunFolder:
 
 
 def plot_loss(out_dir):
-    """Draw out_dir/loss.png: train and val loss over the characters read. log.csv must have an evaluation."""
+    """Draw out_dir/loss.png: train and val loss over the tokens read. log.csv must have an evaluation."""
     from matplotlib.figure import Figure
 
     with open(out_dir / "log.csv", encoding="utf-8", newline="") as f:
         rows = list(csv.DictReader(f))
+    count = list(rows[0])[1]  # "chars" or "tokens"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for column, marker in (("train_loss", ""), ("val_loss", "o")):
         logged = [row for row in rows if row[column]]
-        chars, losses = ([float(row[key]) for row in logged] for key in ("chars", column))
-        axes.plot(chars, losses, marker=marker, label=column)
-    axes.set(xlabel="characters of training text", ylabel="loss in nats per character")
+        tokens, losses = ([float(row[key]) for row in logged] for key in (count, column))
+        axes.plot(tokens, losses, marker=marker, label=column)
+    unit = "characters" if count == "chars" else count
+    axes.set(xlabel=f"{unit} of training text", ylabel=f"loss in nats per {unit[:-1]}")
     axes.set(title=f"best val loss {min(losses):.4f}")
     axes.legend()
     picture = io.BytesIO()

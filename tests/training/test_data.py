@@ -1,26 +1,30 @@
 """kvgpt/training/data.py: what data/prepare.py writes is read and checked. test_train.py has the mistakes."""
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
 
-from helpers import ok, run
+from helpers import bpe, ok, run
 from kvgpt.training.data import load_dataset, write_prepared
+from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 from prepare import encode
 
 
 def test_what_is_written_is_read(tmp_path):
     train, val = (np.array(ids, dtype="<u2") for ids in ([0, 1, 2, 1, 0], [2, 0]))
-    write_prepared(tmp_path / "new" / "data", "ab😀", train, val, "a test", "ab😀ba😀a".encode())
+    write_prepared(tmp_path / "new" / "data", character_vocabulary("ab😀"), train, val, "a test", "ab😀ba😀a".encode())
     data = load_dataset(tmp_path / "new" / "data", block_size=4)
-    assert data.chars == "ab😀"
+    assert data.vocabulary.stored == {"chars": "ab😀"} and data.val_bytes is None
     assert data.train.tolist() == train.tolist() and data.val.tolist() == val.tolist()
     assert data.sha256 == {"train": hashlib.sha256(train).hexdigest(), "val": hashlib.sha256(val).hexdigest()}
 
 
 def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
-    write_prepared(tmp_path, *encode("abcdefghij" * 2), "a test", b"")  # 18 characters to train on, 2 to evaluate
+    vocabulary = character_vocabulary("abcdefghij")
+    ids = encode("abcdefghij" * 2, vocabulary)  # 18 characters to train on, 2 to evaluate
+    write_prepared(tmp_path, vocabulary, *ids, "a test", b"")
     assert len(load_dataset(tmp_path, 17).train) == 18
     with pytest.raises(ValueError, match=r"18 characters.* needs 19.*--block_size"):
         load_dataset(tmp_path, 18)
@@ -29,3 +33,20 @@ def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
 def test_preparing_a_text_needs_no_torch():
     """Importing it would take seconds."""
     ok(run("-c", "import sys, kvgpt.training.data; assert 'torch' not in sys.modules"))
+
+
+def test_ids_of_another_tokenizer_are_one_line(tmp_path):
+    """Even where somebody has put in the hash of the other file, too."""
+    vocabulary = tokenizer_vocabulary(bpe(300))
+    ids = encode("some words " * 20, vocabulary)
+    write_prepared(tmp_path, vocabulary, *ids, "a test", b"", val_bytes=22)
+    assert load_dataset(tmp_path, 4).val_bytes == 22
+    other = np.array([1, 2, 50256] * 9, "<u2").tobytes()
+    (tmp_path / "val.bin").write_bytes(other)
+    with pytest.raises(ValueError, match=r"val\.bin has changed"):
+        load_dataset(tmp_path, 4)
+    meta = json.loads((tmp_path / "meta.json").read_bytes())
+    meta["sha256"]["val"] = hashlib.sha256(other).hexdigest()
+    (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"val\.bin has the id 50256, and .* a vocabulary of 300 tokens"):
+        load_dataset(tmp_path, 4)

@@ -3,19 +3,21 @@
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from helpers import assert_one_line, ok, sample, texts_of
-from kvgpt.decoding.stop import cut_at_stop, num_undecided
+from helpers import assert_one_line, bpe, ok, sample, texts_of
+from kvgpt.decoding.row import Row, num_undecided
+from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 
 NAMES = "abc"
+VOCABULARY = character_vocabulary(NAMES)
 a_text = st.text(NAMES, max_size=30)
 some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
 
 
 def before(text, stops):
-    """The text before the stop text that is complete first, by another way than cut_at_stop: character by character."""
+    """The text before the stop text that is complete first, by another way than Row: character by character."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -26,22 +28,21 @@ def before(text, stops):
 @given(a_text, a_text, some_stops)
 def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
     """And not before the last one, nor because of one that is in the prompt or begins there."""
-    ids = [NAMES.index(char) for char in prompt + text]
-    kept = cut_at_stop(ids, len(prompt), NAMES, stops)
-    assert "".join(NAMES[i] for i in kept) == prompt + before(text, stops)
+    row = Row(VOCABULARY.encode(prompt), VOCABULARY, stops).add(VOCABULARY.encode(text))
+    assert row.text == VOCABULARY.decode(row.ids) == prompt + before(text, stops)
+    assert row.ended == (before(text, stops) != text)
 
 
 @given(a_text, some_stops, st.lists(st.integers(1, 4), min_size=30))
 @example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
 def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
     """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
-    ids, kept = [NAMES.index(char) for char in text], []
+    ids, row = VOCABULARY.encode(text), Row([], VOCABULARY, stops)
     for size in sizes:
         block, ids = ids[:size], ids[size:]
-        kept, grown = cut_at_stop(kept + block, 0, NAMES, stops), len(kept) + len(block)
-        if len(kept) < grown:
+        if row.add(block).ended:
             break
-    assert "".join(NAMES[i] for i in kept) == before(text, stops)
+    assert row.text == VOCABULARY.decode(row.ids) == before(text, stops)
 
 
 @given(a_text, some_stops)
@@ -56,6 +57,41 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
         assert whole.startswith(text[: end - wait])
         if wait:  # some continuation does stop here
             assert any(before(text[:end] + stop[k:], stops) == text[: end - wait] for stop in stops for k in [wait])
+
+
+# -- tokens that are not characters ------------------------------------------------------------------------------------
+
+BPE = tokenizer_vocabulary(bpe(300))
+# mostly bytes that are no text, or characters that are several tokens
+some_ids = st.lists(st.integers(0, 299), max_size=25)
+some_ids |= st.text("añ語😀�", min_size=1, max_size=9).map(BPE.encode)
+sizes = st.lists(st.integers(1, 4), min_size=60, max_size=60)
+
+
+@given(some_ids, some_ids, sizes, st.lists(st.text("aeñ😀 ", min_size=1, max_size=3), max_size=2))
+def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt, ids, sizes, stops):
+    """Where a character is spread over tokens, where bytes are no text, and where a stop text begins in a token."""
+    row = Row(prompt, BPE, stops)
+    shown, expected = row.text, BPE.decode(prompt + ids)
+    assume(expected.startswith(shown))  # a user's prompt does not end within a character
+    expected = shown + before(expected[len(shown) :], stops)
+    for size in sizes:
+        block, ids = ids[:size], ids[size:]
+        if row.add(block).ended or not ids:
+            break
+        shown += row.final(len(shown))
+        assert expected.startswith(shown), (shown, expected)
+        assert len(row.text) - len(shown) <= 3 + max(map(len, stops), default=0)  # and little waits
+    shown += row.text[len(shown) :]
+    assert shown == row.text == expected
+    assert shown.startswith(BPE.decode(row.ids)) or BPE.decode(row.ids).endswith("\ufffd")
+
+
+def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():
+    ids = BPE.encode("the cat sat on the mat")
+    row = Row(ids[:2], BPE, ["at on"]).add(ids[2:])
+    assert row.text == "the cat s" and row.ended
+    assert "the cat s".startswith(BPE.decode(row.ids)) and BPE.decode(row.ids).startswith("the cat")
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)

@@ -1,0 +1,320 @@
+"""GPT-2 itself, from a Hugging Face folder: on our own GPT, with our cache, and finetuned. transformers is the oracle.
+
+The folders are real, and their weights are random, so nothing is downloaded.
+"""
+
+import json
+import pickle
+import random
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers import (
+    SAMPLE,
+    assert_one_line,
+    assert_same_run,
+    bpe,
+    here,
+    load,
+    needs_compiler,
+    ok,
+    run,
+    same,
+    start,
+    write_gpt2,
+)
+from kvgpt.checkpoint import load_checkpoint, load_model
+from kvgpt.vocabulary import tokenizer_vocabulary
+
+PROMPT = "The cat sat né"
+BPE = tokenizer_vocabulary(bpe())
+
+
+def sample(folder, *flags):
+    return run("sample.py", "--ckpt", folder, "--prompt", PROMPT, "--device", "cpu", *flags)
+
+
+def through_a_pipe(text):
+    """A text as `run` reads it, which takes every end of a line for a newline."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def greedy(hf, ids, length):
+    """The greedy continuation by transformers, ids (1, T) included."""
+    settings = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return hf.generate(ids, attention_mask=torch.ones_like(ids), max_length=length, **settings)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def as_openai_has_it(folder):
+    """The weights of the class without a head, and the causal masks beside them."""
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
+    n = tensors["wpe.weight"].size(0)
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, n, n).tril() for i in range(9) if f"h.{i}.ln_1.weight" in tensors}
+    save_file(tensors | masks, folder / "model.safetensors")
+
+
+def as_a_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def in_shards(folder):
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+
+
+LAYOUTS = [lambda folder: None, as_openai_has_it, as_a_pickle, in_shards]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
+    """Of 20 random shapes, in every layout of the files."""
+    rng = random.Random(seed)
+    n_head = rng.choice([1, 2, 3, 5])
+    settings = dict(
+        n_layer=rng.randint(1, 4),
+        n_head=n_head,
+        n_embd=n_head * rng.choice([4, 7, 16]),
+        n_positions=rng.choice([9, 24, 48]),
+        vocab_size=512 + rng.choice([0, 64]),
+        n_inner=rng.choice([None, 20, 77]),
+        activation_function=rng.choice(["gelu_new", "gelu"]),
+        tie_word_embeddings=seed % 5 != 3,
+    )
+    hf = write_gpt2(tmp_path, seed, **settings)
+    LAYOUTS[seed % 4](tmp_path)
+    model, vocabulary = load_model(tmp_path)
+    context = settings["n_positions"]
+    ids = torch.randint(512, (3, context), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        ours, theirs = model(ids)[0], hf(ids).logits
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    assert torch.equal(model.generate(ids[:1, :4], context, temperature=0), greedy(hf, ids[:1, :4], context))
+    assert vocabulary.stored == BPE.stored
+
+
+def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
+    checkpoint = load_checkpoint(gpt2)
+    model = checkpoint.build_model()
+    assert model.lm_head.weight is model.transformer["wte"].weight
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == len(set(names)) == len(checkpoint.weights) - 1
+    assert all(p.data_ptr() == checkpoint.weights[name].data_ptr() for name, p in model.named_parameters())
+
+
+# -- sample.py ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--compile"], marks=needs_compiler),
+        pytest.param(["--draft", "ngram"], marks=pytest.mark.slow),
+        pytest.param(["--draft", "ngram", "--compile"], marks=[needs_compiler, pytest.mark.slow]),
+        pytest.param(["--no-kv_cache"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(gpt2), AutoTokenizer.from_pretrained(gpt2)
+    expected = greedy(hf, tokenizer(PROMPT, return_tensors="pt").input_ids, 48)
+    result = ok(sample(gpt2, *flags, "--temperature", "0", "--verify"))
+    assert result.stdout == through_a_pipe(tokenizer.decode(expected[0]))
+    assert "1 of 1 samples match" in result.stderr
+    assert f"{48 - len(tokenizer(PROMPT).input_ids)} tokens: TTFT" in result.stderr
+
+
+FAST = ["--draft", "ngram", "--compile"]
+ways = pytest.mark.parametrize("more", [[], pytest.param(FAST, marks=[needs_compiler, pytest.mark.slow])], ids=" ".join)
+
+
+@ways
+def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(more, gpt2):
+    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4", *more]
+    result = ok(sample(gpt2, *flags, "--verify"))
+    assert "3 of 3 samples match" in result.stderr or "near-tie" in result.stderr
+    model, vocabulary = load_model(gpt2)
+    idx = torch.tensor([vocabulary.encode(PROMPT)]).repeat(3, 1)
+    rows = model.generate(idx, 90, seed=4, overflow="slide").tolist()
+    assert result.stdout == through_a_pipe("\n---------------\n".join(map(vocabulary.decode, rows)))
+
+
+@ways
+def test_a_stop_text_ends_a_text_of_tokens(more, gpt2):
+    whole = ok(sample(gpt2)).stdout
+    for stop in (whole[20:22], whole[29:34]):
+        at = whole.index(stop, len(PROMPT))
+        assert ok(sample(gpt2, "--stop", stop, *more, "--verify")).stdout == whole[:at]
+
+
+def test_explain_calls_tokens_tokens(gpt2):
+    result = ok(sample(gpt2, "--explain"))
+    assert f"prompt {PROMPT!r}: {len(BPE.encode(PROMPT))} tokens, layer 1 of 2" in result.stdout
+    assert "character" not in result.stdout and "lm_head       (1, 512)" in result.stdout
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def config(**entries):
+    """A change of config.json."""
+
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | entries), encoding="utf-8")
+
+    return change
+
+
+def another_tokenizer(size, folder):
+    (folder / "tokenizer.json").write_text(bpe(size), encoding="utf-8")
+
+
+def hostile_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "harm"), protocol=2))
+
+
+MISTAKES = [  # what is wrong with the folder, and words of the line
+    (config(model_type="llama"), ["it is a llama", "--engine hf"]),
+    (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "--engine hf"]),
+    (config(activation_function="relu"), ["relu", "--engine hf"]),
+    (config(n_layer=3), ["it lacks 'transformer.h.2"]),
+    (config(n_embd=64), ["transformer.wte.weight does not fit its config.json"]),
+    (partial(another_tokenizer, 600), ["512 tokens", "600 tokens", "do not belong together"]),
+    (partial(another_tokenizer, 300), ["512 tokens", "300 tokens", "do not belong together"]),
+    (lambda folder: (folder / "tokenizer.json").unlink(), ["has no tokenizer", "tokenizer.json"]),
+    (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"), ["not a tokenizer.json"]),
+    (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
+    (hostile_weights, ["cannot be read"]),
+]
+
+
+@pytest.mark.parametrize(["change", "words"], MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, gpt2, tmp_path):
+    folder = shutil.copytree(gpt2, tmp_path / "folder")
+    change(folder)
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(folder).build_language_model()
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(folder), *words]), error.value
+    assert not (folder / "harm").exists()
+
+
+def test_mistakes_at_the_command_line_are_one_line(gpt2, tmp_path):
+    config(model_type="llama")(shutil.copytree(gpt2, tmp_path / "llama"))
+    for flags, words in (
+        (["--ckpt", gpt2, "--prompt", b"caf\xe9".decode("utf-8", "surrogateescape")], ["not UTF-8", "caf"]),
+        (["--ckpt", gpt2, "--prompt", "x " * 400], ["tokens", "at most 47"]),
+        (["--ckpt", tmp_path / "llama"], ["it is a llama", "--engine hf --ckpt FOLDER"]),
+    ):
+        result = run("sample.py", *flags)
+        assert_one_line(result, *words)
+        assert result.stdout == ""
+
+
+def test_a_name_of_openais_is_told_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="hf download openai-community/gpt2-xl --local-dir gpt2-xl"):
+        load_checkpoint("gpt2-xl")
+
+
+# -- finetuning --------------------------------------------------------------------------------------------------------
+
+FINETUNE = "--device cpu --block_size 16 --gradient_accumulation_steps 2 --max_iters 6 --learning_rate 1e-3".split()
+
+
+@pytest.mark.slow
+def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_back_to_transformers(gpt2, tmp_path):
+    flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE, "--dropout", "0.1", "--save_interval", "2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    result = ok(here(*flags, "--out_dir", whole))
+    assert result.stdout.startswith("training preset finetune") and " of 32 tokens\n" in result.stdout
+
+    process = start(*flags, "--out_dir", killed)
+    while not (line := process.stdout.readline()).startswith("step 3/"):
+        assert line
+    process.kill()
+    process.communicate()
+    assert load(killed / "last.pt")["iter_num"] < 6
+    ok(here("--init_from", "resume", "--out_dir", killed))
+    assert_same_run(whole, killed)
+
+    ckpt = load(whole / "ckpt.pt")
+    first = load_checkpoint(gpt2).weights
+    assert ckpt["model_args"]["block_size"] == 16 and not same(ckpt["model"]["lm_head.weight"], first["lm_head.weight"])
+    ok(run("export.py", "--format", "hf", "--ckpt", whole / "ckpt.pt", "--out_dir", tmp_path, timeout=300))
+    hf, tokenizer = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, vocabulary = load_model(whole / "ckpt.pt")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    assert ids[0].tolist() == vocabulary.encode(PROMPT) and tokenizer.decode(ids[0]) == PROMPT
+    assert torch.equal(greedy(hf.eval(), ids, 16), model.generate(ids, 16, temperature=0))
+    assert load_checkpoint(tmp_path / "hf").stored == load_checkpoint(gpt2).stored
+
+
+def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path):
+    flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE]
+    flags += ["--learning_rate", 0, "--weight_decay", 0, "--max_iters", 1, "--out_dir"]
+    ok(here(*flags, tmp_path))
+    first, last = load_checkpoint(gpt2).weights, load(tmp_path / "last.pt")["model"]
+    name = "transformer.wpe.weight"
+    assert first[name].shape == (48, 32) and torch.equal(last[name], first[name][:16])
+    assert same({k: v for k, v in last.items() if k != name}, {k: v for k, v in first.items() if k != name})
+
+
+def test_what_does_not_fit_the_folder_is_one_line(gpt2, data_dir, tmp_path):
+    bpe_flags = ["--tokenizer", "bpe", "--vocab_size", "300"]
+    ok(run("data/prepare.py", "--input", SAMPLE, *bpe_flags, "--data_dir", tmp_path / "bpe"))
+    for flags, words in (
+        (["--data_dir", data_dir], ["other tokens", f"python data/prepare.py --tokenizer {gpt2}"]),
+        (["--data_dir", tmp_path / "bpe"], ["other tokens", f"python data/prepare.py --tokenizer {gpt2}"]),
+        (["--data_dir", gpt2 / "data", "--block_size", 64], ["--block_size 64 conflicts", "block_size 48"]),
+        (["--data_dir", gpt2 / "data", "--n_layer", 3], ["--n_layer 3 conflicts", "n_layer 2"]),
+        (["--data_dir", gpt2 / "data", "--init_from", "scratch", "--preset", "finetune"], ["--preset finetune"]),
+    ):
+        assert_one_line(here("--init_from", gpt2, "--out_dir", tmp_path / "out", *flags), *words)
+        assert not (tmp_path / "out").exists()
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_with_a_tokenizer_goes_to_onnx_but_not_to_the_page(gpt2, tmp_path):
+    ok(run("export.py", "--format", "onnx", "--ckpt", gpt2, "--out_dir", tmp_path))
+    text = ok(sample(gpt2, "--num_samples", "2")).stdout
+    flags = ["--engine", "onnx", "--ckpt", tmp_path / "onnx" / "model.onnx", "--prompt", PROMPT, "--num_samples", "2"]
+    assert ok(run("sample.py", *flags)).stdout == text
+    result = run("export.py", "--format", "web", "--ckpt", gpt2, "--out_dir", tmp_path)
+    assert_one_line(result, "the page takes models whose tokens are characters")
+    assert not (tmp_path / "web").exists()
+
+
+def test_a_nanogpt_checkpoint_of_gpt2s_tokens_takes_the_folder_of_the_tokenizer(gpt2, tmp_path):
+    """nanoGPT keeps no tokens in it, and pads 50,257 of them to 50,304."""
+    model, _ = load_model(gpt2)
+    args = dict(block_size=48, vocab_size=512, n_layer=2, n_head=4, n_embd=32, bias=True, dropout=0.0)
+    torch.save({"model": model.state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
+    ours, vocabulary = load_model(tmp_path / "ckpt.pt", gpt2)
+    assert vocabulary.stored == BPE.stored and ours.config.activation == "gelu"
+    with pytest.raises(ValueError, match="--meta"):
+        load_model(tmp_path / "ckpt.pt")
