@@ -210,7 +210,9 @@ MISTAKES = [  # what is wrong with the folder, and words of the line
 ]
 
 
-@pytest.mark.parametrize(["change", "words"], MISTAKES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ["change", "words"], MISTAKES, ids=lambda value: value[0] if isinstance(value, list) else "change"
+)
 def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, gpt2, tmp_path):
     folder = shutil.copytree(gpt2, tmp_path / "folder")
     change(folder)
