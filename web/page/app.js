@@ -224,8 +224,8 @@ async function takeOut(index = null) {
   const answer = candidates.length ? await ask("without", candidates) : null;
   if (!answer) return;
   const name = `column ${answer.hidden + 1}, ${quoted(info.chars[ids[answer.hidden]])}`;
-  const why = index === null ? ", more than without any other that you see" : "";
-  const verdict = `Without ${name}, ${percent(answer.moved)} of the probability moves to other characters${why}.`;
+  const why = index === null ? ": the most of any column here" : "";
+  const verdict = `Without ${name}, in all layers and heads, ${percent(answer.moved)} of the probability moves${why}.`;
   show({ ...picture("without", answer), ids, verdict });
 }
 

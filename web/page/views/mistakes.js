@@ -42,7 +42,7 @@ export function drawMistake(chars, name, given, { ids, first, largest }) {
 export function mistakeInWords(chars, { ids, first, should, largest }, keys, values) {
   if (largest < SAME) return "Nothing is wrong this time, because no step reads what is.";
   const count = (number, name) => `${number || "no"} ${name}${number === 1 ? "" : "s"}`;
-  const layer = `In layer 1, ${count(keys, "key")} and ${count(values, "value")} are wrong.`;
+  const layer = `In layer 1, where it begins, ${count(keys, "key")} and ${count(values, "value")} are wrong.`;
   const logit = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
   if (first < 0) return `Wrong, but no character flipped this time. ${logit}`;
   const [is, ought] = [ids[first], should].map((id) => quoted(chars[id]));
