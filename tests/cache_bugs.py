@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kvgpt.check_cache import ALL_RIGHT, WRONG_KEY, WRONG_VALUE
+from kvgpt.check_cache import ALL_RIGHT, WRONG_AT_ONCE, WRONG_KEY, WRONG_VALUE
 
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
 GIVEN_BACK, RAISES = "the cache gave back", "raises"
@@ -250,7 +250,7 @@ def table_is_one_too_far(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, in the prefill, too")
+@bug(WRONG_AT_ONCE, "an offset of the table is added twice if there is a cache, in the prefill, too")
 def table_with_another_offset(patch):
     forward = Decoder.forward
     patch(
@@ -259,7 +259,7 @@ def table_with_another_offset(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "the last token of the prompt is fed again with the first new one")
+@bug("updates of the cache", "the last token of the prompt is fed again with the first new one")
 def a_token_is_fed_twice(patch):
     step = Decoder.step
 
@@ -724,7 +724,7 @@ def padding_id_is_hidden(patch):
     return model
 
 
-@bug(ALL_RIGHT, "grouped queries: repeat for repeat_interleave in the cached path")
+@bug(WRONG_AT_ONCE, "grouped queries: repeat for repeat_interleave in the cached path")
 def heads_in_blocks(patch):
     expand = Attention.expand
     patch(
@@ -765,7 +765,7 @@ def alibi_of_the_chunk(patch):
     return tiny("bloom")
 
 
-@bug(ALL_RIGHT, "half precision: scores in float8 in decode steps")
+@bug(WRONG_AT_ONCE, "half precision: scores in float8 in decode steps")
 def coarse_scores(patch):
     expand = Attention.expand
     patch(
