@@ -40,6 +40,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -760,6 +761,8 @@ def load(name):
     module, _, function = name.rpartition(":")
     if module and function.isidentifier():
         return getattr(importlib.import_module(module), function)()
+    if not Path(name, "config.json").is_file():
+        raise ValueError("it is neither a folder of transformers, which has a config.json, nor module:function")
     import transformers
 
     transformers.logging.set_verbosity_error()
