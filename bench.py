@@ -3,6 +3,7 @@
     python bench.py                                     the model in out, or else the pretrained one
     python bench.py --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python bench.py --shapes 6/8/256/256 --batch 16     random weights; a shape is layers/heads/width/context
+    python bench.py --shapes 12/12/768/1024/50257       and if you like, tokens of the vocabulary (default: 65)
     python bench.py --busy                              our rows once more, while train.py runs in another process
 
 Every variant writes whole texts, from one token to the end of the context. After a warm-up the variants take turns,
@@ -33,6 +34,7 @@ from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.files import write_atomically
 from kvgpt.peers import llama2c_run, transformers_run
+from kvgpt.quantize import round_weights
 from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
 
@@ -42,6 +44,7 @@ VARIANTS = {
     "draft": "sample.py --draft ngram",
     "compile": "sample.py --compile",
     "compile+draft": "sample.py --draft ngram --compile",
+    "int8": "sample.py --weights int8 --compile",
     "onnx": "sample.py --engine onnx",
     "hf": "transformers' generate",
     "llama2c": "llama2.c",
@@ -79,6 +82,7 @@ def warm_runs(names, model, ngrams, llama2c, idx):
         "compile": lambda: recorded(Decoder(model, compile=True).stream),
         "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, work * (NUM_DRAFTS + 1)),
         "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
+        "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
         "onnx": lambda: recorded(onnx_stream(model)),
         "hf": lambda: transformers_run(model),
         "llama2c": lambda: llama2c_run(model.config, llama2c),
@@ -103,6 +107,11 @@ def recorded(stream, multiply_adds=0):
                 record(block)
 
     return run
+
+
+def rounded(model):
+    """Return a copy of the model whose weights are those of --weights int8."""
+    return round_weights(copy.deepcopy(model))
 
 
 def onnx_stream(model):
@@ -196,7 +205,7 @@ def bench(file, model, ngrams, idx, args):
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():
         if name in ours:
-            check_tokens(name, model, idx, [new for _, new in results])
+            check_tokens(name, rounded(model) if name == "int8" else model, idx, [new for _, new in results])
         rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
     if "uncached" in rows:
         for row in rows.values():
@@ -280,9 +289,10 @@ def write(file, content):
 
 
 def shape(text):
-    """An argparse type: layers/heads/width/context, as four integers."""
-    n_layer, n_head, n_embd, block_size = (int(part) for part in text.split("/"))
-    return dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size)
+    """An argparse type: layers/heads/width/context, as four integers, and a fifth for another vocabulary than 65."""
+    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    sizes = [int(part) for part in text.split("/")]
+    return dict(zip(names, sizes if len(sizes) == 5 else [*sizes, 65], strict=True))
 
 
 def parse_args():
@@ -316,7 +326,7 @@ def models(args):
     if args.shapes:
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            config = GPTConfig(vocab_size=65, **sizes, **NETWORKS[args.recipe or "modern"])
+            config = GPTConfig(**sizes, **NETWORKS[args.recipe or "modern"])
             yield None, GPT(config).eval(), None
     else:
         for file in args.ckpt or [pick_checkpoint(None, None)]:

@@ -174,6 +174,12 @@ class KVCache:
             value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
         return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
+    def take(self, rows):
+        """Make row i a copy of row rows[i], so that the samples of a prompt can share its prefill."""
+        with torch.inference_mode(False):  # as above
+            self.key, self.value = ([x[rows] for x in layers] for layers in (self.key, self.value))
+        self.lengths = [self.lengths[row] for row in rows]
+
     def of_head(self, buffers, layer, index):
         return None if buffers is None else buffers[layer][:, index, : max(self.lengths)]
 
@@ -470,9 +476,15 @@ class GPT(nn.Module):
             # after the context has moved, and after somebody else has used the cache.
             decodes = self.cache.lengths == [end - 1 - start] * B
             first = end - 1 if decodes else start
-            pos = torch.arange(first - start, end - start, device=tokens.device).expand(B, -1)
-            self.cache.lengths = [end - start] * B
-            return self.unembed(self.hidden_states(tokens[:, first:end], pos)[:, -1])
+            fed = tokens[:, first:end]
+            if fed.size(1) > 1 and (fed == fed[0]).all():  # the samples of one prompt share its prefill
+                fed = fed[:1]
+            pos = torch.arange(first - start, end - start, device=tokens.device).expand(len(fed), -1)
+            self.cache.lengths = [end - start] * len(fed)
+            logits = self.unembed(self.hidden_states(fed, pos)[:, -1])
+            if len(fed) < B:
+                self.cache.take([0] * B)
+            return logits.expand(B, -1)
 
 
 @contextmanager

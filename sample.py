@@ -29,6 +29,7 @@ from kvgpt.decoding.explain import explain
 from kvgpt.decoding.row import Row
 from kvgpt.decoding.timing import Timing, report
 from kvgpt.decoding.verify import verify
+from kvgpt.quantize import round_weights
 from kvgpt.recipes import parse_with_hints
 from model import Sampling
 
@@ -85,6 +86,8 @@ def parse_args(argv=None):
         default="torch",
         help="onnx: ONNX Runtime, a file of export.py; hf: a causal model of transformers (default: torch)",
     )
+    weights_help = "int8: round the weights, which makes --compile faster, and the text another (default: float32)"
+    add("--weights", choices=("float32", "int8"), default="float32", help=weights_help)
     # files and device
     add("--out_dir", type=path, help="folder of ckpt.pt, onnx/model.onnx and hf (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="another checkpoint, a Hugging Face folder, or a .onnx file")
@@ -120,6 +123,7 @@ def refuse_conflicts(args, error):
     if args.engine != "torch":
         torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
         torch_only += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
+        torch_only += ["--weights int8"] * (args.weights == "int8")
         torch_only += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
         if torch_only:
             error(f"{torch_only[0]} goes with --engine torch, not with {args.engine}")
@@ -139,6 +143,8 @@ def open_engine(args):
         device = pick_device(args.device)
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, vocabulary = ckpt.build_language_model()
+        if args.weights == "int8":
+            round_weights(model)
         model.to(device, getattr(torch, args.dtype))
         return model, model, vocabulary, ckpt.ngrams if args.draft else None
 
@@ -211,7 +217,7 @@ def make_decoder(args, engine, ngrams):
     draft, several = args.draft, len(args.prompt) > 1
     if args.compile:
         try:
-            return Decoder(engine, draft, ngrams, compile=True)
+            return Decoder(engine, draft, ngrams, compile=True, weights=args.weights)
         except CompileError as error:
             note(f"{error}: decoding without --compile")
     return Decoder(engine, draft, ngrams) if draft or several else None

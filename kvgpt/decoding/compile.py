@@ -1,4 +1,4 @@
-"""The step in C: step.c, compiled for the shape of a model, with a packed copy of its weights.
+"""The step in C: step.c, compiled for the shape of a model, with its weights in the order that step.c reads.
 
 The program depends on the shape and not on the weights, so we keep it beside Python's own compiled files, and the next
 model of that shape starts at once.
@@ -16,7 +16,7 @@ import time
 import tokenize
 import weakref
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ import model as model_py
 from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
 from kvgpt.files import sha256
+from kvgpt.quantize import BLOCK, quantize
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
@@ -34,11 +35,14 @@ WORK_PER_THREAD = 2**18
 # We feed a guess only if it and all before it are right with at least this probability. In a small model, whose
 # weights stay in the cache of a core, a further row costs half as much as the first, and in a larger one less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
+# From so many parameters on, the step reads the model's own weights and no packed copy. A step is then one read of the
+# memory, which is as fast in either order.
+LARGE = 2**25
 
 # step.c is model.py once more, written in C. No comparison of numbers could promise that the two agree, because a
 # difference may show only far into a text. So step.c belongs to one version of model.py, and after an edit we decode
 # without it. When you have changed both, test_compile.py tells you the new hash.
-MODEL_SHA256 = "4ef786c75c67cdc2a0913c3c0850dc4fc3c1c745b1c4abda59149aa7055bb1f4"
+MODEL_SHA256 = "54cf7b8ce1aaa6d02b766fcb33c2a559d2c54ddd21fec94a0d315d259371eb4c"
 LAYERS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
@@ -46,11 +50,14 @@ class CompileError(RuntimeError):
     """We cannot compile the step in C here, or it would compute another network. The text is one line."""
 
 
-def compile_step(model, num_drafts, table):
-    """Compile the step for the model's shape, or load it, and copy the model's weights for it.
+def compile_step(model, num_drafts, table, weights="float32"):
+    """Compile the step for the model's shape, or load it, and bring the model's weights into its order.
 
-    Returns bind(state), which returns run(max_steps): it appends tokens to the rows of `state` in up to max_steps
-    steps, with a cache of its own, and returns the numbers of steps, guesses offered and guesses accepted.
+    weights  "float32", or "int8" for a model of round_weights
+    Returns bind(state), which makes a cache and returns two functions:
+    run(max_steps, active)          appends tokens to the rows of `state`, of which `active` are below their limits, in
+                                    up to max_steps steps; returns the numbers of steps, guesses offered and accepted
+    copy_slots(first, rows, slots)  copies the first slots of the cache of a row to other rows
     Raises CompileError.
     """
     weight = model.lm_head.weight
@@ -59,9 +66,11 @@ def compile_step(model, num_drafts, table):
         raise CompileError(f"the step in C runs on CPUs in float32, and this model is in {held}")
     check_source(model)
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
-    library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL))
+    layout = int8_panels if weights == "int8" else rows if num_params >= LARGE else panels
+    library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout))
     with share_cores(0):  # on one thread: torch's others would spin on afterwards, on cores that our own need now
-        weights, tables = Pointers(model_tensors(model, library.lanes())), Pointers(table) if table else None
+        linear = partial(layout, lanes=library.lanes())
+        tensors, tables = Pointers(model_tensors(model, linear)), Pointers(table) if table else None
     most_threads, lock = torch.get_num_threads(), threading.Lock()
     spare = []  # the caches of ended generations, used again because the pages of a new one take time
     pool = library.start_threads(most_threads)
@@ -74,21 +83,25 @@ def compile_step(model, num_drafts, table):
         cache = spare.pop() if spare else None
         if not cache or cache.tensors[0].shape != shape:
             cache = Pointers([torch.empty(shape) for _ in range(2 * config.n_layer)])  # key and value of every layer
-        rows = Pointers(list(vars(state).values()))
-        by_rows = B >= 8 * most_threads
-        threads = min(most_threads, max(1, num_params * B // WORK_PER_THREAD))
+        fields = Pointers(list(vars(state).values()))
 
-        def run(max_steps):
+        def run(max_steps, active=B):
+            by_rows = active >= 8 * most_threads
+            threads = min(most_threads, max(1, num_params * active // WORK_PER_THREAD))
             counters = (ctypes.c_int64 * 3)()
-            inputs = (weights.array, cache.array, rows.array, tables and tables.array)
+            inputs = (tensors.array, cache.array, fields.array, tables and tables.array)
             with lock:  # one call at a time has the threads
                 failed = library.decode(pool, *inputs, B, threads, int(by_rows), max_steps, num_drafts, counters)
             if failed:
                 raise MemoryError("the step in C needs more memory than there is")
             return list(counters)
 
+        def copy_slots(first, rows, slots):
+            for keys in cache.tensors:  # or values
+                keys[rows, :, :slots] = keys[first, :, :slots]
+
         weakref.finalize(run, spare.append, cache)
-        return run
+        return run, copy_slots
 
     weakref.finalize(bind, library.stop_threads, pool)
     return bind
@@ -136,8 +149,8 @@ def model_sha256():
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def shape_macros(model, min_chance):
-    """Return the macros of step.c for the shape of the model."""
+def shape_macros(model, min_chance, layout):
+    """Return the macros of step.c for the shape of the model. layout: rows, panels or int8_panels."""
     config = model.config
     return dict(
         N_LAYER=config.n_layer,
@@ -153,6 +166,9 @@ def shape_macros(model, min_chance):
         MAX_ORDER=MAX_ORDER,
         LOOK_UP_ORDER=LOOK_UP_ORDER,
         MIN_CHANCE=f"{min_chance}f",
+        SHARED=int(layout is rows),
+        INT8=int(layout is int8_panels),
+        BLOCK=BLOCK,
     )
 
 
@@ -221,31 +237,55 @@ def find_compiler():
 # -- the weights -------------------------------------------------------------------------------------------------------
 
 
-def model_tensors(model, lanes):
-    """Return copies of the weights in the order of `Model` in step.c. Matrices are packed for vectors of `lanes`."""
+def model_tensors(model, linear):
+    """Return the weights in the order of `Model` in step.c. linear: a layout for the Linear layers, see below."""
     net, layers = model.transformer, model.transformer["h"]
-    wpe = net["wpe"].weight.detach().clone() if "wpe" in net else None
+    wpe = net["wpe"].weight if "wpe" in net else None
     rope = (None, None) if model.rope is None else model.rope
-    tensors = [net["wte"].weight.detach().clone(), wpe, *rope, *linear(model.lm_head, lanes)]
+    tensors = [net["wte"].weight, wpe, *rope, *linear(model.lm_head)]
     norms = [norm for block in layers for norm in (block.ln_1, block.ln_2)]
     for norm in [*norms, net["ln_f"]] if model.config.norm_first else [None, *norms]:
         tensors += affine(norm)
     for block in layers:
         attn, mlp = block.attn, block.mlp
         q_norm, k_norm = (attn.q_norm, attn.k_norm) if attn.qk_norm else (None, None)
-        tensors += [*linear(attn.c_attn, lanes), *affine(q_norm), *affine(k_norm)]
-        tensors += [x for layer in (attn.c_proj, mlp.c_fc, mlp.c_proj) for x in linear(layer, lanes)]
+        tensors += [*linear(attn.c_attn), *affine(q_norm), *affine(k_norm)]
+        tensors += [x for layer in (attn.c_proj, mlp.c_fc, mlp.c_proj) for x in linear(layer)]
     return tensors
 
 
 def affine(norm):
-    return [None if p is None else p.detach().clone() for p in (norm.weight, norm.bias)] if norm else (None, None)
+    return (norm.weight, norm.bias) if norm else (None, None)
 
 
-def linear(layer, lanes):
-    """Return the packed weight and the padded bias of a Linear layer."""
-    N, K = layer.weight.shape
-    pad = -N % lanes
-    panels = F.pad(layer.weight.detach(), (0, 0, 0, pad)).view(-1, lanes, K).transpose(1, 2)  # (panels, K, lanes)
-    bias = None if layer.bias is None else F.pad(layer.bias.detach(), (0, pad))
-    return panels.clone(memory_format=torch.contiguous_format), bias
+# A layout returns the weight and the bias of a Linear layer as step.c reads them: see Weight there.
+
+
+def rows(layer, lanes):
+    return layer.weight, layer.bias
+
+
+def panels(layer, lanes):
+    weight = whole_panels(layer.weight.detach(), lanes).transpose(1, 2)  # (panels, K, lanes)
+    return weight.clone(memory_format=torch.contiguous_format), whole_bias(layer, lanes)
+
+
+def int8_panels(layer, lanes):
+    def pack(rows):
+        numbers, scales = quantize(rows)
+        scales = whole_panels(scales, lanes).transpose(1, 2).contiguous().view(torch.int8)
+        words = whole_panels(numbers, lanes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)
+        return torch.cat((scales, words.flatten(2)), 2)  # (panels, blocks, bytes of a block)
+
+    pieces = layer.weight.detach().split(4096)  # because this takes a few times their memory
+    return torch.cat([pack(rows) for rows in pieces]), whole_bias(layer, lanes)
+
+
+def whole_panels(x, lanes):
+    """Return x `(N, ...)` as `(panels, lanes, ...)`, with zeros after it that fill the last panel."""
+    padding = [0, 0] * (x.dim() - 1) + [0, -len(x) % lanes]
+    return F.pad(x, padding).unflatten(0, (-1, lanes))
+
+
+def whole_bias(layer, lanes):
+    return None if layer.bias is None else whole_panels(layer.bias.detach(), lanes)

@@ -4,6 +4,9 @@ The tokens are those of GPT.generate for the same seed. speculate.py has the ste
 this is the loop around either.
 """
 
+from functools import partial
+from itertools import chain, repeat
+
 import torch
 
 from kvgpt.decoding.compile import compile_step
@@ -21,12 +24,13 @@ class Decoder:
 
     draft    None: one token per step. "ngram": guess by `ngrams`, the counts in a checkpoint (see count_ngrams), or by
              looking up the text so far if there are no counts
-    compile  decode by the step in C. It copies the weights now, so make a new Decoder after you have changed them.
+    compile  decode by the step in C. It may copy the weights now, so make a new Decoder after you have changed them.
              Raises CompileError where it cannot
+    weights  "int8": the step in C reads int8, for a model whose weights have been rounded by round_weights
     After a generation, `forwards` counts its steps, `offered` the guesses checked in them, `accepted` the right ones.
     """
 
-    def __init__(self, model, draft=None, ngrams=None, compile=False):
+    def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
         if draft not in (None, "ngram"):
             raise ValueError(f"draft={draft!r}: must be None or 'ngram'")
         self.model = model
@@ -34,7 +38,7 @@ class Decoder:
         has_table = self.num_drafts and ngrams is not None
         self.table = ngram_table(ngrams, model.config.vocab_size) if has_table else None
         self.num_params = sum(p.numel() for p in model.parameters())
-        self.program = compile_step(model, self.num_drafts, self.table) if compile else None
+        self.program = compile_step(model, self.num_drafts, self.table, weights) if compile else None
         self.forwards = self.offered = self.accepted = 0
 
     def generate(self, prompts, max_new_tokens, **sampling):
@@ -100,16 +104,31 @@ class Decoder:
 
     def _compiled_step(self, state):
         """Return a function that makes steps in C: one at first, because somebody waits for a token, then many."""
-        run, num_steps = self.program(state), 1
+        run, copy_slots = self.program(state)
         per_call = max(1, WORK_PER_CALL // (self.num_params * len(state.end) * (self.num_drafts + 1)))
 
+        def first_step():
+            """The first row of each prompt reads it. The other rows wait, and then get its keys and values."""
+            copies = [(first, rows) for first, *rows in rows_by_prompt(state) if rows and state.end[first] > 1]
+            if not copies:
+                return run(1)
+            limit = state.limit.clone()
+            for _, rows in copies:
+                state.limit[rows] = 0
+            counters = run(1, int((state.limit > 0).sum()))
+            state.limit.copy_(limit)
+            for first, rows in copies:
+                state.cached[rows] = state.end[rows] - 1
+                copy_slots(first, rows, state.cached[rows[0]])
+            return counters
+
+        calls = chain([first_step], repeat(partial(run, per_call)))
+
         def step():
-            nonlocal num_steps
-            forwards, offered, accepted = run(num_steps)
+            forwards, offered, accepted = next(calls)()
             self.forwards += forwards
             self.offered += offered
             self.accepted += accepted
-            num_steps = per_call
 
         return step
 
@@ -126,11 +145,16 @@ class Decoder:
             with cache.step(owner):
                 # prefill: first, after the context has moved, and after somebody else has used the cache
                 if cache.lengths != state.cached.tolist():
-                    cache.lengths = (state.end - 1).tolist()
+                    prompts = rows_by_prompt(state)
+                    firsts = [rows[0] for rows in prompts]
+                    cache.lengths = (state.end[firsts] - 1).tolist()
                     longest = max(cache.lengths)
                     if longest:
-                        fed = state.tokens[:, :longest].to(model.lm_head.weight.device)
+                        fed = state.tokens[firsts, :longest].to(model.lm_head.weight.device)
                         model.hidden_states(fed, torch.arange(longest, device=fed.device).expand(len(fed), -1))
+                        prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
+                        if len(prompts) < len(prompt_of):
+                            cache.take([prompt_of[row] for row in range(len(prompt_of))])
                     state.cached.copy_(state.end - 1)
                 # guess, check, accept
                 before = state.end.tolist()
@@ -165,6 +189,14 @@ def new_state(contexts, sampling, config):
         top_k=None if sampling.top_k is None else torch.tensor(sampling.top_k),
         top_p=None if sampling.top_p is None else torch.tensor(float(sampling.top_p)),
     )
+
+
+def rows_by_prompt(state):
+    """Return the rows that have the same tokens as lists, in the order of their first rows."""
+    same = {}
+    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
+        same.setdefault(tuple(tokens[:end]), []).append(row)
+    return list(same.values())
 
 
 def new_tokens(state, before, after):

@@ -25,18 +25,19 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 #if defined(__AVX512F__)
 #define LANES 16
 #define TILE_TOKENS 6
-#define TILE_PANELS 4
+#define TILE_STRANDS 4
 #elif defined(__AVX__)
 #define LANES 8
 #define TILE_TOKENS 4
-#define TILE_PANELS 2
+#define TILE_STRANDS 2
 #else /* NEON; SSE has half as many registers */
 #define LANES 4
 #define TILE_TOKENS 4
-#define TILE_PANELS 4
+#define TILE_STRANDS 4
 #endif
 
-#define PAD(n) (((n) + LANES - 1) / LANES * LANES)
+
+#define PAD(n) (((n) + BLOCK - 1) / BLOCK * BLOCK)
 #define HEAD_SIZE (N_EMBD / N_HEAD)
 #define GROUP (N_HEAD / N_KV_HEAD) /* query heads per key/value head */
 #define C_ATTN ((N_HEAD + 2 * N_KV_HEAD) * HEAD_SIZE)
@@ -45,6 +46,7 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 #define X PAD(N_EMBD)
 #define QKV PAD(C_ATTN)
 #define FC (PAD(C_FC) + LANES)
+#define H (PAD(HIDDEN) + LANES) /* rows a power of two apart would compete for the same lines of the L1 cache */
 #define V PAD(VOCAB_SIZE)
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
@@ -55,7 +57,24 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
+
+/* A matrix W (N, K) is stored as strands, one after the other. compile.py chooses between three kinds:
+ * - panels: a strand has the weights of LANES outputs, as (K, LANES). So a product needs no sum over the lanes
+ * - panels in int8: for each BLOCK of inputs LANES scales in bfloat16, then the weights as (BLOCK / 4, LANES, 4)
+ * - SHARED: a strand is a row of W. These are the weights of the model itself, because a copy of a large model is dear */
+#if INT8
+typedef int8_t Weight;
+#define BLOCK_BYTES (LANES * (2 + BLOCK))
+#define STRAND(K) ((size_t)((K) + BLOCK - 1) / BLOCK * BLOCK_BYTES)
+#else
+typedef float Weight;
+#define STRAND(K) ((size_t)(K) * OUTPUTS)
+#endif
+#define OUTPUTS (SHARED ? 1 : LANES) /* per strand */
+/* strands of a tile with one token: a large model comes from memory, which is faster if we read it in more places */
+#define ONE_TOKEN_STRANDS (SHARED || INT8 ? 2 * TILE_STRANDS : TILE_STRANDS)
 
 /* -- what Python passes: structs of pointers, in the order of compile.py ------------------------------------------- */
 
@@ -215,7 +234,7 @@ typedef struct {
     int first_row, end_row, next_row;                           /* next_row: the first row after the present forward */
     int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the present forward */
     int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS];          /* pick j follows the fed token fed[j] */
-    float *x, *qkv, *y, *fc, *noise, *logits;                   /* MAX_TOKENS rows each */
+    float *x, *qkv, *y, *fc, *logits;                           /* MAX_TOKENS rows each */
     int64_t steps, offered, accepted;
 } Group;
 
@@ -227,56 +246,99 @@ typedef struct {
     const Cache *cache;
     const State *state;
     const Table *table;
-    float *in, *hidden; /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
-    float *weights;     /* of attention */
-    int *ids;           /* of the vocabulary, ranked by the logits */
+    float *in, *hidden;    /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
+    float *weights;        /* of attention */
+    float *scores, *probs; /* of each token of the vocabulary */
+    int *ids;              /* of the vocabulary, as a heap */
 } Worker;
 
 /* -- the network --------------------------------------------------------------------------------------------------- */
 
-/* The inner loop of matmul. `tokens` and `panels` are constants in every call, so the sums stay in registers. */
-INLINE void tile(int tokens, int panels, const float *x, int ldx, int K, const float *weight, const float *bias,
+/* The inner loop of matmul, for some tokens and some strands. Both are constants in every call, so the sums stay in
+ * registers. */
+INLINE void tile(int tokens, int strands, const float *x, int ldx, int K, const Weight *weight, const float *bias,
                  const float *residual, float *y, int ldy) {
-    vec sums[TILE_TOKENS][TILE_PANELS];
+    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS];
+    int k = 0;
     for (int i = 0; i < tokens; i++)
-        for (int p = 0; p < panels; p++) sums[i][p] = bias ? load(bias + p * LANES) : splat(0);
-    for (int k = 0; k < K; k++) {
-        vec w[TILE_PANELS];
-        for (int p = 0; p < panels; p++) {
-            const float *next = weight + ((size_t)p * K + k) * LANES;
-            __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
-            w[p] = load(next);
+        for (int s = 0; s < strands; s++) sums[i][s] = bias && !SHARED ? load(bias + s * LANES) : splat(0);
+#if SHARED
+    for (; k + LANES <= K; k += LANES) {
+        for (int s = 0; s < strands; s++) {
+            __builtin_prefetch(weight + (strands + s) * STRAND(K) + k, 0, 2); /* for the next tile */
+            w[s] = load(weight + s * STRAND(K) + k);
         }
-        for (int i = 0; i < tokens; i++)
-            for (int p = 0; p < panels; p++) sums[i][p] += x[i * ldx + k] * w[p];
+        for (int i = 0; i < tokens; i++) {
+            vec xs = *(const volatile vec *)(x + i * ldx + k); /* volatile, or GCC reads it anew for every strand */
+            for (int s = 0; s < strands; s++) sums[i][s] += xs * w[s];
+        }
     }
     for (int i = 0; i < tokens; i++)
-        for (int p = 0; p < panels; p++) {
-            float *out = y + i * ldy + p * LANES;
-            store(out, residual ? sums[i][p] + load(residual + i * ldy + p * LANES) : sums[i][p]);
+        for (int s = 0; s < strands; s++) {
+            float sum = total(sums[i][s]) + (bias ? bias[s] : 0);
+            for (int rest = k; rest < K; rest++) sum += x[i * ldx + rest] * weight[s * STRAND(K) + rest];
+            y[i * ldy + s] = residual ? sum + residual[i * ldy + s] : sum;
         }
+#else
+#if INT8
+    for (vec scale[ONE_TOKEN_STRANDS]; k < K; weight += BLOCK_BYTES) {
+        for (int s = 0; s < strands; s++) /* bfloat16 is the first half of a float */
+            scale[s] = (vec)(__builtin_convertvector(*(const halves *)(weight + s * STRAND(K)), uvec) << 16);
+        for (int word = 0; word < BLOCK / 4; word++) {
+            uvec words[ONE_TOKEN_STRANDS]; /* each has the weights of four inputs */
+            for (int s = 0; s < strands; s++) {
+                const Weight *next = weight + s * STRAND(K) + (2 + 4 * word) * LANES;
+                __builtin_prefetch(next + 16 * LANES);
+                words[s] = *(const uvec *)next;
+            }
+#pragma GCC unroll 4
+            for (int byte = 0; byte < 4; byte++, k++) {
+                for (int s = 0; s < strands; s++)
+                    w[s] = __builtin_convertvector((ivec)(words[s] << (24 - 8 * byte)) >> 24, vec) * scale[s];
+                for (int i = 0; i < tokens; i++)
+                    for (int s = 0; s < strands; s++) sums[i][s] += x[i * ldx + k] * w[s];
+            }
+        }
+    }
+#else
+    for (; k < K; k++) {
+        for (int s = 0; s < strands; s++) {
+            const float *next = weight + s * STRAND(K) + k * LANES;
+            __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
+            w[s] = load(next);
+        }
+        for (int i = 0; i < tokens; i++)
+            for (int s = 0; s < strands; s++) sums[i][s] += x[i * ldx + k] * w[s];
+    }
+#endif
+    for (int i = 0; i < tokens; i++)
+        for (int s = 0; s < strands; s++) {
+            float *out = y + i * ldy + s * LANES;
+            store(out, residual ? sums[i][s] + load(residual + i * ldy + s * LANES) : sums[i][s]);
+        }
+#endif
 }
 
-/* y = x W^T + bias + residual for n tokens, x (n, K), y (n, N). W (N, K) is packed: LANES outputs form a panel, and a
- * panel holds its weights as (K, LANES). A part of the group computes some of the panels. */
+/* y = x W^T + bias + residual for n tokens, x (n, K) and W (N, K). A part of the group computes some of the strands. */
 static void matmul(const Worker *w, int n, const float *x, int ldx, int K, Params params, int N, const float *residual,
                    float *y, int ldy) {
-    int panels = PAD(N) / LANES, wides = (panels + TILE_PANELS - 1) / TILE_PANELS;
-    int p = wides * w->part / w->group->parts * TILE_PANELS;
-    int end = wides * (w->part + 1) / w->group->parts * TILE_PANELS;
-    end = end < panels ? end : panels;
-    for (int wide; p < end; p += wide ? TILE_PANELS : 1) {
-        wide = end - p >= TILE_PANELS;
-        const float *weight = params.weight + (size_t)p * K * LANES;
-        const float *bias = params.bias ? params.bias + p * LANES : NULL;
+    int strands = (N + OUTPUTS - 1) / OUTPUTS, wides = (strands + TILE_STRANDS - 1) / TILE_STRANDS;
+    int s = wides * w->part / w->group->parts * TILE_STRANDS;
+    int end = wides * (w->part + 1) / w->group->parts * TILE_STRANDS;
+    end = end < strands ? end : strands;
+    for (int width; s < end; s += width) {
+        width = n == 1 && end - s >= ONE_TOKEN_STRANDS ? ONE_TOKEN_STRANDS : end - s >= TILE_STRANDS ? TILE_STRANDS : 1;
+        const Weight *weight = (const Weight *)params.weight + s * STRAND(K);
+        const float *bias = params.bias ? params.bias + s * OUTPUTS : NULL;
         for (int i = 0, tiles = (n + TILE_TOKENS - 1) / TILE_TOKENS, tokens; i < n; i += tokens, tiles--) {
             tokens = (n - i + tiles - 1) / tiles; /* tiles of about the same size */
-            const float *from = x + i * ldx, *plus = residual ? residual + i * ldy + p * LANES : NULL;
-            float *to = y + i * ldy + p * LANES;
-#define CASE(t)                                                                    \
-    case t:                                                                        \
-        if (wide) tile(t, TILE_PANELS, from, ldx, K, weight, bias, plus, to, ldy); \
-        else tile(t, 1, from, ldx, K, weight, bias, plus, to, ldy);                \
+            const float *from = x + i * ldx, *plus = residual ? residual + i * ldy + s * OUTPUTS : NULL;
+            float *to = y + i * ldy + s * OUTPUTS;
+#define CASE(t)                                                                                      \
+    case t:                                                                                          \
+        if (width == TILE_STRANDS) tile(t, TILE_STRANDS, from, ldx, K, weight, bias, plus, to, ldy); \
+        else if (width == 1) tile(t, 1, from, ldx, K, weight, bias, plus, to, ldy);                  \
+        else tile(1, ONE_TOKEN_STRANDS, from, ldx, K, weight, bias, plus, to, ldy);                  \
         break
             switch (tokens) {
                 CASE(1); CASE(2); CASE(3); CASE(4);
@@ -368,6 +430,10 @@ static void forward(const Worker *w) {
     const int n = g->n;
     float *x = g->x, *in = w->in;
 
+    /* a block in int8 may go beyond the end of a row, where its weights are 0, but 0 times a NaN is NaN */
+    for (int i = 0; i < n; i++)
+        for (int c = N_EMBD; c < X; c++) in[i * X + c] = g->y[i * X + c] = 0;
+
     /* embeddings */
     for (int i = w->part; i < n; i += g->parts)
         for (int c = 0; c < N_EMBD; c++) {
@@ -408,12 +474,16 @@ static void forward(const Worker *w) {
         for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l + 1], in + i * X, N_EMBD);
         matmul(w, n, in, X, N_EMBD, layer->c_fc, C_FC, NULL, g->fc, FC);
         barrier(&g->barrier);
-        for (int i = 0; i < n; i++)
+        for (int i = 0; i < n; i++) {
+            const float *fc = g->fc + i * FC;
+            float *hidden = w->hidden + i * H;
             for (int c = 0; c < HIDDEN; c += LANES) {
-                vec active = activate(load(g->fc + i * FC + c));
-                store(w->hidden + i * PAD(HIDDEN) + c, GATED ? active * load(g->fc + i * FC + HIDDEN + c) : active);
+                vec active = activate(load(fc + c));
+                store(hidden + c, GATED ? active * load(fc + HIDDEN + c) : active);
             }
-        matmul(w, n, w->hidden, PAD(HIDDEN), HIDDEN, layer->mlp_proj, N_EMBD, POST_LN ? in : x, x, X);
+            for (int c = HIDDEN; c < H; c++) hidden[c] = 0;
+        }
+        matmul(w, n, w->hidden, H, HIDDEN, layer->mlp_proj, N_EMBD, POST_LN ? in : x, x, X);
         barrier(&g->barrier);
     }
 
@@ -455,40 +525,75 @@ static void gumbel_noise(const State *s, int row, int64_t step, float *noise) {
     }
 }
 
-static _Thread_local const float *ranked_logits;
-
-static int by_logit(const void *a, const void *b) {
-    float x = ranked_logits[*(const int *)a], y = ranked_logits[*(const int *)b];
-    return x != y ? (x < y) - (x > y) : *(const int *)a - *(const int *)b;
+INLINE int likelier(const float *logits, int a, int b) {
+    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
 }
 
-/* The token with the largest logit + temperature * noise; `sample_token`. `ids` has room for all of them.
- * `margin` is NULL, or gets the distance to the second largest of all. */
-static int sample_token(const State *s, const float *logits, const float *noise, int *ids, float *margin) {
-    int best = 0, kept = VOCAB_SIZE, filters = s->top_k || s->top_p;
-    if (filters) { /* rank the tokens, and keep the first ones */
-        for (int i = 0; i < VOCAB_SIZE; i++) ids[i] = i;
-        ranked_logits = logits;
-        qsort(ids, VOCAB_SIZE, sizeof(int), by_logit);
-        if (s->top_k && *s->top_k < kept) kept = *s->top_k;
+/* Move the id at `place` down in a heap of n ids, until it is likelier than the two below it. */
+static void sift(const float *logits, int *heap, int n, int place) {
+    for (int child, id = heap[place]; (child = 2 * place + 1) < n; place = child) {
+        if (child + 1 < n && likelier(logits, heap[child + 1], heap[child])) child++;
+        if (!likelier(logits, heap[child], id)) return;
+        heap[place] = heap[child], heap[child] = id;
     }
+}
+
+/* Move the likeliest id of a heap of n ids to its end, and return it. */
+static int pop(const float *logits, int *heap, int n) {
+    int id = heap[0];
+    heap[0] = heap[n - 1], heap[n - 1] = id;
+    sift(logits, heap, n - 1, 0);
+    return id;
+}
+
+/* The token with the largest score among those that top_k and top_p keep. Few of a large vocabulary stay, so we rank
+ * with a heap, which gives the likeliest ones first and never sorts the others. */
+static int best_of_kept(const Worker *w, const float *logits) {
+    const State *s = w->state;
+    int *heap = w->ids, n = VOCAB_SIZE, most = s->top_k && *s->top_k < n ? *s->top_k : n, best = -1;
+    float divisor = fmaxf(*s->temperature, 1e-30f), *probs = w->probs;
+    double sum = 0, before = 0;
+    for (int i = 0; i < n; i++) heap[i] = i;
+    for (int i = n / 2; i >= 0; i--) sift(logits, heap, n, i);
     if (s->top_p) {
-        float divisor = *s->temperature > 1e-30f ? *s->temperature : 1e-30f;
-        double sum = 0, before = 0;
-        for (int i = 0; i < kept; i++) sum += expf((logits[ids[i]] - logits[ids[0]]) / divisor);
-        for (int i = 0; i < kept; i++) {
-            if (i > 0 && before >= *s->top_p * sum) kept = i;
-            before += expf((logits[ids[i]] - logits[ids[0]]) / divisor);
-        }
+        float largest = logits[heap[0]];
+        for (int i = 0; i < n; i++) probs[i] = (logits[i] - largest) / divisor;
+        for (int i = 0; i < n; i += LANES) store(probs + i, vexp(load(probs + i)));
     }
-    float largest = -INFINITY, second = -INFINITY;
-    for (int i = 0; i < VOCAB_SIZE; i++) {
-        int id = filters ? ids[i] : i;
-        float score = logits[id] + *s->temperature * noise[id];
-        if (i < kept && score > largest) second = largest, largest = score, best = id;
-        else if (score > second) second = score;
+    if (s->top_k)
+        for (; n > VOCAB_SIZE - most; n--) sum += probs[pop(logits, heap, n)];
+    else if (s->top_p)
+        for (int i = 0; i < n; i++) sum += probs[i];
+    for (int i = 0; i < most; i++) {
+        int id = s->top_k ? heap[VOCAB_SIZE - 1 - i] : pop(logits, heap, n--);
+        if (s->top_p && i > 0 && before >= *s->top_p * sum) break;
+        before += probs[id];
+        if (best < 0 || w->scores[id] > w->scores[best]) best = id;
     }
-    if (margin) *margin = largest - second;
+    return best;
+}
+
+/* The token with the largest logit + temperature * noise; `sample_token`. `margin` is NULL, or gets the distance to the
+ * second largest of all. */
+static int sample_token(const Worker *w, int row, int64_t step, const float *logits, float *margin) {
+    const State *s = w->state;
+    float *scores = w->scores, temperature = *s->temperature, second = -INFINITY;
+    int best = 0;
+    gumbel_noise(s, row, step, scores);
+    for (int i = 0; i < VOCAB_SIZE; i++) scores[i] = logits[i] + temperature * scores[i];
+    if (s->top_k || s->top_p) {
+        best = best_of_kept(w, logits);
+    } else {
+        for (int i = VOCAB_SIZE; i % LANES; i++) scores[i] = -INFINITY;
+        vec largest = load(scores);
+        for (int i = LANES; i < VOCAB_SIZE; i += LANES) largest = larger(largest, load(scores + i));
+        for (int i = 1; i < LANES; i++) largest[0] = fmaxf(largest[0], largest[i]);
+        while (best < VOCAB_SIZE - 1 && scores[best] < largest[0]) best++;
+    }
+    if (margin) {
+        for (int i = 0; i < VOCAB_SIZE; i++) second = i != best && scores[i] > second ? scores[i] : second;
+        *margin = scores[best] - second;
+    }
     return best;
 }
 
@@ -536,14 +641,12 @@ static int plan(const Worker *w, int row) {
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
             if (pos < end - 1) continue;
             /* a pick follows this token, and a guess may do so, too */
-            float *noise = g->noise + (size_t)g->num_picks * V;
-            gumbel_noise(s, row, pos + 1 - s->first_new[row], noise);
             g->fed[g->num_picks++] = g->n - 1;
             if (pos + 1 == end + guesses) break;
             if (w->table) { /* the token that the table picks with the same noise */
                 const float *logits = w->table->logits + (size_t)context * VOCAB_SIZE;
                 float margin; /* the larger it is, the likelier the model picks the same token: see docs/faster.md */
-                int guess = sample_token(s, logits, noise, w->ids, &margin);
+                int guess = sample_token(w, row, pos + 1 - s->first_new[row], logits, &margin);
                 chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
                 if (chance < MIN_CHANCE) break; /* a row of the forward would cost more than the guess gains */
                 text[pos + 1] = guess;
@@ -584,8 +687,11 @@ static void work(const Worker *w) {
             row = g->next_row;
             if (!g->n) break; /* the other rows are at their limits */
             forward(w);
-            for (int j = w->part; j < g->num_picks; j += g->parts)
-                g->picks[j] = sample_token(w->state, g->logits + (size_t)j * V, g->noise + (size_t)j * V, w->ids, NULL);
+            for (int j = w->part; j < g->num_picks; j += g->parts) {
+                int at = g->fed[j], place = g->row[at];
+                int64_t step = g->pos[at] + 1 - w->state->first_new[place];
+                g->picks[j] = sample_token(w, place, step, g->logits + (size_t)j * V, NULL);
+            }
             barrier(&g->barrier);
             if (w->part == 0) accept(w);
             fed = 1;
@@ -661,9 +767,9 @@ int lanes(void) { return LANES; }
 int decode(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
            int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
-    size_t shared = ((size_t)X + QKV + X + FC + 2 * (size_t)V) * MAX_TOKENS;
-    size_t own = ((size_t)X + PAD(HIDDEN)) * MAX_TOKENS + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE + VOCAB_SIZE;
-    float *memory = malloc((num_groups * shared + threads * own) * sizeof(float)), *next = memory;
+    size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;
+    size_t own = ((size_t)X + H) * MAX_TOKENS + 5 * (size_t)PAD(BLOCK_SIZE) + 3 * (size_t)V;
+    float *memory = aligned_alloc(64, (num_groups * shared + threads * own) * sizeof(float)), *next = memory;
     if (!memory) return -1;
     Group groups[num_groups];
     Worker workers[threads];
@@ -674,16 +780,16 @@ int decode(Pool *pool, const Model *model, const Cache *cache, const State *stat
         memset(g, 0, sizeof *g);
         make_barrier(&g->barrier, parts);
         g->parts = parts, g->first_row = B * i / num_groups, g->end_row = B * (i + 1) / num_groups;
-        float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->noise, &g->logits};
-        size_t sizes[] = {X, QKV, X, FC, V, V};
-        for (int j = 0; j < 6; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
+        float **buffers[] = {&g->x, &g->qkv, &g->y, &g->fc, &g->logits};
+        size_t sizes[] = {X, QKV, X, FC, V};
+        for (int j = 0; j < 5; j++) *buffers[j] = next, next += sizes[j] * MAX_TOKENS;
     }
     for (int i = 0; i < threads; i++) {
-        float *in = next, *hidden = in + (size_t)X * MAX_TOKENS, *weights = hidden + (size_t)PAD(HIDDEN) * MAX_TOKENS;
-        int *ids = (int *)(weights + PAD(BLOCK_SIZE) + 4 * (size_t)BLOCK_SIZE);
+        float *in = next, *hidden = in + (size_t)X * MAX_TOKENS, *weights = hidden + (size_t)H * MAX_TOKENS;
+        float *scores = weights + 5 * (size_t)PAD(BLOCK_SIZE);
         next += own;
         workers[i] = (Worker){groups + i / parts, i % parts, max_steps, num_drafts, model, cache,
-                              state, table, in, hidden, weights, ids};
+                              state, table, in, hidden, weights, scores, scores + V, (int *)(scores + 2 * V)};
     }
 
     /* work: thread 0 is the caller's */

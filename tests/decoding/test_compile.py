@@ -20,6 +20,7 @@ from helpers import (
     a_model,
     a_seed,
     assert_same_as_alone,
+    linux,
     needs_compiler,
     num_threads,
     ok,
@@ -53,6 +54,55 @@ def test_every_network_gets_its_tokens(network):
         for seed, filters in enumerate(FILTERS):
             got = decoder.generate(idx, config.block_size, seed=seed, **filters)
             assert_same_as_alone(model, got, idx, config.block_size, range(2), seed, filters)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_large_model_is_read_where_it_lies(network, monkeypatch):
+    """The step then has no copy of the matrices, and threads and other rows change no bit either."""
+    monkeypatch.setattr(compiling, "LARGE", 1)
+    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+    config, texts = GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network), []
+    model = random_model(config)
+    idx = torch.randint(config.vocab_size, (17, config.block_size // 2), generator=torch.Generator().manual_seed(1))
+    for threads, draft, rows in ((1, None, 17), (2, "ngram", 17), (3, None, 2), (1, "ngram", 1)):
+        with num_threads(threads):
+            texts.append(Decoder(model, draft, compile=True).generate(idx[:rows], config.block_size, seed=1))
+    assert_same_as_alone(model, texts[0], idx, config.block_size, range(17), 1, {})
+    for other in texts[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
+
+
+MEMORY = """
+import resource, torch
+from kvgpt.decoding.decode import Decoder
+from model import GPT, GPTConfig
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+model = GPT(GPTConfig(block_size=64, vocab_size=5000, n_layer=5, n_head=12, n_embd=768)).eval()
+idx = torch.zeros(1, 1, dtype=torch.int64)
+small = GPT(GPTConfig(block_size=64, vocab_size=50, n_layer=1, n_head=1, n_embd=64)).eval()
+Decoder(small, compile=True).generate(idx, 20, seed=0)  # what a first generation takes anyway
+before = peak()
+Decoder(model, compile=True).generate(idx, 20, seed=0)
+print((peak() - before) / sum(4 * p.numel() for p in model.parameters()))
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_a_large_model_is_in_memory_once():
+    assert float(ok(run("-c", MEMORY, env={"MALLOC_ARENA_MAX": "1"})).stdout) < 0.2
+
+
+@pytest.mark.parametrize("filters", [*FILTERS, dict(temperature=2.0, top_k=50000), dict(temperature=0.0, top_p=0.1)])
+def test_a_vocabulary_of_gpt2_gets_its_tokens(filters):
+    """With it the noise, the filters and the search for the best take many vectors, and ids are far apart."""
+    model = random_model(GPTConfig(block_size=20, vocab_size=50257, n_layer=1, n_head=2, n_embd=16))
+    idx = torch.tensor([[50256, 7], [0, 50255]])
+    got = Decoder(model, compile=True).generate(idx, 18, seed=3, **filters)
+    assert_same_as_alone(model, got, idx, 18, range(2), 3, filters)
 
 
 @settings(max_examples=20)
@@ -121,16 +171,16 @@ def test_a_prompt_may_be_longer_than_a_forward():
     assert_same_as_alone(model, Decoder(model, compile=True).generate(many, 9, seed=2), many, 9, range(150), 2, {})
 
 
-def test_a_decoder_takes_the_weights_when_it_is_made():
+def test_a_new_decoder_takes_the_new_weights():
     model = random_model(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
     idx = torch.zeros(1, 1, dtype=torch.int64)
-    before, decoder = model.generate(idx, 7, temperature=0, kv_cache=False), Decoder(model, compile=True)
+    before = model.generate(idx, 7, temperature=0, kv_cache=False)
+    assert torch.equal(Decoder(model, compile=True).generate(idx, 7, temperature=0)[0][None], before)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     after = model.generate(idx, 7, temperature=0, kv_cache=False)
     assert not torch.equal(before, after)
-    assert torch.equal(decoder.generate(idx, 7, temperature=0)[0][None], before)
     assert torch.equal(Decoder(model, compile=True).generate(idx, 7, temperature=0)[0][None], after)
 
 

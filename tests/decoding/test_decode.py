@@ -42,6 +42,31 @@ def test_prompts_of_any_lengths_get_the_tokens_that_each_gets_alone(model, draft
     assert all(head.key_cache is None for head in model.transformer.h[0].attn.heads)
 
 
+@settings(max_examples=60)
+@given(a_model, a_way, st.lists(st.integers(0, 2), min_size=1, max_size=6), a_filter, a_seed)
+def test_samples_of_the_same_prompts_share_a_prefill_and_no_noise(model, draft, which, filters, seed):
+    """Rows that begin alike stay apart from each other, in any order."""
+    ragged = [prompts(1, n, n)[0] for n in (1, 6, CONTEXT - 2)]
+    rows = [ragged[i] for i in which]
+    got = Decoder(model, **draft).generate(rows, CONTEXT, seed=seed, **filters)
+    assert_same_as_alone(model, got, rows, CONTEXT, range(len(rows)), seed, filters)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_prompt_is_read_once_for_all_of_its_samples(draft):
+    model, fed = MODELS[0], []
+    a, b = prompts(1, 7, 1)[0], prompts(1, 5, 2)[0]
+    handle = model.transformer["wte"].register_forward_hook(lambda module, args, out: fed.append(args[0].shape))
+    try:
+        next(iter(Decoder(model, draft).stream([a, b, a, a], 3, seed=1)))
+        assert fed.pop(0) == (2, 6)
+        next(iter(model.stream(a.repeat(4, 1), 3, seed=1)))
+        assert fed[-1] == (1, 7)
+    finally:
+        handle.remove()
+        clear_kv_cache(model)
+
+
 @given(a_model, a_way, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
 def test_past_the_context_too(model, draft, length, steps, filters, seed):
     idx = prompts(2, length, seed % 1000)
