@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kvgpt.check_cache import ALL_RIGHT, WRONG_AT_ONCE, WRONG_KEY, WRONG_VALUE
+from kvgpt.check_cache import ALL_RIGHT, IN_GENERATE, WRONG_AT_ONCE, WRONG_KEY, WRONG_VALUE
 
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
 GIVEN_BACK, RAISES = "the cache gave back", "raises"
@@ -307,6 +307,64 @@ def gpt2_ignores_position_ids(patch):
 
     patch(GPT2Model, "forward", broken)
     return tiny("gpt2")
+
+
+@bug(WRONG_KEY, "a chunk of two tokens is taken for one")
+def chunk_of_two(patch):
+    rotate = Attention.rotate
+    patch(
+        Attention,
+        "rotate",
+        lambda self, x, pos: rotate(self, x, pos[:, :1].expand_as(pos) if pos.size(1) == 2 and pos[0, 0] > 0 else pos),
+    )
+    return Decoder()
+
+
+@bug(WRONG_KEY, "positions of a block of at most 30 tokens")
+def chunk_of_more_than_thirty(patch):
+    rotate = Attention.rotate
+    patch(
+        Attention,
+        "rotate",
+        lambda self, x, pos: rotate(
+            self, x, pos.where(torch.arange(pos.size(1)) < 30, 0) if 30 < pos.size(1) < 48 else pos
+        ),
+    )
+    return Decoder()
+
+
+def generate_feeds(patch, change):
+    """Let generate() feed a llama what change(what it would feed, what it has) returns."""
+    from transformers import LlamaForCausalLM
+
+    prepare = LlamaForCausalLM.prepare_inputs_for_generation
+
+    def broken(self, ids, **given):
+        return change(prepare(self, ids, **given), ids)
+
+    patch(LlamaForCausalLM, "prepare_inputs_for_generation", broken)
+    return tiny("llama")
+
+
+@bug(IN_GENERATE, "generate() feeds the last two tokens in each step")
+def generate_feeds_a_token_twice(patch):
+    def change(inputs, ids):
+        if inputs["input_ids"].size(1) == 1:
+            inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"] = ids[:, -2:], None, None
+        return inputs
+
+    return generate_feeds(patch, change)
+
+
+@bug(IN_GENERATE, "generate() counts positions with the padding")
+def generate_counts_the_padding(patch):
+    def change(inputs, ids):
+        end, T = ids.size(1), inputs["input_ids"].size(1)
+        if T == 1:
+            inputs["position_ids"] = torch.arange(end - T, end).expand_as(inputs["input_ids"])
+        return inputs
+
+    return generate_feeds(patch, change)
 
 
 # what the cache gives back

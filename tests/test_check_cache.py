@@ -140,6 +140,7 @@ DEFECTS = {
     "jamba": "chunks|padding|rollback|reset",
     "mamba": "chunks|ones|reset|padding",
     "minimax": "own cache",
+    "rwkv": "generate",
 }
 
 
@@ -150,10 +151,9 @@ def family(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.filterwarnings("ignore:nothing could be checked")
 def test_the_caches_of_transformers_are_right_but_for_known_defects(name, dtype):
     """All ways in float32. Half precision differs in its rounding alone, so some ways are enough there."""
-    half = dict(modes=["decode", "padding", "chunks of 3"], caches=("own",))
+    half = dict(modes=["decode", "padding", "chunks of 3", "generate"], caches=("own",))
     report = check_cache(family(name), length=48, dtype=dtype, **({} if dtype == torch.float32 else half))
     assert report.fault is None
     wrong = [result for result in report.results if result.status == "wrong"]
@@ -162,7 +162,7 @@ def test_the_caches_of_transformers_are_right_but_for_known_defects(name, dtype)
     for result in wrong:
         assert any(word in f"{result.way}, {result.cache} cache" for word in DEFECTS[name].split("|")), report
     assert wrong or name not in DEFECTS or dtype != torch.float32, "transformers has repaired it"
-    assert report.exit_code == (2 if name in ("rwkv", "recurrent_gemma") else bool(wrong))
+    assert report.exit_code == bool(wrong)
 
 
 # -- broken caches -----------------------------------------------------------------------------------------------------
@@ -268,9 +268,7 @@ def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monke
     with pytest.warns(UserWarning, match="nothing could be checked"):
         report = check_cache(Decoder(), length=48)
     assert not report and report.exit_code == 2
-    assert "NOT THE CACHE'S FAULT" in str(report) and "when later tokens are left out, from position 1 on" in str(
-        report
-    )
+    assert "NOT THE CACHE'S FAULT" in str(report) and "when later tokens are left out, from position" in str(report)
 
 
 def test_padding_that_changes_logits_without_a_cache_is_not_its_fault(monkeypatch):
