@@ -230,7 +230,7 @@ def slots_for_positions_in_a_table(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "wpe(arange(T)) in each step")
+@bug(WRONG_VALUE, "mlx-lm 93: wpe(arange(T)) in each step")
 def table_begins_at_0_in_each_step(patch):
     forward = Decoder.forward
     patch(Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos - pos[:, :1]))
@@ -356,7 +356,7 @@ def generate_feeds_a_token_twice(patch):
     return generate_feeds(patch, change)
 
 
-@bug(IN_GENERATE, "generate() counts positions with the padding")
+@bug(IN_GENERATE, "unsloth 3795: generate() counts positions with the padding")
 def generate_counts_the_padding(patch):
     def change(inputs, ids):
         end, T = ids.size(1), inputs["input_ids"].size(1)
