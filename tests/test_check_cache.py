@@ -186,11 +186,10 @@ def test_a_broken_cache_is_found_and_the_cause_is_named(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step slots_for_positions int8 llama_keys_rolled "
-    "crop_leaves_one beams_not_reordered copies_share_their_lists mask_at_the_top_left padding_is_seen another_scale "
-    "decode_ignores_the_window".split(),
+    "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_leaves_one beams_not_reordered "
+    "padding_is_seen".split(),
 )
-def test_a_dozen_broken_caches(name, monkeypatch):
+def test_six_broken_caches(name, monkeypatch):
     assert_found(name, monkeypatch, length=48)
 
 
@@ -238,6 +237,7 @@ class Inside(Decoder):
         return cache(ids, cache.held, mask, pos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [Hidden, Inside])
 def test_adapters_that_show_less_are_right_too(adapter, monkeypatch):
     report = check_cache(adapter(), length=48)

@@ -145,6 +145,7 @@ def test_its_outputs_are_those_of_one_run_without_errors():
     assert NOTEBOOK.stat().st_size < 1e6
 
 
+@pytest.mark.slow
 def test_its_outputs_are_what_the_cells_print_today(lesson):
     stored = printed(nbformat.read(NOTEBOOK, 4))
     for name in PLAIN[1:]:  # the first one prints the version of torch
@@ -170,6 +171,7 @@ def test_the_stored_training_has_todays_settings():
     assert re.search(r"^best val loss 1\.\d{4}: out/ckpt\.pt; \d+ s\. A sample:$", rest, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_stored_report_has_todays_form():
     from helpers import ok, run
 
@@ -330,6 +332,7 @@ def test_the_solution_is_right(lesson):
     assert [line for line in solution.splitlines() if line not in kept] == [f"        {x}" for x in (WRITE, READ, MIX)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", ["- 1", "* 0"])
 def test_every_way_to_break_the_cache_is_caught_and_undone(lesson, shift):
     variables, cells = dict(lesson[1]), sources()

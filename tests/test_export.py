@@ -115,6 +115,7 @@ def test_export_mistakes_are_one_line(trained, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(["format", "module"], [("onnx", "onnxscript"), ("hf", "transformers")])
 def test_a_missing_package_is_one_line_with_the_command(format, module, trained):
     without = f"import sys, runpy; sys.modules[{module!r}] = None; runpy.run_path('export.py', run_name='__main__')"

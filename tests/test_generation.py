@@ -62,6 +62,7 @@ def test_cached_uncached_and_per_head_generate_pick_the_same_tokens(model, lengt
     assert tokens_differ(model, cached, torch.tensor(plain), length, range(batch), seed, filters) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(a_model, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
 def test_past_the_context_the_newest_half_goes_on_with_and_without_the_cache(model, length, steps, filters, seed):

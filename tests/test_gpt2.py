@@ -138,6 +138,7 @@ FAST = ["--draft", "ngram", "--compile"]
 ways = pytest.mark.parametrize("more", [[], pytest.param(FAST, marks=[needs_compiler, pytest.mark.slow])], ids=" ".join)
 
 
+@pytest.mark.slow
 @ways
 def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(more, gpt2):
     flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4", *more]
@@ -149,6 +150,7 @@ def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(more,
     assert result.stdout == through_a_pipe("\n---------------\n".join(map(vocabulary.decode, rows)))
 
 
+@pytest.mark.slow
 @ways
 def test_a_stop_text_ends_a_text_of_tokens(more, gpt2):
     whole = ok(sample(gpt2)).stdout
@@ -157,6 +159,7 @@ def test_a_stop_text_ends_a_text_of_tokens(more, gpt2):
         assert ok(sample(gpt2, "--stop", stop, *more, "--verify")).stdout == whole[:at]
 
 
+@pytest.mark.slow
 def test_explain_calls_tokens_tokens(gpt2):
     result = ok(sample(gpt2, "--explain"))
     assert f"prompt {PROMPT!r}: {len(BPE.encode(PROMPT))} tokens, layer 1 of 2" in result.stdout
@@ -222,6 +225,7 @@ def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, g
     assert not (folder / "harm").exists()
 
 
+@pytest.mark.slow
 def test_mistakes_at_the_command_line_are_one_line(gpt2, tmp_path):
     config(model_type="llama")(shutil.copytree(gpt2, tmp_path / "llama"))
     for flags, words in (

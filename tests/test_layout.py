@@ -3,6 +3,8 @@
 import ast
 import graphlib
 
+import pytest
+
 from helpers import ROOT, ok, run
 
 SCRIPTS = {"train", "sample", "bench", "export", "prepare", "draw"}
@@ -57,6 +59,7 @@ def test_no_import_goes_in_a_circle():
     list(graphlib.TopologicalSorter(IMPORTS).static_order())
 
 
+@pytest.mark.slow
 def test_a_script_loads_only_what_its_run_needs():
     """`train.py` loads no exporter, and `sample.py` nothing that only training needs."""
     for script, foreign in (("train", "kvgpt.export"), ("train", "kvgpt.engines"), ("sample", "kvgpt.training")):

@@ -42,6 +42,7 @@ def test_its_val_loss_is_the_one_in_the_file():
     assert loss == pytest.approx(checkpoint.best_val_loss, abs=1e-4) and loss < 1.45
 
 
+@pytest.mark.slow
 def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_path):
     script, flags = ROOT / "sample.py", ["--prompt", "O ", "--max_new_tokens", "9", "--device", "cpu"]
     result = ok(run(script, *flags, cwd=tmp_path))
@@ -63,6 +64,7 @@ def test_export_and_bench_use_it_too(tmp_path):
     assert NOTE in result.stderr and "4/4/128/256" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_readme_shows_its_text():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     command = re.search(r"^python sample\.py (.*--seed .*)$", readme, flags=re.MULTILINE)[1]

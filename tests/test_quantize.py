@@ -138,6 +138,7 @@ def test_int8_with_drafts_and_filters(model, draft, filters, seed):
 # -- sample.py ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_sample_py_writes_the_text_of_the_rounded_weights_on_every_path(trained):
     flags = ["--prompt", PROMPT, "--weights", "int8", "--max_new_tokens", 15]

@@ -22,17 +22,20 @@ def test_stdout_is_the_prompt_and_its_continuation_and_nothing_else(trained, fla
     assert ("KV cache: off" in result.stderr) == (flag == "--no-kv_cache")
 
 
+@pytest.mark.slow
 def test_filters_and_seed_reach_the_sampler(trained):
     flags = ["--temperature", "0.7", "--top_k", "9", "--top_p", "0.8", "--seed", "5", "--max_new_tokens", "12"]
     result = sample(trained, "--prompt", PROMPT, *flags)
     assert result.stdout == texts_of(trained, PROMPT, 12, temperature=0.7, top_k=9, top_p=0.8, seed=5)[0]
 
 
+@pytest.mark.slow
 def test_samples_are_separated_by_a_line_and_are_the_rows_of_one_batch(trained):
     result = sample(trained, "--prompt", PROMPT, "--num_samples", "3")
     assert result.stdout.split("\n---------------\n") == texts_of(trained, PROMPT, 100, rows=3)
 
 
+@pytest.mark.slow
 def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
     """2 layers * 2 heads * 16 head size; 13 + 19 tokens of which the last is never fed back; 2 rows; 4 bytes."""
     result = sample(trained, "--prompt", PROMPT, "--num_samples", "2")
@@ -49,12 +52,14 @@ def test_a_length_past_the_context_is_capped_and_said(trained):
     assert "500" in result.stderr and "capped at 19" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_starts_from_a_newline_and_says_so(trained):
     result = sample(trained, "--prompt", "")
     assert result.stdout == texts_of(trained, "\n", 100)[0]
     assert "prompt is empty" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--prompt", "--start"])
 def test_a_prompt_from_a_file(flag, trained, tmp_path):
     (tmp_path / "p.txt").write_bytes(PROMPT.encode())
@@ -62,6 +67,7 @@ def test_a_prompt_from_a_file(flag, trained, tmp_path):
     assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
+@pytest.mark.slow
 def test_the_flags_of_nanogpts_sample_py_work(trained):
     """The folder of the run and the device are those of `sample`."""
     flags = "--num_samples=3 --max_new_tokens=15 --temperature=0.7 --top_k=200 --seed=5 --dtype=float32 --compile=False"
@@ -71,6 +77,7 @@ def test_the_flags_of_nanogpts_sample_py_work(trained):
     assert "for the model\n" in result.stderr  # and for no step in C
 
 
+@pytest.mark.slow
 def test_it_needs_the_checkpoint_only(trained, tmp_path):
     (tmp_path / "elsewhere.pt").write_bytes((trained / "ckpt.pt").read_bytes())
     flags = ["--ckpt", tmp_path / "elsewhere.pt", "--device", "cpu", "--prompt", PROMPT]
@@ -148,6 +155,7 @@ def test_verify_matches_for_20_seeds_on_a_real_size(data_dir, tmp_path):
 # -- sample.py --compile -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("more", [[], ["--draft", "ngram"], ["--num_samples", 3, "--overflow", "slide"]])
 def test_the_compiled_step_gives_the_same_text(trained, more):
@@ -158,6 +166,7 @@ def test_the_compiled_step_gives_the_same_text(trained, more):
     assert "for the model and the step in C\n" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
 def test_without_a_compiler_one_line_says_so_and_the_text_is_the_same(trained, compiler):
     flags = ["--out_dir", trained, "--device", "cpu", "--prompt", "First "]
@@ -197,6 +206,7 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
     assert all(str(word) in captured.err for word in words), captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -48,6 +48,7 @@ def test_a_long_text_is_cut():
     assert len(pieces_of("a line\n" * PIECE)) > 5
 
 
+@pytest.mark.slow
 def test_training_a_bpe_is_deterministic():
     """Whatever order sets and threads have."""
     script = "from helpers import bpe; print(bpe())"

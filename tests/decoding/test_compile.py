@@ -251,6 +251,7 @@ def test_other_numbers_than_float32_are_refused():
 # -- which program is kept where ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anything_changes(
     tmp_path, monkeypatch, capfd
 ):

@@ -18,6 +18,7 @@ def shapes(printed):
     return [dict(re.findall(r"^    (\S.*?\S) +(\(.*?\)|none)", call, flags=re.MULTILINE)) for call in calls]
 
 
+@pytest.mark.slow
 def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained):
     """The prefill feeds T characters and each step one, so they attend to T, T + 1 and T + 2 slots."""
     result = sample(trained, "--prompt", PROMPT, "--explain")

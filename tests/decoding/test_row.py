@@ -94,6 +94,7 @@ def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():
     assert "the cat s".startswith(BPE.decode(row.ids)) and BPE.decode(row.ids).startswith("the cat")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
 def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
     """It neither stops the others nor goes on, and no draft jumps over its stop text."""
@@ -115,6 +116,7 @@ def test_a_generation_ends_when_all_rows_have_stopped(trained):
     assert int(re.search(r"([\d]+) tokens \*", result.stderr)[1]) < 20
 
 
+@pytest.mark.slow
 def test_a_stop_text_that_cannot_occur_is_one_line(trained):
     assert_one_line(sample(trained, "--stop", "O#"), "never saw '#'")
     assert_one_line(sample(trained, "--stop", ""), "--stop", "empty", code=2)

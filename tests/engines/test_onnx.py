@@ -45,6 +45,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     assert torch.equal(torch.cat((idx, *new), dim=1), model.generate(idx, steps, **sampling))
 
 
+@pytest.mark.slow
 @unix
 @pytest.mark.parametrize("exported", [True], indirect=True)
 def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):

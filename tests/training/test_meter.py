@@ -45,6 +45,7 @@ def test_the_log_has_the_norm_of_the_gradients(data_dir, tmp_path):
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
     flags = [*SMALL, "--max_iters", 4, "--log_interval", 2, "--data_dir", data_dir, "--out_dir", tmp_path]
     result = ok(child(*flags))
