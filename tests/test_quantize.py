@@ -54,6 +54,7 @@ def test_weights_are_rounded_as_finely_as_q8_0_does(N, K, seed, exponent):
     assert (
         numbers.dtype == torch.int8 and numbers.shape == (N, -(-K // BLOCK), BLOCK) and scales.dtype == torch.bfloat16
     )
+    assert (numbers.abs().amax(2) == 127).all()  # no block leaves a part of the range unused
     error = (expanded(numbers, scales, K) - weight.double()).abs()
     for n in range(N):
         for first in range(0, K, BLOCK):
