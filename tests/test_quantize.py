@@ -83,6 +83,16 @@ def test_a_block_of_zeros_stays_zero():
     assert not numbers.any() and not scales.any()
 
 
+def test_more_rows_than_are_rounded_at_a_time():
+    layer = torch.nn.Linear(3, 5000)
+    weight, rest = layer.weight.detach().clone(), torch.nn.Linear(3, 5000 - 4096)
+    rest.weight.data = weight[4096:]
+    packed, packed_rest = compiling.int8_panels(layer, 16)[0], compiling.int8_panels(rest, 16)[0]
+    assert torch.equal(packed[4096 // 16 :], packed_rest)
+    round_weights(layer)
+    assert torch.equal(layer.weight.double(), expanded(*quantize(weight), 3))
+
+
 # -- the step in C -----------------------------------------------------------------------------------------------------
 
 NETWORKS = [
