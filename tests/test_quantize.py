@@ -54,6 +54,7 @@ def test_weights_are_rounded_as_finely_as_q8_0_does(N, K, seed, exponent):
     assert (
         numbers.dtype == torch.int8 and numbers.shape == (N, -(-K // BLOCK), BLOCK) and scales.dtype == torch.bfloat16
     )
+    assert (numbers.abs().amax(2) == 127).all()  # no block leaves a part of the range unused
     error = (expanded(numbers, scales, K) - weight.double()).abs()
     for n in range(N):
         for first in range(0, K, BLOCK):
@@ -80,6 +81,16 @@ def test_rounding_twice_is_rounding_once_and_touches_matrices_only(model):
 def test_a_block_of_zeros_stays_zero():
     numbers, scales = quantize(torch.zeros(2, 40))
     assert not numbers.any() and not scales.any()
+
+
+def test_more_rows_than_are_rounded_at_a_time():
+    layer = torch.nn.Linear(3, 5000)
+    weight, rest = layer.weight.detach().clone(), torch.nn.Linear(3, 5000 - 4096)
+    rest.weight.data = weight[4096:]
+    packed, packed_rest = compiling.int8_panels(layer, 16)[0], compiling.int8_panels(rest, 16)[0]
+    assert torch.equal(packed[4096 // 16 :], packed_rest)
+    round_weights(layer)
+    assert torch.equal(layer.weight.double(), expanded(*quantize(weight), 3))
 
 
 # -- the step in C -----------------------------------------------------------------------------------------------------

@@ -96,6 +96,17 @@ def test_a_large_model_is_in_memory_once():
     assert float(ok(run("-c", MEMORY, env={"MALLOC_ARENA_MAX": "1"})).stdout) < 0.2
 
 
+def test_of_equal_logits_top_k_keeps_the_lowest_ids():
+    """Tokens 2i and 2i + 1 have the same row in the head, so every rank is a tie."""
+    model, idx = random_model(MODELS[0].config), prompts(3, 4)
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[1::2] = head[0 : len(head) // 2 * 2 : 2]
+    for k in (1, 3, 5):
+        got = Decoder(model, compile=True).generate(idx, 11, seed=k, top_k=k)
+        assert all(map(torch.equal, got, model.generate(idx, 11, seed=k, top_k=k)))
+
+
 @pytest.mark.parametrize("filters", [*FILTERS, dict(temperature=2.0, top_k=50000), dict(temperature=0.0, top_p=0.1)])
 def test_a_vocabulary_of_gpt2_gets_its_tokens(filters):
     """With it the noise, the filters and the search for the best take many vectors, and ids are far apart."""
