@@ -110,16 +110,10 @@ class Truth:
         ids[3:6, : length // 2] = ids[:3, : length // 2]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
-        # the right logits, in float64 if the model can
-        for self.exact in (torch.float64, dtype):
-            try:
-                with self.exactly():
-                    self.logits = decoder.full(self.ids).double()
-                    self.fault = self.find_fault()
-                break
-            except RuntimeError:
-                if self.exact == dtype:
-                    raise
+        try:
+            self.set_right_logits(torch.float64)
+        except RuntimeError:  # some models cannot run in it
+            self.set_right_logits(dtype)
 
         # Rounding moves logits if the batch has another shape, or if the last digits of some weights are others.
         plain = decoder.full(self.ids)
@@ -133,6 +127,12 @@ class Truth:
             with changed(modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(decoder.full(self.ids)))
         self.limit = LARGEST * self.rounding.max()
+
+    def set_right_logits(self, exact):
+        self.exact = exact
+        with self.exactly():
+            self.logits = self.decoder.full(self.ids).double()
+            self.fault = self.find_fault()
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -207,7 +207,8 @@ class Stream:
         if result.cache and self.cache is None:
             raise NotImplementedError("neither new nor step returns a cache")
         self.fed += T
-        if self.compare(logits[:, :count], rows[:, :count], positions[:, :count]) and not result.why:
+        wrong = self.compare(logits[:, :count], rows[:, :count], positions[:, :count])
+        if wrong and result.cache and not result.why:
             try:
                 result.why, result.layer = find_cause(self, calls, T, rows[:, :count], positions[:, :count])
             except Exception as error:  # a cache that is built in another way than we know
@@ -261,8 +262,8 @@ def ways_for(window, L):
     def generate(start, pads=(0,)):
         stream = start(masked=True, pads=pads)
         decoder = stream.truth.decoder
-        if stream.result.cache != "own" or not hasattr(decoder, "generate"):
-            raise NotImplementedError("it makes its own cache")
+        if stream.result.cache != "own" or not isinstance(decoder, Transformers):
+            raise NotImplementedError("we know generate() of transformers alone, with its own cache")
         rows, positions, mask = stream.next(third + n)
         ids = stream.truth.ids[rows, positions.clamp(min=0)].where(positions >= 0, stream.truth.pad)
         if stream.compare(decoder.generate(ids, mask, n + 1), rows[:, -n - 1 :], positions[:, -n - 1 :]):
@@ -516,7 +517,8 @@ def plot(report, file):
         for _, positions, error, _ in result.errors:
             axes.plot(positions.cpu(), error.cpu(), ".", markersize=2, **look)
             look |= dict(label=None, color=axes.lines[-1].get_color())
-    axes.axhspan(0, max(result.allowed or 0 for result in report.results), color="green", alpha=0.15, label="allowed")
+    allowed = max((result.allowed or 0 for result in report.results), default=0)
+    axes.axhspan(0, allowed, color="green", alpha=0.15, label="allowed")
     axes.legend(fontsize="small", markerscale=5)
     figure.savefig(file)
 
@@ -552,7 +554,6 @@ def padding_matters(truth):
     """Whether left padding changes logits even without a cache. We can only ask a model of transformers."""
     result = Result("left padding", None, None)
     if isinstance(truth.decoder, Transformers):
-        result.why = "no cache"
         Stream(truth, result, pads=PADS).feed(truth.length)
     return any((error > truth.limit).any() for _, _, error, _ in result.errors)
 
@@ -776,7 +777,7 @@ def main():
         install = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         parser.exit(2, f"check_cache: {args.model}: {type(error).__name__}: {first_line(error)}{install}\n")
     if args.json:
-        results = [{**vars(result), "errors": None} for result in report.results]
+        results = [{key: x for key, x in vars(result).items() if key != "errors"} for result in report.results]
         print(json.dumps({**vars(report), "exit_code": report.exit_code, "results": results}))
     else:
         print(report)

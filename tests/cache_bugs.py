@@ -273,6 +273,20 @@ def a_token_is_fed_twice(patch):
     return Decoder("learned")
 
 
+@bug("for 2 tokens, not 3 for 1", "each step feeds the token before again, together with the new one")
+def a_step_feeds_two_tokens(patch):
+    step = Decoder.step
+
+    def broken(self, ids, cache, mask, pos):
+        last, cache.last = getattr(cache, "last", None), ids[:, -1:]
+        if last is None or mask is not None or ids.size(1) > 1 or len(last) != len(ids):
+            return step(self, ids, cache, mask, pos)
+        return step(self, torch.cat((last, ids), 1), cache, mask, torch.cat((pos - 1, pos), 1))[:, 1:]
+
+    patch(Decoder, "step", broken)
+    return Decoder()
+
+
 @bug(WRONG_KEY, "positions are counted in bfloat16, so they are coarse from 256 on; here from 32 on")
 def coarse_positions(patch):
     rotate = Attention.rotate
@@ -339,8 +353,8 @@ def generate_feeds(patch, change):
 
     prepare = LlamaForCausalLM.prepare_inputs_for_generation
 
-    def broken(self, ids, **given):
-        return change(prepare(self, ids, **given), ids)
+    def broken(self, ids, **kwargs):  # generate() looks for this name
+        return change(prepare(self, ids, **kwargs), ids)
 
     patch(LlamaForCausalLM, "prepare_inputs_for_generation", broken)
     return tiny("llama")
