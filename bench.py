@@ -35,7 +35,7 @@ from kvgpt.decoding.verify import near_tie
 from kvgpt.files import write_atomically
 from kvgpt.peers import llama2c_run, transformers_run
 from kvgpt.quantize import round_weights
-from kvgpt.vocabulary import character_vocabulary
+from kvgpt.tokenizer import CharTokenizer
 from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
 
 VARIANTS = {
@@ -122,7 +122,7 @@ def onnx_stream(model):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "model.onnx"
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
-        write_onnx(copy.deepcopy(model).cpu(), character_vocabulary(chars), file)
+        write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
         engine = OnnxGPT(file)
     return lambda idx, steps, seed: engine.stream(idx.cpu(), steps, seed=seed)
 

@@ -41,7 +41,7 @@ def main():
         fail(f"--format {args.format} needs more packages: pip install {' '.join(packages)}")
     with one_line_errors():
         checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
-        model, vocabulary = checkpoint.build_language_model()
+        model, tokenizer = checkpoint.build_language_model()
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the lock is beside the folder and not in it, because people publish all that is in there
@@ -49,15 +49,15 @@ def main():
         if args.format == "onnx":
             from kvgpt.export.onnx import export_onnx
 
-            export_onnx(model, vocabulary, folder)
+            export_onnx(model, tokenizer, folder)
         elif args.format == "hf":
             from kvgpt.export.hf import export_hf
 
-            export_hf(model, vocabulary, folder)
+            export_hf(model, tokenizer, folder)
         else:
             from kvgpt.export.web import export_web
 
-            export_web(model, vocabulary, checkpoint, folder)
+            export_web(model, tokenizer, checkpoint, folder)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def refuse_conflicts(args, error):
 
 
 def open_engine(args):
-    """Return (engine, model, vocabulary, ngrams).
+    """Return (engine, model, tokenizer, ngrams).
 
     engine  generates: a GPT, an OnnxGPT or a HuggingFaceGPT
     model   the GPT that --verify generates with once more; None without --verify
@@ -142,17 +142,17 @@ def open_engine(args):
     if args.engine == "torch":
         device = pick_device(args.device)
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
-        model, vocabulary = ckpt.build_language_model()
+        model, tokenizer = ckpt.build_language_model()
         if args.weights == "int8":
             round_weights(model)
         model.to(device, getattr(torch, args.dtype))
-        return model, model, vocabulary, ckpt.ngrams if args.draft else None
+        return model, model, tokenizer, ckpt.ngrams if args.draft else None
 
     if args.engine == "hf":
         from kvgpt.engines.hf import HuggingFaceGPT
 
         engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
-        return engine, engine, engine.vocabulary, None
+        return engine, engine, engine.tokenizer, None
 
     from kvgpt.engines.onnx import OnnxGPT, weights_sha256
 
@@ -163,10 +163,10 @@ def open_engine(args):
         model, _ = load_model(checkpoint)
         if weights_sha256(model) != engine.weights_sha256:
             raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
-    return engine, model, engine.vocabulary, None
+    return engine, model, engine.tokenizer, None
 
 
-def read_prompt(prompt, vocabulary):
+def read_prompt(prompt, tokenizer):
     """Return the prompt's token ids. Exits with one line for a file that cannot be read, or an unknown character."""
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs the name of a file after the colon")
@@ -177,10 +177,10 @@ def read_prompt(prompt, vocabulary):
         except UnicodeDecodeError:
             fail(f"the prompt in {name} is not UTF-8")
     if not prompt:
-        prompt = vocabulary.start
+        prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
     with one_line_errors():
-        return vocabulary.encode(prompt)
+        return tokenizer.encode(prompt)
 
 
 def choose_num_new(args, lengths, block_size, unit):
@@ -271,13 +271,13 @@ def step_work(args, engine, decoder, num_rows):
     return num_rows * tokens * sum(p.numel() for p in engine.parameters())
 
 
-def compare(args, model, vocabulary, prompts, texts, num_new, sampling, seconds):
+def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
     """Generate again, without the cache or with it, and compare. Returns whether the texts are the same.
 
     seconds  that the texts, lists of ids, took
     """
     began = time.perf_counter()
-    same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, vocabulary, args.stop)
+    same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, tokenizer, args.stop)
     for line in lines:
         note(f"verify: {line}")
     both = seconds, time.perf_counter() - began
@@ -295,14 +295,14 @@ def main():
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
     with one_line_errors():
-        engine, model, vocabulary, ngrams = open_engine(args)
+        engine, model, tokenizer, ngrams = open_engine(args)
     block_size = engine.config.block_size
-    args.prompt = args.prompt or [vocabulary.start]
-    prompts = [read_prompt(prompt, vocabulary) for prompt in args.prompt]
+    args.prompt = args.prompt or [tokenizer.default_prompt]
+    prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt]
     with one_line_errors():
         for stop in args.stop:  # one that the model cannot write would never end a text
-            vocabulary.encode(stop)
-    num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size, vocabulary.unit)
+            tokenizer.encode(stop)
+    num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size, tokenizer.unit)
 
     # one row per sample: the samples of the first prompt, then those of the next
     device = model.lm_head.weight.device if args.engine == "torch" else torch.device("cpu")
@@ -310,11 +310,11 @@ def main():
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     if args.explain:
-        explain(model, vocabulary, prompts[0][None], min(3, num_new), **vars(sampling))
+        explain(model, tokenizer, prompts[0][None], min(3, num_new), **vars(sampling))
         return
 
     # generate
-    rows = [Row(prompt.tolist(), vocabulary, args.stop) for prompt in prompts]
+    rows = [Row(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
     most = math.inf if args.overflow == "slide" else block_size
     goals = [min(len(prompt) + num_new, max(most, len(prompt))) for prompt in prompts]
     decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" else None
@@ -338,7 +338,7 @@ def main():
         note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
     if args.verify:
         with share_cores():
-            same = compare(args, model, vocabulary, prompts, texts, most_new, sampling, timing.times[-1])
+            same = compare(args, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
         sys.exit(0 if same else 1)
 
 

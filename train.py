@@ -184,9 +184,9 @@ def train(config, data, state, ranks, run, meter, signals):
 
 def sample(config, data, state):
     """Return a text of 300 new tokens, or as many as fit the context. The run goes on as if we had not asked."""
-    vocabulary = data.vocabulary
-    start = torch.tensor([vocabulary.encode(vocabulary.start)], device=state.device)
-    return vocabulary.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
+    tokenizer = data.tokenizer
+    start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=state.device)
+    return tokenizer.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -208,11 +208,11 @@ def load_source(init_from, ranks, run):
 def load_text(config, source, run):
     """Return the Dataset of a run. Raises ValueError if it is not the text that `source` was trained on."""
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-    theirs = source.build_vocabulary() if source else None
+    theirs = source.build_tokenizer() if source else None
     data = load_dataset(data_dir, config.block_size)
     if not source:
         return data
-    same_tokens = theirs.stored == data.vocabulary.stored
+    same_tokens = theirs.state_dict() == data.tokenizer.state_dict()
     if config.init_from == "resume" and not (same_tokens and source.training.get("data_sha256") == data.sha256):
         raise ValueError(
             f"{data_dir} holds another text than the run in {run.path} was trained on: "
@@ -255,7 +255,7 @@ def setup(flags, ranks, run):
     # text and weights
     data = load_text(config, source, run)
     try:
-        vocab_size = source.model_args["vocab_size"] if source else len(data.vocabulary.names)
+        vocab_size = source.model_args["vocab_size"] if source else len(data.tokenizer.vocab)
         model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
     except ValueError as error:  # it begins with the name of a field, which is a flag
         raise ValueError(f"--{error} (--help lists the flags)") from None
@@ -314,7 +314,7 @@ def main():
     if config.ngram_targets:
         data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
         if not data.ngram_targets:
-            unit = data.vocabulary.unit
+            unit = data.tokenizer.unit
             print(f"the text is too long, or has too many distinct {unit}, for n-gram targets: training without")
 
     # other processes
@@ -327,7 +327,7 @@ def main():
         header = dict(
             model_args=asdict(state.model.config),
             config=asdict(config),
-            **data.vocabulary.stored,
+            **data.tokenizer.state_dict(),
             data_sha256=data.sha256,
             # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
             ngrams=count_ngrams(data.train, state.model.config.vocab_size, state.num_parameters() // 16),
@@ -335,8 +335,8 @@ def main():
         run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-            counted = run.begin(state.step, header, data.vocabulary.unit)
-    print(describe(config, state, ranks, data.vocabulary.unit), flush=True)
+            counted = run.begin(state.step, header, data.tokenizer.unit)
+    print(describe(config, state, ranks, data.tokenizer.unit), flush=True)
     meter = Meter(config, state, ranks, *counted)
 
     # train

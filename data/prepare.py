@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, run_main
 from kvgpt.files import sha256
+from kvgpt.tokenizer import CharTokenizer, read_tokenizer, tokenizer_from_json, train_bpe
 from kvgpt.training.data import id_type, load_dataset, write_prepared
-from kvgpt.vocabulary import character_vocabulary, read_tokenizer, tokenizer_vocabulary, train_bpe
 
 HERE = Path(__file__).resolve().parent
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -75,17 +75,17 @@ def prepared(data_dir):
         return {}
 
 
-def make_vocabulary(text, tokenizer, vocab_size):
-    """Return the Vocabulary that the flags name. Raises ValueError.
+def make_tokenizer(text, name, vocab_size):
+    """Return the tokenizer that --tokenizer names. Raises ValueError.
 
-    text       the whole of it. A BPE learns from the part for training only
-    tokenizer  None: characters; "bpe"; or the name of a folder or file
+    text  the whole of it. A BPE learns from the part for training only
+    name  None: characters; "bpe"; or a folder or file
     """
-    if tokenizer is None:
-        return character_vocabulary("".join(sorted(set(text))))
-    if tokenizer == "bpe":
-        return tokenizer_vocabulary(train_bpe(split(text)[0], vocab_size))
-    return tokenizer_vocabulary(read_tokenizer(Path(tokenizer)))
+    if name is None:
+        return CharTokenizer("".join(sorted(set(text))))
+    if name == "bpe":
+        return tokenizer_from_json(train_bpe(split(text)[0], vocab_size))
+    return tokenizer_from_json(read_tokenizer(Path(name)))
 
 
 def split(text):
@@ -94,12 +94,12 @@ def split(text):
     return text[:n], text[n:]
 
 
-def encode(text, vocabulary):
+def encode(text, tokenizer):
     """Return the ids of the two parts of a text: arrays."""
-    return [np.array(vocabulary.encode(part) if part else [], id_type(vocabulary)) for part in split(text)]
+    return [np.array(tokenizer.encode(part) if part else [], id_type(tokenizer)) for part in split(text)]
 
 
-def write(data_dir, source, raw, tokenizer, vocab_size):
+def write(data_dir, source, raw, name, vocab_size):
     """Write the files for the text `raw`, bytes that came from `source`, and print its size."""
     try:
         text = raw.decode("utf-8-sig")
@@ -108,35 +108,35 @@ def write(data_dir, source, raw, tokenizer, vocab_size):
     if not text:
         fail(f"{source} is empty")
     with one_line_errors():
-        vocabulary = make_vocabulary(text, tokenizer, vocab_size)
-        train, val = encode(text, vocabulary)
-    more, kinds = {}, f"{len(vocabulary.names):,} distinct"
-    if tokenizer:
-        more["tokenizer_from"] = tokenizer_from(tokenizer, vocab_size)
-    if vocabulary.unit == "tokens":  # the number of bytes lets us compare losses, whatever a token is
+        tokenizer = make_tokenizer(text, name, vocab_size)
+        train, val = encode(text, tokenizer)
+    more, kinds = {}, f"{len(tokenizer.vocab):,} distinct"
+    if name:
+        more["tokenizer_from"] = tokenizer_from(name, vocab_size)
+    if tokenizer.unit == "tokens":  # the number of bytes lets us compare losses, whatever a token is
         more["val_bytes"] = len(split(text)[1].encode())
-        kinds = f"{len(vocabulary.names):,} tokens"
-    write_prepared(data_dir, vocabulary, train, val, source, raw, **more)
+        kinds = f"{len(tokenizer.vocab):,} tokens"
+    write_prepared(data_dir, tokenizer, train, val, source, raw, **more)
     print(f"source: {source}")
     print(f"{len(text):,} characters, {kinds}; train {len(train):,}, val {len(val):,}: {data_dir}")
 
 
-def tokenizer_from(tokenizer, vocab_size):
+def tokenizer_from(name, vocab_size):
     """Return what meta.json says about the origin of the tokenizer, or None if tokens are characters."""
-    if tokenizer is None:
+    if name is None:
         return None
-    return f"bpe of {vocab_size}" if tokenizer == "bpe" else os.path.abspath(tokenizer)
+    return f"bpe of {vocab_size}" if name == "bpe" else os.path.abspath(name)
 
 
 def hold_out(data_dir):
     """Split the training text in data_dir once more, into data_dir/dev, with the same tokens and ids."""
     with one_line_errors():
         data = load_dataset(data_dir, block_size=1)
-    (train, val), decode = split(data.train), data.vocabulary.decode
+    (train, val), decode = split(data.train), data.tokenizer.decode
     source, dev, text = f"the training text in {data_dir}", data_dir / "dev", decode(data.train.tolist())
     more = {} if data.val_bytes is None else dict(val_bytes=len(decode(val.tolist()).encode()))
-    write_prepared(dev, data.vocabulary, train, val, source, text.encode(), **more)
-    print(f"train {len(train):,}, val {len(val):,} {data.vocabulary.unit}: {dev}")
+    write_prepared(dev, data.tokenizer, train, val, source, text.encode(), **more)
+    print(f"train {len(train):,}, val {len(val):,} {data.tokenizer.unit}: {dev}")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from kvgpt.cli import first_line
 from kvgpt.files import write_atomically
 from kvgpt.huggingface import blank_model, read_folder, tie
-from kvgpt.vocabulary import read_tokenizer, read_vocabulary
+from kvgpt.tokenizer import read_tokenizer, tokenizer_from_state
 from model import GPTConfig
 
 
@@ -20,18 +20,18 @@ from model import GPTConfig
 class Checkpoint:
     """What is in a checkpoint file, ours or nanoGPT's, or in a Hugging Face folder.
 
-    weights        the state_dict of a GPT
-    model_args     the fields of GPTConfig
-    stored         what the file keeps of the Vocabulary; None in a nanoGPT checkpoint
-    ngrams         n-gram counts of the training text, for --draft ngram; None if there are none
-    best_val_loss  NaN if unknown
-    training       everything else in the file: what train.py needs to resume
+    weights          the state_dict of a GPT
+    model_args       the fields of GPTConfig
+    tokenizer_state  its state_dict; None in a nanoGPT checkpoint
+    ngrams           n-gram counts of the training text, for --draft ngram; None if there are none
+    best_val_loss    NaN if unknown
+    training         everything else in the file: what train.py needs to resume
     """
 
     path: Path
     weights: dict
     model_args: dict
-    stored: dict | None = None
+    tokenizer_state: dict | None = None
     ngrams: dict | None = None
     best_val_loss: float = math.nan
     training: dict = field(default_factory=dict)
@@ -51,22 +51,22 @@ class Checkpoint:
         check_finite(model, self.path)
         return model
 
-    def build_vocabulary(self):
-        """Return the Vocabulary. Raises ValueError if there is none, or if the weights are of another one."""
-        if self.stored is None:
+    def build_tokenizer(self):
+        """Return the tokenizer. Raises ValueError if there is none, or if the weights are of another one."""
+        if self.tokenizer_state is None:
             where = "nanoGPT keeps it in meta.pkl, and sample.py and export.py take --meta meta.pkl"
             raise ValueError(f"{self.path} has no vocabulary in it: {where}")
         try:
-            vocabulary = read_vocabulary(self.stored)
+            tokenizer = tokenizer_from_state(self.tokenizer_state)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
-        vocabulary.check(self.model_args["vocab_size"], self.path)
-        return vocabulary
+        tokenizer.check_weights(self.model_args["vocab_size"], self.path)
+        return tokenizer
 
     def build_language_model(self):
-        """Return (model in eval mode, its Vocabulary). Raises ValueError if the two do not fit together."""
-        vocabulary = self.build_vocabulary()
-        return self.build_model().eval(), vocabulary
+        """Return (model in eval mode, its tokenizer). Raises ValueError if the two do not fit together."""
+        tokenizer = self.build_tokenizer()
+        return self.build_model().eval(), tokenizer
 
     def crop(self, block_size):
         """Return a Checkpoint whose model has a shorter context: the first rows of a table of learned positions."""
@@ -98,14 +98,14 @@ def load_checkpoint(path, meta=None):
     """
     path = Path(path)
     if path.is_dir():
-        weights, model_args, stored = read_folder(path)
-        return Checkpoint(path, weights, model_args, stored)
+        weights, model_args, tokenizer_state = read_folder(path)
+        return Checkpoint(path, weights, model_args, tokenizer_state)
     if not path.is_file():
         hint = "train one first (python train.py), or name another"
         if path.name.startswith("gpt2"):
             hint = f"hf download openai-community/{path.name} --local-dir {path} makes that folder"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
-    stored = read_meta(Path(meta)) if meta else None
+    tokenizer_state = read_meta(Path(meta)) if meta else None
     try:
         check_crc(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -119,7 +119,7 @@ def load_checkpoint(path, meta=None):
             path=path,
             weights=weights,
             model_args=dict(content.pop("model_args")),
-            stored=stored or in_file,
+            tokenizer_state=tokenizer_state or in_file,
             ngrams=content.pop("ngrams", None),
             best_val_loss=float(content.pop("best_val_loss", math.nan)),  # nanoGPT saves a tensor
             training=content,
@@ -140,7 +140,7 @@ def check_crc(path):
 
 
 def load_model(path, meta=None):
-    """Return (model, vocabulary) of a checkpoint: the GPT on the CPU in eval mode, and its Vocabulary.
+    """Return (model, tokenizer) of a checkpoint: the GPT on the CPU in eval mode, and its tokenizer.
 
     It takes the same arguments as load_checkpoint, and raises the same errors.
     """
@@ -155,7 +155,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta(path):
-    """Return what a checkpoint would keep of the Vocabulary in nanoGPT's meta.pkl, or in a tokenizer's folder or file.
+    """Return what a checkpoint would keep of the tokenizer in nanoGPT's meta.pkl, or in a tokenizer's folder or file.
 
     Raises ValueError.
     """

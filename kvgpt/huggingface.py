@@ -12,7 +12,7 @@ import torch
 
 from kvgpt.cli import first_line
 from kvgpt.files import check_folder
-from kvgpt.vocabulary import read_tokenizer, tokenizer_vocabulary
+from kvgpt.tokenizer import read_tokenizer, tokenizer_from_json
 from model import GPT, GPTConfig
 
 # Our settings and theirs.
@@ -83,9 +83,9 @@ def their_parts(model):
 
 
 def read_folder(folder):
-    """Return (weights, model_args, stored) of a folder with a GPT-2, or with a StableLM as we export it.
+    """Return (weights, model_args, tokenizer_state) of a folder with a GPT-2, or with a StableLM as we export it.
 
-    They are those of a Checkpoint: the state_dict, the fields of GPTConfig, and what a file keeps of the Vocabulary.
+    They are those of a Checkpoint: the state_dict, the fields of GPTConfig, and what a file keeps of the tokenizer.
     We read the files without transformers, so a network that model.py does not have is an error, not an approximation.
     Raises ValueError, with one line that says why, for such a network and for a folder that cannot be read.
     """
@@ -96,14 +96,14 @@ def read_folder(folder):
         tensors = tensor_readers(folder)
         config = GPTConfig(**read_config(settings, tensors))
         weights = from_transformers(tensors, config)
-        stored = tokenizer_vocabulary(read_tokenizer(folder)).stored
+        tokenizer_state = tokenizer_from_json(read_tokenizer(folder)).state_dict()
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is no Hugging Face folder: {first_line(error)}") from None
     except KeyError as error:
         raise ValueError(f"{folder} cannot be read: it lacks {error}") from None
     except Exception as error:  # a damaged file can raise nearly anything
         raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
-    return weights, asdict(config), stored
+    return weights, asdict(config), tokenizer_state
 
 
 def flat_settings(settings):

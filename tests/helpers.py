@@ -23,11 +23,11 @@ from kvgpt.checkpoint import load_model, save_checkpoint
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.verify import near_tie, text_context_start
 from kvgpt.recipes import TrainConfig
+from kvgpt.tokenizer import CharTokenizer, train_bpe
 from kvgpt.training.data import Dataset
 from kvgpt.training.state import TrainState, pick_dtype
-from kvgpt.vocabulary import character_vocabulary, train_bpe
 from model import GPT, GPTConfig, Head, Sampling
-from prepare import encode, make_vocabulary
+from prepare import encode, make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "data" / "sample.txt"
@@ -204,11 +204,11 @@ def tiny_run(**settings):
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
     config = TrainConfig(**(sizes | settings))
     text = "the quick brown fox jumps over the lazy dog\n" * 20
-    vocabulary = make_vocabulary(text, None, None)
+    tokenizer = make_tokenizer(text, None, None)
     torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(vocab_size=len(vocabulary.names), **config.model_args()))
+    model = GPT(GPTConfig(vocab_size=len(tokenizer.vocab), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(vocabulary, *encode(text, vocabulary), sha256={}), state
+    return config, Dataset(tokenizer, *encode(text, tokenizer), sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ def sample(out_dir, *flags, **kwargs):
 
 def texts_of(out_dir, prompt, steps, rows=1, **sampling):
     """Return one text per row, prompt and continuation, by GPT.generate instead of sample.py's command line."""
-    model, vocabulary = load_model(out_dir / "ckpt.pt")
-    idx = torch.tensor([vocabulary.encode(prompt)]).repeat(rows, 1)
+    model, tokenizer = load_model(out_dir / "ckpt.pt")
+    idx = torch.tensor([tokenizer.encode(prompt)]).repeat(rows, 1)
     out = model.generate(idx, steps, kv_cache=False, **{"seed": 1337, **sampling})
-    return [vocabulary.decode(row) for row in out.tolist()]
+    return [tokenizer.decode(row) for row in out.tolist()]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def without_minus_one(ragged, blocks):
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 CHARS = "\n !abcdefgé😀"
-VOCABULARY = character_vocabulary(CHARS)
+TOKENIZER = CharTokenizer(CHARS)
 SIZE = dict(block_size=24, vocab_size=len(CHARS), n_layer=2, n_head=4, n_embd=32, bias=False)
 # networks that transformers' classes of these names compute, and one that no class of transformers computes
 GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")

@@ -29,7 +29,7 @@ WHOLE = saved(CONTENT)
 
 def content_of(ckpt):
     """The content of a Checkpoint in the layout of the file."""
-    named = dict(model=ckpt.weights, model_args=ckpt.model_args, ngrams=ckpt.ngrams, **ckpt.stored)
+    named = dict(model=ckpt.weights, model_args=ckpt.model_args, ngrams=ckpt.ngrams, **ckpt.tokenizer_state)
     return {**named, "best_val_loss": ckpt.best_val_loss, **ckpt.training}
 
 
@@ -39,9 +39,9 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     ckpt = load_checkpoint(path)
     assert ckpt.path == path and same(content_of(ckpt), CONTENT)
     assert same(ckpt.build_model().state_dict(), CONTENT["model"])
-    model, vocabulary = load_model(path)
+    model, tokenizer = load_model(path)
     assert same(model.state_dict(), CONTENT["model"])
-    assert vocabulary.stored == {"chars": CONTENT["chars"]} and not model.training
+    assert tokenizer.state_dict() == {"chars": CONTENT["chars"]} and not model.training
     assert vars(model.config) == vars(GPTConfig(**ARGS))
     assert same(ckpt.ngrams, CONTENT["ngrams"])
 
@@ -49,7 +49,7 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
 def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
     save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
     ckpt = load_checkpoint(tmp_path / "ckpt.pt")
-    assert (ckpt.stored, ckpt.ngrams, ckpt.training) == (None, None, {}) and math.isnan(ckpt.best_val_loss)
+    assert (ckpt.tokenizer_state, ckpt.ngrams, ckpt.training) == (None, None, {}) and math.isnan(ckpt.best_val_loss)
     with pytest.raises(ValueError, match="--meta"):
         ckpt.build_language_model()
 

@@ -163,7 +163,7 @@ def test_the_stored_training_has_todays_settings():
 
     command = re.search(r"!python train\.py (.*)", sources()["train"]).group(1)
     config = resolve_config(parse_flags("", command.format(data_dir="data", out_dir="out").split()), on_gpu=False)
-    vocab_size = len(load_model(PRETRAINED)[1].names)  # of tiny Shakespeare, too
+    vocab_size = len(load_model(PRETRAINED)[1].vocab)  # of tiny Shakespeare, too
     model = train.GPT(train.GPTConfig(vocab_size=vocab_size, **config.model_args()))
     today = train.describe(config, TrainState(model, config, CPU, pick_dtype(config.dtype, CPU)), Ranks(), "characters")
     line, rest = printed(nbformat.read(NOTEBOOK, 4))["train"].split("\n", 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import CHARS, STABLELM, VOCABULARY, load, save_model, saved, tiny
+from helpers import CHARS, STABLELM, TOKENIZER, load, save_model, saved, tiny
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.engines.hf import HuggingFaceGPT
 from kvgpt.engines.onnx import OnnxGPT
@@ -27,9 +27,9 @@ def whole(tmp_path_factory):
     nano = load(folder / "ckpt.pt")
     torch.save({name: nano[name] for name in ("model", "model_args")}, folder / "nano.pt")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(CHARS))}))
-    write_onnx(model, VOCABULARY, folder / "model.onnx")
+    write_onnx(model, TOKENIZER, folder / "model.onnx")
     (folder / "hf").mkdir()
-    write_folder(model, VOCABULARY, folder / "hf")
+    write_folder(model, TOKENIZER, folder / "hf")
     return folder
 
 

@@ -65,8 +65,8 @@ def test_the_engine_gives_the_text_of_pytorch(exported, tmp_path):
 
 @pytest.mark.slow
 def test_engine_mistakes_are_one_line(exported, tmp_path):
-    model, vocabulary = load_model(exported / "ckpt.pt")
-    write_onnx(GPT(replace(model.config, block_size=16)).eval(), vocabulary, tmp_path / "other.onnx")
+    model, tokenizer = load_model(exported / "ckpt.pt")
+    write_onnx(GPT(replace(model.config, block_size=16)).eval(), tokenizer, tmp_path / "other.onnx")
     for flags, words in (
         (["--prompt", "one"], ["--engine onnx", "3 and 13"]),
         (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "export.py"]),
@@ -82,12 +82,12 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
     folder = tmp_path / "hf"
     assert_sums_fit(folder)
     assert_tells_no_paths((path for path in folder.rglob("*") if path.is_file()), tmp_path)
-    model, vocabulary = load_model(trained / "ckpt.pt")
+    model, tokenizer = load_model(trained / "ckpt.pt")
     back = load_checkpoint(folder)
-    ids = torch.arange(32)[None] % len(vocabulary.names)
+    ids = torch.arange(32)[None] % len(tokenizer.vocab)
     with torch.no_grad():
         logits = model(ids)[0]
-        assert back.stored == vocabulary.stored and torch.equal(back.build_model().eval()(ids)[0], logits)
+        assert back.tokenizer_state == tokenizer.state_dict() and torch.equal(back.build_model().eval()(ids)[0], logits)
         torch.testing.assert_close(OnnxGPT(folder / GRAPH)(ids)[0], logits, atol=1e-4, rtol=0)
 
 

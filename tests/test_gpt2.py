@@ -29,10 +29,10 @@ from helpers import (
     write_gpt2,
 )
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.vocabulary import tokenizer_vocabulary
+from kvgpt.tokenizer import tokenizer_from_json
 
 PROMPT = "The cat sat né"
-BPE = tokenizer_vocabulary(bpe())
+BPE = tokenizer_from_json(bpe())
 
 
 def sample(folder, *flags):
@@ -92,14 +92,14 @@ def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
     )
     hf = write_gpt2(tmp_path, seed, **settings)
     LAYOUTS[seed % 4](tmp_path)
-    model, vocabulary = load_model(tmp_path)
+    model, tokenizer = load_model(tmp_path)
     context = settings["n_positions"]
     ids = torch.randint(512, (3, context), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         ours, theirs = model(ids)[0], hf(ids).logits
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
     assert torch.equal(model.generate(ids[:1, :4], context, temperature=0), greedy(hf, ids[:1, :4], context))
-    assert vocabulary.stored == BPE.stored
+    assert tokenizer.state_dict() == BPE.state_dict()
 
 
 def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
@@ -144,10 +144,10 @@ def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(more,
     flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4", *more]
     result = ok(sample(gpt2, *flags, "--verify"))
     assert "3 of 3 samples match" in result.stderr or "near-tie" in result.stderr
-    model, vocabulary = load_model(gpt2)
-    idx = torch.tensor([vocabulary.encode(PROMPT)]).repeat(3, 1)
+    model, tokenizer = load_model(gpt2)
+    idx = torch.tensor([tokenizer.encode(PROMPT)]).repeat(3, 1)
     rows = model.generate(idx, 90, seed=4, overflow="slide").tolist()
-    assert result.stdout == through_a_pipe("\n---------------\n".join(map(vocabulary.decode, rows)))
+    assert result.stdout == through_a_pipe("\n---------------\n".join(map(tokenizer.decode, rows)))
 
 
 @pytest.mark.slow
@@ -270,11 +270,11 @@ def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_b
     assert ckpt["model_args"]["block_size"] == 16 and not same(ckpt["model"]["lm_head.weight"], first["lm_head.weight"])
     ok(run("export.py", "--format", "hf", "--ckpt", whole / "ckpt.pt", "--out_dir", tmp_path, timeout=300))
     hf, tokenizer = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    model, vocabulary = load_model(whole / "ckpt.pt")
+    model, tokenizer = load_model(whole / "ckpt.pt")
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    assert ids[0].tolist() == vocabulary.encode(PROMPT) and tokenizer.decode(ids[0]) == PROMPT
+    assert ids[0].tolist() == tokenizer.encode(PROMPT) and tokenizer.decode(ids[0]) == PROMPT
     assert torch.equal(greedy(hf.eval(), ids, 16), model.generate(ids, 16, temperature=0))
-    assert load_checkpoint(tmp_path / "hf").stored == load_checkpoint(gpt2).stored
+    assert load_checkpoint(tmp_path / "hf").tokenizer_state == load_checkpoint(gpt2).tokenizer_state
 
 
 def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path):
@@ -320,7 +320,7 @@ def test_a_nanogpt_checkpoint_of_gpt2s_tokens_takes_the_folder_of_the_tokenizer(
     model, _ = load_model(gpt2)
     args = dict(block_size=48, vocab_size=512, n_layer=2, n_head=4, n_embd=32, bias=True, dropout=0.0)
     torch.save({"model": model.state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
-    ours, vocabulary = load_model(tmp_path / "ckpt.pt", gpt2)
-    assert vocabulary.stored == BPE.stored and ours.config.activation == "gelu"
+    ours, tokenizer = load_model(tmp_path / "ckpt.pt", gpt2)
+    assert tokenizer.state_dict() == BPE.state_dict() and ours.config.activation == "gelu"
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")

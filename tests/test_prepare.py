@@ -20,8 +20,8 @@ import prepare
 from helpers import SAMPLE, assert_one_line, bpe, contents, ok, tree
 from kvgpt.cli import run_main
 from kvgpt.files import lock_folder
+from kvgpt.tokenizer import train_bpe
 from kvgpt.training.data import load_dataset
-from kvgpt.vocabulary import train_bpe
 
 CLOSED = "http://127.0.0.1:9"
 BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath\0 perced to the 😀\n\n ".encode() * 20
@@ -120,7 +120,7 @@ def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(call, t
     ok(call("--input", text, "--data_dir", tmp_path))
     ok(call("--hold_out", "--data_dir", tmp_path))
     data, dev = (load_dataset(folder, block_size=8) for folder in (tmp_path, tmp_path / "dev"))
-    assert dev.vocabulary.stored == data.vocabulary.stored and len(dev.train) == int(0.9 * len(data.train))
+    assert dev.tokenizer.state_dict() == data.tokenizer.state_dict() and len(dev.train) == int(0.9 * len(data.train))
     assert [*dev.train, *dev.val] == [*data.train]
 
 
@@ -161,8 +161,8 @@ def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
         assert_tokens(tmp_path / "data", BODY, Tokenizer.from_str(bpe()))
     ok(call("--hold_out", "--data_dir", tmp_path / "data"))
     data, dev = (load_dataset(folder, 1) for folder in (tmp_path / "data", tmp_path / "data" / "dev"))
-    assert [*dev.train, *dev.val] == [*data.train] and dev.vocabulary.stored == data.vocabulary.stored
-    assert dev.val_bytes == len(data.vocabulary.decode(dev.val.tolist()).encode())
+    assert [*dev.train, *dev.val] == [*data.train] and dev.tokenizer.state_dict() == data.tokenizer.state_dict()
+    assert dev.val_bytes == len(data.tokenizer.decode(dev.val.tolist()).encode())
 
 
 def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path):

@@ -150,7 +150,7 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
-    source = Checkpoint(path=Path("out/hf"), weights={}, model_args=asdict(args), stored={"chars": "abcdefg"})
+    source = Checkpoint(path=Path("out/hf"), weights={}, model_args=asdict(args), tokenizer_state={"chars": "abcdefg"})
     config = resolve_config(dict(init_from="out/hf", dropout=0.1), on_gpu=False, source=source)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.ngram_targets is config.mtp_weight is None

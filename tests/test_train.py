@@ -41,10 +41,10 @@ from helpers import (
     unix,
 )
 from kvgpt.checkpoint import load_model
+from kvgpt.tokenizer import CharTokenizer
 from kvgpt.training.data import load_dataset
 from kvgpt.training.dist import Ranks
 from kvgpt.training.objective import ngram_targets
-from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig
 from train import compile_module, get_batch, train_step
 
@@ -216,10 +216,10 @@ def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
         rows = list(csv.DictReader(f))
     assert list(rows[0]) == ["tokens" if name == "chars" else name for name in HEADER] + ["val_bpb"]
     assert [int(row["tokens"]) for row in rows] == [3 * 64, 6 * 64, 9 * 64]
-    model, vocabulary = load_model(whole / "last.pt")
+    model, tokenizer = load_model(whole / "last.pt")
     val = load_dataset(data, 16).val
     text = SAMPLE.read_text(encoding="utf-8")
-    assert vocabulary.decode(val.tolist()) == text[int(0.9 * len(text)) :]
+    assert tokenizer.decode(val.tolist()) == text[int(0.9 * len(text)) :]
     nats = plain_val_loss(model, val, 16)
     bits = nats / math.log(2) * len(val) / len(text[int(0.9 * len(text)) :].encode())
     assert float(rows[-1]["val_loss"]) == pytest.approx(nats, rel=1e-5)
@@ -227,8 +227,8 @@ def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     assert f"val {nats:.4f} ({bits:.4f} bits per byte)" in result.stdout and " of 64 tokens\n" in result.stdout
     assert re.search(r"^best val loss \d\.\d{4} \(\d\.\d{4} bits per byte\): ", result.stdout, re.MULTILINE)
     written = (whole / "samples.txt").read_text(encoding="utf-8").split("===\n")[1]
-    start = torch.tensor([vocabulary.encode("\n")])
-    assert written.startswith("\n") and len(vocabulary.encode(written)) >= start.size(1)
+    start = torch.tensor([tokenizer.encode("\n")])
+    assert written.startswith("\n") and len(tokenizer.encode(written)) >= start.size(1)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_compiled_step_is_the_plain_step():
     weights, losses = [], []
     for compiled in (False, True):
         config, data, state = tiny_run(gradient_accumulation_steps=2, ngram_targets=0.5, mtp_weight=0.3)
-        data.ngram_targets = ngram_targets(data.train, len(data.vocabulary.names), CPU)
+        data.ngram_targets = ngram_targets(data.train, len(data.tokenizer.vocab), CPU)
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -339,7 +339,7 @@ def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp
     chars = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
     sizes = dict(block_size=16, vocab_size=len(chars), n_layer=1, n_head=2, n_embd=16, bias=False)
     model = random_model(GPTConfig(**sizes, tie_weights=False))
-    write_folder(model, character_vocabulary(chars), tmp_path / "hf")
+    write_folder(model, CharTokenizer(chars), tmp_path / "hf")
     flags = "--device cpu --gradient_accumulation_steps 1 --learning_rate 0 --max_iters 1".split()
     ok(here(*flags, "--init_from", tmp_path / "hf", "--data_dir", data_dir, "--out_dir", tmp_path / "out"))
     ckpt = load(tmp_path / "out" / "last.pt")

@@ -24,7 +24,7 @@ from helpers import ROOT, ok, random_model, run, save_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.verify import verify
-from kvgpt.vocabulary import character_vocabulary
+from kvgpt.tokenizer import CharTokenizer
 from model import GPTConfig, Sampling, gumbel_noise, sample_token
 from oracles import per_head_logits
 
@@ -154,7 +154,7 @@ def assert_text(model, text, job):
     prompt, steps = sampling.pop("prompt") or "\n", sampling.pop("max_new_tokens") or CONTEXT
     assert text.startswith(prompt)
     ids = torch.tensor(ids_of(prompt))
-    same, lines = verify(model, [ids], [ids_of(text)], steps, False, Sampling(**sampling), character_vocabulary(CHARS))
+    same, lines = verify(model, [ids], [ids_of(text)], steps, False, Sampling(**sampling), CharTokenizer(CHARS))
     assert same, (text, lines)
 
 

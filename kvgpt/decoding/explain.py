@@ -56,7 +56,7 @@ def attention_weights(model, idx, layer=0):
     return weights
 
 
-def explain(model, vocabulary, idx, steps=3, **sampling):
+def explain(model, tokenizer, idx, steps=3, **sampling):
     """Print the shapes in the first layer during the prefill of idx `(1, T)` and the decode steps after it.
 
     steps     prefill and decode steps together; fewer where the context ends before
@@ -64,7 +64,7 @@ def explain(model, vocabulary, idx, steps=3, **sampling):
     """
     T, attn = idx.size(1), model.transformer["h"][0].attn
     steps = min(steps, model.config.block_size - T)
-    text, unit = vocabulary.decode(idx[0].tolist()), vocabulary.unit
+    text, unit = tokenizer.decode(idx[0].tolist()), tokenizer.unit
     print(f"prompt {text!r}: {T} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # shape of a Head's key_cache before the step
     with watch(model) as seen:
@@ -76,7 +76,7 @@ def explain(model, vocabulary, idx, steps=3, **sampling):
             first, last = pos[0, 0].item(), pos[0, -1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
-            token, key_cache = vocabulary.name(block.item()), attn.heads[0].key_cache
+            token, key_cache = tokenizer.show(block.item()), attn.heads[0].key_cache
             keys = attn.cache.key[attn.layer][:, :, : key_cache.size(1)]
             print(f"{what}: idx {(1, pos.size(1))}")
             for name, value, remark in (

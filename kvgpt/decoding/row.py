@@ -12,8 +12,8 @@ class Row:
     character, the longer wins.
     """
 
-    def __init__(self, ids, vocabulary, stops=()):
-        self.ids, self.decode, self.stops, self.ended = list(ids), vocabulary.decode, stops, False
+    def __init__(self, ids, tokenizer, stops=()):
+        self.ids, self.decode, self.stops, self.ended = list(ids), tokenizer.decode, stops, False
         # known is the text of ids[:end]. The text of a token depends on those before it: they may be the first bytes of
         # its character, for example. So we decode the next tokens together with ids[begin:end], and skip their text.
         self.known, self.end = self.decode(self.ids), len(self.ids)

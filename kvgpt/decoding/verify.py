@@ -64,7 +64,7 @@ def first_difference(ours, theirs):
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, vocabulary, stops=()):
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=()):
     """Compare texts with those of the plain loop, `model.generate`, on the same prompts.
 
     model       a GPT or a HuggingFaceGPT
@@ -72,7 +72,7 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, vocabulary
     texts       B lists of ids: the prompts and their continuations
     kv_cache    whether the plain loop uses the cache: the opposite of what made the texts
     sampling    the Sampling that made the texts
-    vocabulary  the model's Vocabulary
+    tokenizer   the model's tokenizer
     stops       the stop texts that ended the texts
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
@@ -88,13 +88,13 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, vocabulary
 
         # compare
         for row, theirs in zip(rows, plain):
-            ours, theirs = texts[row], Row(theirs[:T], vocabulary, stops).add(theirs[T:]).ids
+            ours, theirs = texts[row], Row(theirs[:T], tokenizer, stops).add(theirs[T:]).ids
             position = first_difference(ours, theirs)
             num_equal += position is None
             if position is None:
                 continue
             picks = (*ours[position : position + 1], *theirs[position : position + 1])
-            pair = ", but ".join(repr(vocabulary.name(i)) for i in picks)
+            pair = ", but ".join(repr(tokenizer.show(i)) for i in picks)
             where = f"row {row}, new token {position - T}: {pair} {how} the cache. Logits of the two: "
             both_ways = [logits_after(model, ours[:position], T, kv) for kv in (True, False)]
             cached, uncached = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both_ways)

@@ -10,15 +10,15 @@ from torch import nn
 from kvgpt.checkpoint import check_finite
 from kvgpt.cli import first_line
 from kvgpt.files import check_folder
-from kvgpt.vocabulary import tokenizer_vocabulary
+from kvgpt.tokenizer import tokenizer_from_json
 from model import Sampling, decode_tokens, eval_mode
 
 
 class HuggingFaceGPT(nn.Module):
     """The model and the tokenizer in a folder of transformers.
 
-    config      block_size and vocab_size of the model
-    vocabulary  the Vocabulary of the folder's tokenizer
+    config     block_size and vocab_size of the model
+    tokenizer  the folder's tokenizer
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the folder.
     """
 
@@ -42,8 +42,8 @@ class HuggingFaceGPT(nn.Module):
             if found["missing_keys"]:  # transformers fills them with random numbers
                 raise ValueError(f"its weights lack {min(found['missing_keys'])}")
             self.hf.float().eval()
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-            self.vocabulary = tokenizer_vocabulary(tokenizer.backend_tokenizer.to_str())
+            theirs = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            self.tokenizer = tokenizer_from_json(theirs.backend_tokenizer.to_str())
         except Exception as error:  # a damaged folder can raise nearly anything
             raise ValueError(f"{folder} cannot be read: {first_line(error)[:200]}") from None
         check_finite(self.hf, folder)

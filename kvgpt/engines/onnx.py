@@ -11,7 +11,7 @@ import torch
 from kvgpt.cli import first_line
 from kvgpt.cores import num_threads
 from kvgpt.files import check_folder
-from kvgpt.vocabulary import read_vocabulary
+from kvgpt.tokenizer import tokenizer_from_state
 from model import GPTConfig, Sampling, decode_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
@@ -29,7 +29,7 @@ def weights_sha256(model):
 class OnnxGPT:
     """A file of kvgpt/export/onnx.py, run by ONNX Runtime on the CPU.
 
-    vocabulary      its Vocabulary
+    tokenizer       its tokenizer
     config          the GPTConfig of the exported model
     weights_sha256  of the exported model; None in files of the first versions
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
@@ -55,13 +55,13 @@ class OnnxGPT:
             self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
             metadata = self.session.get_modelmeta().custom_metadata_map
             self.config = GPTConfig(**json.loads(metadata["model_args"]))
-            self.vocabulary = read_vocabulary(metadata)
+            self.tokenizer = tokenizer_from_state(metadata)
             self.weights_sha256 = metadata.get("weights_sha256")
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
             raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
-        self.vocabulary.check(self.config.vocab_size, file)
+        self.tokenizer.check_weights(self.config.vocab_size, file)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         names = [output.name for output in self.session.get_outputs()]
         self.outputs = [name for name in names if not name.startswith("query")]  # these are for the web page

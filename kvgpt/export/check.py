@@ -17,7 +17,7 @@ def own_text(model):
 
 
 @torch.no_grad()
-def compare(name, model, vocabulary, ids, logits, greedy):
+def compare(name, model, tokenizer, ids, logits, greedy):
     """Print how far an exported model is from `model`, and exit with one line if it is not the same.
 
     name    what to call the exported model
@@ -28,7 +28,7 @@ def compare(name, model, vocabulary, ids, logits, greedy):
     block_size, T = model.config.block_size, max(1, model.config.block_size // 16)
     difference = (model(ids)[0] - logits).abs().max().item()
     text, sampling = greedy(ids[:1, :T]), Sampling(temperature=0, seed=0)
-    same, lines = verify(model, [ids[0, :T]], [text], block_size - T, True, sampling, vocabulary)
+    same, lines = verify(model, [ids[0, :T]], [text], block_size - T, True, sampling, tokenizer)
     print(f"{name}: logits within {difference:.1e} of PyTorch's; greedy text: {lines[-1]}", flush=True)
     if not (same and difference <= NEAR_TIE):  # NaN is not below
         fail(f"{name} is not the model: the logits must be within {NEAR_TIE}, and the greedy text the same")
@@ -45,4 +45,4 @@ def compare_onnx(file, model, ids):
     def greedy(prompt):
         return torch.cat((prompt, *onnx.stream(prompt, T, temperature=0)), dim=1)[0].tolist()
 
-    compare(file.name, model, onnx.vocabulary, ids, torch.cat(logits, dim=1), greedy)
+    compare(file.name, model, onnx.tokenizer, ids, torch.cat(logits, dim=1), greedy)

@@ -59,7 +59,7 @@ def to_transformers(model):
     return hf.to(model.lm_head.weight.device).eval()
 
 
-def write_folder(model, vocabulary, folder):
+def write_folder(model, tokenizer, folder):
     """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
 
     Raises ValueError if no class of transformers computes what this model does.
@@ -69,16 +69,16 @@ def write_folder(model, vocabulary, folder):
     if model.config.pos_emb == "rope":
         hf.config.update(ROPE)  # transformers 5 has moved them elsewhere, and 4 reads them here
     hf.save_pretrained(folder)
-    write_tokenizer(vocabulary, block_size, folder)
+    write_tokenizer(tokenizer, block_size, folder)
 
 
-def write_tokenizer(vocabulary, block_size, folder):
+def write_tokenizer(tokenizer, block_size, folder):
     """Write the tokenizer.
 
     It names no pad token, because transformers would make that character special, and a pipeline leaves special tokens
     out of the text.
     """
-    (folder / "tokenizer.json").write_text(vocabulary.tokenizer_json(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     settings = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         clean_up_tokenization_spaces=False,
@@ -89,7 +89,7 @@ def write_tokenizer(vocabulary, block_size, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def export_hf(model, vocabulary, folder):
+def export_hf(model, tokenizer, folder):
     """Write the files of write_folder and GRAPH into `folder`, a Path.
 
     Exits with one line, and leaves the folder as it was, if transformers has no class for this network, or if what it
@@ -105,24 +105,24 @@ def export_hf(model, vocabulary, folder):
         # the folder of transformers
         made, ids = Path(made), own_text(model)
         with one_line_errors():
-            write_folder(model, vocabulary, made)
+            write_folder(model, tokenizer, made)
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(made)
-        text = vocabulary.decode(range(len(vocabulary.names)))
-        there = vocabulary.encode(text)
-        if tokenizer(text)["input_ids"] != there or tokenizer.decode(there) != vocabulary.decode(there):
+        theirs = transformers.AutoTokenizer.from_pretrained(made)
+        text = tokenizer.decode(range(len(tokenizer.vocab)))
+        there = tokenizer.encode(text)
+        if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
             fail(f"the tokenizer for {folder} does not read and write as ours")
 
         def greedy(prompt):
             return hf.generate(prompt, max_length=ids.size(1), do_sample=False)[0].tolist()
 
         with torch.no_grad():
-            compare(f"{folder}, {type(hf).__name__}", model, vocabulary, ids, hf(ids).logits, greedy)
+            compare(f"{folder}, {type(hf).__name__}", model, tokenizer, ids, hf(ids).logits, greedy)
 
         # the graph
         if fits_one_file(model):
             (made / GRAPH).parent.mkdir()
-            write_onnx(model, vocabulary, made / GRAPH)
+            write_onnx(model, tokenizer, made / GRAPH)
             compare_onnx(made / GRAPH, model, ids)
         else:
             note(f"{folder} has no {GRAPH}: one file cannot hold more than 2 GB")

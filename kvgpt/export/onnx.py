@@ -82,7 +82,7 @@ def recorded(project, queries):
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_onnx(model, vocabulary, file, queries=False):
+def write_onnx(model, tokenizer, file, queries=False):
     """Write the model as one ONNX file of opset 20, dynamic in batch size and lengths.
 
     model    a GPT on the CPU
@@ -130,7 +130,7 @@ def write_onnx(model, vocabulary, file, queries=False):
 
     # add our own and write
     metadata = {"model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
-    for key, value in (vocabulary.stored | metadata).items():
+    for key, value in (tokenizer.state_dict() | metadata).items():
         proto.metadata_props.add(key=key, value=value)
     file.write_bytes(proto.SerializeToString())
 
@@ -140,7 +140,7 @@ def fits_one_file(model):
     return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
 
 
-def export_onnx(model, vocabulary, folder):
+def export_onnx(model, tokenizer, folder):
     """Write model.onnx into `folder`, a Path.
 
     Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
@@ -149,7 +149,7 @@ def export_onnx(model, vocabulary, folder):
         fail("a model of more than 2 GB does not fit into the one file of --format onnx: see --format hf")
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
-        write_onnx(model, vocabulary, file)
+        write_onnx(model, tokenizer, file)
         compare_onnx(file, model, own_text(model))
         content = file.read_bytes()
     write_tree(folder, {file.name: content})

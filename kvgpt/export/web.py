@@ -16,12 +16,12 @@ from kvgpt.files import read_tree, write_tree
 WEB = Path(__file__).resolve().parent.parent.parent / "web"
 
 
-def export_web(model, vocabulary, checkpoint, folder):
+def export_web(model, tokenizer, checkpoint, folder):
     """Write the page of a Checkpoint, whose GPT is `model`, into `folder`. The page reads and writes characters only.
 
     Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
     """
-    chars = vocabulary.stored.get("chars") or fail(
+    chars = tokenizer.state_dict().get("chars") or fail(
         "the page takes models whose tokens are characters, and this one has a tokenizer: see --format onnx and hf"
     )
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
@@ -32,7 +32,7 @@ def export_web(model, vocabulary, checkpoint, folder):
     config = model.config
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
-        write_onnx(model, vocabulary, file, queries=True)
+        write_onnx(model, tokenizer, file, queries=True)
         compare_onnx(file, model, own_text(model))
         graph = file.read_bytes()
     about = dict(

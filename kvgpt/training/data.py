@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgpt.files import lock_folder, sha256, write_atomically
-from kvgpt.vocabulary import Vocabulary, read_vocabulary
+from kvgpt.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_state
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Dataset:
     val_bytes   of the val text in UTF-8; None if tokens are characters
     """
 
-    vocabulary: Vocabulary
+    tokenizer: CharTokenizer | BPETokenizer
     train: np.ndarray
     val: np.ndarray
     sha256: dict
@@ -31,9 +31,9 @@ class Dataset:
         return loss / math.log(2) * len(self.val) / self.val_bytes
 
 
-def id_type(vocabulary):
+def id_type(tokenizer):
     """Return the dtype of the ids in a .bin file."""
-    return np.dtype("<u2" if len(vocabulary.names) <= 2**16 else "<u4")
+    return np.dtype("<u2" if len(tokenizer.vocab) <= 2**16 else "<u4")
 
 
 def load_dataset(data_dir, block_size):
@@ -60,20 +60,20 @@ def load_dataset(data_dir, block_size):
         file = meta_file if changed == [kind] else data_dir / f"{changed[0]}.bin"
         raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
 
-    vocabulary = read_vocabulary({kind: content})
-    train, val = (np.frombuffer(content, id_type(vocabulary)) for content in raw.values())
+    tokenizer = tokenizer_from_state({kind: content})
+    train, val = (np.frombuffer(content, id_type(tokenizer)) for content in raw.values())
     for split, ids in (("train", train), ("val", val)):
-        if len(ids) and ids.max() >= len(vocabulary.names):
+        if len(ids) and ids.max() >= len(tokenizer.vocab):
             raise ValueError(
                 f"{data_dir / split}.bin has the id {ids.max()}, and {meta_file} a vocabulary of "
-                f"{len(vocabulary.names):,} {vocabulary.unit}: run data/prepare.py again"
+                f"{len(tokenizer.vocab):,} {tokenizer.unit}: run data/prepare.py again"
             )
     if len(train) < block_size + 1:
         raise ValueError(
-            f"the train text has {len(train)} {vocabulary.unit}, and a context of {block_size} needs {block_size + 1}: "
+            f"the train text has {len(train)} {tokenizer.unit}, and a context of {block_size} needs {block_size + 1}: "
             "choose a longer text or a smaller --block_size"
         )
-    return Dataset(vocabulary, train, val, {split: hashes[split] for split in raw}, meta.get("val_bytes"))
+    return Dataset(tokenizer, train, val, {split: hashes[split] for split in raw}, meta.get("val_bytes"))
 
 
 def stored_in(meta):
@@ -82,16 +82,16 @@ def stored_in(meta):
     return {kind: meta[kind]}
 
 
-def write_prepared(data_dir, vocabulary, train, val, source, text, **more):
+def write_prepared(data_dir, tokenizer, train, val, source, text, **more):
     """Write the files of a text into data_dir, a Path: all of them or none.
 
-    train, val  arrays of ids, of id_type(vocabulary)
+    train, val  arrays of ids, of id_type(tokenizer)
     source      where the text is from
     text        its bytes, UTF-8
     more        further entries of meta.json
     Raises OSError, which is a BlockingIOError if another process is writing there.
     """
-    splits, stored = {"train": train.tobytes(), "val": val.tobytes()}, vocabulary.stored
+    splits, stored = {"train": train.tobytes(), "val": val.tobytes()}, tokenizer.state_dict()
     hashed = {"text": text, **{name: content.encode() for name, content in stored.items()}, **splits}
     hashes = {name: sha256(content) for name, content in hashed.items()}
     files = {data_dir / f"{split}.bin": content for split, content in splits.items()}

@@ -47,10 +47,10 @@ def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained):
 
 
 def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, capsys):
-    model, vocabulary = load_model(trained / "ckpt.pt")
+    model, tokenizer = load_model(trained / "ckpt.pt")
     idx = torch.zeros(1, 31, dtype=torch.int64)
     before = model.generate(idx[:, :5], 10, seed=1)
-    explain(model, vocabulary, idx, seed=1)
+    explain(model, tokenizer, idx, seed=1)
     printed = capsys.readouterr().out
     assert "decode 1, pos 31" not in printed and "the context is full" in printed
     assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)

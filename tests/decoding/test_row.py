@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from helpers import assert_one_line, bpe, ok, sample, texts_of
 from kvgpt.decoding.row import Row, num_undecided
-from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
+from kvgpt.tokenizer import CharTokenizer, tokenizer_from_json
 
 NAMES = "abc"
-VOCABULARY = character_vocabulary(NAMES)
+TOKENIZER = CharTokenizer(NAMES)
 a_text = st.text(NAMES, max_size=30)
 some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
 
@@ -28,8 +28,8 @@ def before(text, stops):
 @given(a_text, a_text, some_stops)
 def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
     """And not before the last one, nor because of one that is in the prompt or begins there."""
-    row = Row(VOCABULARY.encode(prompt), VOCABULARY, stops).add(VOCABULARY.encode(text))
-    assert row.text == VOCABULARY.decode(row.ids) == prompt + before(text, stops)
+    row = Row(TOKENIZER.encode(prompt), TOKENIZER, stops).add(TOKENIZER.encode(text))
+    assert row.text == TOKENIZER.decode(row.ids) == prompt + before(text, stops)
     assert row.ended == (before(text, stops) != text)
 
 
@@ -37,12 +37,12 @@ def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
 @example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
 def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
     """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
-    ids, row = VOCABULARY.encode(text), Row([], VOCABULARY, stops)
+    ids, row = TOKENIZER.encode(text), Row([], TOKENIZER, stops)
     for size in sizes:
         block, ids = ids[:size], ids[size:]
         if row.add(block).ended:
             break
-    assert row.text == VOCABULARY.decode(row.ids) == before(text, stops)
+    assert row.text == TOKENIZER.decode(row.ids) == before(text, stops)
 
 
 @given(a_text, some_stops)
@@ -61,7 +61,7 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
 
 # -- tokens that are not characters ------------------------------------------------------------------------------------
 
-BPE = tokenizer_vocabulary(bpe(300))
+BPE = tokenizer_from_json(bpe(300))
 # mostly bytes that are no text, or characters that are several tokens
 some_ids = st.lists(st.integers(0, 299), max_size=25)
 some_ids |= st.text("añ語😀�", min_size=1, max_size=9).map(BPE.encode)

@@ -6,7 +6,7 @@ from helpers import CONTEXT, MODELS, PROMPT, V, prompts, random_model, tokens_di
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.verify import near_tie, verify
-from kvgpt.vocabulary import character_vocabulary
+from kvgpt.tokenizer import CharTokenizer
 from model import GPTConfig, Sampling, gumbel_noise, sample_token
 
 
@@ -33,12 +33,12 @@ def break_cache(model):
 
 
 def test_verify_finds_a_broken_cache(trained):
-    model, vocabulary = load_model(trained / "ckpt.pt")
-    idx = torch.tensor([vocabulary.encode(PROMPT)]).repeat(8, 1)
+    model, tokenizer = load_model(trained / "ckpt.pt")
+    idx = torch.tensor([tokenizer.encode(PROMPT)]).repeat(8, 1)
 
     def verified(model, kv_cache):
         ours = model.generate(idx, 19, seed=3, kv_cache=kv_cache).tolist()
-        return verify(model, list(idx), ours, 19, not kv_cache, Sampling(seed=3), vocabulary)
+        return verify(model, list(idx), ours, 19, not kv_cache, Sampling(seed=3), tokenizer)
 
     def assert_verified(model):
         for kv_cache in (True, False):
@@ -58,11 +58,11 @@ def test_verify_finds_a_broken_cache(trained):
 def test_verify_takes_each_row_for_its_own_sample_and_prompt():
     """Rows are compared in groups of one length, so a mix-up would compare a row with the noise of another sample."""
     model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
-    vocabulary = character_vocabulary("".join(chr(ord("a") + i) for i in range(V)))
+    tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
     ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
     texts = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
     for kv_cache in (True, False):
-        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling, vocabulary)
+        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling, tokenizer)
         assert same and lines == [
             f"24 new tokens, compared with those {'with' if kv_cache else 'without'} the cache: 4 of 4 samples match"
         ]
@@ -70,11 +70,11 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt():
             place = len(ragged[row]) + step
             wrong = [list(text) for text in texts]
             wrong[row][place] = (wrong[row][place] + 1) % V
-            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, vocabulary)
-            picks = f"{vocabulary.name(wrong[row][place])!r}, but {vocabulary.name(texts[row][place])!r}"
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
+            picks = f"{tokenizer.show(wrong[row][place])!r}, but {tokenizer.show(texts[row][place])!r}"
             assert not same and f"DIFFERENT at row {row}, new token {step}: {picks} " in lines[-1]
             wrong[row] = texts[row][:place]  # a text that ends too early
-            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, vocabulary)
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
             assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CHARS, SIZE, STABLELM, VOCABULARY, ok, run, tiny, unix
+from helpers import CHARS, SIZE, STABLELM, TOKENIZER, ok, run, tiny, unix
 from kvgpt.engines.onnx import OnnxGPT
 from kvgpt.export.onnx import write_onnx
 
@@ -16,7 +16,7 @@ CONTEXT = SIZE["block_size"]
 def exported(tmp_path_factory):
     """(model, its ONNX file)"""
     model, file = tiny(**STABLELM, qk_norm=True, n_kv_head=2), tmp_path_factory.mktemp("onnx") / "model.onnx"
-    write_onnx(model, VOCABULARY, file)
+    write_onnx(model, TOKENIZER, file)
     return model, file
 
 

@@ -15,10 +15,10 @@ from transformers import (
     pipeline,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, VOCABULARY, assert_one_line, bpe, here, tiny, tree
+from helpers import CHARS, GPT2, SIZE, STABLELM, TOKENIZER, assert_one_line, bpe, here, tiny, tree
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.export.hf import export_hf, hf_settings, write_folder
-from kvgpt.vocabulary import tokenizer_vocabulary
+from kvgpt.tokenizer import tokenizer_from_json
 
 CONTEXT = SIZE["block_size"]
 
@@ -37,7 +37,7 @@ CONTEXT = SIZE["block_size"]
 )
 def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_path):
     model = tiny(**network)
-    write_folder(model, VOCABULARY, tmp_path)
+    write_folder(model, TOKENIZER, tmp_path)
     hf, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), AutoTokenizer.from_pretrained(tmp_path)
     ids = torch.randint(len(CHARS), (2, CONTEXT), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -54,23 +54,23 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     assert ("lm_head.weight" in stored) == (not model.config.tie_weights)
 
     back = load_checkpoint(tmp_path)
-    assert back.stored == {"chars": CHARS} and back.path == tmp_path
+    assert back.tokenizer_state == {"chars": CHARS} and back.path == tmp_path
     with torch.no_grad():
         assert torch.equal(back.build_model().eval()(ids)[0], model(ids)[0])
 
 
 def test_a_stablelm_with_a_tokenizer_comes_back(tmp_path):
-    model, vocabulary = tiny(**STABLELM, vocab_size=512), tokenizer_vocabulary(bpe())
-    write_folder(model, vocabulary, tmp_path)
+    model, tokenizer = tiny(**STABLELM, vocab_size=512), tokenizer_from_json(bpe())
+    write_folder(model, tokenizer, tmp_path)
     back, theirs = load_model(tmp_path)
-    assert theirs.stored == vocabulary.stored and back.config.pos_emb == "rope"
-    ids = torch.tensor([vocabulary.encode("The cat né")])
+    assert theirs.state_dict() == tokenizer.state_dict() and back.config.pos_emb == "rope"
+    ids = torch.tensor([tokenizer.encode("The cat né")])
     assert torch.equal(back.generate(ids, CONTEXT, seed=1), model.generate(ids, CONTEXT, seed=1))
 
 
 def test_transformers_4_finds_its_settings_too(tmp_path):
     """It reads them from the top level, and would take a quarter of each head for rotary positions otherwise."""
-    write_folder(tiny(**STABLELM), VOCABULARY, tmp_path)
+    write_folder(tiny(**STABLELM), TOKENIZER, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert (config["partial_rotary_factor"], config["rope_theta"]) == (1.0, 10000.0)
     tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def test_transformers_4_finds_its_settings_too(tmp_path):
 def test_the_ordinary_calls_of_transformers_give_the_greedy_text(network, tmp_path):
     """Newlines are the padding of the batches, so each of these calls has to tell padding from text."""
     model, prompts = tiny(**network), ["\nab\n\n", "a", "b c!"]
-    write_folder(model, VOCABULARY, tmp_path)
+    write_folder(model, TOKENIZER, tmp_path)
     hf, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     pipe = pipeline("text-generation", tmp_path)
 
@@ -127,7 +127,7 @@ def born(folder, **settings):
     for name, p in hf.named_parameters():
         if "layernorm.norms" not in name and not ("n_inner" not in sizes and name.endswith("bias")):
             torch.nn.init.normal_(p, std=0.3)
-    write_folder(tiny(), VOCABULARY, folder)
+    write_folder(tiny(), TOKENIZER, folder)
     hf.save_pretrained(folder)
 
 
@@ -177,7 +177,7 @@ def test_an_export_that_fails_its_check_leaves_the_older_one(tmp_path, capsys):
     with torch.no_grad():
         model.transformer["h"][0].mlp.c_proj.weight[1, 2] = torch.nan
     with pytest.raises(SystemExit):
-        export_hf(model, VOCABULARY, tmp_path)
+        export_hf(model, TOKENIZER, tmp_path)
     assert "is not the model" in capsys.readouterr().err
     assert tree(tmp_path) == {"config.json": b"older"}
 

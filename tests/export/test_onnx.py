@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, VOCABULARY, assert_tells_no_paths, tiny
+from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, tiny
 from kvgpt.export.check import compare_onnx, own_text
 from kvgpt.export.onnx import write_onnx
 
@@ -24,7 +24,7 @@ NETWORKS = {
 def exported(request, tmp_path_factory):
     """(model, its model.onnx, a session of that)"""
     model, file = tiny(**NETWORKS[request.param]), tmp_path_factory.mktemp("onnx") / "model.onnx"
-    write_onnx(model, VOCABULARY, file)
+    write_onnx(model, TOKENIZER, file)
     return model, file, onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
 
 

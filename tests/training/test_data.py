@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 
 from helpers import bpe, ok, run
+from kvgpt.tokenizer import CharTokenizer, tokenizer_from_json
 from kvgpt.training.data import load_dataset, write_prepared
-from kvgpt.vocabulary import character_vocabulary, tokenizer_vocabulary
 from prepare import encode
 
 
 def test_what_is_written_is_read(tmp_path):
     train, val = (np.array(ids, dtype="<u2") for ids in ([0, 1, 2, 1, 0], [2, 0]))
-    write_prepared(tmp_path / "new" / "data", character_vocabulary("ab😀"), train, val, "a test", "ab😀ba😀a".encode())
+    write_prepared(tmp_path / "new" / "data", CharTokenizer("ab😀"), train, val, "a test", "ab😀ba😀a".encode())
     data = load_dataset(tmp_path / "new" / "data", block_size=4)
-    assert data.vocabulary.stored == {"chars": "ab😀"} and data.val_bytes is None
+    assert data.tokenizer.state_dict() == {"chars": "ab😀"} and data.val_bytes is None
     assert data.train.tolist() == train.tolist() and data.val.tolist() == val.tolist()
     assert data.sha256 == {"train": hashlib.sha256(train).hexdigest(), "val": hashlib.sha256(val).hexdigest()}
 
 
 def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
-    vocabulary = character_vocabulary("abcdefghij")
-    ids = encode("abcdefghij" * 2, vocabulary)  # 18 characters to train on, 2 to evaluate
-    write_prepared(tmp_path, vocabulary, *ids, "a test", b"")
+    tokenizer = CharTokenizer("abcdefghij")
+    ids = encode("abcdefghij" * 2, tokenizer)  # 18 characters to train on, 2 to evaluate
+    write_prepared(tmp_path, tokenizer, *ids, "a test", b"")
     assert len(load_dataset(tmp_path, 17).train) == 18
     with pytest.raises(ValueError, match=r"18 characters.* needs 19.*--block_size"):
         load_dataset(tmp_path, 18)
@@ -37,9 +37,9 @@ def test_preparing_a_text_needs_no_torch():
 
 def test_ids_of_another_tokenizer_are_one_line(tmp_path):
     """Even where somebody has put in the hash of the other file, too."""
-    vocabulary = tokenizer_vocabulary(bpe(300))
-    ids = encode("some words " * 20, vocabulary)
-    write_prepared(tmp_path, vocabulary, *ids, "a test", b"", val_bytes=22)
+    tokenizer = tokenizer_from_json(bpe(300))
+    ids = encode("some words " * 20, tokenizer)
+    write_prepared(tmp_path, tokenizer, *ids, "a test", b"", val_bytes=22)
     assert load_dataset(tmp_path, 4).val_bytes == 22
     other = np.array([1, 2, 50256] * 9, "<u2").tobytes()
     (tmp_path / "val.bin").write_bytes(other)

@@ -35,7 +35,7 @@ def test_a_step_descends_the_objective_and_reports_the_plain_loss(ngrams, mtp):
     """Gradients of two micro-steps at step 10 of 40, against the definition, one position at a time."""
     settings = dict(mtp_weight=mtp, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0, max_iters=40)
     config, data, state = tiny_run(**settings, ngram_targets=ngrams)
-    V, state.step = len(data.vocabulary.names), 10
+    V, state.step = len(data.tokenizer.vocab), 10
     data.ngram_targets = ngram_targets(data.train, V, CPU) if ngrams else None
     gradients = {}
     for name, p in state.objective.named_parameters():

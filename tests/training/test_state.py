@@ -26,10 +26,10 @@ from helpers import (
     same,
     tiny_run,
 )
+from kvgpt.tokenizer import CharTokenizer
 from kvgpt.training.data import write_prepared
 from kvgpt.training.dist import Ranks
 from kvgpt.training.state import pick_dtype
-from kvgpt.vocabulary import character_vocabulary
 from model import GPT, GPTConfig
 from prepare import encode
 
@@ -161,9 +161,9 @@ def test_a_resume_of_nothing_is_refused(tmp_path):
 
 def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_path):
     """The same characters in another order are whole files with their right hashes, but another text."""
-    vocabulary = character_vocabulary(load(out / "last.pt")["chars"])
-    ids = encode(vocabulary.names * 40, vocabulary)
-    write_prepared(tmp_path / "data", vocabulary, *ids, "a test", b"")
+    tokenizer = CharTokenizer(load(out / "last.pt")["chars"])
+    ids = encode(tokenizer.vocab * 40, tokenizer)
+    write_prepared(tmp_path / "data", tokenizer, *ids, "a test", b"")
     assert_refused(out, "--data_dir", tmp_path / "data", words=[tmp_path / "data", "another text", "--data_dir"])
     ckpt = load(out / "last.pt")
     ckpt["config"]["data_dir"] = "data/of/another/folder"  # relative to where the run was started

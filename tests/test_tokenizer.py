@@ -1,4 +1,4 @@
-"""kvgpt/vocabulary.py: characters and tokenizers, both ways, with tokenizers and transformers as the oracles."""
+"""kvgpt/tokenizer.py: characters and tokenizers, both ways, with tokenizers and transformers as the oracles."""
 
 import itertools
 import json
@@ -13,11 +13,19 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from helpers import CHARS, SAMPLE, VOCABULARY, bpe, ok, run
-from kvgpt.vocabulary import PADDING, PIECE, pieces_of, read_tokenizer, read_vocabulary, tokenizer_vocabulary, train_bpe
+from helpers import CHARS, SAMPLE, TOKENIZER, bpe, ok, run
+from kvgpt.tokenizer import (
+    PADDING,
+    PIECE,
+    pieces_of,
+    read_tokenizer,
+    tokenizer_from_json,
+    tokenizer_from_state,
+    train_bpe,
+)
 
 TEXT = SAMPLE.read_text(encoding="utf-8")
-BPE = tokenizer_vocabulary(bpe())
+BPE = tokenizer_from_json(bpe())
 a_text = st.text(max_size=40)  # any Unicode but surrogates
 # white space decides where GPT-2 cuts a text into words
 a_spaced_text = st.lists(st.sampled_from(["a", "né", "😀", "1", "!", "'s", " ", "\n", "\t", "\r\n"])).map("".join)
@@ -29,7 +37,7 @@ def test_a_bpe_reads_any_text_as_the_library_does_and_gives_it_back(text):
     if text:
         assert BPE.encode(text) == library.encode(text).ids
         assert BPE.decode(BPE.encode(text)) == text
-    assert len(BPE.names) == 512 and BPE.name(511) == library.id_to_token(511) and BPE.name(512) == "<512>"
+    assert len(BPE.vocab) == 512 and BPE.show(511) == library.id_to_token(511) and BPE.show(512) == "<512>"
 
 
 @given(st.lists(a_spaced_text | st.just("word\nword "), min_size=20, max_size=60).map("".join), st.integers(1, 50))
@@ -37,10 +45,10 @@ def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
     """Of a tokenizer that has tokens for runs of white space, as GPT-2's has."""
     content = train_bpe("a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9, 265)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvgpt.vocabulary.PIECE", size)
+        patch.setattr("kvgpt.tokenizer.PIECE", size)
         pieces = pieces_of(text)
         assert "".join(pieces) == text
-        assert not text or tokenizer_vocabulary(content).encode(text) == Tokenizer.from_str(content).encode(text).ids
+        assert not text or tokenizer_from_json(content).encode(text) == Tokenizer.from_str(content).encode(text).ids
 
 
 def test_a_long_text_is_cut():
@@ -79,7 +87,7 @@ def test_a_bpe_that_the_text_cannot_fill_is_one_line(vocab_size):
     with pytest.raises(ValueError, match=rf"^--vocab_size {vocab_size} .* at most \d+$") as error:
         train_bpe(TEXT[:3000], vocab_size)
     most = int(str(error.value).split()[-1])
-    assert len(tokenizer_vocabulary(train_bpe(TEXT[:3000], most)).names) == most
+    assert len(tokenizer_from_json(train_bpe(TEXT[:3000], most)).vocab) == most
 
 
 def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(tmp_path):
@@ -88,48 +96,48 @@ def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(tmp
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])])
     (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
-    ours, theirs = tokenizer_vocabulary(read_tokenizer(tmp_path)), GPT2Tokenizer.from_pretrained(tmp_path)
+    ours, theirs = tokenizer_from_json(read_tokenizer(tmp_path)), GPT2Tokenizer.from_pretrained(tmp_path)
     text = TEXT[:2000] + "<|endoftext|>né 😀\n\n\n  end"
     assert ours.encode(text) == theirs(text).input_ids and 512 in ours.encode(text)
-    assert ours.decode(ours.encode(text)) == text and len(ours.names) == 513
+    assert ours.decode(ours.encode(text)) == text and len(ours.vocab) == 513
 
 
 def test_settings_of_a_batch_in_a_tokenizer_json_do_not_cut_our_texts():
     tokenizer = Tokenizer.from_str(bpe())
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=5)
-    assert tokenizer_vocabulary(tokenizer.to_str()).encode(TEXT[:500]) == BPE.encode(TEXT[:500])
+    assert tokenizer_from_json(tokenizer.to_str()).encode(TEXT[:500]) == BPE.encode(TEXT[:500])
 
 
 def test_characters_become_a_tokenizer_json_and_come_back(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(VOCABULARY.tokenizer_json(), encoding="utf-8")
-    back = tokenizer_vocabulary(read_tokenizer(tmp_path))
-    assert back.stored == {"chars": CHARS} and back.unit == "characters"
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER.to_json(), encoding="utf-8")
+    back = tokenizer_from_json(read_tokenizer(tmp_path))
+    assert back.state_dict() == {"chars": CHARS} and back.unit == "characters"
     with pytest.raises(ValueError, match="never saw 'Z'"):
         back.encode("abZ")
 
 
 def test_bytes_alone_are_not_taken_for_characters(tmp_path):
     """The tokens of a BPE without merges have names of one character, too."""
-    vocabulary = tokenizer_vocabulary(bpe(256))
-    assert vocabulary.unit == "tokens" and len(vocabulary.encode("né")) == 3
+    tokenizer = tokenizer_from_json(bpe(256))
+    assert tokenizer.unit == "tokens" and len(tokenizer.encode("né")) == 3
 
 
 def test_a_vocabulary_fits_weights_of_its_size_or_a_little_more():
     """Some pad their weights to a multiple of 128. A character without weights, or the other way round, is damage."""
-    BPE.check(512, "x")
-    BPE.check(512 + PADDING, "x")
-    VOCABULARY.check(len(CHARS), "x")
-    for vocabulary, sizes in ((BPE, (511, 512 + PADDING + 1)), (VOCABULARY, (len(CHARS) - 1, len(CHARS) + 1))):
+    BPE.check_weights(512, "x")
+    BPE.check_weights(512 + PADDING, "x")
+    TOKENIZER.check_weights(len(CHARS), "x")
+    for tokenizer, sizes in ((BPE, (511, 512 + PADDING + 1)), (TOKENIZER, (len(CHARS) - 1, len(CHARS) + 1))):
         for size in sizes:
             with pytest.raises(ValueError, match=r"^x has the weights of .* do not belong together$"):
-                vocabulary.check(size, "x")
+                tokenizer.check_weights(size, "x")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "not json"])
 def test_a_damaged_tokenizer_is_one_line(content):
     with pytest.raises(ValueError, match=r"^the tokenizer cannot be read: ") as error:
-        read_vocabulary({"tokenizer": content})
+        tokenizer_from_state({"tokenizer": content})
     assert "\n" not in str(error.value)
 
 
@@ -143,7 +151,7 @@ def test_a_text_without_tokens_or_of_broken_bytes_is_one_line():
 def test_without_the_library_one_line_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="pip install tokenizers"):
-        tokenizer_vocabulary(bpe())
+        tokenizer_from_json(bpe())
 
 
 def test_transformers_reads_the_tokenizer_that_we_write(tmp_path):
