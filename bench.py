@@ -36,7 +36,7 @@ from kvgpt.files import write_atomically
 from kvgpt.peers import llama2c_run, transformers_run
 from kvgpt.quantize import round_weights
 from kvgpt.tokenizer import CharTokenizer
-from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
+from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token, stream_tokens
 
 VARIANTS = {
     "uncached": "sample.py --no-kv_cache",
@@ -124,7 +124,7 @@ def onnx_stream(model):
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
         write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
         engine = OnnxGPT(file)
-    return lambda idx, steps, seed: engine.stream(idx.cpu(), steps, seed=seed)
+    return lambda idx, steps, seed: stream_tokens(engine, idx.cpu(), steps, Sampling(seed=seed))
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def check_tokens(name, model, idx, tokens):
         sampling = Sampling(seed=seed)
         logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, idx.size(1) - 1 :]
         samples, steps = (torch.arange(n, device=idx.device) for n in new.shape)
-        picks = sample_token(logits, gumbel_noise(seed, samples, steps, logits.size(-1)), *sampling.filters)
+        picks = sample_token(logits, gumbel_noise(seed, samples, steps, logits.size(-1)), sampling)
         for row, step in (picks != new).nonzero().tolist():
             context = [*idx[row].tolist(), *new[row, :step].tolist()]
             pair = (new[row, step].item(), picks[row, step].item())

@@ -1,6 +1,5 @@
 """A causal language model of transformers, run by our own loop and sampler: sample.py --engine hf."""
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from kvgpt.checkpoint import check_finite
 from kvgpt.cli import first_line
 from kvgpt.files import check_folder
 from kvgpt.tokenizer import tokenizer_from_json
-from model import Sampling, decode_tokens, eval_mode
+from model import eval_mode
 
 
 class HuggingFaceGPT(nn.Module):
@@ -58,34 +57,25 @@ class HuggingFaceGPT(nn.Module):
             block_size=next(filter(None, limits), 2048),  # Bloom and its like name no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
-        self.past = self.past_length = self.owner = None  # the cache, and the generation that fills it
 
     def forward(self, idx):
         """Return the logits `(B, T, V)` of idx `(B, T)`, computed without a cache, and None: see GPT.forward."""
         return self.hf(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False).logits, None
 
+    def new_cache(self, batch_size):
+        return SimpleNamespace(past=None, length=0)
+
     @torch.inference_mode()
-    def next_logits(self, tokens, start, end, owner=None):
-        """Return the logits `(B, V)` of the token after tokens[:, start:end]. owner None: without the cache."""
-        context = tokens[:, start:end]
-        # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
-        decodes = owner is not None and self.owner is owner and self.past_length == end - 1 - start
+    def next_logits(self, idx, cache=None):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, which is appended to the cache: see GPT."""
+        (B, T), held = idx.shape, cache.length if cache else 0
         with eval_mode(self):
             output = self.hf(
-                input_ids=context[:, -1:] if decodes else context,
-                attention_mask=torch.ones_like(context),
-                past_key_values=self.past if decodes else None,
-                use_cache=owner is not None,
+                input_ids=idx,
+                attention_mask=torch.ones(B, held + T, dtype=torch.int64),
+                past_key_values=cache.past if cache else None,
+                use_cache=cache is not None,
             )
-        if owner is not None:
-            self.past, self.past_length, self.owner = output.past_key_values, end - start, owner
+        if cache:
+            cache.past, cache.length = output.past_key_values, held + T
         return output.logits[:, -1]
-
-    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Yield the new tokens, a block `(B, 1)` per step. The arguments are those of GPT.stream."""
-        next_logits = partial(self.next_logits, owner=object() if kv_cache else None)
-        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
-
-    def generate(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Return idx `(B, T)` and its continuation. The arguments are those of GPT.generate."""
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, kv_cache=kv_cache, **sampling)), dim=1)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from kvgpt.cli import first_line
 from kvgpt.cores import num_threads
 from kvgpt.files import check_folder
 from kvgpt.tokenizer import tokenizer_from_state
-from model import GPTConfig, Sampling, decode_tokens
+from model import GPTConfig
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -87,17 +88,12 @@ class OnnxGPT:
         logits, *past = self.session.run_with_ort_values(self.outputs, inputs)
         return torch.from_numpy(logits.numpy()), past
 
-    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Yield the new tokens, a block `(B, 1)` per step. Arguments and tokens are those of GPT.stream."""
-        past, past_length = [], 0  # of this stream, because several may run at once
+    def new_cache(self, batch_size):
+        return SimpleNamespace(past=[], length=0)
 
-        def next_logits(tokens, start, end):
-            nonlocal past, past_length
-            # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
-            decodes = past_length == end - 1 - start > 0
-            logits, present = self(tokens[:, end - 1 if decodes else start : end], past if decodes else [])
-            if kv_cache:
-                past, past_length = present, end - start
-            return logits[:, -1]
-
-        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
+    def next_logits(self, idx, cache=None):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, which is appended to the cache: see GPT."""
+        logits, past = self(idx, cache.past if cache else [])
+        if cache:
+            cache.past, cache.length = past, cache.length + idx.size(1)
+        return logits[:, -1]

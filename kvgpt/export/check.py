@@ -7,7 +7,7 @@ import torch
 from kvgpt.cli import fail
 from kvgpt.decoding.verify import NEAR_TIE, verify
 from kvgpt.engines.onnx import OnnxGPT
-from model import Sampling
+from model import Sampling, stream_tokens
 
 
 def own_text(model):
@@ -43,6 +43,6 @@ def compare_onnx(file, model, ids):
         logits.append(some)
 
     def greedy(prompt):
-        return torch.cat((prompt, *onnx.stream(prompt, T, temperature=0)), dim=1)[0].tolist()
+        return torch.cat((prompt, *stream_tokens(onnx, prompt, T, Sampling(temperature=0))), dim=1)[0].tolist()
 
     compare(file.name, model, onnx.tokenizer, ids, torch.cat(logits, dim=1), greedy)

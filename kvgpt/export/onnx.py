@@ -59,12 +59,10 @@ class GPTWithPast(nn.Module):
         query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
         # A query sees its own slot even if that is padding, because a softmax over nothing is NaN.
         mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
-        self.model.cache = cache = ConcatCache(past_key_values, mask)
-        queries = []
+        cache, queries = ConcatCache(past_key_values, mask), []
         for block in self.model.transformer["h"]:
-            block.attn.cache = cache
             block.attn.project = recorded(block.attn.project, queries)
-        logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids))
+        logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
         return (logits, cache.pairs, queries) if self.queries else (logits, cache.pairs)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from helpers import CHARS, SIZE, STABLELM, TOKENIZER, ok, run, tiny, unix
 from kvgpt.engines.onnx import OnnxGPT
 from kvgpt.export.onnx import write_onnx
+from model import Sampling, stream_tokens
 
 CONTEXT = SIZE["block_size"]
 
@@ -40,7 +41,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
         samples=[7 + row for row in range(B)],
     )
     steps = data.draw(st.integers(0, 2 * CONTEXT))
-    new = list(engine.stream(idx, steps, kv_cache=data.draw(st.booleans()), **sampling))
+    new = list(stream_tokens(engine, idx, steps, Sampling(**sampling), data.draw(st.booleans())))
     assert all(block.shape == (B, 1) for block in new)
     assert torch.equal(torch.cat((idx, *new), dim=1), model.generate(idx, steps, **sampling))
 
