@@ -149,12 +149,12 @@ def open_engine(args):
         return model, model, tokenizer, ckpt.ngrams if args.draft else None
 
     if args.engine == "hf":
-        from kvgpt.engines.hf import HuggingFaceGPT
+        from kvgpt.interop.transformers import HuggingFaceGPT
 
         engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
         return engine, engine, engine.tokenizer, None
 
-    from kvgpt.engines.onnx import OnnxGPT, weights_sha256
+    from kvgpt.interop.onnx import OnnxGPT, weights_sha256
 
     file = args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx"
     engine, model = OnnxGPT(file), None

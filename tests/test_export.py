@@ -23,9 +23,8 @@ from helpers import (
     unix,
 )
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.engines.onnx import OnnxGPT
-from kvgpt.export.hf import GRAPH
-from kvgpt.export.onnx import write_onnx
+from kvgpt.interop.onnx import OnnxGPT, write_onnx
+from kvgpt.interop.transformers import GRAPH
 from model import GPT
 
 

@@ -1,4 +1,4 @@
-"""kvgpt/export/hf.py: folders as transformers itself reads and writes them."""
+"""kvgpt/interop/huggingface.py and transformers.py: folders as transformers itself reads and writes them."""
 
 import json
 
@@ -17,7 +17,7 @@ from transformers import (
 
 from helpers import CHARS, GPT2, SIZE, STABLELM, TOKENIZER, assert_one_line, bpe, here, tiny, tree
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.export.hf import export_hf, hf_settings, write_folder
+from kvgpt.interop.transformers import export_hf, hf_settings, write_folder
 from kvgpt.tokenizer import tokenizer_from_json
 
 CONTEXT = SIZE["block_size"]

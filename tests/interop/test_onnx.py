@@ -1,4 +1,4 @@
-"""kvgpt/export/onnx.py: the graph as onnx and ONNX Runtime see it."""
+"""kvgpt/interop/onnx.py: the graph as onnx and ONNX Runtime see it, and run by our own loop."""
 
 import numpy as np
 import onnx
@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, tiny
-from kvgpt.export.check import compare_onnx, own_text
-from kvgpt.export.onnx import write_onnx
+from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, ok, run, tiny, unix
+from kvgpt.interop.check import own_text
+from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -119,3 +119,37 @@ def test_the_check_of_an_export_finds_another_model(exported, capsys):
     with pytest.raises(SystemExit):
         compare_onnx(file, other, own_text(other))
     assert "model.onnx is not the model" in capsys.readouterr().err
+
+
+# -- run by our own loop -----------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
+    """For the same seed, with the cache, without it, and past the context."""
+    model, file, _ = exported
+    engine = OnnxGPT(file)
+    B, T = data.draw(st.integers(1, 3)), data.draw(st.integers(1, CONTEXT))
+    idx = torch.randint(len(CHARS), (B, T), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    sampling = dict(
+        seed=data.draw(st.integers(0, 2**64 - 1)),
+        temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])),
+        top_k=data.draw(st.sampled_from([None, 1, 5])),
+        top_p=data.draw(st.sampled_from([None, 0.9])),
+        overflow=data.draw(st.sampled_from(["stop", "slide"])),
+        samples=[7 + row for row in range(B)],
+    )
+    steps = data.draw(st.integers(0, 2 * CONTEXT))
+    new = list(engine.stream(idx, steps, kv_cache=data.draw(st.booleans()), **sampling))
+    assert all(block.shape == (B, 1) for block in new)
+    assert torch.equal(torch.cat((idx, *new), dim=1), model.generate(idx, steps, **sampling))
+
+
+@pytest.mark.slow
+@unix
+@pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
+def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
+    """By itself it reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
+    code = "import sys; from kvgpt.interop.onnx import OnnxGPT; OnnxGPT(sys.argv[1])"
+    result = ok(run("-c", code, exported[1], env={"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}))
+    assert result.stderr == "" and not list(tmp_path.iterdir())

@@ -1,20 +1,29 @@
-"""ONNX files: a GPT as a graph that takes its KV cache as an input and returns it longer."""
+"""ONNX files: a GPT as a graph that takes its KV cache as an input and returns it longer, written and run."""
 
 import copy
+import hashlib
+import itertools
 import json
 import logging
+import os
 import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 
-from kvgpt.cli import fail
-from kvgpt.engines.onnx import weights_sha256
-from kvgpt.export.check import compare_onnx, own_text
-from kvgpt.files import write_tree
+from kvgpt.cli import fail, first_line
+from kvgpt.cores import num_threads
+from kvgpt.interop.check import compare, own_text
+from kvgpt.interop.checksums import check_folder, write_tree
+from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
+from model import GPTConfig, Sampling, decode_tokens
+
+# before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # -- the network that becomes a graph ----------------------------------------------------------------------------------
 
@@ -135,6 +144,14 @@ def write_onnx(model, tokenizer, file, queries=False):
     file.write_bytes(proto.SerializeToString())
 
 
+def weights_sha256(model):
+    """Return a hash of the weights of a GPT on the CPU, which says whether a file was made from this very model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def fits_one_file(model):
     """Return whether ONNX can write the model as one file, which cannot have more than 2 GB."""
     return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
@@ -154,3 +171,97 @@ def export_onnx(model, tokenizer, folder):
         content = file.read_bytes()
     write_tree(folder, {file.name: content})
     print(f"{folder / file.name}: {len(content) / 1e6:.2f} MB")
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+class OnnxGPT:
+    """A file of write_onnx, run by ONNX Runtime on the CPU.
+
+    tokenizer       its tokenizer
+    config          the GPTConfig of the exported model
+    weights_sha256  of the exported model; None in files of the first versions
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+
+    def __init__(self, file):
+        try:
+            import onnxruntime
+        except ImportError:
+            raise ValueError("ONNX Runtime is not installed: pip install onnxruntime") from None
+        file = Path(file)
+        if not file.is_file():
+            raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # an error is raised too, and we do not want to see it twice
+        # its threads sleep soon, and leave the cores to PyTorch between two calls and to other processes within one
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
+        try:
+            check_folder(file.parent)
+            content = file.read_bytes()
+            options.intra_op_num_threads = num_threads(len(content) // 4)  # a weight is a float32
+            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            metadata = self.session.get_modelmeta().custom_metadata_map
+            self.config = GPTConfig(**json.loads(metadata["model_args"]))
+            self.tokenizer = tokenizer_from_state(metadata)
+            self.weights_sha256 = metadata.get("weights_sha256")
+        except KeyError as error:
+            raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
+        except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
+            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
+        check_vocab_size(self.tokenizer, self.config.vocab_size, file)
+        self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
+        names = [output.name for output in self.session.get_outputs()]
+        self.outputs = [name for name in names if not name.startswith("query")]  # these are for the web page
+        self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
+
+    def __call__(self, idx, past=()):
+        """Return (logits, past): float32 `(B, T, V)` for idx `(B, T)` int64, and the cache after them.
+
+        past  what an earlier call with the same rows has returned, a list of keys and values, OrtValues
+              `(B, nkv, past, hs)`; empty: idx begins the text
+        """
+        (B, T), config = idx.shape, self.config
+        if not past:
+            empty = self.to_ort(np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32))
+            past = [empty] * len(self.past_inputs)
+        start = past[0].shape()[2]
+        inputs = {
+            "input_ids": idx.numpy(),
+            "attention_mask": np.ones((B, start + T), np.int64),
+            "position_ids": np.arange(start, start + T)[None].repeat(B, axis=0),
+        }
+        inputs = {name: self.to_ort(array) for name, array in inputs.items()} | dict(zip(self.past_inputs, past))
+        logits, *past = self.session.run_with_ort_values(self.outputs, inputs)
+        return torch.from_numpy(logits.numpy()), past
+
+    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
+        """Yield the new tokens, a block `(B, 1)` per step. Arguments and tokens are those of GPT.stream."""
+        past, past_length = [], 0  # of this stream, because several may run at once
+
+        def next_logits(tokens, start, end):
+            nonlocal past, past_length
+            # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
+            decodes = past_length == end - 1 - start > 0
+            logits, present = self(tokens[:, end - 1 if decodes else start : end], past if decodes else [])
+            if kv_cache:
+                past, past_length = present, end - start
+            return logits[:, -1]
+
+        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
+
+
+def compare_onnx(file, model, ids):
+    """Run an ONNX file through its cache and `compare` it: a prefill, a chunk, then single tokens."""
+    onnx = OnnxGPT(file)
+    T, past, logits = ids.size(1), [], []
+    for begin, end in itertools.pairwise(sorted({0, T // 2, *range(T * 3 // 4, T + 1)})):
+        some, past = onnx(ids[:, begin:end], past)
+        logits.append(some)
+
+    def greedy(prompt):
+        return torch.cat((prompt, *onnx.stream(prompt, T, temperature=0)), dim=1)[0].tolist()
+
+    compare(file.name, model, onnx.tokenizer, ids, torch.cat(logits, dim=1), greedy)
