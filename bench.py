@@ -36,7 +36,7 @@ from kvgpt.files import write_atomically
 from kvgpt.peers import llama2c_run, transformers_run
 from kvgpt.quantize import round_weights
 from kvgpt.tokenizer import CharTokenizer
-from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token
+from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token, stream_tokens
 
 VARIANTS = {
     "uncached": "sample.py --no-kv_cache",
@@ -123,7 +123,7 @@ def onnx_stream(model):
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
         write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
         engine = OnnxGPT(file)
-    return lambda idx, steps, seed: engine.stream(idx.cpu(), steps, seed=seed)
+    return lambda idx, steps, seed: stream_tokens(engine, idx.cpu(), steps, Sampling(seed=seed))
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

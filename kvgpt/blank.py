@@ -1,4 +1,4 @@
-"""A GPT without weights, for everybody who has weights from a file."""
+"""A GPT that gets its weights from a file."""
 
 from torch.overrides import TorchFunctionMode
 
@@ -8,8 +8,8 @@ from model import GPT
 class SkipInit(TorchFunctionMode):
     """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing.
 
-    The usual way, torch.device("meta"), imports torch._dynamo to initialize a tensor that has no memory, which takes
-    longer than to load the pretrained model.
+    Building on torch.device("meta") avoids that work too, but there normal_ imports torch._dynamo, which takes longer
+    than loading the pretrained model.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -18,12 +18,12 @@ class SkipInit(TorchFunctionMode):
 
 
 def blank_model(config):
-    """Return a GPT whose matrices are memory that nobody has written to, which costs no time."""
+    """Return a GPT whose matrices are uninitialized memory, which takes no time."""
     with SkipInit():
         return GPT(config)
 
 
 def tie(model):
-    """Let head and embedding be one matrix again, if the config says so, after each has got a tensor of its own."""
+    """Make head and embedding one matrix again, if the config says so, after each has received its own tensor."""
     if model.config.tie_weights:
         model.transformer["wte"].weight = model.lm_head.weight

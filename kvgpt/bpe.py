@@ -12,7 +12,7 @@ PIECE_END = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 def library():
-    """Return the library of Hugging Face. Raises ValueError: most people who train on characters do not have it."""
+    """Return the library of Hugging Face. Raises ValueError: who trains on characters may not have it."""
     try:
         import tokenizers
     except ImportError:

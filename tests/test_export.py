@@ -87,7 +87,7 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
     with torch.no_grad():
         logits = model(ids)[0]
         assert back.tokenizer_state == tokenizer.state_dict() and torch.equal(back.build_model().eval()(ids)[0], logits)
-        torch.testing.assert_close(OnnxGPT(folder / GRAPH)(ids)[0], logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(OnnxGPT(folder / GRAPH).logits(ids), logits, atol=1e-4, rtol=0)
 
 
 @unix

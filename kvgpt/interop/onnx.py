@@ -1,6 +1,5 @@
 """ONNX files: a GPT as a graph that takes its KV cache as an input and returns it longer, written and run."""
 
-import copy
 import hashlib
 import itertools
 import json
@@ -10,17 +9,20 @@ import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from kvgpt.cli import fail, first_line
 from kvgpt.cores import num_threads
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, write_tree
 from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
-from model import GPTConfig, Sampling, decode_tokens
+from model import GPTConfig, Sampling, stream_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -47,12 +49,11 @@ class ConcatCache:
 
 
 class GPTWithPast(nn.Module):
-    """A GPT that takes the KV cache as an argument and returns it. Its layers are a copy of the model's."""
+    """A GPT that takes the KV cache as an argument and returns it. It shares the layers of `model`."""
 
     def __init__(self, model, queries=False):
         super().__init__()
-        self.model = copy.deepcopy(model)
-        self.queries = queries
+        self.model, self.queries = model, queries
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values):
         """Return the logits `(B, T, V)` and n_layer pairs (key, value), `(B, nkv, past + T, hs)` each.
@@ -68,24 +69,23 @@ class GPTWithPast(nn.Module):
         query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
         # A query sees its own slot even if that is padding, because a softmax over nothing is NaN.
         mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
-        self.model.cache = cache = ConcatCache(past_key_values, mask)
-        queries = []
-        for block in self.model.transformer["h"]:
-            block.attn.cache = cache
-            block.attn.project = recorded(block.attn.project, queries)
-        logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids))
-        return (logits, cache.pairs, queries) if self.queries else (logits, cache.pairs)
+        cache = ConcatCache(past_key_values, mask)
+        with LastQueries() as last:
+            logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
+        return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
 
 
-def recorded(project, queries):
-    """Return CausalSelfAttention.project that also appends the query of the last token to `queries`."""
+class LastQueries(TorchFunctionMode):
+    """Inside `with LastQueries() as last:` each attention appends the query of the last token to last.queries."""
 
-    def recording(x, rope=None):
-        q, k, v = project(x, rope)
-        queries.append(q[:, :, -1:])
-        return q, k, v
+    def __init__(self):
+        super().__init__()
+        self.queries = []
 
-    return recording
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.queries.append(args[0][:, :, -1:])
+        return function(*args, **(kwargs or {}))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -217,51 +217,41 @@ class OnnxGPT:
         self.outputs = [name for name in names if not name.startswith("query")]  # these are for the web page
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
 
-    def __call__(self, idx, past=()):
-        """Return (logits, past): float32 `(B, T, V)` for idx `(B, T)` int64, and the cache after them.
+    def new_cache(self, batch_size):
+        """Return an empty cache: its `length` in tokens, and `past`, keys and values `(B, nkv, length, hs)` in turn."""
+        empty = np.zeros((batch_size, self.config.num_kv_heads, 0, self.config.head_size), np.float32)
+        return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
 
-        past  what an earlier call with the same rows has returned, a list of keys and values, OrtValues
-              `(B, nkv, past, hs)`; empty: idx begins the text
+    def next_logits(self, idx, cache=None):
+        """Return the logits `(B, V)` of the token after idx: the last of `logits`."""
+        return self.logits(idx, cache)[:, -1]
+
+    def logits(self, idx, cache=None):
+        """Return the logits `(B, T, V)` of idx `(B, T)` int64, which continues what the cache holds.
+
+        The cache then holds idx too. None: idx begins the text.
         """
-        (B, T), config = idx.shape, self.config
-        if not past:
-            empty = self.to_ort(np.zeros((B, config.num_kv_heads, 0, config.head_size), np.float32))
-            past = [empty] * len(self.past_inputs)
-        start = past[0].shape()[2]
+        B, T = idx.shape
+        cache = cache or self.new_cache(B)
+        end = cache.length + T
         inputs = {
             "input_ids": idx.numpy(),
-            "attention_mask": np.ones((B, start + T), np.int64),
-            "position_ids": np.arange(start, start + T)[None].repeat(B, axis=0),
+            "attention_mask": np.ones((B, end), np.int64),
+            "position_ids": np.arange(cache.length, end)[None].repeat(B, axis=0),
         }
-        inputs = {name: self.to_ort(array) for name, array in inputs.items()} | dict(zip(self.past_inputs, past))
-        logits, *past = self.session.run_with_ort_values(self.outputs, inputs)
-        return torch.from_numpy(logits.numpy()), past
-
-    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Yield the new tokens, a block `(B, 1)` per step. Arguments and tokens are those of GPT.stream."""
-        past, past_length = [], 0  # of this stream, because several may run at once
-
-        def next_logits(tokens, start, end):
-            nonlocal past, past_length
-            # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
-            decodes = past_length == end - 1 - start > 0
-            logits, present = self(tokens[:, end - 1 if decodes else start : end], past if decodes else [])
-            if kv_cache:
-                past, past_length = present, end - start
-            return logits[:, -1]
-
-        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
+        inputs = {name: self.to_ort(array) for name, array in inputs.items()} | dict(zip(self.past_inputs, cache.past))
+        logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
+        cache.length = end
+        return torch.from_numpy(logits.numpy())
 
 
 def compare_onnx(file, model, ids):
     """Run an ONNX file through its cache and `compare` it: a prefill, a chunk, then single tokens."""
-    onnx = OnnxGPT(file)
-    T, past, logits = ids.size(1), [], []
-    for begin, end in itertools.pairwise(sorted({0, T // 2, *range(T * 3 // 4, T + 1)})):
-        some, past = onnx(ids[:, begin:end], past)
-        logits.append(some)
+    onnx, T = OnnxGPT(file), ids.size(1)
+    cache, cuts = onnx.new_cache(len(ids)), sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
+    logits = [onnx.logits(ids[:, begin:end], cache) for begin, end in itertools.pairwise(cuts)]
 
     def greedy(prompt):
-        return torch.cat((prompt, *onnx.stream(prompt, T, temperature=0)), dim=1)[0].tolist()
+        return torch.cat((prompt, *stream_tokens(onnx, prompt, T, Sampling(temperature=0))), dim=1)[0].tolist()
 
     compare(file.name, model, onnx.tokenizer, ids, torch.cat(logits, dim=1), greedy)

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from kvgpt.interop.checksums import check_folder, read_tree, write_tree
 from kvgpt.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, their_parts
 from kvgpt.interop.onnx import compare_onnx, fits_one_file, write_onnx
 from kvgpt.tokenizer import tokenizer_from_json
-from model import Sampling, decode_tokens, eval_mode
 
 GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
 
@@ -185,34 +183,26 @@ class HuggingFaceGPT(nn.Module):
             block_size=next(filter(None, limits), 2048),  # Bloom and its like name no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
-        self.past = self.past_length = self.owner = None  # the cache, and the generation that fills it
 
     def forward(self, idx):
         """Return the logits `(B, T, V)` of idx `(B, T)`, computed without a cache, and None: see GPT.forward."""
         return self.hf(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False).logits, None
 
+    def new_cache(self, batch_size):
+        """Return an empty cache: its `length` in tokens, and the `past` that transformers has returned."""
+        return SimpleNamespace(length=0, past=None)
+
     @torch.inference_mode()
-    def next_logits(self, tokens, start, end, owner=None):
-        """Return the logits `(B, V)` of the token after tokens[:, start:end]. owner None: without the cache."""
-        context = tokens[:, start:end]
-        # We feed the newest token alone if the cache has all others, so not at first and not after a slide.
-        decodes = owner is not None and self.owner is owner and self.past_length == end - 1 - start
-        with eval_mode(self):
-            output = self.hf(
-                input_ids=context[:, -1:] if decodes else context,
-                attention_mask=torch.ones_like(context),
-                past_key_values=self.past if decodes else None,
-                use_cache=owner is not None,
-            )
-        if owner is not None:
-            self.past, self.past_length, self.owner = output.past_key_values, end - start, owner
+    def next_logits(self, idx, cache=None):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, which continues what the cache holds.
+
+        The cache then holds idx too. None: idx begins the text.
+        """
+        (B, T), start, past = idx.shape, 0, None
+        if cache is not None:
+            start, past = cache.length, cache.past
+        mask = torch.ones(B, start + T, dtype=torch.int64)
+        output = self.hf(input_ids=idx, attention_mask=mask, past_key_values=past, use_cache=cache is not None)
+        if cache is not None:
+            cache.length, cache.past = start + T, output.past_key_values
         return output.logits[:, -1]
-
-    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Yield the new tokens, a block `(B, 1)` per step. The arguments are those of GPT.stream."""
-        next_logits = partial(self.next_logits, owner=object() if kv_cache else None)
-        return decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
-
-    def generate(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Return idx `(B, T)` and its continuation. The arguments are those of GPT.generate."""
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, kv_cache=kv_cache, **sampling)), dim=1)

@@ -50,8 +50,8 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     with pytest.raises(Exception, match="UNK"):
         tokenizer("abZ")
-    stored = load_file(tmp_path / "model.safetensors")
-    assert ("lm_head.weight" in stored) == (not model.config.tie_weights)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == (not model.config.tie_weights)
 
     back = load_checkpoint(tmp_path)
     assert back.tokenizer_state == {"chars": CHARS} and back.path == tmp_path

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, ok, run, tiny, unix
 from kvgpt.interop.check import own_text
 from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
+from model import Sampling, stream_tokens
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -110,6 +111,32 @@ def test_padding_on_the_left_changes_nothing(exported):
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("network", ["GPT-2", "StableLM"])
+def test_queries_are_those_of_the_last_token_and_the_model_stays_as_it_was(network, tmp_path):
+    """They are what multiplies the keys: after the norm and the rotation."""
+    model = tiny(**NETWORKS[network])
+    before = [dict(vars(module)) for module in model.modules()]
+    write_onnx(model, TOKENIZER, tmp_path / "model.onnx", queries=True)
+    assert all(vars(module).keys() == old.keys() for module, old in zip(model.modules(), before))
+
+    # each layer's output is the attention of that query over the present keys and values
+    ids, attended = torch.arange(7)[None], []
+    for block in model.transformer["h"]:
+        block.attn.c_proj.register_forward_pre_hook(lambda module, args: attended.append(args[0][:, -1]))
+    with torch.no_grad():
+        model(ids)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = [name for i in range(2) for name in (f"query.{i}", f"present.{i}.key", f"present.{i}.value")]
+    inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, 7), np.int64), "position_ids": np.arange(7)[None]}
+    past = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": x for i, x in enumerate(nothing(model, 1))}
+    outputs = [torch.from_numpy(x) for x in session.run(names, inputs | past)]
+    for layer in range(2):
+        q, k, v = outputs[3 * layer : 3 * layer + 3]
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        y = (q @ k.transpose(2, 3) / 8**0.5).softmax(-1) @ v
+        torch.testing.assert_close(y.flatten(1), attended[layer], atol=1e-5, rtol=0)
+
+
 def test_the_check_of_an_export_finds_another_model(exported, capsys):
     model, file, _ = exported
     compare_onnx(file, model, own_text(model))
@@ -131,7 +158,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     engine = OnnxGPT(file)
     B, T = data.draw(st.integers(1, 3)), data.draw(st.integers(1, CONTEXT))
     idx = torch.randint(len(CHARS), (B, T), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    sampling = dict(
+    sampling = Sampling(
         seed=data.draw(st.integers(0, 2**64 - 1)),
         temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])),
         top_k=data.draw(st.sampled_from([None, 1, 5])),
@@ -140,9 +167,10 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
         samples=[7 + row for row in range(B)],
     )
     steps = data.draw(st.integers(0, 2 * CONTEXT))
-    new = list(engine.stream(idx, steps, kv_cache=data.draw(st.booleans()), **sampling))
+    new = list(stream_tokens(engine, idx, steps, sampling, kv_cache=data.draw(st.booleans())))
     assert all(block.shape == (B, 1) for block in new)
-    assert torch.equal(torch.cat((idx, *new), dim=1), model.generate(idx, steps, **sampling))
+    theirs = list(stream_tokens(model, idx, steps, sampling))
+    assert torch.equal(torch.cat((idx, *new), dim=1), torch.cat((idx, *theirs), dim=1))
 
 
 @pytest.mark.slow
