@@ -180,7 +180,7 @@ def check_tokens(name, model, idx, tokens):
         sampling = Sampling(seed=seed)
         logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, idx.size(1) - 1 :]
         samples, steps = (torch.arange(n, device=idx.device) for n in new.shape)
-        picks = sample_token(logits, gumbel_noise(seed, samples, steps, logits.size(-1)), *sampling.filters)
+        picks = sample_token(logits, gumbel_noise(seed, samples, steps, logits.size(-1)), sampling)
         for row, step in (picks != new).nonzero().tolist():
             context = [*idx[row].tolist(), *new[row, :step].tolist()]
             pair = (new[row, step].item(), picks[row, step].item())

@@ -1,28 +1,21 @@
-"""A GPT with a key/value cache, in one file that needs only torch: the network, the cache, the sampler and the loop.
+"""A GPT with a key/value cache, in one file that needs only torch: the network, the cache, the loop and the sampler.
 
 Read it from top to bottom: GPTConfig, then Head and KVCache (what we keep, and how attention reads it),
-CausalSelfAttention, MLP and Block (GPT-2's network with a few modern options), GPT (the model, and what it feeds
-itself at each step), and at the end the sampler, whose noise makes a seed give the same text on every path.
+CausalSelfAttention, MLP, Block and GPT (GPT-2's network with a few modern options), then stream_tokens (prefill, decode
+and slide), and the sampler, whose noise makes a seed give the same tokens on every path.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-
-# In a new process, PyTorch with Intel's MKL may compute these with few correct digits if the first call runs on several
-# threads (pytorch issue 188792). So we make the first call of each here, on one number.
-for function in (torch.cos, torch.sin, torch.log, torch.log1p):
-    function(torch.ones(1))
 
 
 def require(settings, name, condition, why):
@@ -79,27 +72,32 @@ class GPTConfig:
 
 
 class Head(nn.Module):
-    """One key/value head: what it remembers of all tokens so far, and attention over that.
+    """One key/value head: what it keeps of all tokens so far, and attention over that.
 
     `key_cache` and `value_cache` are None while empty, else `(B, t, hs)`: slot s holds the key or value of the token at
-    position s. Attention is causal, so a later token never changes an earlier slot. That is why we may keep them: a new
-    token adds one slot and reads them all.
+    position s. Attention is causal, so a later token never changes an earlier slot, and we may keep them: a new token
+    adds one slot and reads them all.
 
-    A Head has no weights of its own, and its two caches are views of the model's KVCache, because a layer computes all
-    its heads in one batched call. There are n_layer * n_kv_head of them.
+    A Head has no weights of its own, because a layer computes all its heads in one batched call. Its two caches are
+    views of the KVCache that the model used last. There are n_layer * n_kv_head Heads.
     """
 
-    def __init__(self, cache, layer, index):
+    def __init__(self, layer, index):
         super().__init__()
-        self.cache, self.layer, self.index = cache, layer, index
+        self.layer, self.index, self.cache = layer, index, None
 
     @property
     def key_cache(self):
-        return self.cache.of_head(self.cache.key, self.layer, self.index)
+        return self._view("key")
 
     @property
     def value_cache(self):
-        return self.cache.of_head(self.cache.value, self.layer, self.index)
+        return self._view("value")
+
+    def _view(self, kind):
+        if self.cache is None or self.cache.length == 0:
+            return None
+        return getattr(self.cache, kind)[self.layer][:, self.index, : self.cache.length]
 
     def forward(self, q, pos):
         """Attend with queries q `(B, T, hs)` at positions pos `(B, T)`, one head spelled out.
@@ -115,93 +113,89 @@ class Head(nn.Module):
 
 
 class KVCache:
-    """The keys and values of all layers: `key[layer]` and `value[layer]` are `(B, nkv, block_size, hs)`.
+    """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, block_size, hs)`.
 
-    lengths  filled slots per row, as Python integers, so that no step has to wait for a GPU; [] is an empty cache
-    owner    the generation that fills the cache; None for somebody who calls GPT.forward by hand
+    A cache is a value. Make one, pass it to every forward of one generation, and drop it at the end. Two generations
+    on one model have two caches, so neither can disturb the other.
 
-    They are plain attributes and not buffers, so that they stay out of state_dict and DDP does not broadcast them.
+    lengths  filled slots per row, as Python integers, so that no step has to wait for a GPU. Lower one to forget the
+             slots beyond it
     """
 
-    lock = threading.RLock()  # one for all caches, because a lock cannot be copied with its model
+    def __init__(self, config, batch_size):
+        self.n_layer, self.block_size = config.n_layer, config.block_size
+        self.lengths = [0] * batch_size
+        self.key = self.value = None  # until the first update, which knows dtype and device
 
-    def __init__(self, n_layer, block_size):
-        self.n_layer, self.block_size = n_layer, block_size
-        self.clear()
+    @property
+    def length(self):
+        """The filled slots of the longest row."""
+        return max(self.lengths)
 
-    def clear(self):
-        with self.lock:
-            self.key = self.value = self.owner = None
-            self.lengths = []
+    def extend(self, starts, T):
+        """Make room for T tokens per row, from slot starts[i] on, before the forward that writes them.
 
-    @contextmanager
-    def step(self, owner=None):
-        """Lend the cache to `owner` for one forward, empty if anybody else has used it since.
-
-        The owner looks at `lengths` to see what is there, and sets it to what will be there after the forward. A
-        forward that fails leaves some layers written and some not, so then we forget everything.
+        Slots beyond them are forgotten. Raises ValueError if slots before them are missing, because attention would
+        read zeros there.
         """
-        with self.lock:
-            if self.owner is not owner:
-                self.clear()
-                self.owner = owner
-            try:
-                yield
-            except BaseException:
-                self.clear()
-                raise
+        if len(starts) != len(self.lengths):
+            raise ValueError(f"the cache is for {len(self.lengths)} rows, and idx has {len(starts)}")
+        for row, (start, length) in enumerate(zip(starts, self.lengths)):
+            if start > length:
+                raise ValueError(
+                    f"pos starts at {start}, but the cache holds {length} positions of row {row}: "
+                    "prefill first, with pos from 0"
+                )
+        self.lengths = [start + T for start in starts]
 
     def update(self, layer, pos, k, v):
         """Write a layer's k and v `(B, nkv, T, hs)` at positions pos `(B, T)`. Returns all t slots of both."""
-        (B, nkv, T, hs), t = k.shape, max(self.lengths)
-        held = self.key[0] if self.key else None
-        if held is None or (len(held), held.dtype, held.device) != (B, k.dtype, k.device):
-            if t > T:
-                raise ValueError(f"the cache holds no keys in {k.dtype} on {k.device} for this batch: prefill again")
-            # We allocate the full length at once, because growing with torch.cat would copy the cache at every step. It
-            # begins as zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
-            shape = (2, self.n_layer, B, nkv, self.block_size, hs)
-            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-                key, value = torch.zeros(shape, dtype=k.dtype, device=k.device)
-            self.key, self.value = key.unbind(), value.unbind()
+        if self.key is None:
+            self.key, self.value = self._buffers(k), self._buffers(v)
         key, value = self.key[layer], self.value[layer]
-        if B == 1:  # one operation where the general case takes several
+        if len(k) == 1:  # one operation where the general case takes several
             key.index_copy_(2, pos[0], k)
             value.index_copy_(2, pos[0], v)
         else:
-            rows = torch.arange(B, device=pos.device)[:, None]
+            rows = torch.arange(len(k), device=pos.device)[:, None]
             key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
             value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
-        return key.narrow(2, 0, t), value.narrow(2, 0, t)
+        return key.narrow(2, 0, self.length), value.narrow(2, 0, self.length)
 
-    def take(self, rows):
+    def _buffers(self, x):
+        """Return an empty buffer per layer for keys or values like x `(B, nkv, T, hs)`, in its dtype.
+
+        We allocate the full length at once, because growing with torch.cat would copy the cache at every step. It
+        begins as zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
+        """
+        B, nkv, _, hs = x.shape
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+            return torch.zeros(self.n_layer, B, nkv, self.block_size, hs, dtype=x.dtype, device=x.device).unbind()
+
+    def select(self, rows):
         """Make row i a copy of row rows[i], so that the samples of a prompt can share its prefill."""
         with torch.inference_mode(False):  # as above
             self.key, self.value = ([x[rows] for x in layers] for layers in (self.key, self.value))
         self.lengths = [self.lengths[row] for row in rows]
-
-    def of_head(self, buffers, layer, index):
-        return None if buffers is None else buffers[layer][:, index, : max(self.lengths)]
 
     def mask(self, pos):
         """Return what each query may see, `(B, 1, T, t)`: the slots up to its own position. None: all of them.
 
         One rule serves a prefill, a chunk and a single token, and it hides the padding of shorter rows.
         """
-        t = max(self.lengths)
-        if pos.size(1) == 1 and min(self.lengths) == t:
+        if pos.size(1) == 1 and min(self.lengths) == self.length:
             return None
-        return (torch.arange(t, device=pos.device) <= pos[..., None])[:, None]
+        return (torch.arange(self.length, device=pos.device) <= pos[..., None])[:, None]
 
 
 def clear_kv_cache(model):
-    """Empty the key_cache and value_cache of every Head in `model`, any module that contains Heads.
+    """Empty the key_cache and value_cache of every Head in `model`, and forget the model's own cache.
 
     Needed by hand only after changing weights in place in eval mode, which nothing here can notice.
     """
     for module in model.modules():
-        if isinstance(module, Head):
-            module.cache.clear()
+        if isinstance(module, (Head, GPT)):
+            module.cache = None
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -221,8 +215,9 @@ def rotate(x, cos, sin):
 class CausalSelfAttention(nn.Module):
     """All heads of a layer in one batched call. With n_kv_head < n_head, each Head serves several query heads."""
 
-    def __init__(self, config, cache, layer):
+    def __init__(self, config, layer):
         super().__init__()
+        self.layer = layer
         self.n_head, self.n_kv_head, self.head_size = config.n_head, config.num_kv_heads, config.head_size
         self.dropout = config.dropout
         self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
@@ -231,8 +226,7 @@ class CausalSelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(self.head_size, bias=config.bias)
             self.k_norm = nn.LayerNorm(self.head_size, bias=config.bias)
-        self.cache, self.layer = cache, layer
-        self.heads = nn.ModuleList(Head(cache, layer, i) for i in range(self.n_kv_head))
+        self.heads = nn.ModuleList(Head(layer, i) for i in range(self.n_kv_head))
 
     def project(self, x, rope=None):
         """Return q `(B, nh, T, hs)`, k and v `(B, nkv, T, hs)` of x `(B, T, C)`. rope: cos and sin at x's positions."""
@@ -246,16 +240,16 @@ class CausalSelfAttention(nn.Module):
             q, k = rotate(torch.cat((q, k), dim=1), *rope).split_with_sizes((nh, nkv), dim=1)
         return q, k, v
 
-    def forward(self, x, rope=None, pos=None, mask=None):
-        """x `(B, T, C)` -> `(B, T, C)`. pos `(B, T)`: go through the cache; mask: see KVCache.mask."""
+    def forward(self, x, rope=None, pos=None, mask=None, cache=None):
+        """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, x is at positions pos `(B, T)`, and mask is its mask."""
         B, T, C = x.shape
         q, k, v = self.project(x, rope)
         gqa = self.n_kv_head != self.n_head
-        if self.training or pos is None:  # no cache: causal attention within x
+        if self.training or cache is None:  # causal attention within x
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
         else:  # write the new keys and values, then read all so far: (B, nkv, t, hs)
-            k, v = self.cache.update(self.layer, pos, k, v)
+            k, v = cache.update(self.layer, pos, k, v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
         y = self.c_proj(y)
@@ -290,15 +284,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each with a norm and a residual connection."""
 
-    def __init__(self, config, cache, layer):
+    def __init__(self, config, layer):
         super().__init__()
         self.norm_first = config.norm_first
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config, cache, layer)
+        self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, *attn_args):  # attn_args: rope, pos, mask
+    def forward(self, x, *attn_args):  # attn_args: rope, pos, mask, cache
         if self.norm_first:
             x = x + self.attn(self.ln_1(x), *attn_args)
             return x + self.mlp(self.ln_2(x))
@@ -312,11 +306,11 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.cache = KVCache(config.n_layer, config.block_size)
+        self.cache = None  # the model's own, for calls that pass pos and no cache
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        self.transformer["h"] = nn.ModuleList(Block(config, self.cache, i) for i in range(config.n_layer))
+        self.transformer["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         if config.norm_first:
             self.transformer["ln_f"] = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -355,45 +349,74 @@ class GPT(nn.Module):
 
     def train(self, mode=True):
         if mode:
-            self.cache.clear()
+            clear_kv_cache(self)
         return super().train(mode)
 
     def _load_from_state_dict(self, *args):
-        self.cache.clear()
+        clear_kv_cache(self)
         super()._load_from_state_dict(*args)
 
     def _apply(self, fn, recurse=True):
-        self.cache.clear()
+        clear_kv_cache(self)
         super()._apply(fn, recurse)
         self._make_rope()  # on the device of the weights
         return self
 
-    def forward(self, idx, targets=None, pos=None):
+    def forward(self, idx, targets=None, pos=None, cache=None):
         """Return logits `(B, T, V)` for every position, and the mean cross-entropy, or None without targets.
 
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
-        pos      None: positions 0 to T - 1, and the cache is neither read nor written, so an evaluation cannot fill it.
+        pos      None: positions 0 to T - 1, and no cache is read or written, so an evaluation cannot fill one.
                  Else absolute positions, int64, (T,) for all rows or (B, T), rising by one. In eval mode the call then
                  goes through the cache: it writes at pos, each query sees the slots up to its own, and what lay beyond
                  the newest pos is forgotten. Such a call has no gradient. In train mode pos only places the tokens.
+        cache    the KVCache to go through; None: the model's own, which a call with pos from 0 begins anew
         Raises ValueError for positions beyond block_size, and for a pos that would leave a gap in the cache.
         """
+        B, T = idx.shape
         if pos is not None:
-            pos, lengths = self._check_pos(idx, pos)
+            pos, starts = self._check_pos(idx, pos)
+        elif cache is not None:
+            raise ValueError("a cache needs pos, the positions of the tokens in idx")
         if pos is None or self.training:
             logits = self.unembed(self.hidden_states(idx, pos))
         else:
-            with torch.no_grad(), self.cache.step():
-                self.cache.lengths = lengths
-                logits = self.unembed(self.hidden_states(idx, pos))
+            if cache is None:
+                if self.cache is None or len(self.cache.lengths) != B or not any(starts):
+                    self.cache = self.new_cache(B)
+                cache = self.cache
+            cache.extend(starts, T)
+            try:
+                with torch.no_grad():
+                    logits = self.unembed(self.hidden_states(idx, pos, cache))
+            except BaseException:  # some layers are written and some are not, so nothing in the cache counts
+                cache.lengths = [0] * B
+                raise
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
         return logits, loss
 
-    def hidden_states(self, idx, pos=None):
-        """Return `(B, T, C)`: all of the network but lm_head. We trust the caller with pos and the cache's lengths."""
+    def _check_pos(self, idx, pos):
+        """Return pos as `(B, T)`, and the first position of each row as a list. Raises ValueError; see forward."""
+        B, T = idx.shape
+        if pos.dtype != torch.int64 or pos.shape not in ((T,), (B, T)) or not pos.numel():
+            raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)} or {(B, T)}")
+        pos = pos.expand(B, T)
+        for row in pos.tolist():
+            if row != list(range(row[0], row[0] + T)):
+                raise ValueError(f"pos must rise by one along a row, got {row}")
+            if row[0] < 0 or row[-1] >= self.config.block_size:
+                raise ValueError(f"pos {row[0]}..{row[-1]} is outside 0..{self.config.block_size - 1} (block_size)")
+        return pos, pos[:, 0].tolist()
+
+    def hidden_states(self, idx, pos=None, cache=None):
+        """Return `(B, T, C)`: all of the network but lm_head.
+
+        pos    (B, T) int64, which we trust; None: positions 0 to T - 1
+        cache  the KVCache to go through, extended to pos already; None: attention within idx
+        """
         if pos is None and not 1 <= idx.size(1) <= self.config.block_size:
             raise ValueError(f"{idx.size(1)} positions; this model takes 1 to {self.config.block_size} (block_size)")
         places = torch.arange(idx.size(1), device=idx.device)[None] if pos is None else pos  # (1 or B, T)
@@ -405,86 +428,112 @@ class GPT(nn.Module):
             rope = self.rope[:, places][:, :, None]  # cos and sin, (B, 1, T, hs) each
         if self.training:
             x = F.dropout(x, self.config.dropout)
-        mask = None if pos is None or self.training else self.cache.mask(pos)
+        mask = None
+        if cache is not None:
+            mask = cache.mask(pos)
+            self._show(cache)
         for block in self.transformer["h"]:
-            x = block(x, rope, pos, mask)
+            x = block(x, rope, pos, mask, cache)
         return self.transformer["ln_f"](x) if self.config.norm_first else x
+
+    def _show(self, cache):
+        """Let key_cache and value_cache of all Heads be views of this cache."""
+        heads = self.transformer["h"][0].attn.heads
+        if heads[0].cache is not cache:
+            for block in self.transformer["h"]:
+                for head in block.attn.heads:
+                    head.cache = cache
 
     def unembed(self, x):
         """Return the logits `(..., V)` of hidden states `(..., C)`: the one place where they are made."""
         return self.lm_head(x)
 
-    def _check_pos(self, idx, pos):
-        """Return pos as (B, T), and the cache lengths per row after a call at pos. Raises ValueError; see forward."""
-        B, T = idx.shape
-        if pos.dtype != torch.int64 or pos.shape not in ((T,), (B, T)) or not pos.numel():
-            raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)} or {(B, T)}")
-        held = self.cache.lengths if self.cache.owner is None and len(self.cache.lengths) == B else [0] * B
-        pos, lengths = pos.expand(B, T), []
-        for i, row in enumerate(pos.tolist()):
-            if row != list(range(row[0], row[0] + T)):
-                raise ValueError(f"pos must rise by one along a row, got {row}")
-            if row[0] < 0 or row[-1] >= self.config.block_size:
-                raise ValueError(f"pos {row[0]}..{row[-1]} is outside 0..{self.config.block_size - 1} (block_size)")
-            if row[0] > held[i] and not self.training:
-                raise ValueError(
-                    f"pos starts at {row[0]}, but the cache holds {held[i]} positions of row {i}: "
-                    "prefill first, with pos from 0"
-                )
-            lengths.append(row[-1] + 1)
-        return pos, lengths
-
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def generate(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Return idx `(B, T)` and its continuation, `(B, T + n)`. n is max_new_tokens, at most block_size - T.
+    def generate(
+        self,
+        prompts,
+        max_new_tokens,
+        temperature=0.8,
+        top_k=None,
+        top_p=None,
+        seed=None,
+        samples=None,
+        overflow="stop",
+        kv_cache=True,
+    ):
+        """Return the prompts and their continuations, in the form of the prompts.
 
-        kv_cache  False recomputes the whole context for every token, which gives the same tokens more slowly
-        sampling  temperature, top_k, top_p, seed, samples, overflow: see Sampling
-        Raises ValueError for arguments that make no sense.
+        prompts         ids `(B, T)`, one list of ids, or a list of prompts that have the same length
+        max_new_tokens  at most; unless overflow is "slide", the text ends where the context is full
+        kv_cache        False recomputes the whole context for every token, which gives the same tokens more slowly
+        The rest is explained at Sampling. Raises ValueError for arguments that make no sense.
         """
+        rows, restore = rows_of(prompts, self.lm_head.weight.device)
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError("the prompts have different lengths: kvgpt.decoding.decode.Decoder takes such a batch")
+        idx = torch.stack(rows)
+        sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
         with eval_mode(self):
-            return torch.cat((idx, *self.stream(idx, max_new_tokens, kv_cache=kv_cache, **sampling)), dim=1)
+            blocks = list(stream_tokens(self, idx, max_new_tokens, sampling, kv_cache))
+        return restore(torch.cat((idx, *blocks), dim=1))
 
-    def stream(self, idx, max_new_tokens, *, kv_cache=True, **sampling):
-        """Yield the new tokens of `generate`, a block `(B, 1)` per step. Call model.eval() first."""
-        owner = object() if kv_cache else None  # stands for this generation in the cache
-        next_logits = partial(self.next_logits, owner=owner)
-        blocks = decode_tokens(next_logits, self.config, idx, max_new_tokens, Sampling(**sampling))
-        return self.release_cache_after(blocks, owner)
+    def stream(
+        self,
+        idx,
+        max_new_tokens,
+        temperature=0.8,
+        top_k=None,
+        top_p=None,
+        seed=None,
+        samples=None,
+        overflow="stop",
+        kv_cache=True,
+    ):
+        """Yield the new tokens of `generate` for idx `(B, T)`, a block `(B, 1)` per step. Call model.eval() first."""
+        sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
+        return stream_tokens(self, idx, max_new_tokens, sampling, kv_cache)
 
-    def release_cache_after(self, blocks, owner):
-        """Yield from `blocks`, then give back the memory of the cache, unless somebody else uses it by now."""
-        try:
-            yield from blocks
-        finally:
-            with self.cache.lock:
-                if owner is not None and self.cache.owner is owner:
-                    self.cache.clear()
+    def new_cache(self, batch_size):
+        """Return an empty KVCache for a batch."""
+        return KVCache(self.config, batch_size)
 
     @torch.inference_mode()
-    def next_logits(self, tokens, start, end, owner=None):
-        """Return the logits `(B, V)` of the token after tokens[:, start:end]. owner None: without the cache."""
+    def next_logits(self, idx, cache=None):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`.
+
+        cache  a KVCache, to which idx is appended; None: idx is the whole context
+        """
         if self.training:  # somebody trains between our steps
             with eval_mode(self):
-                return self.next_logits(tokens, start, end, owner)
-        if owner is None:
-            return self.unembed(self.hidden_states(tokens[:, start:end])[:, -1])
-        B = len(tokens)
-        with self.cache.step(owner):
-            # A decode step feeds the newest token alone. We prefill, which feeds the whole context, in the first step,
-            # after the context has moved, and after somebody else has used the cache.
-            decodes = self.cache.lengths == [end - 1 - start] * B
-            first = end - 1 if decodes else start
-            fed = tokens[:, first:end]
-            if fed.size(1) > 1 and (fed == fed[0]).all():  # the samples of one prompt share its prefill
-                fed = fed[:1]
-            pos = torch.arange(first - start, end - start, device=tokens.device).expand(len(fed), -1)
-            self.cache.lengths = [end - start] * len(fed)
-            logits = self.unembed(self.hidden_states(fed, pos)[:, -1])
-            if len(fed) < B:
-                self.cache.take([0] * B)
-            return logits.expand(B, -1)
+                return self.next_logits(idx, cache)
+        if cache is None:
+            return self.unembed(self.hidden_states(idx)[:, -1])
+        (B, T), start = idx.shape, cache.length
+        shared = B > 1 and T > 1 and start == 0 and bool((idx == idx[0]).all())
+        if shared:  # the samples of one prompt share its prefill
+            idx, cache.lengths = idx[:1], [0]
+        pos = torch.arange(start, start + T, device=idx.device).expand(len(idx), T)
+        cache.extend([start] * len(idx), T)
+        logits = self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
+        if shared:
+            cache.select([0] * B)
+        return logits.expand(B, -1)
+
+
+def rows_of(prompts, device):
+    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and the way back to the form that they had.
+
+    prompts  ids `(B, T)`, one list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
+    restore  takes the rows again, which may have grown
+    """
+    if isinstance(prompts, torch.Tensor):
+        return list(prompts), lambda rows: torch.stack(list(rows))
+    if all(isinstance(id, int) for id in prompts):
+        return [torch.tensor(prompts, dtype=torch.int64, device=device)], lambda rows: rows[0].tolist()
+    rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts]
+    lists = [not isinstance(prompt, torch.Tensor) for prompt in prompts]
+    return rows, lambda rows: [row.tolist() if is_list else row for row, is_list in zip(rows, lists)]
 
 
 @contextmanager
@@ -503,28 +552,44 @@ def eval_mode(model):
                 module.training = training
 
 
-def decode_tokens(next_logits, config, idx, max_new_tokens, sampling):
-    """Return an iterator over the continuation of idx `(B, T)`, a block of new tokens `(B, 1)` per step.
+def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
+    """Yield the continuation of idx `(B, T)`, a block of new tokens `(B, 1)` per step.
 
-    This is the one loop that samples a token per step, with and without the cache, for this model and for others:
-    next_logits(tokens, start, end) returns the logits `(B, V)` of the token after tokens[:, start:end].
-    Raises ValueError for arguments that make no sense, at the call and not at the first token.
+    This is the loop that samples a token per step, with and without the cache, for this model and for others.
+
+    model     needs config.block_size, config.vocab_size, new_cache(B) and next_logits(idx, cache); see GPT
+    sampling  a Sampling
+    kv_cache  False: compute the whole context again for every token
+    Raises ValueError for a prompt that does not fit the context.
     """
-    B, T = idx.shape
-    num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
-    sample_ids = sampling.sample_ids(B, idx.device)
+    (B, T), block_size = idx.shape, model.config.block_size
+    num_new = sampling.num_new_tokens(T, max_new_tokens, block_size)  # the cap: "stop" ends at a full context
+    noises = sampling.noise(sampling.sample_ids(B, idx.device), num_new, model.config.vocab_size)
+    tokens, start, cache = F.pad(idx, (0, num_new)), 0, None  # start: index of the first token of the context
+    for end, noise in zip(range(T, T + num_new), noises):  # end: index of the new token
+        if end == T or end - start > block_size:
+            # prefill: feed the whole prompt at once. When the context is full it slides: we cut it to its newest half,
+            # which begins at position 0 again, so we have to fill the cache anew
+            start = context_start(start, end, block_size)
+            cache = model.new_cache(B) if kv_cache else None
+            logits = model.next_logits(tokens[:, start:end], cache)
+        elif kv_cache:
+            # decode: feed the newest token alone, because the cache holds the keys and values of all before it
+            logits = model.next_logits(tokens[:, end - 1 : end], cache)
+        else:
+            logits = model.next_logits(tokens[:, start:end])
+        new = sample_token(logits, noise, sampling)
+        tokens[:, end] = new
+        yield new[:, None]
 
-    def steps():
-        tokens = F.pad(idx, (0, num_new))
-        start = 0
-        noises = sampling.noise(sample_ids, num_new, config.vocab_size)
-        for end, noise in zip(range(T, T + num_new), noises):  # end: index of the new token
-            start = context_start(start, end, config.block_size)
-            new = sample_token(next_logits(tokens, start, end), noise, *sampling.filters)
-            tokens[:, end] = new
-            yield new[:, None]
 
-    return steps()
+def context_start(start, end, block_size):
+    """Return the index of the first token that the model sees when it predicts token `end`.
+
+    A context keeps its start while it fits. A full one is cut to its newest half, so that the cache has to be filled
+    anew only once every half context.
+    """
+    return start if end - start <= block_size else end - max(1, block_size // 2)
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------
@@ -559,11 +624,6 @@ class Sampling:
         require(self, "seed", 0 <= self.seed < 2**64, "must be at least 0 and below 2**64")
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
 
-    @property
-    def filters(self):
-        """The arguments of sample_token after the noise."""
-        return self.temperature, self.top_k, self.top_p
-
     def sample_ids(self, B, device):
         """Return `samples` as an int64 tensor (B,). Raises ValueError if it does not name B samples."""
         samples = range(B) if self.samples is None else self.samples
@@ -586,23 +646,14 @@ class Sampling:
             yield from gumbel_noise(self.seed, sample_ids, some_steps, vocab_size).unbind(1)
 
 
-def context_start(start, end, block_size):
-    """Return the index of the first token that the model sees when it predicts token `end`.
-
-    A context keeps its start while it fits. When it is full we cut it to its newest half and begin again at position 0,
-    so a cache has to be filled anew only once every half context.
-    """
-    return start if end - start <= block_size else end - max(1, block_size // 2)
-
-
-def sample_token(logits, noise, temperature, top_k=None, top_p=None):
+def sample_token(logits, noise, sampling):
     """Pick tokens, `(...,)` int64, from logits and Gumbel noise, `(..., V)` each.
 
     argmax(logits / temperature + noise) is a sample of softmax(logits / temperature): the Gumbel-max trick. We multiply
     the noise by the temperature instead, which needs no division and is greedy at 0. top_k keeps exactly k tokens, ties
-    to the lowest id. top_p then keeps the likeliest of them, up to and including the one that crosses top_p. The
-    filters and the temperature may be tensors.
+    to the lowest id. top_p then keeps the likeliest of them, up to and including the one that crosses top_p.
     """
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     logits = logits.float()
     score = logits + temperature * noise
     if top_k is None and top_p is None:
@@ -616,8 +667,7 @@ def sample_token(logits, noise, temperature, top_k=None, top_p=None):
         ranked = ranked.masked_fill(rank >= top_k, -math.inf)
         score = score.masked_fill(rank >= top_k, -math.inf)
     if top_p is not None:
-        divisor = torch.as_tensor(temperature, device=ids.device).clamp(min=1e-30)  # no division by 0
-        probs = torch.softmax((ranked - ranked[..., :1]) / divisor, dim=-1)
+        probs = torch.softmax((ranked - ranked[..., :1]) / max(temperature, 1e-30), dim=-1)  # no division by 0
         beyond = probs.cumsum(-1) - probs >= top_p
         score = score.masked_fill(beyond & (rank > 0), -math.inf)
     return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
@@ -626,7 +676,6 @@ def sample_token(logits, noise, temperature, top_k=None, top_p=None):
 def gumbel_noise(seed, samples, steps, vocab_size):
     """Return standard Gumbel noise, `(B, S, V)` float32, always finite.
 
-    seed     an integer, or a pair of tensors: its low and its high 32 bits
     samples  (B,) int64
     steps    (S,) int64 for all rows, or (B, S)
     The noise is a hash of (seed, sample, step, token id) and nothing else. So every way to decode draws the same noise,
@@ -640,11 +689,23 @@ def gumbel_noise(seed, samples, steps, vocab_size):
         h = (h ^ (h >> 15)) * 0x846CA68B & low32
         return h ^ (h >> 16)
 
-    low, high = (seed & low32, seed >> 32) if isinstance(seed, int) else seed
     ids = torch.arange(vocab_size, device=steps.device)
     h = 0
-    for counter in (low, high, samples[:, None, None], steps[..., None], ids):
+    for counter in (seed & low32, seed >> 32, samples[:, None, None], steps[..., None], ids):
         h = mix(h ^ mix(counter + 0x9E3779B9 & low32))  # mix(0) is 0, hence the constant
     # float32 is finest near 0, and the largest noise comes from there; exactly 1 would give infinite noise
     uniform = ((h.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
+
+
+def make_first_calls():
+    """Call a few functions on one number.
+
+    In a new process, PyTorch with Intel's MKL may compute these with few correct digits if the first call runs on
+    several threads (pytorch issue 188792).
+    """
+    for function in (torch.cos, torch.sin, torch.log, torch.log1p):
+        function(torch.ones(1))
+
+
+make_first_calls()

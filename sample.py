@@ -13,7 +13,6 @@ stderr.
 """
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
@@ -23,15 +22,10 @@ import torch
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.cores import share_cores
-from kvgpt.decoding.compile import CompileError
-from kvgpt.decoding.decode import Decoder
-from kvgpt.decoding.explain import explain
-from kvgpt.decoding.row import Row
+from kvgpt.decoding.sequence import Sequence
 from kvgpt.decoding.timing import Timing, report
-from kvgpt.decoding.verify import verify
-from kvgpt.quantize import round_weights
 from kvgpt.recipes import parse_with_hints
-from model import Sampling
+from model import Sampling, stream_tokens
 
 SEPARATOR = "\n---------------\n"  # between samples
 
@@ -133,37 +127,44 @@ def refuse_conflicts(args, error):
 
 
 def open_engine(args):
-    """Return (engine, model, tokenizer, ngrams).
+    """Return (engine, tokenizer, ngrams): a model that stream_tokens takes, and n-gram counts for --draft, or None.
 
-    engine  generates: a GPT, an OnnxGPT or a HuggingFaceGPT
-    model   the GPT that --verify generates with once more; None without --verify
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "torch":
-        device = pick_device(args.device)
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, tokenizer = ckpt.build_language_model()
         if args.weights == "int8":
+            from kvgpt.quantize import round_weights
+
             round_weights(model)
-        model.to(device, getattr(torch, args.dtype))
-        return model, model, tokenizer, ckpt.ngrams if args.draft else None
+        return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, ckpt.ngrams
 
     if args.engine == "hf":
         from kvgpt.interop.transformers import HuggingFaceGPT
 
         engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
-        return engine, engine, engine.tokenizer, None
+    else:
+        from kvgpt.interop.onnx import OnnxGPT
 
-    from kvgpt.interop.onnx import OnnxGPT, weights_sha256
+        engine = OnnxGPT(args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx")
+    return engine, engine.tokenizer, None
 
-    file = args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx"
-    engine, model = OnnxGPT(file), None
-    if args.verify:
-        checkpoint = pick_checkpoint(None, args.out_dir)
-        model, _ = load_model(checkpoint)
-        if weights_sha256(model) != engine.weights_sha256:
-            raise ValueError(f"--verify compares with {checkpoint}, and {file} is of another model: export it again")
-    return engine, model, engine.tokenizer, None
+
+def model_to_verify(args, engine):
+    """Return the model that --verify generates with again: for a file of ONNX, the GPT that it was exported from.
+
+    Raises FileNotFoundError or ValueError with one line.
+    """
+    if args.engine != "onnx":
+        return engine
+    from kvgpt.interop.onnx import weights_sha256
+
+    checkpoint = pick_checkpoint(None, args.out_dir)
+    model, _ = load_model(checkpoint)
+    if weights_sha256(model) != engine.weights_sha256:
+        raise ValueError(f"--verify compares with {checkpoint}, and the ONNX file is of another model: export it again")
+    return model
 
 
 def read_prompt(prompt, tokenizer):
@@ -184,83 +185,82 @@ def read_prompt(prompt, tokenizer):
 
 
 def choose_num_new(args, lengths, block_size, unit):
-    """Return the number of new tokens per row, capped where the shortest prompt fills the context.
+    """Return how many new tokens to ask for. The model stops earlier in a row whose context is full.
 
     lengths  of the prompts, in tokens, which messages call `unit`
     Exits with one line for prompts that the context cannot hold.
     """
-    asked, longest = args.max_new_tokens, max(lengths)
+    asked, longest, most = args.max_new_tokens, max(lengths), block_size - min(lengths)
     equal = ["--overflow slide"] * (args.overflow == "slide") + [f"--engine {args.engine}"] * (args.engine != "torch")
     if equal and len(set(lengths)) > 1:
         counts = " and ".join(str(n) for n in sorted(set(lengths)))
         fail(f"{equal[0]} takes prompts of one length in a batch, and these have {counts} {unit}")
     if args.overflow == "slide":
-        return 1000 if asked is None else asked
-    if args.engine == "hf" and asked is None:  # contexts of 131,072 tokens are common
-        asked = min(64, max(1, block_size - min(lengths)))
+        return asked or 1000
     if longest >= block_size:
         fail(
             f"the prompt has {longest} {unit} and the context {block_size}: at most {block_size - 1} leave room "
             f"for a new one (--overflow slide takes the newest {max(1, block_size // 2)} of a longer prompt)"
         )
-    most = block_size - min(lengths)
-    if asked is not None and asked > most:
+    if asked and asked > most:
         note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide goes on)")
-    return most if asked is None else min(asked, most)
+    return asked or (min(64, most) if args.engine == "hf" else most)  # contexts of 131,072 tokens are common in hf
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def make_decoder(args, engine, ngrams):
-    """Return a Decoder for drafts, the step in C or several prompts. None: the plain loop, engine.stream."""
-    draft, several = args.draft, len(args.prompt) > 1
+def make_decoder(args, model, ngrams):
+    """Return a Decoder for guesses, the step in C or several prompts. None: the plain loop, stream_tokens."""
+    if not (args.draft or args.compile or len(args.prompt) > 1):
+        return None
+    from kvgpt.decoding.decode import Decoder
+
+    draft, ngrams = args.draft, ngrams if args.draft else None
     if args.compile:
+        from kvgpt.decoding.compile import CompileError
+
         try:
-            return Decoder(engine, draft, ngrams, compile=True, weights=args.weights)
+            return Decoder(model, draft, ngrams, compile=True, weights=args.weights)
         except CompileError as error:
             note(f"{error}: decoding without --compile")
-    return Decoder(engine, draft, ngrams) if draft or several else None
+    return Decoder(model, draft, ngrams) if draft or len(args.prompt) > 1 else None
 
 
-def write_stream(stream, rows, goals, timing, decoder):
-    """Write the first row to stdout as its tokens arrive, then the other rows. Extends `rows`, a Row each.
+def write_stream(stream, sequences, timing):
+    """Write the first sequence to stdout as its tokens arrive, then the others. Extends `sequences`.
 
-    goals    the length of each row at its end, in tokens
-    decoder  is told when a row has met a stop text; None: the plain loop, which has no use for it
-    Returns the number of new tokens in the longest row, those of a stop text included.
+    stream  of stream_tokens, or a Generation, which leaves a row that has met a stop text
+    Returns the number of new tokens in the longest sequence, those of a stop text included.
     """
-    lengths, most_new = [len(row.ids) for row in rows], 0
-    running = {i for i, row in enumerate(rows) if len(row.ids) < goals[i]}
-    first, written = rows[0], len(rows[0].text)
+    first, written, num_new = sequences[0], len(sequences[0].text), [0] * len(sequences)
     sys.stdout.write(first.text)
     sys.stdout.flush()
     for block in stream:
         # append
         new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1: fewer for this row
         timing.record(sum(map(len, new)) / len(new))
-        for i in sorted(running):
-            num_tokens = len(rows[i].ids) + len(new[i])
-            most_new = max(most_new, num_tokens - lengths[i])
-            rows[i].add(new[i])
-            if rows[i].ended and decoder:
-                decoder.leave(i)
-            if rows[i].ended or num_tokens == goals[i]:
-                running.remove(i)
+        for i, sequence in enumerate(sequences):
+            if not sequence.ended:
+                sequence.add(new[i])
+                num_new[i] += len(new[i])
+                if sequence.ended and hasattr(stream, "leave"):
+                    stream.leave(i)
 
         # write
-        text = first.final(written) if 0 in running else first.text[written:]
+        text = first.final(written)
         written += len(text)
         sys.stdout.write(text)
         sys.stdout.flush()
-        if not running:
+        if all(sequence.ended for sequence in sequences):
             break
-    for row in rows[1:]:
-        sys.stdout.write(SEPARATOR + row.text)
+    sys.stdout.write(first.text[written:])
+    for sequence in sequences[1:]:
+        sys.stdout.write(SEPARATOR + sequence.text)
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
-    return most_new
+    return max(num_new)
 
 
 def step_work(args, engine, decoder, num_rows):
@@ -276,6 +276,8 @@ def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
 
     seconds  that the texts, lists of ids, took
     """
+    from kvgpt.decoding.verify import verify
+
     began = time.perf_counter()
     same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, tokenizer, args.stop)
     for line in lines:
@@ -295,47 +297,47 @@ def main():
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
     with one_line_errors():
-        engine, model, tokenizer, ngrams = open_engine(args)
-    block_size = engine.config.block_size
+        engine, tokenizer, ngrams = open_engine(args)
+        model = model_to_verify(args, engine) if args.verify else None
     args.prompt = args.prompt or [tokenizer.default_prompt]
     prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt]
     with one_line_errors():
         for stop in args.stop:  # one that the model cannot write would never end a text
             tokenizer.encode(stop)
-    num_new = choose_num_new(args, [len(ids) for ids in prompts], block_size, tokenizer.unit)
+    num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size, tokenizer.unit)
 
     # one row per sample: the samples of the first prompt, then those of the next
-    device = model.lm_head.weight.device if args.engine == "torch" else torch.device("cpu")
+    device = engine.lm_head.weight.device if args.engine == "torch" else torch.device("cpu")
     prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     if args.explain:
-        explain(model, tokenizer, prompts[0][None], min(3, num_new), **vars(sampling))
+        from kvgpt.decoding.explain import explain
+
+        explain(engine, tokenizer, prompts[0][None], min(3, num_new), sampling)
         return
 
     # generate
-    rows = [Row(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
-    most = math.inf if args.overflow == "slide" else block_size
-    goals = [min(len(prompt) + num_new, max(most, len(prompt))) for prompt in prompts]
-    decoder = make_decoder(args, engine, ngrams) if args.engine == "torch" else None
-    with share_cores(step_work(args, engine, decoder, len(rows))):
+    sequences = [Sequence(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
+    decoder = make_decoder(args, engine, ngrams)
+    with share_cores(step_work(args, engine, decoder, len(prompts))):
         if decoder:
-            stream = decoder.stream(prompts, num_new, **vars(sampling))
+            stream = decoder.generation(prompts, num_new, sampling)
         else:
-            stream = engine.stream(torch.stack(prompts), num_new, kv_cache=args.kv_cache, **vars(sampling))
+            stream = stream_tokens(engine, torch.stack(prompts), num_new, sampling, args.kv_cache)
         loaded, timing = time.perf_counter() - began, Timing(device)
-        most_new = write_stream(stream, rows, goals, timing, decoder)
+        most_new = write_stream(stream, sequences, timing)
 
     # report on stderr
     print(file=sys.stderr)
-    texts = [row.ids for row in rows]
+    texts = [sequence.ids for sequence in sequences]
     for line in report(engine.config, args.dtype, args.kv_cache, timing, texts, prompts):
         note(line)
     note(f"loading: {loaded:.1f} s for the model{' and the step in C' if decoder and decoder.program else ''}")
-    if decoder and decoder.offered:
-        rate = decoder.accepted / decoder.offered
+    if decoder and stream.offered:
+        rate = stream.accepted / stream.offered
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
-        note(f"draft: {decoder.accepted} of {decoder.offered} guesses accepted ({rate:.0%}), from {source}")
+        note(f"draft: {stream.accepted} of {stream.offered} guesses accepted ({rate:.0%}), from {source}")
     if args.verify:
         with share_cores():
             same = compare(args, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])

@@ -1,5 +1,6 @@
 """The promise: whatever the way of decoding, the same tokens for the same seed, unless rounding turns a near-tie."""
 
+import inspect
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -230,13 +231,12 @@ def test_the_prefill_runs_once_and_then_one_token_a_step():
     handle.remove()
 
 
-def test_mode_and_empty_cache_are_restored_also_after_an_exception():
+def test_the_mode_is_restored_also_after_an_exception():
     model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
     for training in (True, False):
         model.train(training)
         model.generate(prompts(1, 3), 4)
         assert model.training is training and all(m.training is training for m in model.modules())
-        assert all(head.key_cache is None for head in heads_of(model))
 
         calls = []
 
@@ -250,7 +250,6 @@ def test_mode_and_empty_cache_are_restored_also_after_an_exception():
             model.generate(prompts(1, 3), 9)
         handle.remove()
         assert model.training is training
-        assert all(head.key_cache is None for head in heads_of(model))
 
 
 def test_modules_in_a_mode_of_their_own_keep_it_and_the_caches_work_the_same():
@@ -290,13 +289,13 @@ def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cach
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.02)
 
 
-def test_an_abandoned_stream_leaves_no_cache_and_no_mode_behind():
+def test_an_abandoned_stream_leaves_no_mode_behind():
     model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32)).train()
     stream = model.stream(prompts(1, 3), 9)
     next(stream)
     assert model.training
     stream.close()
-    assert model.training and all(head.key_cache is None for head in heads_of(model))
+    assert model.training
     assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
 
 
@@ -338,7 +337,7 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
 )
 def test_impossible_arguments_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        MODELS[0].stream(prompts(1, 3), 2, **bad)  # at the call, not at the first token
+        next(MODELS[0].stream(prompts(1, 3), 2, **bad))
 
 
 def test_without_a_seed_torchs_generator_decides():
@@ -364,53 +363,74 @@ def model():
     return random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
 
 
-def begin(model, idx, seed):
-    """Start a generation. Returns its stream, and its owner in the cache."""
-    stream = model.stream(idx, CONTEXT, seed=seed)
-    next(stream)
-    return stream, model.cache.owner
+def test_a_generation_keeps_its_cache_whatever_else_the_model_does(model):
+    """Each forward feeds one token, so nothing has made the generation prefill again."""
+    expected = model.generate(prompts(2, 5), CONTEXT, seed=1, kv_cache=False)
+    disturbances = (
+        lambda: model(prompts(2, 5, 9), pos=torch.arange(5)),
+        lambda: model.generate(prompts(2, 5), 3, seed=9),
+        lambda: next(model.stream(prompts(2, 5), 3, seed=9)),
+        lambda: clear_kv_cache(model),
+        lambda: (model.train(), model.eval()),
+    )
+    stream, blocks = model.stream(prompts(2, 5), CONTEXT, seed=1), []
+    for i, block in enumerate(stream):
+        blocks.append(block)
+        disturbances[i % len(disturbances)]()
+        cache = inspect.getgeneratorlocals(stream)["cache"]
+        assert cache.lengths == [5 + i] * 2
+    assert torch.equal(torch.cat((prompts(2, 5), *blocks), dim=1), expected)
 
 
-@pytest.mark.parametrize(
-    "disturb, left",
-    [
-        (lambda model: model(prompts(2, 5, 9), pos=torch.arange(5)), [5, 5]),
-        (lambda model: model(prompts(1, 3), pos=torch.arange(3)), [3]),
-        (lambda model: model(prompts(2, 2), pos=torch.tensor([[0, 1], [0, 1]])), [2, 2]),
-        (clear_kv_cache, []),
-        (lambda model: model.generate(prompts(2, 5), 3, seed=9), []),
-        (lambda model: next(model.stream(prompts(2, 5), 3, seed=9)), []),
-        (lambda model: (model.train(), model.eval()), []),
-        (lambda model: model.load_state_dict(model.state_dict()), []),
-    ],
-    ids="same_lengths one_row two_tokens clear generate abandoned train load".split(),
-)
-def test_anybody_elses_use_takes_the_cache_from_its_owner(model, disturb, left):
-    """Lengths alone do not tell an owner: another text of the same length would pass for its own."""
-    idx, expected = prompts(2, 5), model.generate(prompts(2, 5), CONTEXT, seed=1, kv_cache=False)
-    stream, owner = begin(model, idx, 1)
-    assert owner is not None and model.cache.lengths == [5, 5]
-    disturb(model)
-    assert model.cache.owner is not owner and model.cache.lengths == left
-    blocks = list(stream)
-    assert len(blocks) == CONTEXT - 6 and torch.equal(torch.cat(blocks, dim=1), expected[:, 6:])
+def test_heads_show_the_cache_that_was_used_last(model):
+    """And after a generation its keys and values are there to look at, until somebody clears them."""
+    idx = prompts(2, 5)
+    text = model.generate(idx, 4, seed=1)
+    held = [(head.key_cache.clone(), head.value_cache.clone()) for head in heads_of(model)]
+    clear_kv_cache(model)
+    assert all(head.key_cache is None and head.value_cache is None for head in heads_of(model))
+    model(text[:, :-1], pos=torch.arange(8))
+    for head, (key, value) in zip(heads_of(model), held, strict=True):
+        torch.testing.assert_close(head.key_cache, key, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(head.value_cache, value, atol=1e-5, rtol=1e-5)
+    cache = model.new_cache(1)
+    model(idx[:1], pos=torch.arange(5), cache=cache)
+    assert all(head.key_cache.shape == (1, 5, 8) for head in heads_of(model))
+    assert model.cache.lengths == [8, 8] and cache.lengths == [5]
 
 
-def test_each_of_two_generations_takes_the_cache_and_gives_it_back(model):
-    ours, our_owner = begin(model, prompts(2, 5, 1), 1)
-    theirs, their_owner = begin(model, prompts(2, 5, 2), 2)
-    assert our_owner is not their_owner
-    for step in range(1, 4):
-        next(ours)
-        assert model.cache.owner is our_owner and model.cache.lengths == [5 + step] * 2
-        next(theirs)
-        assert model.cache.owner is their_owner and model.cache.lengths == [5 + step] * 2
-    ours.close()  # a generation that ends clears nobody else's cache
-    assert model.cache.owner is their_owner and model.cache.lengths == [8, 8]
+def test_two_caches_of_one_model_hold_two_texts(model):
+    ours, theirs = prompts(1, CONTEXT, 1), prompts(1, CONTEXT, 2)
+    expected = [model(idx)[0] for idx in (ours, theirs)]
+    caches = [model.new_cache(1) for _ in range(2)]
+    for begin, end in ((0, 6), (6, 7), (7, 8), (8, CONTEXT)):
+        for idx, cache, right in zip((ours, theirs), caches, expected):
+            logits, _ = model(idx[:, begin:end], pos=torch.arange(begin, end), cache=cache)
+            torch.testing.assert_close(logits, right[:, begin:end], atol=2e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="the cache is for 1 rows, and idx has 2"):
+        model(prompts(2, 1), pos=torch.tensor([3]), cache=caches[0])
+    with pytest.raises(ValueError, match="a cache needs pos"):
+        model(ours, cache=caches[0])
+
+
+@pytest.mark.parametrize("kv_cache", [True, False])
+def test_prompts_come_back_in_the_form_in_which_they_went_in(model, kv_cache):
+    """Ids `(B, T)`, one list of ids, or a list of prompts, and nanoGPT's own call."""
+    idx = prompts(2, 5)
+    both, settings = model.generate(idx, 4, seed=3), dict(seed=3, kv_cache=kv_cache)
+    assert model.generate(idx[0].tolist(), 4, **settings) == both[0].tolist()
+    assert model.generate(idx.tolist(), 4, **settings) == both.tolist()
+    assert all(map(torch.equal, model.generate(list(idx), 4, **settings), both))
+    with pytest.raises(ValueError, match="different lengths"):
+        model.generate([[1, 2], [3]], 4)
+    torch.manual_seed(0)
+    sampled = model.generate(idx, 4, 0.7, 3)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(idx, 4, temperature=0.7, top_k=3), sampled)
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):
-    """Each step locks the cache, so another thread cannot write between the look at its lengths and the forward."""
+    """Each generation has a cache of its own."""
     jobs = [(prompts(2, 3, seed), seed) for seed in range(8)]
     expected = [model.generate(idx, CONTEXT, seed=seed, kv_cache=False) for idx, seed in jobs]
     with ThreadPoolExecutor(4) as pool:

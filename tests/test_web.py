@@ -257,9 +257,11 @@ def test_guesses_give_the_same_text_in_as_many_forwards_as_the_decoder(seen, mod
     guess = seen["answers"]["guess"]
     assert guess["ids"] == text
     decoder = Decoder(model, "ngram", ngrams)
-    decoder.generate([torch.tensor(PROMPT)], STEPS, **SAMPLING)
+    generation = decoder.stream(PROMPT, STEPS, **SAMPLING)
+    list(generation)
     right, wrong = (sum(len(each[name]) for each in guess["rounds"]) for name in ("right", "wrong"))
-    assert (len(guess["rounds"]), right, right + wrong) == (decoder.forwards, decoder.accepted, decoder.offered)
+    counted = (generation.forwards, generation.accepted, generation.offered)
+    assert (len(guess["rounds"]), right, right + wrong) == counted
     assert right and wrong
 
 

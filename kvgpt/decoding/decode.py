@@ -4,15 +4,11 @@ The tokens are those of GPT.generate for the same seed. speculate.py has the ste
 this is the loop around either.
 """
 
-from functools import partial
-from itertools import chain, repeat
-
 import torch
 
-from kvgpt.decoding.compile import compile_step
 from kvgpt.decoding.ngrams import ngram_table
-from kvgpt.decoding.speculate import DecodeState, decode_step
-from model import Sampling, context_start, eval_mode, gumbel_noise
+from kvgpt.decoding.speculate import DecodeState, decode_step, prefill, rows_by_prompt
+from model import Sampling, context_start, eval_mode, gumbel_noise, rows_of
 
 WORK_PER_CALL = 2**25  # multiply-adds: the step in C returns after some milliseconds, so that a stream flows
 NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
@@ -27,7 +23,6 @@ class Decoder:
     compile  decode by the step in C. It may copy the weights now, so make a new Decoder after you have changed them.
              Raises CompileError where it cannot
     weights  "int8": the step in C reads int8, for a model whose weights have been rounded by round_weights
-    After a generation, `forwards` counts its steps, `offered` the guesses checked in them, `accepted` the right ones.
     """
 
     def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
@@ -38,49 +33,94 @@ class Decoder:
         has_table = self.num_drafts and ngrams is not None
         self.table = ngram_table(ngrams, model.config.vocab_size) if has_table else None
         self.num_params = sum(p.numel() for p in model.parameters())
-        self.program = compile_step(model, self.num_drafts, self.table, weights) if compile else None
-        self.forwards = self.offered = self.accepted = 0
+        self.program = None
+        if compile:
+            from kvgpt.decoding.compile import compile_step
 
-    def generate(self, prompts, max_new_tokens, **sampling):
-        """Return a list of int64 tensors, each a prompt and its continuation. The arguments are those of `stream`."""
-        with eval_mode(self.model):
-            blocks = list(self.stream(prompts, max_new_tokens, **sampling))
-        rows = [torch.cat([prompt, *(block[i] for block in blocks)]) for i, prompt in enumerate(prompts)]
-        return [row[row >= 0] for row in rows]
+            self.program = compile_step(model, self.num_drafts, self.table, weights)
 
-    def stream(self, prompts, max_new_tokens, **sampling):
-        """Yield the new tokens of each step as a block `(B, n)`. The arguments are checked at the call.
+    def generate(
+        self,
+        prompts,
+        max_new_tokens,
+        temperature=0.8,
+        top_k=None,
+        top_p=None,
+        seed=None,
+        samples=None,
+        overflow="stop",
+    ):
+        """Return the prompts and their continuations, in the form of the prompts, which may have different lengths.
 
-        prompts   B int64 tensors of one dimension, or the rows of one `(B, T)`. With overflow="slide" all of one length
-        sampling  temperature, top_k, top_p, seed, samples, overflow: see Sampling
-        Rows move at their own pace, because a step accepts more guesses in some than in others, and a longer prompt
-        fills its context earlier. A row that got fewer than n tokens is padded with -1.
+        The arguments are those of GPT.generate. With overflow="slide", the prompts need one length.
         """
-        sampling, block_size = Sampling(**sampling), self.model.config.block_size
-        lengths, slides = [len(prompt) for prompt in prompts], sampling.overflow == "slide"
-        if slides and len(set(lengths)) > 1:
+        with eval_mode(self.model):
+            rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
+            sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
+            blocks = list(self.generation(rows, max_new_tokens, sampling))
+        rows = [torch.cat([row, *(block[i] for block in blocks)]) for i, row in enumerate(rows)]
+        return restore([row[row >= 0] for row in rows])
+
+    def stream(
+        self,
+        prompts,
+        max_new_tokens,
+        temperature=0.8,
+        top_k=None,
+        top_p=None,
+        seed=None,
+        samples=None,
+        overflow="stop",
+    ):
+        """Return a Generation, which yields the new tokens of `generate` step by step. Call model.eval() first."""
+        rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
+        return self.generation(rows, max_new_tokens, Sampling(temperature, top_k, top_p, seed, samples, overflow))
+
+    def generation(self, prompts, max_new_tokens, sampling):
+        """Return the Generation of prompts, int64 tensors of one dimension, with a Sampling."""
+        return Generation(self, prompts, max_new_tokens, sampling)
+
+
+class Generation:
+    """One generation of a Decoder. Iterate over it for the new tokens of each step, a block `(B, n)`.
+
+    prompts   B int64 tensors of one dimension
+    sampling  a Sampling
+    Rows move at their own pace, because a step accepts more guesses in some than in others, and a longer prompt fills
+    its context earlier. A row that got fewer than n tokens is padded with -1.
+
+    forwards  of the model so far
+    offered   guesses that were checked in them
+    accepted  guesses that were right
+    Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
+    """
+
+    def __init__(self, decoder, prompts, max_new_tokens, sampling):
+        self.decoder, self.model, self.sampling = decoder, decoder.model, sampling
+        self.forwards = self.offered = self.accepted = 0
+        lengths, block_size = [len(prompt) for prompt in prompts], self.model.config.block_size
+        self.slides = sampling.overflow == "slide"
+        if self.slides and len(set(lengths)) > 1:
             raise ValueError(
                 f"prompts of {sorted(set(lengths))} tokens cannot slide together: overflow='slide' needs equal lengths"
             )
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
         contexts = [prompt[context_start(0, len(prompt), block_size) :] for prompt in prompts]
-        state = new_state(contexts, sampling, self.model.config)
-        self.goal = state.end + torch.tensor(num_new)  # where `end` stops, also beyond the context
-        self.state = state
-        self.forwards = self.offered = self.accepted = 0
-        if self.program:
-            return self._decode(state, self.goal, self._compiled_step(state), slides)
-        owner = object()  # stands for this generation in the model's cache
-        blocks = self._decode(state, self.goal, self._eager_step(state, owner), slides)
-        return self.model.release_cache_after(blocks, owner)
+        self.state = new_state(contexts, sampling, self.model.config)
+        self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, also beyond the context
+        self.cache = None  # of the steps in PyTorch; begins with the first one
+        self.noise_of = noise_window(self.state, sampling.seed, decoder.num_drafts + 1, self.model.config.vocab_size)
+        if decoder.program:
+            self.run, self.copy_slots = decoder.program(self.state)
 
     def leave(self, row):
-        """End a row of the latest generation here, because nobody needs the rest of it."""
+        """End a row here, because nobody needs the rest of it."""
         self.goal[row] = self.state.limit[row] = self.state.end[row]
 
-    def _decode(self, state, goal, step, slides):
-        block_size, device = self.model.config.block_size, self.model.lm_head.weight.device
-        full = block_size + 1 if slides else block_size  # "slide" samples one token from a full context, then moves it
+    def __iter__(self):
+        state, goal, block_size = self.state, self.goal, self.model.config.block_size
+        full = block_size + 1 if self.slides else block_size  # a sliding context gives one token more, then moves
+        step = self._step_in_c if self.decoder.program else self._step_in_torch
         while True:
             # steps, until every row is done or its context is full
             state.limit.copy_(goal.clamp(max=full))
@@ -89,12 +129,12 @@ class Decoder:
                 step()
                 after = state.end.tolist()
                 if after != before:  # a step may only have fed known tokens
-                    yield new_tokens(state, before, after).to(device)
+                    yield new_tokens(state, before, after).to(self.model.lm_head.weight.device)
                 before = after
             if torch.equal(state.end, goal):
                 return
 
-            # keep the newest half of every context, which the next step feeds again
+            # slide: keep the newest half of every context, which the next step feeds again
             shift = context_start(0, full, block_size)
             state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
             state.first_new -= shift
@@ -102,71 +142,43 @@ class Decoder:
                 end.sub_(shift).clamp_(min=1)  # a row that met its stop text may be shorter than what we drop
             state.cached.zero_()
 
-    def _compiled_step(self, state):
-        """Return a function that makes steps in C: one at first, because somebody waits for a token, then many."""
-        run, copy_slots = self.program(state)
-        per_call = max(1, WORK_PER_CALL // (self.num_params * len(state.end) * (self.num_drafts + 1)))
-
-        def first_step():
-            """The first row of each prompt reads it. The other rows wait, and then get its keys and values."""
+    def _step_in_c(self):
+        """Make steps in C: one at first, because somebody waits for a token, then many."""
+        state, decoder = self.state, self.decoder
+        if self.forwards:
+            work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
+            counters = self.run(max(1, WORK_PER_CALL // work))
+        else:
+            # the first row of each prompt reads it; the other rows wait, and then get its keys and values
             copies = [(first, rows) for first, *rows in rows_by_prompt(state) if rows and state.end[first] > 1]
-            if not copies:
-                return run(1)
             limit = state.limit.clone()
             for _, rows in copies:
                 state.limit[rows] = 0
-            counters = run(1, int((state.limit > 0).sum()))
+            counters = self.run(1, int((state.limit > 0).sum()))
             state.limit.copy_(limit)
             for first, rows in copies:
                 state.cached[rows] = state.end[rows] - 1
-                copy_slots(first, rows, state.cached[rows[0]])
-            return counters
+                self.copy_slots(first, rows, state.cached[rows[0]])
+        forwards, offered, accepted = counters
+        self.forwards += forwards
+        self.offered += offered
+        self.accepted += accepted
 
-        calls = chain([first_step], repeat(partial(run, per_call)))
-
-        def step():
-            forwards, offered, accepted = next(calls)()
-            self.forwards += forwards
-            self.offered += offered
-            self.accepted += accepted
-
-        return step
-
-    def _eager_step(self, state, owner):
-        """Return a function that makes one step in PyTorch, through the model's cache."""
-        model, cache, chunk = self.model, self.model.cache, self.num_drafts + 1
-        noise_of = noise_window(state, chunk, model.config.vocab_size)
-
-        @torch.inference_mode()
-        def step():
-            if model.training:  # somebody trains between our steps
-                with eval_mode(model):
-                    return step()
-            with cache.step(owner):
-                # prefill: first, after the context has moved, and after somebody else has used the cache
-                if cache.lengths != state.cached.tolist():
-                    prompts = rows_by_prompt(state)
-                    firsts = [rows[0] for rows in prompts]
-                    cache.lengths = (state.end[firsts] - 1).tolist()
-                    longest = max(cache.lengths)
-                    if longest:
-                        fed = state.tokens[firsts, :longest].to(model.lm_head.weight.device)
-                        model.hidden_states(fed, torch.arange(longest, device=fed.device).expand(len(fed), -1))
-                        prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
-                        if len(prompts) < len(prompt_of):
-                            cache.take([prompt_of[row] for row in range(len(prompt_of))])
-                    state.cached.copy_(state.end - 1)
-                # guess, check, accept
-                before = state.end.tolist()
-                fed = decode_step(model, state, self.num_drafts, self.table, noise_of)
-                cache.lengths = state.cached.tolist()
-            self.forwards += 1
-            for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
-                if begin < limit:
-                    self.offered += max(0, min(first + chunk, limit - 1) - begin)
-                    self.accepted += end - begin - 1
-
-        return step
+    @torch.inference_mode()
+    def _step_in_torch(self):
+        model, state, num_drafts = self.model, self.state, self.decoder.num_drafts
+        if model.training:  # somebody trains between our steps
+            with eval_mode(model):
+                return self._step_in_torch()
+        if not state.cached.any():  # at first, and after the context has moved
+            self.cache = prefill(model, state)
+        before = state.end.tolist()
+        fed = decode_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
+        self.forwards += 1
+        for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
+            if begin < limit:
+                self.offered += max(0, min(first + num_drafts + 1, limit - 1) - begin)
+                self.accepted += end - begin - 1
 
 
 def new_state(contexts, sampling, config):
@@ -191,14 +203,6 @@ def new_state(contexts, sampling, config):
     )
 
 
-def rows_by_prompt(state):
-    """Return the rows that have the same tokens as lists, in the order of their first rows."""
-    same = {}
-    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
-        same.setdefault(tuple(tokens[:end]), []).append(row)
-    return list(same.values())
-
-
 def new_tokens(state, before, after):
     """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`; -1 pads the shorter ones."""
     if len(set(before)) == len(set(after)) == 1:  # no operation more than needed, because each costs time
@@ -209,7 +213,7 @@ def new_tokens(state, before, after):
     return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
 
 
-def noise_window(state, chunk, vocab_size):
+def noise_window(state, seed, chunk, vocab_size):
     """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on.
 
     steps is (B,) int64. We make the noise of up to 64 steps at once, because that is cheaper than a little each time.
@@ -223,7 +227,7 @@ def noise_window(state, chunk, vocab_size):
         offsets = None if noise is None else (steps - first).tolist()
         if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
             first, offsets = steps, [0] * B
-            noise = gumbel_noise(state.seed.unbind(), state.sample, first[:, None] + torch.arange(width), vocab_size)
+            noise = gumbel_noise(seed, state.sample, first[:, None] + torch.arange(width), vocab_size)
         if len(set(offsets)) == 1:
             return noise[:, offsets[0] : offsets[0] + chunk]
         at = torch.tensor(offsets)[:, None] + torch.arange(chunk)

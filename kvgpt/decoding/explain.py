@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from model import clear_kv_cache
+from model import stream_tokens
 
 
 @contextmanager
@@ -12,7 +12,7 @@ def watch(model, layer=0):
     """Yield a dict into which every forward inside the block puts its tensors.
 
     "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "attn_args" are the arguments of the layer's
-    attention: x, rope, pos, mask.
+    attention: x, rope, pos, mask, cache.
     """
     block = model.transformer["h"][layer]
     modules = {
@@ -47,20 +47,17 @@ def layer_weights(attn, x, rope, pos):
 
 @torch.no_grad()
 def attention_weights(model, idx, layer=0):
-    """Return the attention weights of one layer over the text idx `(B, T)`, `(B, nh, T, T)`. Empties the cache."""
-    clear_kv_cache(model)
+    """Return the attention weights of one layer over the text idx `(B, T)`, `(B, nh, T, T)`."""
     with watch(model, layer) as seen:
-        model(idx, pos=torch.arange(idx.size(1), device=idx.device))
-    weights = layer_weights(model.transformer["h"][layer].attn, *seen["attn_args"][:3])
-    clear_kv_cache(model)
-    return weights
+        model(idx, pos=torch.arange(idx.size(1), device=idx.device), cache=model.new_cache(len(idx)))
+    return layer_weights(model.transformer["h"][layer].attn, *seen["attn_args"][:3])
 
 
-def explain(model, tokenizer, idx, steps=3, **sampling):
+def explain(model, tokenizer, idx, steps, sampling):
     """Print the shapes in the first layer during the prefill of idx `(1, T)` and the decode steps after it.
 
     steps     prefill and decode steps together; fewer where the context ends before
-    sampling  see GPT.stream
+    sampling  a Sampling
     """
     T, attn = idx.size(1), model.transformer["h"][0].attn
     steps = min(steps, model.config.block_size - T)
@@ -68,8 +65,8 @@ def explain(model, tokenizer, idx, steps=3, **sampling):
     print(f"prompt {text!r}: {T} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # shape of a Head's key_cache before the step
     with watch(model) as seen:
-        for step, block in enumerate(model.stream(idx, steps, **sampling)):
-            x, rope, pos, mask = seen["attn_args"]
+        for step, block in enumerate(stream_tokens(model, idx, steps, sampling)):
+            x, rope, pos, mask, cache = seen["attn_args"]
             with torch.inference_mode():
                 q, k, _ = attn.project(x, rope)
                 weights = layer_weights(attn, x, rope, pos)
@@ -77,7 +74,7 @@ def explain(model, tokenizer, idx, steps=3, **sampling):
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
             token, key_cache = tokenizer.show(block.item()), attn.heads[0].key_cache
-            keys = attn.cache.key[attn.layer][:, :, : key_cache.size(1)]
+            keys = cache.key[attn.layer][:, :, : cache.length]
             print(f"{what}: idx {(1, pos.size(1))}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),

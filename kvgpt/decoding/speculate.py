@@ -20,7 +20,7 @@ from model import sample_token
 class DecodeState:
     """Rows that are being continued, each at its own position: tensors on the CPU, whatever device the model is on.
 
-    A step reads all of it and writes tokens, end and cached. The order of the fields is that of `State` in step.c.
+    A step reads all of it and writes tokens, end and cached. `State` in step.c has the same fields.
     """
 
     tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s
@@ -35,16 +35,47 @@ class DecodeState:
     top_p: torch.Tensor | None  # () float32
 
 
-def decode_step(model, state, num_drafts, table, noise_of):
+def prefill(model, state):
+    """Return a KVCache that holds the known tokens of all rows but the newest of each. Sets state.cached.
+
+    Rows with the same tokens share one prefill.
+    """
+    state.cached.copy_(state.end - 1)
+    prompts = rows_by_prompt(state)
+    firsts = [rows[0] for rows in prompts]
+    lengths = state.cached[firsts].tolist()
+    if max(lengths) == 0:
+        return model.new_cache(len(state.end))
+    fed = state.tokens[firsts, : max(lengths)].to(model.lm_head.weight.device)
+    cache = model.new_cache(len(firsts))
+    cache.extend([0] * len(firsts), max(lengths))
+    model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
+    cache.lengths = lengths  # a shorter row was padded on the right
+    if len(firsts) < len(state.end):
+        prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
+        cache.select([prompt_of[row] for row in range(len(state.end))])
+    return cache
+
+
+def rows_by_prompt(state):
+    """Return the rows that have the same tokens as lists, in the order of their first rows."""
+    same = {}
+    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
+        same.setdefault(tuple(tokens[:end]), []).append(row)
+    return list(same.values())
+
+
+def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
     """Feed the newest token and num_drafts guesses per row; append the 1 to num_drafts + 1 tokens that are right.
 
     Known tokens that are not cached yet go first, in place of guesses, so such a step may append nothing. Near
     block_size the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit
     does not change.
 
+    cache     the KVCache of the rows
     table     from ngram_table; None: guess by looking up the text so far
     noise_of  noise_of(steps) is the noise `(B, num_drafts + 1, V)` from each row's own step on
-    Returns the slot of the first token that was fed, per row. The caller lends us the model's cache.
+    Returns the slot of the first token that was fed, per row.
     """
     # the chunk: fed tokens, known or guessed, and one slot more for the last prediction
     first = state.cached.clamp(max=model.config.block_size - 1 - num_drafts)
@@ -53,31 +84,32 @@ def decode_step(model, state, num_drafts, table, noise_of):
     known = slots[:, 1:] < state.end[:, None]
     noise = noise_of(first + 1 - state.first_new)
     if num_drafts and table is not None:
-        guess_from_ngrams(state, slots, chunk, known, noise, *table)
+        guess_from_ngrams(state, slots, chunk, known, noise, sampling, *table)
     elif num_drafts:
         guess_from_text(state, slots, chunk, known)
 
     # check: one forward picks a token after each fed token
     fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
     starts = first.tolist()
-    model.cache.lengths = [start + num_drafts + 1 for start in starts]
-    logits = model.unembed(model.hidden_states(fed, pos)).cpu()
-    picks = sample_token(logits, noise, state.temperature, state.top_k, state.top_p)
+    cache.extend(starts, num_drafts + 1)
+    logits = model.unembed(model.hidden_states(fed, pos, cache)).cpu()
+    picks = sample_token(logits, noise, sampling)
 
     # accept: a pick is final if every token fed before it was right. The last pick has no guess to compare with.
     right = known | (picks == chunk[:, 1:])
     index = torch.arange(num_drafts + 1)
     first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
 
-    # append: the pick of index i belongs to slot first + i + 1, and `end` is one past the last final pick. Slots past
-    # `cached` hold keys of wrong guesses, which the next chunk overwrites before any query sees them.
+    # append: the pick of index i belongs to slot first + i + 1, and `end` is one past the last final pick. The cache
+    # forgets the slots past `cached`, which hold keys of wrong guesses.
     state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
     state.end.copy_(torch.minimum(first + first_wrong + 2, state.limit).maximum(state.end))
     state.cached.copy_(torch.minimum(first + num_drafts + 1, state.end - 1))
+    cache.lengths = state.cached.tolist()
     return starts
 
 
-def guess_from_ngrams(state, slots, chunk, known, noise, logits, after):
+def guess_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after):
     """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after the other."""
     # the row of the table for the newest tokens: the context
     before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
@@ -85,7 +117,7 @@ def guess_from_ngrams(state, slots, chunk, known, noise, logits, after):
     for i in range(MAX_ORDER):
         row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
     for i in range(1, chunk.size(1) - 1):
-        guess = sample_token(logits[row], noise[:, i - 1], state.temperature, state.top_k, state.top_p)
+        guess = sample_token(logits[row], noise[:, i - 1], sampling)
         chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], guess)
         row = after[row, chunk[:, i]]
 

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from kvgpt.decoding.verify import text_context_start
+from kvgpt.decoding.sequence import text_context_start
 from model import GPTConfig
 
 

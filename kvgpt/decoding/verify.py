@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from kvgpt.decoding.row import Row
-from model import context_start, eval_mode, gumbel_noise, sample_token
+from kvgpt.decoding.sequence import Sequence, text_context_start
+from model import eval_mode, gumbel_noise, sample_token, stream_tokens
 
 # A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
 NEAR_TIE = 1e-4
@@ -27,7 +27,7 @@ def near_tie(model, context, sample, step, picks, sampling):
     noise = gumbel_noise(sampling.seed, *counters, logits.size(-1))[:, 0]
 
     # rounding also moves the probability at which top_p cuts
-    temperature, top_k, top_p = sampling.filters
+    top_p, temperature = sampling.top_p, sampling.temperature
     edges = {top_p}
     if top_p is not None and temperature > 0:
         edges |= {min(1.0, top_p + NEAR_TIE / temperature), max(1e-9, top_p - NEAR_TIE / temperature)}
@@ -36,25 +36,21 @@ def near_tie(model, context, sample, step, picks, sampling):
         shifted = logits.clone()
         shifted[:, favoured] += NEAR_TIE / 2
         shifted[:, other] -= NEAR_TIE / 2
-        winners |= {sample_token(shifted, noise, temperature, top_k, edge).item() for edge in edges}
+        winners |= {sample_token(shifted, noise, replace(sampling, top_p=edge)).item() for edge in edges}
     return set(picks) <= winners
 
 
 def logits_after(model, ids, T, kv_cache):
     """Return the logits `(V,)` of the plain loop after `ids`, the first T of which are the prompt."""
-    tokens, block_size = torch.tensor([ids], device=next(model.parameters()).device), model.config.block_size
-    owner = object() if kv_cache else None
-    for end in range(T, len(ids) + 1):
-        logits = model.next_logits(tokens, text_context_start(block_size, T, end), end, owner)
+    start = text_context_start(model.config.block_size, T, len(ids))
+    context = torch.tensor([ids[start:]], device=next(model.parameters()).device)
+    if not kv_cache:
+        return model.next_logits(context)[0].float()
+    cache, prefilled = model.new_cache(1), max(1, model.config.block_size // 2) if start else T
+    logits = model.next_logits(context[:, :prefilled], cache)
+    for i in range(prefilled, context.size(1)):
+        logits = model.next_logits(context[:, i : i + 1], cache)
     return logits[0].float()
-
-
-def text_context_start(block_size, prompt_length, end):
-    """Return where the context of token `end` starts in a text that has grown from prompt_length tokens."""
-    start = 0
-    for i in range(prompt_length, end + 1):
-        start = context_start(start, i, block_size)
-    return start
 
 
 def first_difference(ours, theirs):
@@ -65,9 +61,9 @@ def first_difference(ours, theirs):
 
 
 def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=()):
-    """Compare texts with those of the plain loop, `model.generate`, on the same prompts.
+    """Compare texts with those of the plain loop, stream_tokens, on the same prompts.
 
-    model       a GPT or a HuggingFaceGPT
+    model       a GPT, or another model that stream_tokens takes
     prompts     B int64 tensors of one dimension
     texts       B lists of ids: the prompts and their continuations
     kv_cache    whether the plain loop uses the cache: the opposite of what made the texts
@@ -82,13 +78,13 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
     for T in sorted({len(prompt) for prompt in prompts}):
         # generate the rows whose prompts have this length
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
-        settings = vars(replace(sampling, samples=[samples[row] for row in rows]))
+        settings = replace(sampling, samples=[samples[row] for row in rows])
         idx = torch.stack([prompts[row] for row in rows])
-        plain = model.generate(idx, max_new_tokens, kv_cache=kv_cache, **settings).tolist()
+        plain = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, settings, kv_cache)), dim=1).tolist()
 
         # compare
         for row, theirs in zip(rows, plain):
-            ours, theirs = texts[row], Row(theirs[:T], tokenizer, stops).add(theirs[T:]).ids
+            ours, theirs = texts[row], Sequence(theirs[:T], tokenizer, stops).add(theirs[T:]).ids
             position = first_difference(ours, theirs)
             num_equal += position is None
             if position is None:

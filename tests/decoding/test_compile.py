@@ -235,7 +235,7 @@ def test_after_an_edit_of_model_py_one_line_says_so_and_the_text_is_the_plain_on
 
 def test_comments_and_docstrings_are_no_edit(monkeypatch, tmp_path):
     text = Path(compiling.model_py.__file__).read_text(encoding="utf-8")
-    for old, new in (("# no cache: causal attention within x", "# another"), ('"""Attention and MLP,', '"""Both,')):
+    for old, new in (("# causal attention within x", "# another"), ('"""Attention and MLP,', '"""Both,')):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (tmp_path / "model.py").write_text(text, encoding="utf-8")

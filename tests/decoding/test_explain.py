@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from helpers import KINDS, PROMPT, heads_of, prompts, random_model, sample, texts_of
+from helpers import KINDS, PROMPT, prompts, random_model, sample, texts_of
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.explain import attention_weights, explain, layer_weights, watch
-from model import GPTConfig
+from model import GPTConfig, Sampling
 
 
 def shapes(printed):
@@ -50,12 +50,11 @@ def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, 
     model, tokenizer = load_model(trained / "ckpt.pt")
     idx = torch.zeros(1, 31, dtype=torch.int64)
     before = model.generate(idx[:, :5], 10, seed=1)
-    explain(model, tokenizer, idx, seed=1)
+    explain(model, tokenizer, idx, 3, Sampling(seed=1))
     printed = capsys.readouterr().out
     assert "decode 1, pos 31" not in printed and "the context is full" in printed
     assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert "update" not in vars(model.transformer["h"][0].attn.cache)
 
 
 def test_attention_weights_are_the_same_row_by_row_as_all_at_once(trained):
@@ -81,7 +80,7 @@ def test_attention_weights_give_the_output_of_the_layer(kind):
     model = random_model(GPTConfig(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32, **kind))
     idx, attn = prompts(2, 9), model.transformer.h[1].attn
     weights = attention_weights(model, idx, layer=1)
-    assert all(head.key_cache is None for head in heads_of(model))
+    assert model.cache is None  # the model's own
     with torch.no_grad(), watch(model, layer=1) as seen:
         model(idx, pos=torch.arange(9))
         values = torch.stack([head.value_cache for head in attn.heads], dim=1).repeat_interleave(

@@ -93,4 +93,4 @@ def test_a_large_vocabulary_shortens_the_contexts():
     model = random_model(GPTConfig(block_size=8, vocab_size=2800, n_layer=1, n_head=2, n_embd=16))
     decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 2800, 1000))
     idx = prompts(2, 3)
-    assert torch.equal(torch.stack(decoder.generate(idx, 5, seed=1)), model.generate(idx, 5, seed=1, kv_cache=False))
+    assert torch.equal(decoder.generate(idx, 5, seed=1), model.generate(idx, 5, seed=1, kv_cache=False))

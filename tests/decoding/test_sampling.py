@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import a_seed
-from model import gumbel_noise, sample_token
+from model import Sampling, gumbel_noise, sample_token
 
 rows_of_logits = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
 
@@ -19,9 +19,9 @@ def test_top_k_keeps_exactly_k_and_ties_go_to_the_lowest_id(values, k, seed):
     logits = torch.tensor([[round(v) for v in values]], dtype=torch.float32)  # many ties
     kept = sorted(range(len(values)), key=lambda i: (-logits[0, i].item(), i))[:k]
     noise = gumbel_noise(seed, torch.arange(1), torch.arange(300), len(values))[0]
-    picked = sample_token(logits.repeat(300, 1), noise, temperature=9.0, top_k=k).tolist()
+    picked = sample_token(logits.repeat(300, 1), noise, Sampling(temperature=9.0, top_k=k)).tolist()
     assert set(picked) <= set(kept)
-    assert sample_token(logits, noise[:1], temperature=0, top_k=k).item() == kept[0]
+    assert sample_token(logits, noise[:1], Sampling(temperature=0, top_k=k)).item() == kept[0]
 
 
 @given(rows_of_logits, st.floats(0.01, 1), a_seed)
@@ -34,7 +34,7 @@ def test_top_p_keeps_the_token_that_crosses(values, p, seed):
     possibly = {i for i, mass in zip(ranking, before) if mass < p + 1e-5}
     noise = gumbel_noise(seed, torch.arange(1), torch.arange(50), len(values))[0]
     spread = noise + 1000 * torch.eye(len(values)).repeat(50, 1)[:50]  # each token in turn is the one the noise wants
-    picked = set(sample_token(logits.repeat(50, 1), spread, 1.0, top_p=p).tolist())
+    picked = set(sample_token(logits.repeat(50, 1), spread, Sampling(1.0, top_p=p)).tolist())
     assert surely <= picked <= possibly
 
 
@@ -46,7 +46,7 @@ def test_the_pick_is_that_of_multinomials_race(values, temperature, seed):
     race = torch.softmax(logits / temperature, -1) / torch.exp(-noise.double())
     best = race.topk(2).values
     clear = best[:, 0] / best[:, 1] > 1 + 1e-5
-    picked = sample_token(logits.float(), noise, temperature)
+    picked = sample_token(logits.float(), noise, Sampling(temperature))
     assert torch.equal(picked[clear], race.argmax(-1)[clear])
 
 
@@ -60,7 +60,7 @@ def test_sampled_frequencies_are_the_softmax():
         if "top_k" in filters:
             expected[expected < expected.topk(6).values.min()] = 0
             expected /= expected.sum()
-        counts = sample_token(logits.repeat(n, 1), noise, **filters).bincount(minlength=20).double()
+        counts = sample_token(logits.repeat(n, 1), noise, Sampling(**filters)).bincount(minlength=20).double()
         live = expected > 0
         assert counts[~live].sum() == 0
         assert ((counts - n * expected)[live] ** 2 / (n * expected[live])).sum().item() < bound

@@ -26,16 +26,22 @@ def constant_model(token, context=CONTEXT, n_embd=16):
     return model
 
 
+def generated(decoder, idx, steps, **sampling):
+    """Return the text of one prompt, and the Generation that wrote it."""
+    generation = decoder.stream(idx, steps, **sampling)
+    return torch.cat((idx, *generation), dim=1)[0], generation
+
+
 def test_a_draft_that_knows_the_text_is_accepted_whole_and_a_wrong_one_never():
     model = constant_model(4, context=64)
     for text, right in ((4, True), (5, False)):
         decoder = Decoder(model, "ngram", count_ngrams(np.full(100, text), V, 100))
-        (row,) = decoder.generate(prompts(1, 3), 20, temperature=0)
+        row, generation = generated(decoder, prompts(1, 3), 20, temperature=0)
         assert (row[3:] == 4).all() and len(row) == 23
-        assert decoder.accepted == (decoder.offered if right else 0)
-        assert decoder.forwards == (math.ceil(20 / (NUM_DRAFTS + 1)) if right else 20)
+        assert generation.accepted == (generation.offered if right else 0)
+        assert generation.forwards == (math.ceil(20 / (NUM_DRAFTS + 1)) if right else 20)
         if right:
-            assert decoder.offered == 20 - decoder.forwards
+            assert generation.offered == 20 - generation.forwards
 
 
 @needs_compiler
@@ -49,25 +55,25 @@ def test_guesses_continue_the_newest_tokens():
     for compiled, most in ((False, NUM_DRAFTS), (True, MOST_DRAFTS)):
         decoder = Decoder(model, "ngram", count_ngrams(np.arange(200) % V, V, 1000), compiled)
         for prompt in ([5], [2, 3, 4, 5, 6, 7]):
-            (row,) = decoder.generate(torch.tensor([prompt]), 8 * 5, temperature=0)
+            row, generation = generated(decoder, torch.tensor([prompt]), 8 * 5, temperature=0)
             assert row.tolist() == [(prompt[0] + i) % V for i in range(len(prompt) + 8 * 5)]
-            assert decoder.forwards == 8 * 5 / (most + 1) and decoder.accepted == decoder.offered
+            assert generation.forwards == 8 * 5 / (most + 1) and generation.accepted == generation.offered
 
 
 @given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=3), a_filter, a_seed)
 def test_every_token_is_a_forwards_own_or_an_accepted_guess(model, draft, lengths, filters, seed):
     decoder = Decoder(model, **draft)
-    stream = decoder.stream([prompts(1, n, n)[0] for n in lengths], CONTEXT, seed=seed, **filters)
-    sizes = [block.size(1) for block in stream]
-    assert 0 <= decoder.accepted <= decoder.offered <= NUM_DRAFTS * decoder.forwards * len(lengths)
+    generation = decoder.stream([prompts(1, n, n)[0] for n in lengths], CONTEXT, seed=seed, **filters)
+    sizes = [block.size(1) for block in generation]
+    assert 0 <= generation.accepted <= generation.offered <= NUM_DRAFTS * generation.forwards * len(lengths)
     if len(lengths) == 1:
         new = CONTEXT - lengths[0]
-        assert sum(sizes) == new == decoder.forwards + decoder.accepted
-        assert len(sizes) == decoder.forwards
+        assert sum(sizes) == new == generation.forwards + generation.accepted
+        assert len(sizes) == generation.forwards
         assert max(sizes, default=0) <= decoder.num_drafts + 1
         # what is left of the text, and of the context, clips a guess
         ends = np.cumsum([lengths[0], *sizes])
-        assert decoder.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])
+        assert generation.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])
 
 
 @needs_compiler
@@ -75,16 +81,17 @@ def test_the_compiled_step_guesses_as_much_as_pays():
     """Much where the table is sure and right, less where it is often wrong, and by look-up nothing before a match."""
     model = constant_model(4, context=64)
     decoder = Decoder(model, "ngram", count_ngrams(np.full(100, 4), V, 100), compile=True)
-    (row,) = decoder.generate(prompts(1, 3), 40, temperature=0)
+    row, generation = generated(decoder, prompts(1, 3), 40, temperature=0)
     assert (row[3:] == 4).all() and len(row) == 43
-    assert decoder.forwards == 40 / (MOST_DRAFTS + 1) and decoder.offered == decoder.accepted == 40 - decoder.forwards
+    assert generation.forwards == 40 / (MOST_DRAFTS + 1)
+    assert generation.offered == generation.accepted == 40 - generation.forwards
 
     text = np.random.default_rng(1).integers(V, size=20000)  # nothing to foresee
     decoder = Decoder(model, "ngram", count_ngrams(text, V, 10**4), compile=True)
-    decoder.generate(prompts(1, 3), 60, seed=1)
-    assert decoder.offered < 0.7 * MOST_DRAFTS * decoder.forwards
+    _, generation = generated(decoder, prompts(1, 3), 60, seed=1)
+    assert generation.offered < 0.7 * MOST_DRAFTS * generation.forwards
 
     decoder = Decoder(model, "ngram", compile=True)  # without counts: by looking up the text so far
-    (row,) = decoder.generate(torch.tensor([[1, 2, 3, 5]]), 40, temperature=0)
-    assert decoder.forwards + decoder.accepted == 40 and decoder.accepted > 20
-    assert decoder.offered <= 3 * (decoder.forwards - 3)  # the first steps find no two tokens again
+    row, generation = generated(decoder, torch.tensor([[1, 2, 3, 5]]), 40, temperature=0)
+    assert generation.forwards + generation.accepted == 40 and generation.accepted > 20
+    assert generation.offered <= 3 * (generation.forwards - 3)  # the first steps find no two tokens again

@@ -7,7 +7,7 @@ from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.verify import near_tie, verify
 from kvgpt.tokenizer import CharTokenizer
-from model import GPTConfig, Sampling, gumbel_noise, sample_token
+from model import GPTConfig, KVCache, Sampling, gumbel_noise, sample_token
 
 
 def test_a_difference_is_told_from_a_near_tie():
@@ -21,15 +21,15 @@ def test_a_difference_is_told_from_a_near_tie():
 
 def break_cache(model):
     """Make the cached path wrong: one head's first key is lost after the prefill."""
-    update = model.cache.update
 
-    def forgetful(layer, pos, k, v):
-        views = update(layer, pos, k, v)
-        if pos[0, 0] > 0:
-            model.cache.key[0][:, 0, 0] = 0
-        return views
+    class Forgetful(KVCache):
+        def update(self, layer, pos, k, v):
+            views = super().update(layer, pos, k, v)
+            if pos[0, 0] > 0:
+                self.key[0][:, 0, 0] = 0
+            return views
 
-    model.cache.update = forgetful
+    model.new_cache = lambda batch_size: Forgetful(model.config, batch_size)
 
 
 def test_verify_finds_a_broken_cache(trained):
@@ -109,6 +109,6 @@ def test_a_tie_at_the_edge_of_top_k_is_a_near_tie():
     sampling = Sampling(seed=9, top_k=1)
     for step in range(20):
         noise = gumbel_noise(9, torch.tensor([0]), torch.tensor([step]), 11)[0]
-        assert sample_token(logits, noise, 1.0, top_k=1).item() == 4
+        assert sample_token(logits, noise, Sampling(1.0, top_k=1)).item() == 4
         assert near_tie(model, [3, 1], 0, step, (4, 7), sampling)
         assert not near_tie(model, [3, 1], 0, step, (4, 2), sampling)

@@ -1,5 +1,7 @@
 """kvgpt/interop/onnx.py: the graph as onnx and ONNX Runtime see it, and run by our own loop."""
 
+import copy
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, ok, run, tiny, unix
+from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, ok, run, same, tiny, unix
 from kvgpt.interop.check import own_text
 from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 from model import Sampling, stream_tokens
@@ -115,9 +117,10 @@ def test_padding_on_the_left_changes_nothing(exported):
 def test_queries_are_those_of_the_last_token_and_the_model_stays_as_it_was(network, tmp_path):
     """They are what multiplies the keys: after the norm and the rotation."""
     model = tiny(**NETWORKS[network])
-    before = [dict(vars(module)) for module in model.modules()]
+    names, weights = [list(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
     write_onnx(model, TOKENIZER, tmp_path / "model.onnx", queries=True)
-    assert all(vars(module).keys() == old.keys() for module, old in zip(model.modules(), before))
+    assert [list(vars(module)) for module in model.modules()] == names and same(model.state_dict(), weights)
+    assert all(head.cache is None for block in model.transformer["h"] for head in block.attn.heads)
 
     # each layer's output is the attention of that query over the present keys and values
     ids, attended = torch.arange(7)[None], []
@@ -126,10 +129,10 @@ def test_queries_are_those_of_the_last_token_and_the_model_stays_as_it_was(netwo
     with torch.no_grad():
         model(ids)
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = [name for i in range(2) for name in (f"query.{i}", f"present.{i}.key", f"present.{i}.value")]
+    outputs = [name for i in range(2) for name in (f"query.{i}", f"present.{i}.key", f"present.{i}.value")]
     inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, 7), np.int64), "position_ids": np.arange(7)[None]}
     past = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": x for i, x in enumerate(nothing(model, 1))}
-    outputs = [torch.from_numpy(x) for x in session.run(names, inputs | past)]
+    outputs = [torch.from_numpy(x) for x in session.run(outputs, inputs | past)]
     for layer in range(2):
         q, k, v = outputs[3 * layer : 3 * layer + 3]
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))

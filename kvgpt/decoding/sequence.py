@@ -1,11 +1,13 @@
-"""A row of the batch as text: its characters as they arrive, and the stop text that ends it."""
+"""A sequence of the batch as text: its characters as they arrive, and the stop text that ends it."""
+
+from model import context_start
 
 
-class Row:
+class Sequence:
     """A prompt and its continuation, as tokens and as text.
 
     ids    the tokens. Those that reach into a stop text are left out
-    ended  whether a stop text has ended the row
+    ended  whether a stop text has ended the sequence
 
     The text ends before the stop text that is complete first, at the same place whether its tokens arrive singly or in
     blocks. Only the continuation counts, so a prompt may contain a stop text. Of two that are complete at the same
@@ -34,7 +36,7 @@ class Row:
         return text
 
     def add(self, tokens):
-        """Append tokens, up to a stop text. Returns the row."""
+        """Append tokens, up to a stop text. Returns itself."""
         self.ids += tokens
         text = self.text if self.stops else ""
         places = [(stop, text.find(stop, self.prompt_length)) for stop in self.stops]
@@ -65,3 +67,11 @@ def num_undecided(text, stops):
     first = [stop for stop in stops if not any(other in stop[:-1] for other in stops)]
     lengths = [k for stop in first for k in range(1, len(stop)) if text.endswith(stop[:k])]
     return max(lengths, default=0)
+
+
+def text_context_start(block_size, prompt_length, end):
+    """Return where the context of token `end` starts in a text that has grown from prompt_length tokens."""
+    start = 0
+    for i in range(prompt_length, end + 1):
+        start = context_start(start, i, block_size)
+    return start

@@ -7,7 +7,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from helpers import assert_one_line, bpe, ok, sample, texts_of
-from kvgpt.decoding.row import Row, num_undecided
+from kvgpt.decoding.sequence import Sequence, num_undecided
 from kvgpt.tokenizer import CharTokenizer, tokenizer_from_json
 
 NAMES = "abc"
@@ -28,7 +28,7 @@ def before(text, stops):
 @given(a_text, a_text, some_stops)
 def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
     """And not before the last one, nor because of one that is in the prompt or begins there."""
-    row = Row(TOKENIZER.encode(prompt), TOKENIZER, stops).add(TOKENIZER.encode(text))
+    row = Sequence(TOKENIZER.encode(prompt), TOKENIZER, stops).add(TOKENIZER.encode(text))
     assert row.text == TOKENIZER.decode(row.ids) == prompt + before(text, stops)
     assert row.ended == (before(text, stops) != text)
 
@@ -37,7 +37,7 @@ def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
 @example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
 def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
     """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
-    ids, row = TOKENIZER.encode(text), Row([], TOKENIZER, stops)
+    ids, row = TOKENIZER.encode(text), Sequence([], TOKENIZER, stops)
     for size in sizes:
         block, ids = ids[:size], ids[size:]
         if row.add(block).ended:
@@ -71,7 +71,7 @@ sizes = st.lists(st.integers(1, 4), min_size=60, max_size=60)
 @given(some_ids, some_ids, sizes, st.lists(st.text("aeñ😀 ", min_size=1, max_size=3), max_size=2))
 def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt, ids, sizes, stops):
     """Where a character is spread over tokens, where bytes are no text, and where a stop text begins in a token."""
-    row = Row(prompt, BPE, stops)
+    row = Sequence(prompt, BPE, stops)
     shown, expected = row.text, BPE.decode(prompt + ids)
     assume(expected.startswith(shown))  # a user's prompt does not end within a character
     expected = shown + before(expected[len(shown) :], stops)
@@ -89,7 +89,7 @@ def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt
 
 def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():
     ids = BPE.encode("the cat sat on the mat")
-    row = Row(ids[:2], BPE, ["at on"]).add(ids[2:])
+    row = Sequence(ids[:2], BPE, ["at on"]).add(ids[2:])
     assert row.text == "the cat s" and row.ended
     assert "the cat s".startswith(BPE.decode(row.ids)) and BPE.decode(row.ids).startswith("the cat")
 
