@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import KINDS, heads_of, prompts, random_model
-from model import GPT, GPTConfig, clear_kv_cache
+from model import GPT, GPTConfig, KVCache, clear_kv_cache
 from oracles import packed_greedy_decode, per_head_logits, softmax, turned
 
 SHAPE = dict(block_size=16, vocab_size=23, n_layer=2, n_head=4, n_embd=32)
@@ -204,6 +204,15 @@ def test_a_cache_takes_the_dtype_of_a_prefill_and_keeps_it_within_a_text():
         assert head.key_cache.dtype == torch.bfloat16
     model(idx, pos=torch.arange(6))
     assert head.key_cache.dtype == torch.float32
+
+
+def test_keys_and_values_are_kept_in_their_own_dtypes():
+    """Under CUDA's autocast a LayerNorm returns float32, so normalized keys are float32 and values float16."""
+    cache, pos = KVCache(GPTConfig(**SHAPE), 2), torch.arange(3).expand(2, 3)
+    k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8).half()
+    cache.extend([0, 0], 3)
+    key, value = cache.update(0, pos, k, v)
+    assert torch.equal(key, k) and torch.equal(value, v) and (key.dtype, value.dtype) == (torch.float32, torch.float16)
 
 
 def test_a_cached_call_has_no_gradient_rather_than_a_wrong_one():

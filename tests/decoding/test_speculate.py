@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CONTEXT, V, a_draft, a_filter, a_model, a_seed, needs_compiler, prompts, random_model
+from helpers import CONTEXT, NGRAMS, V, a_draft, a_filter, a_model, a_seed, needs_compiler, prompts, random_model
 from kvgpt.decoding.decode import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig
@@ -95,3 +96,17 @@ def test_the_compiled_step_guesses_as_much_as_pays():
     row, generation = generated(decoder, torch.tensor([[1, 2, 3, 5]]), 40, temperature=0)
     assert generation.forwards + generation.accepted == 40 and generation.accepted > 20
     assert generation.offered <= 3 * (generation.forwards - 3)  # the first steps find no two tokens again
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
+def test_a_guess_is_drawn_with_the_noise_of_its_own_position(compile, monkeypatch):
+    """Model and table hold all tokens equally likely, so the noise alone decides, and every guess is right."""
+    flat = torch.zeros(1, V), torch.zeros(1, V, dtype=torch.int32)
+    monkeypatch.setattr("kvgpt.decoding.decode.ngram_table", lambda *_: flat)
+    monkeypatch.setattr("kvgpt.decoding.compile.MIN_CHANCE_SMALL", 0.0)
+    model = constant_model(4, context=64)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    decoder = Decoder(model, "ngram", NGRAMS, compile)
+    _, generation = generated(decoder, prompts(1, 3), 50, temperature=1.0, seed=3)
+    assert generation.accepted == generation.offered > 30
