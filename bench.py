@@ -116,8 +116,7 @@ def rounded(model):
 
 def onnx_stream(model):
     """Export the model to a temporary file and return the stream of ONNX Runtime, which runs on the CPU."""
-    from kvgpt.engines.onnx import OnnxGPT
-    from kvgpt.export.onnx import write_onnx
+    from kvgpt.interop.onnx import OnnxGPT, write_onnx
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "model.onnx"

@@ -47,15 +47,15 @@ def main():
     # the lock is beside the folder and not in it, because people publish all that is in there
     with lock_folder(folder.parent, f".{args.format}.lock"):
         if args.format == "onnx":
-            from kvgpt.export.onnx import export_onnx
+            from kvgpt.interop.onnx import export_onnx
 
             export_onnx(model, tokenizer, folder)
         elif args.format == "hf":
-            from kvgpt.export.hf import export_hf
+            from kvgpt.interop.transformers import export_hf
 
             export_hf(model, tokenizer, folder)
         else:
-            from kvgpt.export.web import export_web
+            from kvgpt.interop.webpage import export_web
 
             export_web(model, tokenizer, checkpoint, folder)
 

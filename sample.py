@@ -141,11 +141,11 @@ def open_engine(args):
         return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, ckpt.ngrams
 
     if args.engine == "hf":
-        from kvgpt.engines.hf import HuggingFaceGPT
+        from kvgpt.interop.transformers import HuggingFaceGPT
 
         engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
     else:
-        from kvgpt.engines.onnx import OnnxGPT
+        from kvgpt.interop.onnx import OnnxGPT
 
         engine = OnnxGPT(args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx")
     return engine, engine.tokenizer, None
@@ -158,7 +158,7 @@ def model_to_verify(args, engine):
     """
     if args.engine != "onnx":
         return engine
-    from kvgpt.engines.onnx import weights_sha256
+    from kvgpt.interop.onnx import weights_sha256
 
     checkpoint = pick_checkpoint(None, args.out_dir)
     model, _ = load_model(checkpoint)

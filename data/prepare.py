@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, run_main
 from kvgpt.files import sha256
-from kvgpt.tokenizer import CharTokenizer, read_tokenizer, tokenizer_from_json, train_bpe
+from kvgpt.tokenizer import CharTokenizer, tokenizer_from_json
 from kvgpt.training.data import id_type, load_dataset, write_prepared
 
 HERE = Path(__file__).resolve().parent
@@ -83,6 +83,8 @@ def make_tokenizer(text, name, vocab_size):
     """
     if name is None:
         return CharTokenizer("".join(sorted(set(text))))
+    from kvgpt.bpe import read_tokenizer, train_bpe
+
     if name == "bpe":
         return tokenizer_from_json(train_bpe(split(text)[0], vocab_size))
     return tokenizer_from_json(read_tokenizer(Path(name)))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from kvgpt.blank import blank_model, tie
 from kvgpt.cli import first_line
 from kvgpt.files import write_atomically
-from kvgpt.huggingface import blank_model, read_folder, tie
-from kvgpt.tokenizer import read_tokenizer, tokenizer_from_state
+from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
 from model import GPTConfig
 
 
@@ -60,7 +60,7 @@ class Checkpoint:
             tokenizer = tokenizer_from_state(self.tokenizer_state)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
-        tokenizer.check_weights(self.model_args["vocab_size"], self.path)
+        check_vocab_size(tokenizer, self.model_args["vocab_size"], self.path)
         return tokenizer
 
     def build_language_model(self):
@@ -98,6 +98,8 @@ def load_checkpoint(path, meta=None):
     """
     path = Path(path)
     if path.is_dir():
+        from kvgpt.interop.huggingface import read_folder
+
         weights, model_args, tokenizer_state = read_folder(path)
         return Checkpoint(path, weights, model_args, tokenizer_state)
     if not path.is_file():
@@ -105,7 +107,7 @@ def load_checkpoint(path, meta=None):
         if path.name.startswith("gpt2"):
             hint = f"hf download openai-community/{path.name} --local-dir {path} makes that folder"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
-    tokenizer_state = read_meta(Path(meta)) if meta else None
+    tokenizer_state = read_vocabulary(Path(meta)) if meta else None
     try:
         check_crc(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -147,23 +149,12 @@ def load_model(path, meta=None):
     return load_checkpoint(path, meta).build_language_model()
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values only, because a pickle runs code through the classes and functions that it names."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a meta.pkl needs plain values only")
-
-
-def read_meta(path):
-    """Return what a checkpoint would keep of the tokenizer in nanoGPT's meta.pkl, or in a tokenizer's folder or file.
-
-    Raises ValueError.
-    """
+def read_vocabulary(path):
+    """Return the tokenizer_state in nanoGPT's meta.pkl, or in a tokenizer's folder or file. Raises ValueError."""
     if path.is_dir() or path.suffix == ".json":
+        from kvgpt.bpe import read_tokenizer
+
         return {"tokenizer": read_tokenizer(path)}
-    try:
-        with open(path, "rb") as file:
-            itos = PlainUnpickler(file).load()["itos"]
-        return {"chars": "".join(itos[i] for i in range(len(itos)))}
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
+    from kvgpt.nanogpt import read_meta
+
+    return {"chars": read_meta(path)}

@@ -1,14 +1,9 @@
-"""Files that are whole at every moment, folders that carry checksums, and one writer per folder."""
+"""Files that are whole at every moment, and one writer per folder."""
 
 import errno
 import hashlib
 import os
 from contextlib import contextmanager
-from pathlib import Path
-
-SUMS = "SHA256SUMS"  # what sha256sum writes, so that `sha256sum -c SHA256SUMS` checks a folder too
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write_atomically(files):
@@ -29,29 +24,6 @@ def write_atomically(files):
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-    if os.name != "nt":  # a rename survives a power cut once its folder is on the disk, for which Windows has no call
-        for folder in {path.parent for path in files}:
-            with name_in_errors(folder):
-                opened = os.open(folder, os.O_RDONLY)
-                os.fsync(opened)
-                os.close(opened)
-
-
-def read_tree(folder):
-    """Return {name inside the folder, with slashes: bytes} of all its files. Raises OSError."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def write_tree(folder, files):
-    """Write {name inside the folder, with slashes: bytes} and their SUMS atomically.
-
-    SUMS comes last, so that a folder whose files are half old and half new does not fit its checksums. Raises OSError.
-    """
-    sums = "".join(f"{sha256(content)}  {name}\n" for name, content in sorted(files.items()))
-    paths = {folder / name: content for name, content in (files | {SUMS: sums.encode()}).items()}
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(paths)
 
 
 @contextmanager
@@ -64,25 +36,8 @@ def name_in_errors(path):
         raise
 
 
-# -- checksums ---------------------------------------------------------------------------------------------------------
-
-
 def sha256(content):
     return hashlib.sha256(content).hexdigest()
-
-
-def check_folder(folder):
-    """Raise ValueError if a file in `folder` has changed since write_tree wrote it. A folder without SUMS passes."""
-    sums = Path(folder, SUMS)
-    lines = sums.read_text("utf-8", "replace").splitlines() if sums.is_file() else []
-    for line in lines:
-        recorded, _, name = line.partition("  ")
-        file = Path(folder, name)
-        if file.is_file() and sha256(file.read_bytes()) != recorded:
-            raise ValueError(f"{name} has changed since export.py wrote it: export again, or remove {SUMS}")
-
-
-# -- one writer --------------------------------------------------------------------------------------------------------
 
 
 def lock_folder(folder, name=".lock"):

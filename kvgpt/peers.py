@@ -20,7 +20,7 @@ def transformers_run(model):
     """
     import transformers
 
-    from kvgpt.export.hf import to_transformers
+    from kvgpt.interop.transformers import to_transformers
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)

@@ -19,11 +19,12 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from kvgpt.bpe import train_bpe
 from kvgpt.checkpoint import load_model, save_checkpoint
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.decoding.verify import near_tie, text_context_start
 from kvgpt.recipes import TrainConfig
-from kvgpt.tokenizer import CharTokenizer, train_bpe
+from kvgpt.tokenizer import CharTokenizer
 from kvgpt.training.data import Dataset
 from kvgpt.training.state import TrainState, pick_dtype
 from model import GPT, GPTConfig, Head, Sampling

@@ -8,9 +8,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers import PROMPT, assert_one_line, load, random_model, same, sample, saved, texts_of
+from helpers import PROMPT, assert_one_line, load, ok, random_model, run, same, sample, saved, texts_of
+from kvgpt.blank import blank_model
 from kvgpt.checkpoint import load_checkpoint, load_model, save_checkpoint
-from model import GPTConfig
+from model import GPT, GPTConfig
 from oracles import per_head_logits
 
 ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
@@ -44,6 +45,27 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     assert tokenizer.state_dict() == {"chars": CONTENT["chars"]} and not model.training
     assert vars(model.config) == vars(GPTConfig(**ARGS))
     assert same(ckpt.ngrams, CONTENT["ngrams"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_blank_model_is_a_gpt_without_its_random_numbers(tied):
+    config = GPTConfig(**ARGS, pos_emb="rope", tie_weights=tied)
+    state = torch.get_rng_state()
+    blank = blank_model(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    whole = GPT(config)
+    assert not torch.equal(torch.get_rng_state(), state)  # outside, initializers work as before
+    assert blank.state_dict().keys() == whole.state_dict().keys() and torch.equal(blank.rope, whole.rope)
+    assert {p.device.type for p in blank.parameters()} == {"cpu"}
+    assert (blank.lm_head.weight is blank.transformer["wte"].weight) == tied
+
+
+def test_loading_imports_no_compiler_and_none_of_the_other_formats():
+    """torch._dynamo alone takes longer than the rest of a short run."""
+    script = "import sys, kvgpt.checkpoint as c; c.load_model('assets/shakespeare.pt'); print(*sys.modules)"
+    loaded = ok(run("-c", script)).stdout.split()
+    foreign = ("torch._dynamo", "kvgpt.interop", "kvgpt.bpe", "kvgpt.nanogpt", "tokenizers")
+    assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
 
 
 def test_what_a_checkpoint_lacks_has_a_default(tmp_path):

@@ -12,11 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from helpers import CHARS, STABLELM, TOKENIZER, load, save_model, saved, tiny
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.engines.hf import HuggingFaceGPT
-from kvgpt.engines.onnx import OnnxGPT
-from kvgpt.export.hf import write_folder
-from kvgpt.export.onnx import write_onnx
-from kvgpt.files import read_tree, write_tree
+from kvgpt.interop.checksums import read_tree, write_tree
+from kvgpt.interop.onnx import OnnxGPT, write_onnx
+from kvgpt.interop.transformers import HuggingFaceGPT, write_folder
 
 
 @pytest.fixture(scope="module")

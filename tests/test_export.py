@@ -23,9 +23,8 @@ from helpers import (
     unix,
 )
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.engines.onnx import OnnxGPT
-from kvgpt.export.hf import GRAPH
-from kvgpt.export.onnx import write_onnx
+from kvgpt.interop.onnx import OnnxGPT, write_onnx
+from kvgpt.interop.transformers import GRAPH
 from model import GPT
 
 
@@ -88,7 +87,7 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
     with torch.no_grad():
         logits = model(ids)[0]
         assert back.tokenizer_state == tokenizer.state_dict() and torch.equal(back.build_model().eval()(ids)[0], logits)
-        torch.testing.assert_close(OnnxGPT(folder / GRAPH)(ids)[0], logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(OnnxGPT(folder / GRAPH).logits(ids), logits, atol=1e-4, rtol=0)
 
 
 @unix

@@ -22,7 +22,7 @@ DEFECTS = {
     "a file that is lost in a kill": (
         "kvgpt/files.py",
         "def lossy(source, target, right=os.replace):\n"
-        "    Path(target).unlink(missing_ok=True)\n"
+        "    os.path.exists(target) and os.unlink(target)\n"
         "    right(source, target)\n"
         "os.replace = lossy\n",
         "kill_at=",

@@ -62,6 +62,6 @@ def test_no_import_goes_in_a_circle():
 @pytest.mark.slow
 def test_a_script_loads_only_what_its_run_needs():
     """`train.py` loads no exporter, and `sample.py` nothing that only training needs."""
-    for script, foreign in (("train", "kvgpt.export"), ("train", "kvgpt.engines"), ("sample", "kvgpt.training")):
+    for script, foreign in (("train", "kvgpt.interop"), ("sample", "kvgpt.interop"), ("sample", "kvgpt.training")):
         loaded = ok(run("-c", f"import sys, {script}; print(*sys.modules)")).stdout.split()
         assert not [name for name in loaded if name.startswith(foreign)], script

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 
 import prepare
 from helpers import SAMPLE, assert_one_line, bpe, contents, ok, tree
+from kvgpt.bpe import train_bpe
 from kvgpt.cli import run_main
 from kvgpt.files import lock_folder
-from kvgpt.tokenizer import train_bpe
 from kvgpt.training.data import load_dataset
 
 CLOSED = "http://127.0.0.1:9"

@@ -1,4 +1,4 @@
-"""kvgpt/tokenizer.py: characters and tokenizers, both ways, with tokenizers and transformers as the oracles."""
+"""kvgpt/tokenizer.py and bpe.py: characters and tokenizers, with tokenizers and transformers as the oracles."""
 
 import itertools
 import json
@@ -14,15 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from helpers import CHARS, SAMPLE, TOKENIZER, bpe, ok, run
-from kvgpt.tokenizer import (
-    PADDING,
-    PIECE,
-    pieces_of,
-    read_tokenizer,
-    tokenizer_from_json,
-    tokenizer_from_state,
-    train_bpe,
-)
+from kvgpt.bpe import PIECE, pieces_of, read_tokenizer, train_bpe
+from kvgpt.tokenizer import check_vocab_size, tokenizer_from_json, tokenizer_from_state
 
 TEXT = SAMPLE.read_text(encoding="utf-8")
 BPE = tokenizer_from_json(bpe())
@@ -45,7 +38,7 @@ def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
     """Of a tokenizer that has tokens for runs of white space, as GPT-2's has."""
     content = train_bpe("a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9, 265)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvgpt.tokenizer.PIECE", size)
+        patch.setattr("kvgpt.bpe.PIECE", size)
         pieces = pieces_of(text)
         assert "".join(pieces) == text
         assert not text or tokenizer_from_json(content).encode(text) == Tokenizer.from_str(content).encode(text).ids
@@ -125,13 +118,13 @@ def test_bytes_alone_are_not_taken_for_characters(tmp_path):
 
 def test_a_vocabulary_fits_weights_of_its_size_or_a_little_more():
     """Some pad their weights to a multiple of 128. A character without weights, or the other way round, is damage."""
-    BPE.check_weights(512, "x")
-    BPE.check_weights(512 + PADDING, "x")
-    TOKENIZER.check_weights(len(CHARS), "x")
-    for tokenizer, sizes in ((BPE, (511, 512 + PADDING + 1)), (TOKENIZER, (len(CHARS) - 1, len(CHARS) + 1))):
+    check_vocab_size(BPE, 512, "x")
+    check_vocab_size(BPE, 512 + 127, "x")
+    check_vocab_size(TOKENIZER, len(CHARS), "x")
+    for tokenizer, sizes in ((BPE, (511, 512 + 128)), (TOKENIZER, (len(CHARS) - 1, len(CHARS) + 1))):
         for size in sizes:
             with pytest.raises(ValueError, match=r"^x has the weights of .* do not belong together$"):
-                tokenizer.check_weights(size, "x")
+                check_vocab_size(tokenizer, size, "x")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "not json"])
@@ -155,7 +148,7 @@ def test_without_the_library_one_line_names_it(monkeypatch):
 
 
 def test_transformers_reads_the_tokenizer_that_we_write(tmp_path):
-    from kvgpt.export.hf import write_tokenizer
+    from kvgpt.interop.transformers import write_tokenizer
 
     write_tokenizer(BPE, 24, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)

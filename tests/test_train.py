@@ -334,7 +334,7 @@ def test_nanogpts_own_command_for_a_cpu_is_told_the_preset(tmp_path):
 @pytest.mark.slow
 def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp_path):
     pytest.importorskip("transformers")
-    from kvgpt.export.hf import write_folder
+    from kvgpt.interop.transformers import write_folder
 
     chars = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
     sizes = dict(block_size=16, vocab_size=len(chars), n_layer=1, n_head=2, n_embd=16, bias=False)

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgpt.files import lock_folder, sha256, write_atomically
-from kvgpt.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_state
+from kvgpt.tokenizer import tokenizer_from_state
 
 
 @dataclass
 class Dataset:
     """A prepared text.
 
+    tokenizer   a CharTokenizer or a BPETokenizer
     train, val  arrays of ids
     sha256      of train.bin and val.bin, by split
     val_bytes   of the val text in UTF-8; None if tokens are characters
     """
 
-    tokenizer: CharTokenizer | BPETokenizer
+    tokenizer: object
     train: np.ndarray
     val: np.ndarray
     sha256: dict
@@ -46,7 +47,8 @@ def load_dataset(data_dir, block_size):
     try:
         meta = json.loads(meta_file.read_bytes())
         raw = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
-        (kind, content), recorded = stored_in(meta).popitem(), meta["sha256"]
+        state = {kind: meta[kind] for kind in ("chars", "tokenizer") if kind in meta}
+        (kind, content), recorded = state.popitem(), meta["sha256"]
         hashes = {name: sha256(content) for name, content in {**raw, kind: content.encode()}.items()}
         changed = [name for name in hashes if recorded[name] != hashes[name]]
     except FileNotFoundError as error:
@@ -76,12 +78,6 @@ def load_dataset(data_dir, block_size):
     return Dataset(tokenizer, train, val, {split: hashes[split] for split in raw}, meta.get("val_bytes"))
 
 
-def stored_in(meta):
-    """Return the entry of meta.json that is the vocabulary: {"chars": ...} or {"tokenizer": ...}."""
-    kind = "tokenizer" if "tokenizer" in meta else "chars"
-    return {kind: meta[kind]}
-
-
 def write_prepared(data_dir, tokenizer, train, val, source, text, **more):
     """Write the files of a text into data_dir, a Path: all of them or none.
 
@@ -91,11 +87,11 @@ def write_prepared(data_dir, tokenizer, train, val, source, text, **more):
     more        further entries of meta.json
     Raises OSError, which is a BlockingIOError if another process is writing there.
     """
-    splits, stored = {"train": train.tobytes(), "val": val.tobytes()}, tokenizer.state_dict()
-    hashed = {"text": text, **{name: content.encode() for name, content in stored.items()}, **splits}
+    splits, state = {"train": train.tobytes(), "val": val.tobytes()}, tokenizer.state_dict()
+    hashed = {"text": text, **{name: content.encode() for name, content in state.items()}, **splits}
     hashes = {name: sha256(content) for name, content in hashed.items()}
     files = {data_dir / f"{split}.bin": content for split, content in splits.items()}
-    meta = stored | {"source": source} | more | {"sha256": hashes}
+    meta = state | {"source": source} | more | {"sha256": hashes}
     files[data_dir / "meta.json"] = json.dumps(meta, indent=1).encode("utf-8")  # last, because it vouches for the rest
     data_dir.mkdir(parents=True, exist_ok=True)
     with lock_folder(data_dir):

@@ -30,9 +30,10 @@ def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
         load_dataset(tmp_path, 18)
 
 
-def test_preparing_a_text_needs_no_torch():
-    """Importing it would take seconds."""
-    ok(run("-c", "import sys, kvgpt.training.data; assert 'torch' not in sys.modules"))
+def test_preparing_characters_needs_no_torch_and_no_bpe():
+    """Importing torch would take seconds."""
+    foreign = "{'torch', 'tokenizers', 'model', 'kvgpt.bpe', 'kvgpt.checkpoint', 'kvgpt.recipes'}"
+    ok(run("-c", f"import sys; sys.path.insert(0, 'data'); import prepare; assert not {foreign} & set(sys.modules)"))
 
 
 def test_ids_of_another_tokenizer_are_one_line(tmp_path):

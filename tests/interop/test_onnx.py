@@ -1,4 +1,6 @@
-"""kvgpt/export/onnx.py: the graph as onnx and ONNX Runtime see it."""
+"""kvgpt/interop/onnx.py: the graph as onnx and ONNX Runtime see it, and run by our own loop."""
+
+import copy
 
 import numpy as np
 import onnx
@@ -8,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, tiny
-from kvgpt.export.check import compare_onnx, own_text
-from kvgpt.export.onnx import write_onnx
+from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, ok, run, same, tiny, unix
+from kvgpt.interop.check import own_text
+from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
+from model import Sampling, stream_tokens
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -110,6 +113,33 @@ def test_padding_on_the_left_changes_nothing(exported):
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("network", ["GPT-2", "StableLM"])
+def test_queries_are_those_of_the_last_token_and_the_model_stays_as_it_was(network, tmp_path):
+    """They are what multiplies the keys: after the norm and the rotation."""
+    model = tiny(**NETWORKS[network])
+    names, weights = [list(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
+    write_onnx(model, TOKENIZER, tmp_path / "model.onnx", queries=True)
+    assert [list(vars(module)) for module in model.modules()] == names and same(model.state_dict(), weights)
+    assert all(head.cache is None for block in model.transformer["h"] for head in block.attn.heads)
+
+    # each layer's output is the attention of that query over the present keys and values
+    ids, attended = torch.arange(7)[None], []
+    for block in model.transformer["h"]:
+        block.attn.c_proj.register_forward_pre_hook(lambda module, args: attended.append(args[0][:, -1]))
+    with torch.no_grad():
+        model(ids)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    outputs = [name for i in range(2) for name in (f"query.{i}", f"present.{i}.key", f"present.{i}.value")]
+    inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, 7), np.int64), "position_ids": np.arange(7)[None]}
+    past = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": x for i, x in enumerate(nothing(model, 1))}
+    outputs = [torch.from_numpy(x) for x in session.run(outputs, inputs | past)]
+    for layer in range(2):
+        q, k, v = outputs[3 * layer : 3 * layer + 3]
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        y = (q @ k.transpose(2, 3) / 8**0.5).softmax(-1) @ v
+        torch.testing.assert_close(y.flatten(1), attended[layer], atol=1e-5, rtol=0)
+
+
 def test_the_check_of_an_export_finds_another_model(exported, capsys):
     model, file, _ = exported
     compare_onnx(file, model, own_text(model))
@@ -119,3 +149,38 @@ def test_the_check_of_an_export_finds_another_model(exported, capsys):
     with pytest.raises(SystemExit):
         compare_onnx(file, other, own_text(other))
     assert "model.onnx is not the model" in capsys.readouterr().err
+
+
+# -- run by our own loop -----------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
+    """For the same seed, with the cache, without it, and past the context."""
+    model, file, _ = exported
+    engine = OnnxGPT(file)
+    B, T = data.draw(st.integers(1, 3)), data.draw(st.integers(1, CONTEXT))
+    idx = torch.randint(len(CHARS), (B, T), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    sampling = Sampling(
+        seed=data.draw(st.integers(0, 2**64 - 1)),
+        temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])),
+        top_k=data.draw(st.sampled_from([None, 1, 5])),
+        top_p=data.draw(st.sampled_from([None, 0.9])),
+        overflow=data.draw(st.sampled_from(["stop", "slide"])),
+        samples=[7 + row for row in range(B)],
+    )
+    steps = data.draw(st.integers(0, 2 * CONTEXT))
+    new = list(stream_tokens(engine, idx, steps, sampling, kv_cache=data.draw(st.booleans())))
+    assert all(block.shape == (B, 1) for block in new)
+    theirs = list(stream_tokens(model, idx, steps, sampling))
+    assert torch.equal(torch.cat((idx, *new), dim=1), torch.cat((idx, *theirs), dim=1))
+
+
+@pytest.mark.slow
+@unix
+@pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
+def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
+    """By itself it reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
+    code = "import sys; from kvgpt.interop.onnx import OnnxGPT; OnnxGPT(sys.argv[1])"
+    result = ok(run("-c", code, exported[1], env={"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}))
+    assert result.stderr == "" and not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""kvgpt/export/hf.py: folders as transformers itself reads and writes them."""
+"""kvgpt/interop/huggingface.py and transformers.py: folders as transformers itself reads and writes them."""
 
 import json
 
@@ -17,7 +17,7 @@ from transformers import (
 
 from helpers import CHARS, GPT2, SIZE, STABLELM, TOKENIZER, assert_one_line, bpe, here, tiny, tree
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.export.hf import export_hf, hf_settings, write_folder
+from kvgpt.interop.transformers import export_hf, hf_settings, write_folder
 from kvgpt.tokenizer import tokenizer_from_json
 
 CONTEXT = SIZE["block_size"]
@@ -50,8 +50,8 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     with pytest.raises(Exception, match="UNK"):
         tokenizer("abZ")
-    stored = load_file(tmp_path / "model.safetensors")
-    assert ("lm_head.weight" in stored) == (not model.config.tie_weights)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == (not model.config.tie_weights)
 
     back = load_checkpoint(tmp_path)
     assert back.tokenizer_state == {"chars": CHARS} and back.path == tmp_path

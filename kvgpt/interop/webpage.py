@@ -9,9 +9,9 @@ import numpy as np
 
 from kvgpt.cli import fail
 from kvgpt.decoding.ngrams import order_of
-from kvgpt.export.check import compare_onnx, own_text
-from kvgpt.export.onnx import write_onnx
-from kvgpt.files import read_tree, write_tree
+from kvgpt.interop.check import own_text
+from kvgpt.interop.checksums import read_tree, write_tree
+from kvgpt.interop.onnx import compare_onnx, write_onnx
 
 WEB = Path(__file__).resolve().parent.parent.parent / "web"
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from helpers import ROOT, assert_one_line, ok, run
-from kvgpt.engines.hf import HuggingFaceGPT
+from kvgpt.interop.transformers import HuggingFaceGPT
 
 BLOCK_SIZE = 48
 TEXT = (ROOT / "data" / "sample.txt").read_text(encoding="utf-8")

@@ -10,10 +10,12 @@ from functools import partial
 
 import torch
 
+from kvgpt.blank import blank_model
+from kvgpt.bpe import read_tokenizer
 from kvgpt.cli import first_line
-from kvgpt.files import check_folder
-from kvgpt.tokenizer import read_tokenizer, tokenizer_from_json
-from model import GPT, GPTConfig
+from kvgpt.interop.checksums import check_folder
+from kvgpt.tokenizer import tokenizer_from_json
+from model import GPTConfig
 
 # Our settings and theirs.
 SETTINGS = {
@@ -204,21 +206,3 @@ def from_transformers(tensors, config):
         if tensors[name]().any():  # zeros add nothing
             raise ValueError(f"it has {name}, which the network of its config.json has no place for")
     return model.state_dict()
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def blank_model(config):
-    """Return a GPT whose weights are not yet there: memory that nobody has written to, which costs nothing."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device="cpu")
-    tie(model)
-    return model
-
-
-def tie(model):
-    """Let head and embedding be one matrix again, if the config says so, after each has got a tensor of its own."""
-    if model.config.tie_weights:
-        model.transformer["wte"].weight = model.lm_head.weight

@@ -1,13 +1,10 @@
 """Is an exported model still the model? Its logits and its greedy text, compared with PyTorch's."""
 
-import itertools
-
 import torch
 
 from kvgpt.cli import fail
 from kvgpt.decoding.verify import NEAR_TIE, verify
-from kvgpt.engines.onnx import OnnxGPT
-from model import Sampling, stream_tokens
+from model import Sampling
 
 
 def own_text(model):
@@ -32,17 +29,3 @@ def compare(name, model, tokenizer, ids, logits, greedy):
     print(f"{name}: logits within {difference:.1e} of PyTorch's; greedy text: {lines[-1]}", flush=True)
     if not (same and difference <= NEAR_TIE):  # NaN is not below
         fail(f"{name} is not the model: the logits must be within {NEAR_TIE}, and the greedy text the same")
-
-
-def compare_onnx(file, model, ids):
-    """Run an ONNX file through its cache and `compare` it: a prefill, a chunk, then single tokens."""
-    onnx = OnnxGPT(file)
-    T, past, logits = ids.size(1), [], []
-    for begin, end in itertools.pairwise(sorted({0, T // 2, *range(T * 3 // 4, T + 1)})):
-        some, past = onnx(ids[:, begin:end], past)
-        logits.append(some)
-
-    def greedy(prompt):
-        return torch.cat((prompt, *stream_tokens(onnx, prompt, T, Sampling(temperature=0))), dim=1)[0].tolist()
-
-    compare(file.name, model, onnx.tokenizer, ids, torch.cat(logits, dim=1), greedy)

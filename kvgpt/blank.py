@@ -1,0 +1,29 @@
+"""A GPT that gets its weights from a file."""
+
+from torch.overrides import TorchFunctionMode
+
+from model import GPT
+
+
+class SkipInit(TorchFunctionMode):
+    """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing.
+
+    Building on torch.device("meta") avoids that work too, but there normal_ imports torch._dynamo, which takes longer
+    than loading the pretrained model.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
+def blank_model(config):
+    """Return a GPT whose matrices are uninitialized memory, which takes no time."""
+    with SkipInit():
+        return GPT(config)
+
+
+def tie(model):
+    """Make head and embedding one matrix again, if the config says so, after each has received its own tensor."""
+    if model.config.tie_weights:
+        model.transformer["wte"].weight = model.lm_head.weight

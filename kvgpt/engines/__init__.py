@@ -1,1 +1,0 @@
-"""Other engines for the loop and the sampler of model.py: ONNX Runtime, and the classes of transformers."""

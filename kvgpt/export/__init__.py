@@ -1,1 +1,0 @@
-"""What export.py writes: ONNX files, Hugging Face folders, the web page. Each is checked after it is written."""
