@@ -100,9 +100,10 @@ def compile_step(model, num_drafts, table, weights="float32"):
         B = len(state.end)
         shape = (B, config.num_kv_heads, config.block_size, config.head_size)
         cache = spare.pop() if spare else None
-        if not cache or cache[0].tensors["key"].shape != shape:
-            cache = [Cache(key=torch.empty(shape), value=torch.empty(shape)) for _ in range(config.n_layer)]
-        inputs = (net, as_c(cache), State(**vars(state)), table)
+        if not cache or cache[0].shape != shape:
+            cache = [torch.empty(shape) for _ in range(2 * config.n_layer)]  # key and value of every layer
+        layers = as_c([Cache(key=key, value=value) for key, value in zip(cache[::2], cache[1::2])])
+        inputs = (net, layers, State(**vars(state)), table)
 
         def run(max_steps, active=B):
             nonlocal pool
@@ -115,9 +116,8 @@ def compile_step(model, num_drafts, table, weights="float32"):
             return pool.decode(*inputs, B, threads, by_rows, max_steps, num_drafts)
 
         def copy_slots(first, rows, slots):
-            for layer in cache:
-                for keys in layer.tensors.values():  # or values
-                    keys[rows, :, :slots] = keys[first, :, :slots]
+            for keys in cache:  # or values
+                keys[rows, :, :slots] = keys[first, :, :slots]
 
         weakref.finalize(run, spare.append, cache)
         return run, copy_slots
@@ -179,21 +179,21 @@ def end_threads(library, address, lock, pid):
 
 
 class Struct(ctypes.Structure):
-    """A structure of addresses. Keeps the tensors that lie there alive. None is NULL."""
+    """A structure in C, made from the values of all its fields: see as_c. It keeps the tensors among them alive."""
 
-    def __init__(self, **tensors):
+    def __init__(self, **values):
         names = [name for name, _ in self._fields_]
-        if sorted(names) != sorted(tensors):
-            raise TypeError(f"{type(self).__name__} has the fields {names}, not {list(tensors)}")
-        super().__init__(**{name: as_c(x) for name, x in tensors.items()})
-        self.tensors = tensors
+        if sorted(names) != sorted(values):  # ctypes itself takes any names
+            raise TypeError(f"{type(self).__name__} has the fields {names}, not {list(values)}")
+        super().__init__(**{name: as_c(x) for name, x in values.items()})
+        self.values = values
 
 
 def as_c(x):
-    """Return the value of a field: the address of a tensor, an array of the Structs of a list, a Struct, or None."""
+    """Return a tensor's address, or a list of Structs as an array. A Struct stays one, and None is NULL."""
     if isinstance(x, torch.Tensor):
         if not x.is_contiguous():
-            raise TypeError("step.c reads and writes contiguous tensors only")
+            raise TypeError("step.c knows no strides: the tensor must be contiguous")
         return x.data_ptr()
     return (type(x[0]) * len(x))(*x) if isinstance(x, list) else x
 
@@ -285,9 +285,9 @@ def check_modules(model):
         hooks += [module._forward_hooks, module._forward_pre_hooks]
     if any(hooks):
         raise CompileError("step.c cannot compute a model with forward hooks")
-    for method in (nn.Module.__call__, nn.Linear.forward, nn.Embedding.forward, nn.LayerNorm.forward):
-        if not code_of(method).co_filename.startswith(os.path.dirname(torch.__file__)):
-            raise CompileError(f"step.c cannot compute {method.__qualname__}, which is not PyTorch's")
+    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in LAYERS[:3])):
+        if not code_of(getattr(kind, name)).co_filename.startswith(os.path.dirname(torch.__file__)):
+            raise CompileError(f"step.c cannot compute {kind.__name__}, because its {name} is not PyTorch's")
 
 
 def code_of(function):
