@@ -20,8 +20,9 @@ class Decoder:
 
     draft    None: one token per step. "ngram": guess by `ngrams`, the counts in a checkpoint (see count_ngrams), or by
              looking up the text so far if there are no counts
-    compile  decode by the step in C. It may copy the weights now, so make a new Decoder after you have changed them.
-             Raises CompileError where it cannot
+    compile  decode by the step in C. It copies the weights, so make a new Decoder after you change them. From 2^25
+             parameters on it reads the model's own, and raises RuntimeError if they have changed. Raises CompileError
+             where it cannot
     weights  "int8": the step in C reads int8, for a model whose weights have been rounded by round_weights
     """
 

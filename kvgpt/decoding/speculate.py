@@ -20,7 +20,7 @@ from model import sample_token
 class DecodeState:
     """Rows that are being continued, each at its own position: tensors on the CPU, whatever device the model is on.
 
-    A step reads all of it and writes tokens, end and cached. `State` in step.c has the same fields.
+    A step reads all of it and writes tokens, end and cached. Its field names are those of `State` in compile.py.
     """
 
     tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s

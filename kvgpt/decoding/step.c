@@ -10,16 +10,11 @@ feeds the newest token of each row, and speculative decoding feeds guesses after
 We add in the same order whatever the number of tokens and threads, so a row gets the same bits alone or among 63
 others, with or without guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
 
-#ifdef __linux__
-#define _GNU_SOURCE /* for sched_getcpu */
-#endif
+#include "pool.h"
+
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* Numbers per vector register, and the largest tile of a matrix product whose sums stay in registers. */
 #if defined(__AVX512F__)
@@ -36,7 +31,6 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 #define TILE_STRANDS 4
 #endif
 
-
 #define PAD(n) (((n) + BLOCK - 1) / BLOCK * BLOCK)
 #define HEAD_SIZE (N_EMBD / N_HEAD)
 #define GROUP (N_HEAD / N_KV_HEAD) /* query heads per key/value head */
@@ -51,7 +45,6 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 
 #define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
 #define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
-#define LOOKS 500000      /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -62,24 +55,22 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 /* A matrix W (N, K) is stored as strands, one after the other. compile.py chooses between three kinds:
  * - panels: a strand has the weights of LANES outputs, as (K, LANES). So a product needs no sum over the lanes
- * - panels in int8: for each BLOCK of inputs LANES scales in bfloat16, then the weights as (BLOCK / 4, LANES, 4)
- * - SHARED: a strand is a row of W. These are the weights of the model itself, because a copy of a large model is dear */
-#if INT8
-typedef int8_t Weight;
-#define BLOCK_BYTES (LANES * (2 + BLOCK))
-#define STRAND(K) ((size_t)((K) + BLOCK - 1) / BLOCK * BLOCK_BYTES)
-#else
-typedef float Weight;
-#define STRAND(K) ((size_t)(K) * OUTPUTS)
-#endif
+ * - INT8, panels of integers: for each BLOCK of inputs LANES scales in bfloat16, then the weights as
+ *   (BLOCK / 4, LANES, 4)
+ * - SHARED: a strand is a row of W. These are the weights of the model itself, because copying a large model is
+ *   expensive */
 #define OUTPUTS (SHARED ? 1 : LANES) /* per strand */
+#define BLOCK_BYTES (LANES * (2 + BLOCK))
+/* bytes of a strand */
+#define STRAND(K) (INT8 ? (size_t)((K) + BLOCK - 1) / BLOCK * BLOCK_BYTES : (size_t)(K) * OUTPUTS * sizeof(float))
 /* strands of a tile with one token: a large model comes from memory, which is faster if we read it in more places */
 #define ONE_TOKEN_STRANDS (SHARED || INT8 ? 2 * TILE_STRANDS : TILE_STRANDS)
 
-/* -- what Python passes: structs of pointers, in the order of compile.py ------------------------------------------- */
+/* -- what Python passes: the structures of compile.py, which compares their sizes with these ----------------------- */
 
 typedef struct {
-    const float *weight, *bias; /* NULL: no bias. A norm without a weight is the identity */
+    const void *weight; /* NULL: no such layer. A norm is then the identity */
+    const float *bias;  /* NULL: no bias */
 } Params;
 
 typedef struct {
@@ -94,7 +85,7 @@ typedef struct {
 } Model;
 
 typedef struct {
-    float *key, *value; /* (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE), as in KVCache */
+    float *key, *value; /* (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE), of one layer */
 } Cache;
 
 typedef struct { /* DecodeState in speculate.py */
@@ -108,6 +99,8 @@ typedef struct { /* ngram_table in ngrams.py */
     const float *logits;
     const int32_t *after;
 } Table;
+
+const size_t struct_sizes[] = {sizeof(Model), sizeof(Cache), sizeof(State), sizeof(Table)};
 
 /* -- vectors ------------------------------------------------------------------------------------------------------- */
 
@@ -189,44 +182,7 @@ INLINE float dot(const float *x, const float *y, int n) {
     return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
 
-/* -- threads ------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    int threads;
-    atomic_int waiting, round, sleeping;
-    pthread_mutex_t mutex;
-    pthread_cond_t next_round;
-} Barrier;
-
-static void make_barrier(Barrier *b, int threads) {
-    memset(b, 0, sizeof *b);
-    b->threads = threads;
-    pthread_mutex_init(&b->mutex, NULL);
-    pthread_cond_init(&b->next_round, NULL);
-}
-
-/* Wait until all threads are here. On an idle machine the others come within microseconds, so we look again and again.
- * If they do not, another process must have taken a core from one of them, and we sleep and leave it ours. */
-static void barrier(Barrier *b) {
-    if (b->threads == 1) return;
-    int round = atomic_load(&b->round);
-    if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
-        atomic_store(&b->waiting, 0);
-        atomic_store(&b->round, round + 1);
-        if (!atomic_load(&b->sleeping)) return;
-        pthread_mutex_lock(&b->mutex);
-        pthread_cond_broadcast(&b->next_round);
-        pthread_mutex_unlock(&b->mutex);
-        return;
-    }
-    for (int looks = 0; looks < LOOKS; looks++)
-        if (atomic_load_explicit(&b->round, memory_order_acquire) != round) return;
-    pthread_mutex_lock(&b->mutex);
-    atomic_fetch_add(&b->sleeping, 1);
-    while (atomic_load(&b->round) == round) pthread_cond_wait(&b->next_round, &b->mutex);
-    atomic_fetch_sub(&b->sleeping, 1);
-    pthread_mutex_unlock(&b->mutex);
-}
+/* -- who computes what --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Barrier barrier;
@@ -254,40 +210,85 @@ typedef struct {
 
 /* -- the network --------------------------------------------------------------------------------------------------- */
 
-/* The inner loop of matmul, for some tokens and some strands. Both are constants in every call, so the sums stay in
- * registers. */
-INLINE void tile(int tokens, int strands, const float *x, int ldx, int K, const Weight *weight, const float *bias,
-                 const float *residual, float *y, int ldy) {
-    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS];
+typedef struct { /* a matrix whose rows begin ld floats apart */
+    float *data;
+    int width, ld;
+} Rows;
+
+typedef struct { /* what a tile of a product reads and writes: K inputs per token, and the strands from `weight` on */
+    const float *x;
+    int ldx, K;
+    const char *weight;
+    const float *bias, *residual; /* or NULL */
+    float *y;
+    int ldy;
+} Tile;
+
+/* The inner loop of matmul for some tokens and some strands, one function for each kind of strand. Both numbers are
+ * constants in every call, so the sums stay in registers. */
+
+INLINE void tile_of_rows(int tokens, int strands, const Tile *t) {
+    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS] = {{{0}}}, w[ONE_TOKEN_STRANDS];
     int k = 0;
-    for (int i = 0; i < tokens; i++)
-        for (int s = 0; s < strands; s++) sums[i][s] = bias && !SHARED ? load(bias + s * LANES) : splat(0);
-#if SHARED
-    for (; k + LANES <= K; k += LANES) {
+    for (; k + LANES <= t->K; k += LANES) {
         for (int s = 0; s < strands; s++) {
-            __builtin_prefetch(weight + (strands + s) * STRAND(K) + k, 0, 2); /* for the next tile */
-            w[s] = load(weight + s * STRAND(K) + k);
+            const float *row = (const float *)(t->weight + s * STRAND(t->K)) + k;
+            __builtin_prefetch((const char *)row + strands * STRAND(t->K), 0, 2); /* for the next tile */
+            w[s] = load(row);
         }
         for (int i = 0; i < tokens; i++) {
-            vec xs = *(const volatile vec *)(x + i * ldx + k); /* volatile, or GCC reads it anew for every strand */
-            for (int s = 0; s < strands; s++) sums[i][s] += xs * w[s];
+            vec x = *(const volatile vec *)(t->x + i * t->ldx + k); /* volatile, or GCC rereads it for every strand */
+            for (int s = 0; s < strands; s++) sums[i][s] += x * w[s];
         }
     }
     for (int i = 0; i < tokens; i++)
         for (int s = 0; s < strands; s++) {
-            float sum = total(sums[i][s]) + (bias ? bias[s] : 0);
-            for (int rest = k; rest < K; rest++) sum += x[i * ldx + rest] * weight[s * STRAND(K) + rest];
-            y[i * ldy + s] = residual ? sum + residual[i * ldy + s] : sum;
+            const float *row = (const float *)(t->weight + s * STRAND(t->K));
+            float sum = total(sums[i][s]) + (t->bias ? t->bias[s] : 0);
+            for (int rest = k; rest < t->K; rest++) sum += t->x[i * t->ldx + rest] * row[rest];
+            t->y[i * t->ldy + s] = t->residual ? sum + t->residual[i * t->ldy + s] : sum;
         }
-#else
-#if INT8
-    for (vec scale[ONE_TOKEN_STRANDS]; k < K; weight += BLOCK_BYTES) {
+}
+
+INLINE void start_with_bias(int tokens, int strands, const Tile *t, vec sums[][ONE_TOKEN_STRANDS]) {
+    for (int i = 0; i < tokens; i++)
+        for (int s = 0; s < strands; s++) sums[i][s] = t->bias ? load(t->bias + s * LANES) : splat(0);
+}
+
+INLINE void store_with_residual(int tokens, int strands, const Tile *t, vec sums[][ONE_TOKEN_STRANDS]) {
+    for (int i = 0; i < tokens; i++)
+        for (int s = 0; s < strands; s++) {
+            int at = i * t->ldy + s * LANES;
+            store(t->y + at, t->residual ? sums[i][s] + load(t->residual + at) : sums[i][s]);
+        }
+}
+
+INLINE void tile_of_panels(int tokens, int strands, const Tile *t) {
+    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS];
+    start_with_bias(tokens, strands, t, sums);
+    for (int k = 0; k < t->K; k++) {
+        for (int s = 0; s < strands; s++) {
+            const float *next = (const float *)(t->weight + s * STRAND(t->K)) + k * LANES;
+            __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
+            w[s] = load(next);
+        }
+        for (int i = 0; i < tokens; i++)
+            for (int s = 0; s < strands; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
+    }
+    store_with_residual(tokens, strands, t, sums);
+}
+
+INLINE void tile_of_int8_panels(int tokens, int strands, const Tile *t) {
+    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS], scale[ONE_TOKEN_STRANDS];
+    uvec words[ONE_TOKEN_STRANDS]; /* each has the weights of four inputs */
+    start_with_bias(tokens, strands, t, sums);
+    const char *block = t->weight;
+    for (int k = 0; k < t->K; block += BLOCK_BYTES) {
         for (int s = 0; s < strands; s++) /* bfloat16 is the first half of a float */
-            scale[s] = (vec)(__builtin_convertvector(*(const halves *)(weight + s * STRAND(K)), uvec) << 16);
+            scale[s] = (vec)(__builtin_convertvector(*(const halves *)(block + s * STRAND(t->K)), uvec) << 16);
         for (int word = 0; word < BLOCK / 4; word++) {
-            uvec words[ONE_TOKEN_STRANDS]; /* each has the weights of four inputs */
             for (int s = 0; s < strands; s++) {
-                const Weight *next = weight + s * STRAND(K) + (2 + 4 * word) * LANES;
+                const char *next = block + s * STRAND(t->K) + (2 + 4 * word) * LANES;
                 __builtin_prefetch(next + 16 * LANES);
                 words[s] = *(const uvec *)next;
             }
@@ -296,71 +297,67 @@ INLINE void tile(int tokens, int strands, const float *x, int ldx, int K, const 
                 for (int s = 0; s < strands; s++)
                     w[s] = __builtin_convertvector((ivec)(words[s] << (24 - 8 * byte)) >> 24, vec) * scale[s];
                 for (int i = 0; i < tokens; i++)
-                    for (int s = 0; s < strands; s++) sums[i][s] += x[i * ldx + k] * w[s];
+                    for (int s = 0; s < strands; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
             }
         }
     }
-#else
-    for (; k < K; k++) {
-        for (int s = 0; s < strands; s++) {
-            const float *next = weight + s * STRAND(K) + k * LANES;
-            __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
-            w[s] = load(next);
-        }
-        for (int i = 0; i < tokens; i++)
-            for (int s = 0; s < strands; s++) sums[i][s] += x[i * ldx + k] * w[s];
-    }
-#endif
-    for (int i = 0; i < tokens; i++)
-        for (int s = 0; s < strands; s++) {
-            float *out = y + i * ldy + s * LANES;
-            store(out, residual ? sums[i][s] + load(residual + i * ldy + s * LANES) : sums[i][s]);
-        }
-#endif
+    store_with_residual(tokens, strands, t, sums);
 }
 
-/* y = x W^T + bias + residual for n tokens, x (n, K) and W (N, K). A part of the group computes some of the strands. */
-static void matmul(const Worker *w, int n, const float *x, int ldx, int K, Params params, int N, const float *residual,
-                   float *y, int ldy) {
-    int strands = (N + OUTPUTS - 1) / OUTPUTS, wides = (strands + TILE_STRANDS - 1) / TILE_STRANDS;
+INLINE void tile(int tokens, int strands, const Tile *t) {
+    if (SHARED) tile_of_rows(tokens, strands, t);
+    else if (INT8) tile_of_int8_panels(tokens, strands, t);
+    else tile_of_panels(tokens, strands, t);
+}
+
+/* A tile whose number of tokens is not a constant. */
+INLINE void tile_of_tokens(int tokens, int strands, const Tile *t) {
+    switch (tokens) {
+    case 1: tile(1, strands, t); break;
+    case 2: tile(2, strands, t); break;
+    case 3: tile(3, strands, t); break;
+    case 4: tile(4, strands, t); break;
+#if TILE_TOKENS > 4
+    case 5: tile(5, strands, t); break;
+    case 6: tile(6, strands, t); break;
+#endif
+    }
+}
+
+/* y = x W^T + bias + residual for n tokens. Each part of the group computes some of the strands. residual: NULL or rows
+ * that lie as those of y do. */
+static void matmul(const Worker *w, int n, Rows x, Params params, const float *residual, Rows y) {
+    int strands = (y.width + OUTPUTS - 1) / OUTPUTS, wides = (strands + TILE_STRANDS - 1) / TILE_STRANDS;
     int s = wides * w->part / w->group->parts * TILE_STRANDS;
     int end = wides * (w->part + 1) / w->group->parts * TILE_STRANDS;
     end = end < strands ? end : strands;
     for (int width; s < end; s += width) {
         width = n == 1 && end - s >= ONE_TOKEN_STRANDS ? ONE_TOKEN_STRANDS : end - s >= TILE_STRANDS ? TILE_STRANDS : 1;
-        const Weight *weight = (const Weight *)params.weight + s * STRAND(K);
+        const char *weight = (const char *)params.weight + s * STRAND(x.width);
         const float *bias = params.bias ? params.bias + s * OUTPUTS : NULL;
         for (int i = 0, tiles = (n + TILE_TOKENS - 1) / TILE_TOKENS, tokens; i < n; i += tokens, tiles--) {
             tokens = (n - i + tiles - 1) / tiles; /* tiles of about the same size */
-            const float *from = x + i * ldx, *plus = residual ? residual + i * ldy + s * OUTPUTS : NULL;
-            float *to = y + i * ldy + s * OUTPUTS;
-#define CASE(t)                                                                                      \
-    case t:                                                                                          \
-        if (width == TILE_STRANDS) tile(t, TILE_STRANDS, from, ldx, K, weight, bias, plus, to, ldy); \
-        else if (width == 1) tile(t, 1, from, ldx, K, weight, bias, plus, to, ldy);                  \
-        else tile(1, ONE_TOKEN_STRANDS, from, ldx, K, weight, bias, plus, to, ldy);                  \
-        break
-            switch (tokens) {
-                CASE(1); CASE(2); CASE(3); CASE(4);
-#if TILE_TOKENS > 4
-                CASE(5); CASE(6);
-#endif
-            }
-#undef CASE
+            int at = i * y.ld + s * OUTPUTS;
+            const float *plus = residual ? residual + at : NULL;
+            Tile t = {x.data + i * x.ld, x.ld, x.width, weight, bias, plus, y.data + at, y.ld};
+            if (width == TILE_STRANDS) tile_of_tokens(tokens, TILE_STRANDS, &t);
+            else if (width == 1) tile_of_tokens(tokens, 1, &t);
+            else tile(1, ONE_TOKEN_STRANDS, &t);
         }
     }
 }
 
 /* LayerNorm of n numbers; y may be x. */
 INLINE void layer_norm(const float *x, Params params, float *y, int n) {
-    if (!params.weight) {
+    const float *weight = params.weight;
+    if (!weight) {
         memmove(y, x, n * sizeof(float));
         return;
     }
     float mean = sum(x, n) / n;
     for (int i = 0; i < n; i++) y[i] = x[i] - mean;
     float scale = 1 / sqrtf(dot(y, y, n) / n + 1e-5f);
-    for (int i = 0; i < n; i++) y[i] = y[i] * scale * params.weight[i] + (params.bias ? params.bias[i] : 0);
+    for (int i = 0; i < n; i++) y[i] = y[i] * scale * weight[i] + (params.bias ? params.bias[i] : 0);
 }
 
 /* Rotary position embedding; `rotate` in model.py. */
@@ -428,25 +425,29 @@ static void forward(const Worker *w) {
     Group *g = w->group;
     const Model *m = w->model;
     const int n = g->n;
-    float *x = g->x, *in = w->in;
+    Rows x = {g->x, N_EMBD, X}, qkv = {g->qkv, C_ATTN, QKV}, y = {g->y, N_EMBD, X}, fc = {g->fc, C_FC, FC};
+    Rows in = {w->in, N_EMBD, X}, hidden = {w->hidden, HIDDEN, H}, logits = {g->logits, VOCAB_SIZE, V};
+    const float *residual = POST_LN ? in.data : x.data;
 
     /* a block in int8 may go beyond the end of a row, where its weights are 0, but 0 times a NaN is NaN */
     for (int i = 0; i < n; i++)
-        for (int c = N_EMBD; c < X; c++) in[i * X + c] = g->y[i * X + c] = 0;
+        for (int c = N_EMBD; c < X; c++) in.data[i * X + c] = 0;
 
-    /* embeddings */
-    for (int i = w->part; i < n; i += g->parts)
+    /* embeddings. Each part writes the rows of some tokens */
+    for (int i = w->part; i < n; i += g->parts) {
         for (int c = 0; c < N_EMBD; c++) {
             float position = m->wpe ? m->wpe[(size_t)g->pos[i] * N_EMBD + c] : 0;
-            x[i * X + c] = m->wte[(size_t)g->token[i] * N_EMBD + c] + position;
+            x.data[i * X + c] = m->wte[(size_t)g->token[i] * N_EMBD + c] + position;
         }
+        for (int c = N_EMBD; c < X; c++) y.data[i * X + c] = 0; /* as above */
+    }
     barrier(&g->barrier);
 
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
         /* queries, keys and values. Every part computes the norms for itself, which is faster than waiting for them */
-        for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l], in + i * X, N_EMBD);
-        matmul(w, n, in, X, N_EMBD, layer->c_attn, C_ATTN, NULL, g->qkv, QKV);
+        for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
+        matmul(w, n, in, layer->c_attn, NULL, qkv);
         barrier(&g->barrier);
 
         /* attention: a token first writes its slot, then reads all slots up to its own */
@@ -455,7 +456,7 @@ static void forward(const Worker *w) {
                 size_t head = ((size_t)g->row[i] * N_KV_HEAD + h) * BLOCK_SIZE * HEAD_SIZE;
                 float *keys = w->cache[l].key + head, *values = w->cache[l].value + head;
                 int pos = g->pos[i], rope = pos * HEAD_SIZE;
-                float *q = g->qkv + i * QKV, *k = q + (N_HEAD + h) * HEAD_SIZE, *v = k + N_KV_HEAD * HEAD_SIZE;
+                float *q = qkv.data + i * QKV, *k = q + (N_HEAD + h) * HEAD_SIZE, *v = k + N_KV_HEAD * HEAD_SIZE;
                 layer_norm(k, layer->k_norm, k, HEAD_SIZE);
                 if (m->cos) rotate(k, m->cos + rope, m->sin + rope);
                 memcpy(keys + pos * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
@@ -463,33 +464,35 @@ static void forward(const Worker *w) {
                 for (int j = h * GROUP * HEAD_SIZE; j < (h + 1) * GROUP * HEAD_SIZE; j += HEAD_SIZE) {
                     layer_norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
                     if (m->cos) rotate(q + j, m->cos + rope, m->sin + rope);
-                    attend(q + j, keys, values, pos + 1, w->weights, g->y + i * X + j);
+                    attend(q + j, keys, values, pos + 1, w->weights, y.data + i * X + j);
                 }
             }
         barrier(&g->barrier);
-        matmul(w, n, g->y, X, N_EMBD, layer->attn_proj, N_EMBD, POST_LN ? in : x, x, X);
+        matmul(w, n, y, layer->attn_proj, residual, x);
         barrier(&g->barrier);
 
         /* MLP */
-        for (int i = 0; i < n; i++) layer_norm(x + i * X, m->norm[2 * l + 1], in + i * X, N_EMBD);
-        matmul(w, n, in, X, N_EMBD, layer->c_fc, C_FC, NULL, g->fc, FC);
+        for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
+        matmul(w, n, in, layer->c_fc, NULL, fc);
         barrier(&g->barrier);
         for (int i = 0; i < n; i++) {
-            const float *fc = g->fc + i * FC;
-            float *hidden = w->hidden + i * H;
+            const float *from = fc.data + i * FC;
+            float *to = hidden.data + i * H;
             for (int c = 0; c < HIDDEN; c += LANES) {
-                vec active = activate(load(fc + c));
-                store(hidden + c, GATED ? active * load(fc + HIDDEN + c) : active);
+                vec active = activate(load(from + c));
+                store(to + c, GATED ? active * load(from + HIDDEN + c) : active);
             }
-            for (int c = HIDDEN; c < H; c++) hidden[c] = 0;
+            for (int c = HIDDEN; c < H; c++) to[c] = 0;
         }
-        matmul(w, n, w->hidden, H, HIDDEN, layer->mlp_proj, N_EMBD, POST_LN ? in : x, x, X);
+        matmul(w, n, hidden, layer->mlp_proj, residual, x);
         barrier(&g->barrier);
     }
 
     /* logits, of the tokens after which a token is picked */
-    for (int j = 0; j < g->num_picks; j++) layer_norm(x + g->fed[j] * X, m->norm[2 * N_LAYER], in + j * X, N_EMBD);
-    matmul(w, g->num_picks, in, X, N_EMBD, m->lm_head, VOCAB_SIZE, NULL, g->logits, V);
+    for (int j = 0; j < g->num_picks; j++) {
+        layer_norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
+    }
+    matmul(w, g->num_picks, in, m->lm_head, NULL, logits);
     barrier(&g->barrier);
 }
 
@@ -552,7 +555,7 @@ static int best_of_kept(const Worker *w, const float *logits) {
     const State *s = w->state;
     int *heap = w->ids, n = VOCAB_SIZE, most = s->top_k && *s->top_k < n ? *s->top_k : n, best = -1;
     float divisor = fmaxf(*s->temperature, 1e-30f), *probs = w->probs;
-    double sum = 0, before = 0;
+    double sum = 0, kept = 0; /* torch.cumsum adds in double, too */
     for (int i = 0; i < n; i++) heap[i] = i;
     for (int i = n / 2; i >= 0; i--) sift(logits, heap, n, i);
     if (s->top_p) {
@@ -566,8 +569,9 @@ static int best_of_kept(const Worker *w, const float *logits) {
         for (int i = 0; i < n; i++) sum += probs[i];
     for (int i = 0; i < most; i++) {
         int id = s->top_k ? heap[VOCAB_SIZE - 1 - i] : pop(logits, heap, n--);
-        if (s->top_p && i > 0 && before >= *s->top_p * sum) break;
-        before += probs[id];
+        float prob = probs[id] / (float)sum;
+        kept += prob;
+        if (s->top_p && i > 0 && (float)kept - prob >= *s->top_p) break;
         if (best < 0 || w->scores[id] > w->scores[best]) best = id;
     }
     return best;
@@ -618,6 +622,46 @@ static int find_in_text(const int64_t *text, int end) {
     return best;
 }
 
+/* The guesses of a row, in a forward. */
+typedef struct {
+    int most, context; /* how many, and the row of the n-gram table after all of them so far */
+    int found;         /* without a table: the slot whose token is the next guess */
+    float chance;      /* that all so far are right */
+} Guesses;
+
+/* Prepare to guess the tokens after `end` known ones, of which `room` and no more may be guesses. */
+static Guesses start_guesses(const Worker *w, const int64_t *text, int end, int room) {
+    Guesses g = {.most = room, .chance = 1};
+    if (!g.most) return g;
+    if (w->table) {
+        g.context = context_row(w->table, text, end);
+    } else {
+        g.found = find_in_text(text, end);
+        g.most = !g.found ? 0 : g.most < LOOK_UP_GUESSES ? g.most : LOOK_UP_GUESSES;
+    }
+    return g;
+}
+
+/* Write a guess to text[pos]. Returns 0 if it is too unlikely to be worth a row of the forward. */
+static int guess_next(const Worker *w, Guesses *g, int row, int64_t *text, int pos) {
+    const State *s = w->state;
+    const Table *table = w->table;
+    if (!table) {
+        text[pos] = text[g->found++];
+        return 1;
+    }
+    /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it, too:
+     * see docs/faster.md */
+    float margin;
+    const float *logits = table->logits + (size_t)g->context * VOCAB_SIZE;
+    int guess = sample_token(w, row, pos - s->first_new[row], logits, &margin);
+    g->chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
+    if (g->chance < MIN_CHANCE) return 0;
+    text[pos] = guess;
+    g->context = table->after[g->context * VOCAB_SIZE + guess];
+    return 1;
+}
+
 /* -- a step -------------------------------------------------------------------------------------------------------- */
 
 /* Choose the tokens of the next forward: per row the known ones that are not cached, then guesses. Returns the first
@@ -628,32 +672,17 @@ static int plan(const Worker *w, int row) {
     g->n = g->num_picks = 0;
     for (; row < g->end_row; row++) {
         int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1);
-        int end = s->end[row], limit = s->limit[row], guesses = limit - end - 1;
-        float chance = 1; /* that all guesses so far are right */
+        int end = s->end[row], limit = s->limit[row], room = limit - end - 1;
         if (end >= limit) continue;
-        guesses = guesses < w->num_drafts ? guesses : w->num_drafts;
-        if (g->n + 1 + guesses > MAX_TOKENS) return row;
-        int context = guesses && w->table ? context_row(w->table, text, end) : 0;
-        int found = guesses && !w->table ? find_in_text(text, end) : 0;
-        if (guesses && !w->table) guesses = !found ? 0 : guesses < LOOK_UP_GUESSES ? guesses : LOOK_UP_GUESSES;
-        for (int pos = s->cached[row]; pos < end + guesses; pos++) {
+        room = room < w->num_drafts ? room : w->num_drafts;
+        if (g->n + 1 + room > MAX_TOKENS) return row;
+        Guesses guesses = start_guesses(w, text, end, room);
+        for (int pos = s->cached[row]; pos < end + guesses.most; pos++) {
             if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
             if (pos < end - 1) continue;
-            /* a pick follows this token, and a guess may do so, too */
-            g->fed[g->num_picks++] = g->n - 1;
-            if (pos + 1 == end + guesses) break;
-            if (w->table) { /* the token that the table picks with the same noise */
-                const float *logits = w->table->logits + (size_t)context * VOCAB_SIZE;
-                float margin; /* the larger it is, the likelier the model picks the same token: see docs/faster.md */
-                int guess = sample_token(w, row, pos + 1 - s->first_new[row], logits, &margin);
-                chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
-                if (chance < MIN_CHANCE) break; /* a row of the forward would cost more than the guess gains */
-                text[pos + 1] = guess;
-                context = w->table->after[context * VOCAB_SIZE + guess];
-            } else {
-                text[pos + 1] = text[found + pos + 1 - end];
-            }
+            g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and a guess may do so, too */
+            if (pos + 1 == end + guesses.most || !guess_next(w, &guesses, row, text, pos + 1)) break;
         }
     }
     return row;
@@ -676,8 +705,9 @@ static void accept(const Worker *w) {
     }
 }
 
-/* Run the steps of a group. Every step appends at least one token to each row below its limit. */
-static void work(const Worker *w) {
+/* Run the steps of worker i's group. Every step appends at least one token to each row below its limit. */
+static void work(void *workers, int i) {
+    const Worker *w = (const Worker *)workers + i;
     Group *g = w->group;
     for (int step = 0; step < w->max_steps; step++) {
         int row = g->first_row, fed = 0;
@@ -702,62 +732,6 @@ static void work(const Worker *w) {
 }
 
 /* -- what Python calls --------------------------------------------------------------------------------------------- */
-
-/* The threads of a Decoder. They end when it does, and sleep between its calls. */
-typedef struct {
-    Barrier barrier;
-    atomic_int joined;
-    Worker *workers; /* of the present call */
-    int num_workers; /* 0: end */
-#ifdef __linux__
-    cpu_set_t all; /* the cores that the caller may use */
-#endif
-    pthread_t ids[];
-} Pool;
-
-/* Linux wakes a thread on the core where it ran last, or on the core of the thread that wakes it. If that is one core,
- * the two wait for each other until the kernel balances the load, milliseconds later. So during a call the caller stays
- * on its core, and the other threads stay off it. */
-static void part_cores(Pool *pool) {
-#ifdef __linux__
-    cpu_set_t own, others;
-    CPU_ZERO(&own);
-    CPU_SET(sched_getcpu(), &own);
-    sched_getaffinity(0, sizeof pool->all, &pool->all);
-    if (CPU_COUNT(&pool->all) == 1) return;
-    CPU_XOR(&others, &pool->all, &own);
-    sched_setaffinity(0, sizeof own, &own);
-    for (int i = 1; i < pool->barrier.threads; i++) pthread_setaffinity_np(pool->ids[i], sizeof others, &others);
-#endif
-}
-
-static void *serve(void *argument) {
-    Pool *pool = argument;
-    int i = 1 + atomic_fetch_add(&pool->joined, 1);
-    for (;;) {
-        barrier(&pool->barrier);
-        if (!pool->num_workers) return NULL;
-        if (i < pool->num_workers) work(pool->workers + i);
-        barrier(&pool->barrier);
-    }
-}
-
-/* Return a pool of so many threads, the caller's included. NULL: the system gives us fewer. */
-Pool *start_threads(int threads) {
-    Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
-    if (!pool) return NULL;
-    make_barrier(&pool->barrier, threads);
-    for (int i = 1; i < threads; i++)
-        if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;
-    return pool;
-}
-
-void stop_threads(Pool *pool) {
-    pool->num_workers = 0;
-    barrier(&pool->barrier);
-    for (int i = 1; i < pool->barrier.threads; i++) pthread_join(pool->ids[i], NULL);
-    free(pool);
-}
 
 /* Outputs per panel of packed weights. */
 int lanes(void) { return LANES; }
@@ -792,19 +766,7 @@ int decode(Pool *pool, const Model *model, const Cache *cache, const State *stat
                               state, table, in, hidden, weights, scores, scores + V, (int *)(scores + 2 * V)};
     }
 
-    /* work: thread 0 is the caller's */
-    if (threads > 1) {
-        pool->workers = workers, pool->num_workers = threads;
-        part_cores(pool);
-        barrier(&pool->barrier);
-    }
-    work(workers);
-    if (threads > 1) {
-        barrier(&pool->barrier);
-#ifdef __linux__
-        sched_setaffinity(0, sizeof pool->all, &pool->all);
-#endif
-    }
+    run_parts(pool, work, workers, threads);
     for (int i = 0; i < num_groups; i++) {
         const Group *g = groups + i;
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;

@@ -30,7 +30,8 @@ def near_tie(model, context, sample, step, picks, sampling):
     top_p, temperature = sampling.top_p, sampling.temperature
     edges = {top_p}
     if top_p is not None and temperature > 0:
-        edges |= {min(1.0, top_p + NEAR_TIE / temperature), max(1e-9, top_p - NEAR_TIE / temperature)}
+        slack = NEAR_TIE / temperature + 1e-6  # and so does a sum of many probabilities in float32
+        edges |= {min(1.0, top_p + slack), max(1e-9, top_p - slack)}
     winners = set()
     for favoured, other in (picks, picks[::-1]):
         shifted = logits.clone()

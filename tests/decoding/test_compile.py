@@ -1,8 +1,11 @@
 """The compiled step gives the tokens of model.py for every network, and needs one program per shape."""
 
+import functools
+import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,9 @@ from helpers import (
 from kvgpt.decoding import compile as compiling
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
-from model import GPT, GPTConfig
+from kvgpt.decoding.speculate import DecodeState
+from kvgpt.quantize import round_weights
+from model import GPT, MLP, GPTConfig
 
 pytestmark = needs_compiler
 
@@ -116,6 +121,16 @@ def test_a_vocabulary_of_gpt2_gets_its_tokens(filters):
     assert_same_as_alone(model, got, idx, 18, range(2), 3, filters)
 
 
+@pytest.mark.parametrize("filters", [dict(top_p=0.2), dict(top_p=0.6), dict(top_p=0.3, top_k=10)])
+def test_top_p_cuts_where_the_plain_loop_cuts(filters):
+    """At such a temperature all probabilities are equal, and V * top_p is whole, so that rounding decides."""
+    model, idx = random_model(GPTConfig(block_size=40, vocab_size=20, n_layer=1, n_head=2, n_embd=16)), prompts(4, 3)
+    for seed in range(5):
+        sampling = dict(temperature=1e20, seed=seed, **filters)
+        got = Decoder(model, compile=True).generate(idx % 20, 37, **sampling)
+        assert all(map(torch.equal, got, model.generate(idx % 20, 37, **sampling)))
+
+
 @settings(max_examples=20)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
@@ -134,16 +149,23 @@ NO_THREAD = [("if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL
 NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memory) return -1;")]
 
 
+def copy_of_step(folder, replacements=()):
+    """Copy step.c and pool.h into a folder, and replace text that one of them has once."""
+    for name in ("step.c", "pool.h"):
+        shutil.copy(ROOT / "kvgpt" / "decoding" / name, folder)
+    for old, new in replacements:
+        (file,) = [file for file in folder.glob("*.[ch]") if old in file.read_text(encoding="utf-8")]
+        text = file.read_text(encoding="utf-8")
+        assert text.count(old) == 1, old
+        file.write_text(text.replace(old, new), encoding="utf-8")
+
+
 @pytest.fixture
 def patched_step(tmp_path, monkeypatch):
-    """A function that edits a copy of step.c, so that what a machine does rarely happens always."""
+    """A function that edits a copy of step.c and pool.h, so that what a machine does rarely happens always."""
 
     def patch(replacements):
-        text = compiling.SOURCE.read_text(encoding="utf-8")
-        for old, new in replacements:
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        (tmp_path / "step.c").write_text(text, encoding="utf-8")
+        copy_of_step(tmp_path, replacements)
         monkeypatch.setattr(compiling, "SOURCE", tmp_path / "step.c")
         monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
 
@@ -195,6 +217,176 @@ def test_a_new_decoder_takes_the_new_weights():
     assert torch.equal(Decoder(model, compile=True).generate(idx, 7, temperature=0)[0][None], after)
 
 
+def edit(tensor):
+    with torch.no_grad():
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("network", [NETWORKS[1], NETWORKS[2], dict(n_embd=64, n_head=4)])  # 64: whole panels
+def test_a_decoder_has_copied_all_weights(network, weights):
+    model = random_model(GPTConfig(**dict(block_size=20, vocab_size=V, n_layer=2) | network))
+    model = round_weights(model) if weights == "int8" else model
+    decoder, idx = Decoder(model, compile=True, weights=weights), prompts(2, 3)
+    before = decoder.generate(idx, 17, seed=1)
+    for tensor in (*model.parameters(), *([] if model.rope is None else [model.rope])):
+        edit(tensor)
+    assert all(map(torch.equal, decoder.generate(idx, 17, seed=1), before))
+    after = Decoder(model, compile=True).generate(idx, 17, seed=1)
+    assert not all(map(torch.equal, before, after))
+
+
+def replace(p):
+    p.data = p.data.clone()
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("change", [edit, replace])
+def test_a_decoder_that_has_copied_nothing_notices_every_change(change, weights, monkeypatch):
+    monkeypatch.setattr(compiling, "LARGE", 1)
+    model = round_weights(random_model(GPTConfig(block_size=20, vocab_size=V, n_layer=1, n_head=2, n_embd=16)))
+    for p in model.parameters():
+        decoder = Decoder(model, compile=True, weights=weights)
+        blocks = iter(decoder.stream(prompts(2, 3), 17, seed=1))
+        next(blocks)
+        change(p)
+        with pytest.raises(RuntimeError, match=r"weights have changed.*make a new Decoder"):
+            list(blocks)
+        with pytest.raises(RuntimeError, match=r"weights have changed.*make a new Decoder"):
+            decoder.generate(prompts(2, 3), 17)
+
+
+def test_the_state_goes_to_step_c_by_its_names():
+    values = {name: torch.zeros(i + 1) for i, name in enumerate(DecodeState.__annotations__)}
+    backwards = compiling.State(**dict(reversed(values.items())))
+    for name, tensor in values.items():
+        assert getattr(backwards, name) == tensor.data_ptr()
+    assert compiling.State(**values | {"top_k": None}).top_k is None
+    for wrong in (values | {"more": None}, {"tokens": None}, values | {"end": torch.zeros(2, 2).T}):
+        with pytest.raises(TypeError):
+            compiling.State(**wrong)
+
+
+def test_a_structure_of_another_size_is_an_error(patched_step):
+    patched_step([("const float *bias;  /* NULL: no bias */", "const float *bias, *more;")])
+    with pytest.raises(TypeError, match=r"Model has \d+ bytes in compile.py and \d+ in step.c"):
+        Decoder(MODELS[0], compile=True)
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+THREADS = """
+import os, threading, torch
+from kvgpt.decoding import compile as compiling
+from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.speculate import DecodeState
+from model import GPT, GPTConfig
+
+torch.set_num_threads(2)
+torch.manual_seed(0)
+compiling.WORK_PER_THREAD = 1
+model = GPT(GPTConfig(block_size=64, vocab_size=23, n_layer=2, n_head=2, n_embd=32)).eval()
+decoder = Decoder(model, compile=True)
+
+def text():
+    return decoder.generate(torch.zeros(2, 1, dtype=torch.int64), 63, seed=1)[1].tolist()
+"""
+A_FORK = """
+def until_done():
+    while not done:
+        text()
+
+expected, done = text(), False
+busy = threading.Thread(target=until_done, daemon=True)
+busy.start()  # so that a call holds the lock when we fork
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        same = text() == text() == expected
+        decoder = None  # ends the child's threads, and leaves the parent's alone
+        os._exit(0 if same else 3)  # because PyTorch's own threads let a forked child crash at a usual exit
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+done = True
+busy.join()
+assert text() == expected
+"""
+AN_END = """
+names = "tokens end cached limit first_new sample seed".split()
+state = DecodeState(
+    **{name: torch.ones(2, dtype=torch.int64) for name in names} | {"tokens": torch.zeros(2, 65, dtype=torch.int64)},
+    temperature=torch.tensor(1.0), top_k=None, top_p=None
+)
+state.limit.fill_(64)
+run, _ = decoder.program(state)
+end, cached = state.end.numpy(), state.cached.numpy()
+
+def forever():  # without an operation of PyTorch, which aborts if the interpreter ends meanwhile
+    while True:
+        end[:], cached[:] = 1, 0
+        run(64)
+
+threading.Thread(target=forever, daemon=True).start()
+threading.Event().wait(0.2)
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_a_child_of_fork_has_threads_of_its_own():
+    ok(run("-c", THREADS + A_FORK, timeout=60))
+
+
+@linux
+@pytest.mark.slow
+def test_a_daemon_thread_may_decode_while_the_interpreter_ends():
+    for _ in range(3):
+        assert ok(run("-c", THREADS + AN_END, timeout=60)).stderr == ""
+
+
+@linux
+def test_a_call_gives_the_cores_back(monkeypatch):
+    """During a call the caller stays on one core. Afterwards it may use all of them again."""
+    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+    cores = os.sched_getaffinity(0)
+    with num_threads(3):
+        Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
+    assert os.sched_getaffinity(0) == cores
+
+
+PLANTED = {  # races that ThreadSanitizer must find
+    "nothing": None,
+    "all write the same rows": ("in.data[i * X + c] = 0;", "in.data[i * X + c] = y.data[i * X + c] = 0;"),
+    "nobody waits for keys": ("        barrier(&g->barrier);\n        matmul(w, n, y,", "        matmul(w, n, y,"),
+    "a round that tells nothing": ("memory_order_acquire", "memory_order_relaxed"),
+}
+
+
+@pytest.fixture(scope="session")
+def sanitizer(tmp_path_factory):
+    """The command of a compiler whose programs ThreadSanitizer can watch here."""
+    program = tmp_path_factory.mktemp("sanitizer") / "program"
+    command = [*compiling.find_compiler()[0], "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    compiled = subprocess.run([*command, "-x", "c", "-", "-o", program], input=b"int main(void) { return 0; }")
+    if compiled.returncode or subprocess.run([program], capture_output=True).returncode:
+        pytest.skip("needs a compiler with -fsanitize=thread")
+    return command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_threads_never_write_what_others_read(fault, sanitizer, tmp_path):
+    copy_of_step(tmp_path, [PLANTED[fault]] if PLANTED[fault] else [])
+    network = dict(n_embd=40, n_head=4, n_kv_head=2, activation="swiglu", pos_emb="rope", qk_norm=True)
+    model = GPT(GPTConfig(block_size=24, vocab_size=V, n_layer=2, **network))
+    macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, compiling.panels).items()]
+    harness = Path(__file__).with_name("step_race.c")
+    subprocess.run([*sanitizer, *macros, "-I", tmp_path, harness, "-o", tmp_path / "race", "-lm"], check=True)
+    done = subprocess.run([tmp_path / "race"], capture_output=True, text=True, timeout=100)
+    races = done.stderr.count("WARNING: ThreadSanitizer: data race")
+    assert (races > 0) == (fault != "nothing"), done.stderr
+    assert fault != "nothing" or (done.returncode, done.stdout) == (0, "")
+
+
 # -- step.c belongs to one model.py ------------------------------------------------------------------------------------
 
 EDITS = {  # right edits of model.py, after which step.c would write another text, or none
@@ -207,7 +399,7 @@ EDITS = {  # right edits of model.py, after which step.c would write another tex
     "norm": ("self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)", "self.ln_2 = nn.RMSNorm(config.n_embd)"),
     "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
     "sampler": ("score = logits + temperature * noise", "score = logits + 2 * temperature * noise"),
-    "loop": ("tokens[:, end] = new", "tokens[:, end] = new.clamp(min=1)"),
+    "constructor": ('"tanh" if config.activation == "gelu_tanh" else "none"', '"tanh"'),
 }
 SAMPLE_COPY = "--prompt CC --seed 4 --device cpu --max_new_tokens 12".split()
 
@@ -233,25 +425,131 @@ def test_after_an_edit_of_model_py_one_line_says_so_and_the_text_is_the_plain_on
     assert compiled.stderr.count("decoding without --compile") == 1
 
 
-def test_comments_and_docstrings_are_no_edit(monkeypatch, tmp_path):
-    text = Path(compiling.model_py.__file__).read_text(encoding="utf-8")
-    for old, new in (("# causal attention within x", "# another"), ('"""Attention and MLP,', '"""Both,')):
-        assert text.count(old) == 1
+def edited_model_py(folder, monkeypatch, *replacements):
+    """Let step.c be compared with an edited copy of model.py."""
+    text = (ROOT / "model.py").read_text(encoding="utf-8")
+    for old, new in replacements:
+        assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (tmp_path / "model.py").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(compiling.model_py, "__file__", str(tmp_path / "model.py"))
-    compiling.model_sha256.cache_clear()
+    file = folder / "edited_model.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(compiling, "model_py", module)
+
+
+def test_what_step_c_does_not_repeat_is_no_edit(tmp_path, monkeypatch):
+    """Nor are comments and docstrings."""
+    comment = "# rotate in float32, whatever the dtype of x"
+    docstring = '"""Apply rotary position embedding to x'
+    elsewhere = "def _make_rope(self):"
+    edits = ((comment, "# é"), (docstring, '"""é\n\n    Rotate x'), (elsewhere, f"{elsewhere}\n        print()"))
+    edited_model_py(tmp_path, monkeypatch, *edits)
+    assert compiling.model_sha256() == compiling.MODEL_SHA256
+
+
+def test_code_beside_a_docstring_or_a_comment_is_an_edit(tmp_path, monkeypatch):
+    last = "one operation where the general case takes several"  # in a comment
+    for old, new in (
+        ('because in eager mode each of them costs time.\n    """', 'because.\n    """; x = -x'),
+        ('def unembed(self, x):\n        """', 'def unembed(self, x, y="é"):\n        """'),
+        (last, f"{last}\n            k = -k"),
+    ):
+        edited_model_py(tmp_path, monkeypatch, (old, new))
+        assert compiling.model_sha256() != compiling.MODEL_SHA256, old
+
+
+def global_hook(model):
+    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+def own_forward(model):
+    mlp = model.transformer["h"][1].mlp
+    mlp.forward = lambda x: 0 * x
+
+
+def drop_a_layer(model):
+    del model.transformer["h"][1]
+
+
+def add_a_layer(model):
+    model.transformer["h"].append(model.transformer["h"][0])
+
+
+def norm_with(**settings):
+    def change(model):
+        model.transformer["h"][1].ln_2 = torch.nn.LayerNorm(model.config.n_embd, **settings)
+
+    return change
+
+
+def set_weight(path, *shape, dtype=torch.float32):
+    def change(model):
+        model.get_submodule(path).weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+    return change
+
+
+def set_attribute(path, name, value):
+    return lambda model: setattr(model.get_submodule(path), name, value)
+
+
+REFUSED = {
+    "hook": (lambda model: model.transformer["h"][0].mlp.register_forward_hook(lambda *_: None), "hooks"),
+    "pre-hook": (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "hooks"),
+    "hook on all modules": (global_hook, "hooks"),
+    "method of an instance": (own_forward, "MLP with a forward of its own"),
+    "another layer": (lambda model: model.transformer.update({"ln_f": torch.nn.RMSNorm(32)}), "RMSNorm"),
+    "parametrization": (lambda m: torch.nn.utils.parametrizations.weight_norm(m.lm_head), "ParametrizedLinear"),
+    "eps": (norm_with(eps=1e-6), "eps"),
+    "norm without weight": (norm_with(elementwise_affine=False), "a weight"),
+    "max_norm": (set_attribute("transformer.wte", "max_norm", 1.0), "max_norm"),
+    "a layer less": (drop_a_layer, "1 layers.*n_layer=2"),
+    "a layer more": (add_a_layer, "3 layers.*n_layer=2"),
+    "smaller head": (set_weight("lm_head", V - 1, 32), "22, 32.*23, 32"),
+    "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
+    "narrower norm": (set_weight("transformer.h.1.ln_1", 1), "1,.*32,"),
+    "narrower MLP": (set_weight("transformer.h.1.mlp.c_fc", 64, 32), "64, 32.*128, 32"),
+    "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
+    "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
+    "another activation": (set_attribute("transformer.h.1.mlp", "approximate", "tanh"), "fit its config"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_the_source_does_not_tell_is_refused(change):
+    model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=4, n_embd=32, tie_weights=False))
+    Decoder(model, compile=True)
+    function, words = REFUSED[change]
+    handle = function(model)
     try:
-        assert compiling.model_sha256() == compiling.MODEL_SHA256
+        with pytest.raises(CompileError, match=words) as refused:
+            Decoder(model, compile=True)
+        assert "\n" not in str(refused.value)
     finally:
-        compiling.model_sha256.cache_clear()
+        if change == "hook on all modules":
+            handle.remove()
 
 
-def test_another_layer_in_the_model_is_refused():
-    model = random_model(MODELS[8].config, seed=8)
-    model.transformer["ln_f"] = torch.nn.RMSNorm(model.config.n_embd)
-    with pytest.raises(CompileError, match="RMSNorm"):
-        Decoder(model, compile=True)
+@functools.wraps(MLP.forward)  # inspect.getsource shows what it wraps
+def wrapped(self, x):
+    return 0 * x
+
+
+def made_by_exec():
+    scope = {}
+    exec("def forward(self, x): return x", scope)
+    return scope["forward"]
+
+
+@pytest.mark.parametrize("patch", [wrapped, made_by_exec(), lambda self, x: x, abs, functools.partial(wrapped)])
+@pytest.mark.parametrize("kind", [MLP, torch.nn.LayerNorm])
+def test_a_method_patched_into_a_class_is_refused(kind, patch, monkeypatch):
+    monkeypatch.setattr(kind, "forward", patch)
+    with pytest.raises(CompileError) as refused:
+        Decoder(MODELS[0], compile=True)
+    assert "\n" not in str(refused.value)
 
 
 def test_other_numbers_than_float32_are_refused():
@@ -267,7 +565,8 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     tmp_path, monkeypatch, capfd
 ):
     """A stale program would run older code, and a damaged one could do anything."""
-    source = Path(shutil.copy(ROOT / "kvgpt" / "decoding" / "step.c", tmp_path))
+    copy_of_step(tmp_path)
+    source = tmp_path / "step.c"
     monkeypatch.setattr(compiling, "SOURCE", source)
 
     def compiles(n_embd=8, seed=0, draft=None, rows=1, top_k=None):
@@ -288,9 +587,10 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     damaged.write_bytes(program.read_bytes()[:-1000])
     damaged.replace(program)
     assert compiles() == 1 and compiles() == 0
-    with open(source, "a", encoding="utf-8") as f:
-        f.write("/* a comment */\n")
-    assert compiles() == 1 and compiles() == 0
+    for file in (source, tmp_path / "pool.h"):
+        with open(file, "a", encoding="utf-8") as f:
+            f.write("/* a comment */\n")
+        assert compiles() == 1 and compiles() == 0
     with monkeypatch.context() as patch:
         patch.setenv("CC", "cc -O1")
         assert compiles() == 1

@@ -114,7 +114,7 @@ def test_noise_follows_the_written_rule(seed, sample, step, vocab):
 
 
 def test_noise_is_finite_at_the_largest_hash():
-    """Its uniform number would round to 1, whose noise is minus infinity. We run the hash backwards to find its counters."""
+    """Its uniform number would round to 1, with minus infinity as noise. We run the hash backwards to find it."""
     low32, constant = 2**32 - 1, 0x9E3779B9
 
     def mix(h):

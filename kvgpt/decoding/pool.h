@@ -1,0 +1,128 @@
+/* Threads that wait for work, and the barrier where those that share some work meet. */
+
+#ifdef __linux__
+#define _GNU_SOURCE /* for sched_getcpu */
+#endif
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LOOKS 500000 /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
+
+typedef struct {
+    int threads;
+    atomic_int waiting, round, sleeping;
+    pthread_mutex_t mutex;
+    pthread_cond_t next_round;
+} Barrier;
+
+static void make_barrier(Barrier *b, int threads) {
+    memset(b, 0, sizeof *b);
+    b->threads = threads;
+    pthread_mutex_init(&b->mutex, NULL);
+    pthread_cond_init(&b->next_round, NULL);
+}
+
+/* Wait until all threads are here. On an idle machine the others come within microseconds, so we look again and again.
+ * If they do not, another process must have taken a core from one of them, and we sleep and leave it ours. */
+static void barrier(Barrier *b) {
+    if (b->threads == 1) return;
+    int round = atomic_load(&b->round);
+    if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
+        atomic_store(&b->waiting, 0);
+        atomic_store(&b->round, round + 1);
+        if (!atomic_load(&b->sleeping)) return;
+        pthread_mutex_lock(&b->mutex);
+        pthread_cond_broadcast(&b->next_round);
+        pthread_mutex_unlock(&b->mutex);
+        return;
+    }
+    for (int looks = 0; looks < LOOKS; looks++)
+        if (atomic_load_explicit(&b->round, memory_order_acquire) != round) return;
+    pthread_mutex_lock(&b->mutex);
+    atomic_fetch_add(&b->sleeping, 1);
+    while (atomic_load(&b->round) == round) pthread_cond_wait(&b->next_round, &b->mutex);
+    atomic_fetch_sub(&b->sleeping, 1);
+    pthread_mutex_unlock(&b->mutex);
+}
+
+typedef struct {
+    Barrier barrier; /* at the start and at the end of each run */
+    atomic_int joined;
+    int end;                         /* the threads return */
+    void (*work)(void *job, int part); /* of the present run */
+    void *job;
+    int parts;
+#ifdef __linux__
+    cpu_set_t all; /* the cores that the caller may use */
+#endif
+    pthread_t ids[];
+} Pool;
+
+/* Linux wakes a thread on the core where it ran last, or on the core of the thread that wakes it. If that is one core,
+ * the two wait for each other until the kernel balances the load, milliseconds later. So during a run the caller stays
+ * on its core, and the other threads stay off it. */
+static void part_cores(Pool *pool) {
+#ifdef __linux__
+    cpu_set_t own, others;
+    CPU_ZERO(&own);
+    CPU_SET(sched_getcpu(), &own);
+    sched_getaffinity(0, sizeof pool->all, &pool->all);
+    if (CPU_COUNT(&pool->all) == 1) return;
+    CPU_XOR(&others, &pool->all, &own);
+    sched_setaffinity(0, sizeof own, &own);
+    for (int i = 1; i < pool->barrier.threads; i++) pthread_setaffinity_np(pool->ids[i], sizeof others, &others);
+#endif
+}
+
+/* Let the caller use all of its cores again. */
+static void join_cores(const Pool *pool) {
+#ifdef __linux__
+    sched_setaffinity(0, sizeof pool->all, &pool->all);
+#endif
+}
+
+static void *serve(void *argument) {
+    Pool *pool = argument;
+    int part = 1 + atomic_fetch_add(&pool->joined, 1);
+    for (;;) {
+        barrier(&pool->barrier);
+        if (pool->end) return NULL;
+        if (part < pool->parts) pool->work(pool->job, part);
+        barrier(&pool->barrier);
+    }
+}
+
+/* Call work(job, part) for each part at the same time, part 0 in the caller. There are at most as many parts as
+ * threads. */
+static void run_parts(Pool *pool, void (*work)(void *job, int part), void *job, int parts) {
+    if (parts == 1) {
+        work(job, 0);
+        return;
+    }
+    pool->work = work, pool->job = job, pool->parts = parts;
+    part_cores(pool);
+    barrier(&pool->barrier);
+    work(job, 0);
+    barrier(&pool->barrier);
+    join_cores(pool);
+}
+
+/* Return a pool of this many threads, the caller's included. NULL: the system gives us fewer. */
+Pool *start_threads(int threads) {
+    Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
+    if (!pool) return NULL;
+    make_barrier(&pool->barrier, threads);
+    for (int i = 1; i < threads; i++)
+        if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;
+    return pool;
+}
+
+void stop_threads(Pool *pool) {
+    pool->end = 1;
+    barrier(&pool->barrier);
+    for (int i = 1; i < pool->barrier.threads; i++) pthread_join(pool->ids[i], NULL);
+    free(pool);
+}

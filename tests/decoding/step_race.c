@@ -1,0 +1,42 @@
+/* The step in C on several threads, for ThreadSanitizer: test_compile.py compiles and runs it.
+
+Prints each race that ThreadSanitizer sees, and "differs" if the number of threads changes a token. */
+
+#include "step.c"
+
+#include <stdio.h>
+
+enum { ROWS = 9, THREADS = 3, DRAFTS = 3, SLOTS = ROWS * (BLOCK_SIZE + 1) };
+
+/* Continue ROWS rows of one token on this many threads. Writes their tokens. */
+static void generate(Pool *pool, const Model *model, const Cache *cache, int threads, int by_rows, int64_t *tokens) {
+    int64_t end[ROWS], cached[ROWS] = {0}, limit[ROWS], first_new[ROWS], sample[ROWS];
+    int64_t seed[2] = {7, 0}, counters[3] = {0};
+    float temperature = 1;
+    for (int i = 0; i < ROWS; i++) end[i] = first_new[i] = 1, limit[i] = BLOCK_SIZE, sample[i] = i;
+    memset(tokens, 0, SLOTS * sizeof *tokens);
+    State state = {tokens, end, cached, limit, first_new, sample, seed, &temperature, NULL, NULL};
+    for (int call = 0; call < 2; call++) /* the threads sleep in between */
+        decode(pool, model, cache, &state, NULL, ROWS, threads, by_rows, call ? BLOCK_SIZE : 2, DRAFTS, counters);
+}
+
+int main(void) {
+    static float numbers[1 << 20], slots[2 * N_LAYER][ROWS * N_EMBD * BLOCK_SIZE];
+    static int64_t alone[SLOTS], together[SLOTS];
+    Model model;
+    Cache cache[N_LAYER];
+    for (int i = 0; i < 1 << 20; i++) numbers[i] = sinf(i) / 2;
+    for (size_t i = 0; i < sizeof model / sizeof(float *); i++) ((const float **)&model)[i] = numbers + 64 * i;
+    for (int i = 0; i < N_LAYER; i++) cache[i] = (Cache){slots[2 * i], slots[2 * i + 1]};
+
+    Pool *pool = start_threads(THREADS);
+    if (!pool) return 1;
+    generate(pool, &model, cache, 1, 0, alone);
+    for (int threads = 2; threads <= THREADS; threads++)
+        for (int by_rows = 0; by_rows < 2; by_rows++) {
+            generate(pool, &model, cache, threads, by_rows, together);
+            if (memcmp(alone, together, sizeof alone)) printf("differs\n");
+        }
+    stop_threads(pool);
+    return 0;
+}
