@@ -22,7 +22,7 @@ from kvgpt.cores import num_threads
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, write_tree
 from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
-from model import GPTConfig, Sampling, clear_kv_cache, stream_tokens
+from model import GPTConfig, Sampling, stream_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -72,7 +72,6 @@ class GPTWithPast(nn.Module):
         cache = ConcatCache(past_key_values, mask)
         with LastQueries() as last:
             logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
-        clear_kv_cache(self.model)  # whose Heads would show the cache of the graph
         return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
 
 
