@@ -286,7 +286,7 @@ def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
     cached, uncached = both if args.kv_cache else both[::-1]
     if args.engine == "hf":
         folder = args.ckpt or "FOLDER"
-        note(f"verify: this compared texts. python -m kvgpt.check_cache {folder} compares logits, in many more ways")
+        note(f"verify: this compared texts. python -m check_cache {folder} compares logits, in many more ways")
     if same and num_new > 1:
         speedup = f"{uncached / cached:.1f} times as fast"
         note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")

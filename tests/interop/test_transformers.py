@@ -129,7 +129,7 @@ def test_a_long_context_ends_after_64_tokens_and_verify_names_the_better_check(f
     amend(mine, max_position_embeddings=131072)
     result = ok(run("sample.py", "--engine", "hf", "--ckpt", mine, "--prompt", "The cat", "--verify"))
     assert "64 new tokens, compared" in result.stderr
-    assert f"python -m kvgpt.check_cache {mine} compares logits" in result.stderr
+    assert f"python -m check_cache {mine} compares logits" in result.stderr
 
 
 def test_a_model_without_such_a_cache_is_refused_in_one_line(tokenizer, tmp_path):

@@ -1,6 +1,6 @@
 """The exported page in real browsers: Chromium in depth, and one run each in Firefox and WebKit.
 
-web.mjs uses the page in Chromium as a reader does and reports what it saw. Firefox and WebKit open a copy of the page
+visit.mjs uses the page in Chromium as a reader does and reports what it saw. Firefox and WebKit open a copy of the page
 that uses itself, and posts its report to the server. The texts and numbers have to be those of PyTorch and of
 tests/oracles.py.
 """
@@ -122,7 +122,7 @@ def server(model, ngrams, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(server):
-    """The report of web.mjs on the page, and on a copy of it with something wrong."""
+    """The report of visit.mjs on the page, and on a copy of it with something wrong."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not (chromium and shutil.which("node") and (ROOT / "web" / "node_modules" / "playwright-core").is_dir()):
         pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in web")
@@ -141,7 +141,7 @@ def seen(server):
         readers=READERS,
         broken=dict(cut=f"{server.address}/cut/", file=(web / "index.html").as_uri()),
     )
-    command = ["node", ROOT / "tests" / "web.mjs", json.dumps(plan)]
+    command = ["node", Path(__file__).with_name("visit.mjs"), json.dumps(plan)]
     return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240)).stdout)
 
 

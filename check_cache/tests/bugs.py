@@ -1,4 +1,4 @@
-"""A small decoder with a right cache, and many ways to make a cache wrong, for test_check_cache.py.
+"""A small decoder with a right cache, and many ways to make a cache wrong, for the tests.
 
 Each bug is a function that breaks one thing, with pytest's monkeypatch, and returns what check_cache gets.
 """
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kvgpt.check_cache import ALL_RIGHT, IN_GENERATE, WRONG_AT_ONCE, WRONG_KEY, WRONG_VALUE
+from check_cache.cause import ALL_RIGHT, WRONG_AT_ONCE, WRONG_KEY, WRONG_VALUE
+from check_cache.ways import IN_GENERATE
 
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
 GIVEN_BACK, RAISES = "the cache gave back", "raises"

@@ -1,11 +1,11 @@
 // Uses the exported page in headless Chromium, as a reader would, and prints what there was to see, as JSON.
 //
-//     node tests/web.mjs PLAN        PLAN, as JSON: see test_web.py
+//     node web/tests/visit.mjs PLAN        PLAN, as JSON: see test_web.py
 //
 // The page plays by itself, but not for readers who want little motion. So they visit here, and nothing runs unasked.
 import { createRequire } from "node:module";
 
-const { chromium } = createRequire(new URL("../web/package.json", import.meta.url))("playwright-core");
+const { chromium } = createRequire(new URL("../package.json", import.meta.url))("playwright-core");
 const plan = JSON.parse(process.argv[2]);
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"];
 const browser = await chromium.launch({ executablePath: plan.chromium, args });
