@@ -179,6 +179,7 @@ def export_onnx(model, tokenizer, folder):
 class OnnxGPT:
     """A file of write_onnx, run by ONNX Runtime on the CPU.
 
+    file            its path, as it was given
     tokenizer       its tokenizer
     config          the GPTConfig of the exported model
     weights_sha256  of the exported model; None in files of the first versions
@@ -190,7 +191,7 @@ class OnnxGPT:
             import onnxruntime
         except ImportError:
             raise ValueError("ONNX Runtime is not installed: pip install onnxruntime") from None
-        file = Path(file)
+        self.file, file = file, Path(file)
         if not file.is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
         options = onnxruntime.SessionOptions()
