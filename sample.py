@@ -163,7 +163,7 @@ def model_to_verify(args, engine):
     checkpoint = pick_checkpoint(None, args.out_dir)
     model, _ = load_model(checkpoint)
     if weights_sha256(model) != engine.weights_sha256:
-        raise ValueError(f"--verify compares with {checkpoint}, and the ONNX file is of another model: export it again")
+        raise ValueError(f"--verify compares with {checkpoint}, and {engine.file} is of another model: export it again")
     return model
 
 

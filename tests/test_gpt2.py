@@ -269,10 +269,10 @@ def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_b
     first = load_checkpoint(gpt2).weights
     assert ckpt["model_args"]["block_size"] == 16 and not same(ckpt["model"]["lm_head.weight"], first["lm_head.weight"])
     ok(run("export.py", "--format", "hf", "--ckpt", whole / "ckpt.pt", "--out_dir", tmp_path, timeout=300))
-    hf, tokenizer = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    hf, theirs = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
     model, tokenizer = load_model(whole / "ckpt.pt")
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    assert ids[0].tolist() == tokenizer.encode(PROMPT) and tokenizer.decode(ids[0]) == PROMPT
+    ids = theirs(PROMPT, return_tensors="pt").input_ids
+    assert ids[0].tolist() == tokenizer.encode(PROMPT) and theirs.decode(ids[0]) == PROMPT
     assert torch.equal(greedy(hf.eval(), ids, 16), model.generate(ids, 16, temperature=0))
     assert load_checkpoint(tmp_path / "hf").tokenizer_state == load_checkpoint(gpt2).tokenizer_state
 

@@ -22,7 +22,7 @@ from kvgpt.cores import num_threads
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, write_tree
 from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
-from model import GPTConfig, Sampling, clear_kv_cache, stream_tokens
+from model import GPTConfig, Sampling, stream_tokens
 
 # before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -72,7 +72,6 @@ class GPTWithPast(nn.Module):
         cache = ConcatCache(past_key_values, mask)
         with LastQueries() as last:
             logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
-        clear_kv_cache(self.model)  # whose Heads would show the cache of the graph
         return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
 
 
@@ -180,6 +179,7 @@ def export_onnx(model, tokenizer, folder):
 class OnnxGPT:
     """A file of write_onnx, run by ONNX Runtime on the CPU.
 
+    file            its path, as it was given
     tokenizer       its tokenizer
     config          the GPTConfig of the exported model
     weights_sha256  of the exported model; None in files of the first versions
@@ -191,7 +191,7 @@ class OnnxGPT:
             import onnxruntime
         except ImportError:
             raise ValueError("ONNX Runtime is not installed: pip install onnxruntime") from None
-        file = Path(file)
+        self.file, file = file, Path(file)
         if not file.is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
         options = onnxruntime.SessionOptions()
