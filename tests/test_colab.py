@@ -1,4 +1,4 @@
-"""colab.ipynb: its stored outputs are what its cells give today, and its exercises judge an answer rightly.
+"""docs/colab.ipynb: its stored outputs are what its cells give today, and its exercises judge an answer rightly.
 
 python tests/test_colab.py    runs the notebook and stores its outputs in it
 
@@ -20,12 +20,14 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script, which finds no helpers
-NOTEBOOK = ROOT / "colab.ipynb"
+NOTEBOOK = ROOT / "docs" / "colab.ipynb"
 FIGURES = ["triangle", "rows", "attention", "speed", "steps", "loss"]  # ids of the cells that draw one
 # ids of the cells that can run here, in order, because they need no kernel and measure no time
 PLAIN = ["setup", "model", "guess", "count", "triangle", "head", "rows", "attention", "numpy", "check", "broken"]
 PLAIN += ["verify"]
 TIMED = ["speed", "steps", "compiled"]
+
+pytestmark = pytest.mark.slow  # kernels and training runs
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
@@ -53,6 +55,8 @@ def printed(notebook):
 def execute(folder, answers=(), only=None, timeout=None):
     """Return the notebook, executed in `folder`, whose path and progress bars are not in its outputs.
 
+    In a copy of the project that is done in docs/, where Jupyter starts it.
+
     A command that fails raises CellExecutionError, as a cell does.
 
     answers  pairs of a text in the cells and what a reader writes in its place
@@ -67,7 +71,8 @@ def execute(folder, answers=(), only=None, timeout=None):
             cell.source = cell.source.replace(before, after)
     for cell in code_cells(notebook):  # IPython goes on after a command that has failed
         cell.source = re.sub(r"^(!.*)", r"\1\nassert _exit_code == 0", cell.source, flags=re.MULTILINE)
-    where = {"metadata": {"path": str(folder)}}
+    docs = folder / "docs"
+    where = {"metadata": {"path": str(docs if docs.exists() else folder)}}
     NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=where, coalesce_streams=True).execute()
     for cell in code_cells(notebook):
         for output in cell.outputs:
@@ -145,7 +150,6 @@ def test_its_outputs_are_those_of_one_run_without_errors():
     assert NOTEBOOK.stat().st_size < 1e6
 
 
-@pytest.mark.slow
 def test_its_outputs_are_what_the_cells_print_today(lesson):
     stored = printed(nbformat.read(NOTEBOOK, 4))
     for name in PLAIN[1:]:  # the first one prints the version of torch
@@ -171,7 +175,6 @@ def test_the_stored_training_has_todays_settings():
     assert re.search(r"^best val loss 1\.\d{4}: out/ckpt\.pt; \d+ s\. A sample:$", rest, re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_the_stored_report_has_todays_form():
     from helpers import ok, run
 
@@ -211,7 +214,6 @@ def test_without_the_code_and_an_address_the_first_cell_says_what_to_do(tmp_path
     assert "git cannot clone nowhere: " in setup_error(tmp_path, "nowhere")
 
 
-@pytest.mark.slow
 def test_with_an_address_the_first_cell_fetches_the_code(tmp_path):
     copy_project(tmp_path / "origin")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin"]
@@ -332,7 +334,6 @@ def test_the_solution_is_right(lesson):
     assert [line for line in solution.splitlines() if line not in kept] == [f"        {x}" for x in (WRITE, READ, MIX)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shift", ["- 1", "* 0"])
 def test_every_way_to_break_the_cache_is_caught_and_undone(lesson, shift):
     variables, cells = dict(lesson[1]), sources()
@@ -346,7 +347,6 @@ def test_every_way_to_break_the_cache_is_caught_and_undone(lesson, shift):
 # -- the whole notebook ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_every_cell_runs_and_a_reader_can_answer(tmp_path):
     folder = tmp_path.resolve() / "kit"
     copy_project(folder)

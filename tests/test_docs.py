@@ -1,4 +1,4 @@
-"""README.md and docs/*.md say what is so: their commands run, and the links, files, flags and tests in them exist.
+"""The pages say what is so: their commands run, and the links, files, flags and tests in them exist.
 
 python tests/test_docs.py     writes docs/flags.md
 
@@ -6,37 +6,56 @@ Blocks: `sh` and `python` run, in order, one shell per file. `py` is an excerpt 
 is shown too, except a line that begins with "$ ": a user's mistake, followed by the message on stderr.
 """
 
+import contextlib
+import importlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script, which finds no helpers
 FLAGS = ROOT / "docs" / "flags.md"
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = ("check_cache", "web")
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / room / "README.md" for room in ROOMS)]
 SCRIPTS = ("data/prepare.py", "train.py", "sample.py", "bench.py", "export.py")
 # what the scripts write
 WRITTEN = ("data/train.bin", "data/val.bin", "data/meta.json", "data/dev", "kvgpt/decoding/__pycache__")
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+
+
+def name_of(file):
+    return file.relative_to(ROOT).as_posix()
+
+
+every_file = pytest.mark.parametrize("file", FILES, ids=name_of)
+
+
+def options(script):
+    """Return the options that a script's --help lists."""
+    said = io.StringIO()
+    main = importlib.import_module(Path(script).stem).main
+    with (
+        patch("sys.argv", [script, "--help"]),
+        patch.dict(os.environ, COLUMNS="120"),
+        contextlib.redirect_stdout(said),
+        contextlib.suppress(SystemExit),
+    ):
+        main()
+    return said.getvalue().partition("\noptions:")[2].strip("\n")
 
 
 def flags():
-    """Return the content of docs/flags.md: the options in every script's --help."""
+    """Return the content of docs/flags.md."""
     text = (
         "# Every flag\n\nThis file answers which flags each script has, and what their defaults are. "
         "`python tests/test_docs.py`\nwrites it from the `--help` of the scripts, and a test compares the two.\n"
     )
-    for script in SCRIPTS:
-        command = [sys.executable, script, "--help"]
-        env = os.environ | {"COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
-        said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", check=True).stdout
-        options = said[said.index("\noptions:") :].strip("\n")
-        text += f"\n## {script}\n\n```text\n{options}\n```\n"
-    return text
+    return text + "".join(f"\n## {script}\n\n```text\noptions:\n{options(script)}\n```\n" for script in SCRIPTS)
 
 
 # -- reading Markdown --------------------------------------------------------------------------------------------------
@@ -69,7 +88,6 @@ def anchors(text):
 # -- what a file names is there ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_flags_are_those_of_the_scripts():
     assert read(FLAGS) == flags(), "python tests/test_docs.py writes the file again"
 
@@ -89,10 +107,11 @@ def test_every_link_leads_to_a_file_or_a_heading(file):
 
 @every_file
 def test_the_files_and_tests_that_it_names_are_there(file):
-    tests = "".join(read(test) for test in (ROOT / "tests").rglob("test_*.py"))
+    folders = "kvgpt|check_cache|tests|web|assets|docs|data|page"
+    tests = "".join(read(test) for room in ("tests", *ROOMS) for test in (ROOT / room).rglob("test_*.py"))
     for code in inline_code(read(file)):
-        if re.fullmatch(r"(kvgpt|tests|web|assets|docs|data)/[\w./]*|\w+\.py|[A-Z]\w+\.md|requirements\.txt", code):
-            assert (ROOT / code).exists() or code in WRITTEN, code
+        if re.fullmatch(rf"({folders})/[\w./]*|\w+\.py|[A-Z]\w+\.md|requirements\.txt", code):
+            assert any((folder / code).exists() for folder in (ROOT, file.parent)) or code in WRITTEN, code
         if re.fullmatch(r"test_\w+", code):
             assert f"def {code}(" in tests, code
 
@@ -103,7 +122,7 @@ def test_the_flags_that_it_names_exist(file):
     shell = "".join(content for _, content in blocks(read(file), "sh", "console"))
     for code in [*inline_code(read(file)), *(line for line in shell.splitlines() if ".py " in line)]:
         ours = code.partition(".py ")[2] or code  # what precedes a script is torchrun's
-        if not re.match(r"(pip|git|python -m|vllm|make)\b", ours):
+        if not re.match(r"(pip|npm|git|python -m|vllm|make)\b", ours):
             for flag in re.findall(r"^--[\w-]+|(?<=\s)--[\w-]+", ours):
                 assert flag in known, code
 
@@ -160,7 +179,7 @@ def script_of(text):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs bash")
-@pytest.mark.parametrize("file", [file for file in FILES if script_of(read(file))], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [file for file in FILES if script_of(read(file))], ids=name_of)
 def test_every_command_runs_in_a_fresh_copy(file, tmp_path):
     """The blocks of a file, from the first to the last, as somebody reads. Then its mistakes, each with its message."""
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
@@ -197,4 +216,5 @@ def test_requirements_txt_is_enough_for_the_three_commands():
 
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "data")]
     FLAGS.write_text(flags(), encoding="utf-8")

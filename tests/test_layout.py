@@ -1,4 +1,4 @@
-"""Who imports whom: model.py stands alone, scripts never import each other, and no import goes in a circle."""
+"""Who imports whom: model.py and check_cache stand alone, scripts never import each other, and nothing is a circle."""
 
 import ast
 import graphlib
@@ -13,7 +13,7 @@ SCRIPTS = {"train", "sample", "bench", "export", "prepare", "draw"}
 def source_files():
     """Every .py file of the project but the tests, as {module name: path}."""
     files = {file.stem: file for folder in (ROOT, ROOT / "data", ROOT / "assets") for file in folder.glob("*.py")}
-    for file in (ROOT / "kvgpt").rglob("*.py"):
+    for file in [*(ROOT / "kvgpt").rglob("*.py"), *(ROOT / "check_cache").glob("*.py")]:
         parts = file.relative_to(ROOT).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return files
@@ -52,6 +52,14 @@ def test_model_py_can_be_copied_into_another_project(tmp_path):
 
 def test_scripts_never_import_each_other():
     assert {name: found & SCRIPTS for name, found in IMPORTS.items() if found & SCRIPTS} == {}
+
+
+def test_check_cache_is_a_room_of_its_own():
+    """It imports nothing of ours, and nothing of ours imports it."""
+    room = {name for name in IMPORTS if name.partition(".")[0] == "check_cache"}
+    assert "check_cache.check" in room
+    for name, found in IMPORTS.items():
+        assert found <= room if name in room else not found & room, name
 
 
 def test_no_import_goes_in_a_circle():
