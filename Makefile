@@ -50,6 +50,8 @@ lint: .venv/installed
 
 # a process per core, because torch gains little from a second thread in models this small
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+# slow tests run programs with limits of their own, so theirs is longer than the 300 seconds of pyproject.toml
+LONG = --timeout 900
 
 test: lint
 	$(PYTEST) -m "not slow"
@@ -57,8 +59,8 @@ test: lint
 check: test
 	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
 	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: test_hub.py skips a part"
-	$(PYTEST) -m slow --dist loadfile # a file's tests share what takes long: an exported page, a trained model
-	TEST_DEVICE=cpu $(PYTEST) tests/test_gpu.py
+	$(PYTEST) -m slow $(LONG) --dist loadfile # a file's tests share what takes long: an exported page, a trained model
+	TEST_DEVICE=cpu $(PYTEST) $(LONG) tests/test_gpu.py
 
 MINUTES ?= 30
 fuzz: .venv/installed

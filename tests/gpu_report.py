@@ -26,7 +26,7 @@ BENCH = ["bench.py", "--device", DEVICE, "--repeats", "3", "--variants", "uncach
 SHAPES = ["--shapes", "4/4/128/256", "6/6/384/256", "12/12/768/1024"]
 TRAIN = ["train.py", "--device", DEVICE, "--preset", "gpu", "--eval_interval", "250"]
 PARTS = {  # name: (share of the time, command)
-    "tests": (0.3, ["-m", "pytest", "-q", "tests/test_gpu.py"]),
+    "tests": (0.3, ["-m", "pytest", "-q", "-o", "timeout=900", "tests/test_gpu.py"]),
     "trained model": (0.1, [*BENCH, "draft", "--ckpt", ROOT / "assets" / "shakespeare.pt"]),
     "random weights": (0.12, [*BENCH, *SHAPES]),
     "64 rows": (0.08, [*BENCH, *SHAPES, "--batch", "64"]),

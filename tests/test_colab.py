@@ -233,7 +233,6 @@ def test_with_an_address_the_first_cell_fetches_the_code(tmp_path):
     [
         ((0, 0), ["Write both guesses"]),
         ((31415, 0), ["Write both guesses"]),
-        ((-1, 255), ["Write both guesses"]),
         (((31, 415), 255), ["without commas"]),
         ((31415, 255), ["31,415. Right.", "255. Right.", "a factor of 123"]),
         ((31621, 206), ["one too many", "one per new character"]),
@@ -242,7 +241,6 @@ def test_with_an_address_the_first_cell_fetches_the_code(tmp_path):
         ((32640, 50), ["You begin with one character", "This is the prefill"]),
         ((206 * 256, 1), ["not the whole context: 50 positions at first, 255 at last", "Too few"]),
         ((206 * 255, 300), ["not the whole context", "Too many"]),
-        ((206, 255), ["one position per step", "Right."]),
         ((255, 255), ["one position per step", "Right."]),
         ((30000, 255), ["Too few.", "50 + 51 + ... + 255 = 31,415"]),
     ],
@@ -304,21 +302,17 @@ def numpy_head(lesson, write="...", read="keys, values = ...", mix="output = ...
         ),
         ((WRITE, READ.replace("+ 1", "+ 2"), MIX), "the query of position 0 sees 2 rows instead of 1"),
         ((WRITE, READ.replace("keys, values", "values, keys"), MIX), "`keys` are the values. Have you swapped"),
-        ((WRITE, READ.replace("[: pos + 1]", "[1 : pos + 2]"), MIX), "Line 2: the query of position"),
-        ((WRITE, "keys, values = self.key_cache[pos], self.value_cache[pos]", MIX), "Line"),
         ((WRITE, READ.replace("[: pos + 1]", "[pos::-1]"), MIX), "but not the rows 0 to 1"),
         ((WRITE, "keys, values = key_cache, value_cache", MIX), "at position 0, Python says: NameError"),
         # 3
         ((WRITE, READ, "output = weights @ keys"), "Line 3: this is the sum of the keys"),
         ((WRITE, READ, "output = values.sum(0)"), "Line 3: here all values count the same"),
-        ((WRITE, READ, "output = values.mean(axis=0)"), "Line 3: here all values count the same"),
         ((WRITE, READ, "output = weights * values"), "Python says: ValueError"),
         (
             (WRITE, READ, "output = weights[:, None] * values"),
             "Line 3: the output has the shape (2, 32) instead of (32,)",
         ),
         ((WRITE, READ, "output = values[pos]"), "Line 3: the output of position 2 is not the sum"),
-        ((WRITE, READ, "return weights @ values"), "at position 0, Python says: ValueError"),
     ],
 )
 def test_a_wrong_line_is_named_in_words(lesson, lines, expected):
