@@ -125,7 +125,7 @@ class KitCache:
         """Do nothing: pos says how much of the cache is valid."""
 
     def reset(self):
-        self.held.clear()
+        self.held = None  # the next step makes a new one
 
 
 def adapter_of(model):

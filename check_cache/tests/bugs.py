@@ -412,7 +412,7 @@ def float16_buffer(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a key", "tests/engines/test_hf.py")
+@bug(f"{GIVEN_BACK} a key", "tests/interop/test_transformers.py")
 def llama_keys_rolled(patch):
     from transformers.cache_utils import DynamicLayer
 
