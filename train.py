@@ -302,6 +302,7 @@ def describe(config, state, ranks, unit):
 def main():
     # settings, text and weights
     flags = parse_flags(__doc__)
+    share_cores()
     ranks, run = Ranks(), RunFolder(flags.get("out_dir", TrainConfig.out_dir))
     with one_line_errors():
         config, data, state = setup(flags, ranks, run)
@@ -335,14 +336,13 @@ def main():
         run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-            counted = run.begin(state.step, header, data.tokenizer.unit)
+            counted = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes))
     print(describe(config, state, ranks, data.tokenizer.unit), flush=True)
     meter = Meter(config, state, ranks, *counted)
 
     # train
     try:
-        with share_cores():
-            signum = train(config, data, state, ranks, run, meter, StopSignals())
+        signum = train(config, data, state, ranks, run, meter, StopSignals())
     except Diverged as error:
         meter.close()
         fail(
