@@ -177,8 +177,10 @@ def test_the_seed_decides_the_weights(data_dir, tmp_path):
 
 
 def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_dir, tmp_path):
-    flags = [*SMALL, "--learning_rate", 0, "--max_iters", 50, "--eval_interval", 2, "--patience", 3]
-    result = ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
+    """A resume goes on with the evaluations that the run has counted."""
+    flags = [*SMALL, "--learning_rate", 0, "--max_iters", 6, "--eval_interval", 2, "--patience", 3]
+    ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
+    result = ok(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 50))
     assert load(tmp_path / "last.pt")["iter_num"] == 8  # the first evaluation is the best, three more are no better
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2 and "--patience" in result.stdout
 
