@@ -150,12 +150,12 @@ class TrainConfig:
     zero_init: bool = flag(False, boolean, "every pre-LN block starts as the identity")
     # optimization
     ngram_targets: float | None = flag(
-        None, number(float, "[0, 1]"), "share of n-grams in the targets at the first step; falls by half", none="off"
+        None, number(float, "[0, 1]"), "weight of n-grams in the targets at the first step; falls by half", none="off"
     )
     mtp_weight: float | None = flag(
         None, rate, "weight of the loss for the three tokens after the next at the first step; falls to 0", none="off"
     )
-    optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
+    optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw the rest")
     batch_size: int = flag(12, positive, "sequences per micro-step, over all processes")
     gradient_accumulation_steps: int = flag(1, positive, "micro-steps per step")
     max_iters: int = flag(2000, positive, "total steps")
@@ -200,7 +200,7 @@ CHOSEN = {name for settings in (*PRESETS.values(), *RECIPES.values(), *OVERRIDES
 
 
 def parse_flags(description, argv=None):
-    """Return {name: value} of the flags that were given. resolve_config fills in the others."""
+    """Return {name: value} of the flags that were given. resolve_config fills in the rest."""
     return vars(parse_with_hints(make_parser(description), argv))
 
 
@@ -269,16 +269,16 @@ def resolve_config(flags, *, on_gpu, source=None):
             network["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
             require_unchanged(f"the model in {source.path}", network, flags, network)
             # a trained model knows more than n-grams do, so n-gram targets and further tokens are off unless you ask
-            helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
-            config = replace(config, **network, **helps)
+            targets = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
+            config = replace(config, **network, **targets)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     return config
 
 
-def require_unchanged(what, settings, flags, names):
-    """Raise ValueError if a flag among `names` differs from the settings of an earlier run or model."""
-    for name in names:
+def require_unchanged(what, settings, flags, fixed):
+    """Raise ValueError if a flag named in `fixed` differs from the settings of an earlier run or model."""
+    for name in fixed:
         if name != "dropout" and flags.get(name, settings[name]) != settings[name]:
             raise ValueError(
                 f"--{name} {flags[name]} conflicts with {what} ({name} {settings[name]}): "
