@@ -1,7 +1,6 @@
 # make demo    environment, a text with and without the cache (make compare), a short training run, and a sample of it
 # make test    environment, lint, the fast tests
 # make check   make test, and the slow tests
-# make fuzz    random commands, damaged files and kills, for MINUTES=30 or until something is found
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, by the python3 that has PyTorch for it
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
@@ -10,7 +9,7 @@ DEMO = out/demo
 SOURCES = model.py train.py $(wildcard kvgpt/*.py kvgpt/*/*.py)
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
-.PHONY: demo compare test check fuzz gpu web lint data
+.PHONY: demo compare test check gpu web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -61,10 +60,6 @@ check: test
 	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: test_hub.py skips a part"
 	$(PYTEST) -m slow $(LONG) --dist loadfile # a file's tests share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) $(LONG) tests/test_gpu.py
-
-MINUTES ?= 30
-fuzz: .venv/installed
-	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 # not .venv, because a machine with a GPU often has a PyTorch of its own
 gpu:

@@ -28,13 +28,14 @@ import torch
 
 from kvgpt.checkpoint import first_line, load_checkpoint
 from kvgpt.cli import Parser, aligned, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
-from kvgpt.cores import share_cores
+from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.files import write_atomically
 from kvgpt.peers import llama2c_run, transformers_run
 from kvgpt.quantize import round_weights
+from kvgpt.recipes import RECIPES, network
 from kvgpt.tokenizer import CharTokenizer
 from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token, stream_tokens
 
@@ -60,10 +61,6 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
     "itl_p99_ms": ("ITL p99", "{:.3f}"),
     "speedup_over_uncached": ("x uncached", "{:.2f}"),
     "busy_share": ("busy", "{:.0%}"),
-}
-NETWORKS = {  # the networks of train.py's recipes
-    "modern": dict(pos_emb="rope", qk_norm=True, activation="swiglu", bias=False),
-    "nanogpt": dict(activation="gelu_tanh"),
 }
 
 
@@ -99,12 +96,16 @@ def warm_runs(names, model, ngrams, llama2c, idx):
 
 
 def recorded(stream, multiply_adds=0):
-    """Return the run of a stream(idx, steps, seed=seed). Its threads are those of sample.py: see share_cores."""
+    """Return the run of a stream(idx, steps, seed=seed). It has as many threads as in sample.py."""
 
     def run(idx, steps, seed, record):
-        with share_cores(multiply_adds):
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads(multiply_adds))
+        try:
             for block in stream(idx, steps, seed=seed):
                 record(block)
+        finally:
+            torch.set_num_threads(before)
 
     return run
 
@@ -300,7 +301,7 @@ def parse_args():
     add, add_model = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
     add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S", help="random weights of these shapes instead")
-    add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
+    add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
     add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c, too: a clone of its repository")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
@@ -325,7 +326,7 @@ def models(args):
     if args.shapes:
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            config = GPTConfig(**sizes, **NETWORKS[args.recipe or "modern"])
+            config = GPTConfig(**sizes, **network(args.recipe or "modern"))
             yield None, GPT(config).eval(), None
     else:
         for file in args.ckpt or [pick_checkpoint(None, None)]:
@@ -335,6 +336,7 @@ def models(args):
 
 def main():
     args = parse_args()
+    share_cores()
     with one_line_errors():
         device = pick_device(args.device)
         found = list(models(args))  # reads every file now, so that a bad one costs no minutes

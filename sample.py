@@ -21,10 +21,10 @@ import torch
 
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
-from kvgpt.cores import share_cores
+from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.sequence import Sequence
 from kvgpt.decoding.timing import Timing, report
-from kvgpt.recipes import parse_with_hints
+from kvgpt.nanogpt import parse_with_hints
 from model import Sampling, stream_tokens
 
 SEPARATOR = "\n---------------\n"  # between samples
@@ -296,6 +296,7 @@ def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
 def main():
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
+    share_cores()
     with one_line_errors():
         engine, tokenizer, ngrams = open_engine(args)
         model = model_to_verify(args, engine) if args.verify else None
@@ -320,13 +321,14 @@ def main():
     # generate
     sequences = [Sequence(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
     decoder = make_decoder(args, engine, ngrams)
-    with share_cores(step_work(args, engine, decoder, len(prompts))):
-        if decoder:
-            stream = decoder.generation(prompts, num_new, sampling)
-        else:
-            stream = stream_tokens(engine, torch.stack(prompts), num_new, sampling, args.kv_cache)
-        loaded, timing = time.perf_counter() - began, Timing(device)
-        most_new = write_stream(stream, sequences, timing)
+    all_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads(step_work(args, engine, decoder, len(prompts))))
+    if decoder:
+        stream = decoder.generation(prompts, num_new, sampling)
+    else:
+        stream = stream_tokens(engine, torch.stack(prompts), num_new, sampling, args.kv_cache)
+    loaded, timing = time.perf_counter() - began, Timing(device)
+    most_new = write_stream(stream, sequences, timing)
 
     # report on stderr
     print(file=sys.stderr)
@@ -339,8 +341,8 @@ def main():
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
         note(f"draft: {stream.accepted} of {stream.offered} guesses accepted ({rate:.0%}), from {source}")
     if args.verify:
-        with share_cores():
-            same = compare(args, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
+        torch.set_num_threads(all_threads)
+        same = compare(args, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
         sys.exit(0 if same else 1)
 
 

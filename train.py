@@ -208,11 +208,11 @@ def load_source(init_from, ranks, run):
 def load_text(config, source, run):
     """Return the Dataset of a run. Raises ValueError if it is not the text that `source` was trained on."""
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-    theirs = source.build_tokenizer() if source else None
+    tokenizer = source.build_tokenizer() if source else None
     data = load_dataset(data_dir, config.block_size)
     if not source:
         return data
-    same_tokens = theirs.state_dict() == data.tokenizer.state_dict()
+    same_tokens = tokenizer.state_dict() == data.tokenizer.state_dict()
     if config.init_from == "resume" and not (same_tokens and source.training.get("data_sha256") == data.sha256):
         raise ValueError(
             f"{data_dir} holds another text than the run in {run.path} was trained on: "
@@ -220,7 +220,7 @@ def load_text(config, source, run):
         )
     if not same_tokens:
         raise ValueError(
-            f"{data_dir} holds other {theirs.unit} than the model in {source.path} was trained on: "
+            f"{data_dir} holds other {tokenizer.unit} than the model in {source.path} was trained on: "
             f"python data/prepare.py --tokenizer {source.path} prepares a text for it"
         )
     return data
@@ -287,12 +287,12 @@ def compile_module(module):
 
 def describe(config, state, ranks, unit):
     """Return the first line of a run's output. unit: what tokens are called."""
-    others = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
+    more = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
     if state.device.type == "cpu" and config.threads:
-        others += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
+        more += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
     return (
         f"{'resuming' if state.step else 'training'} preset {config.preset}, recipe {config.recipe}, "
-        f"on {state.device}{others} in {str(state.dtype).removeprefix('torch.')}: "
+        f"on {state.device}{more} in {str(state.dtype).removeprefix('torch.')}: "
         f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}, "
         f"{state.num_parameters() / 1e6:.2f}M parameters; "
         f"steps {state.step}..{config.max_iters} of {config.tokens_per_step:,} {unit}"
@@ -302,6 +302,7 @@ def describe(config, state, ranks, unit):
 def main():
     # settings, text and weights
     flags = parse_flags(__doc__)
+    share_cores()
     ranks, run = Ranks(), RunFolder(flags.get("out_dir", TrainConfig.out_dir))
     with one_line_errors():
         config, data, state = setup(flags, ranks, run)
@@ -322,7 +323,7 @@ def main():
     state.objective = ranks.wrap(compile_module(state.objective) if config.compile else state.objective)
 
     # run folder and log
-    counted = (0, 0.0)
+    progress = (0, 0.0)
     if ranks.is_main:
         header = dict(
             model_args=asdict(state.model.config),
@@ -335,14 +336,13 @@ def main():
         run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-            counted = run.begin(state.step, header, data.tokenizer.unit)
+            progress = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes))
     print(describe(config, state, ranks, data.tokenizer.unit), flush=True)
-    meter = Meter(config, state, ranks, *counted)
+    meter = Meter(config, state, ranks, *progress)
 
     # train
     try:
-        with share_cores():
-            signum = train(config, data, state, ranks, run, meter, StopSignals())
+        signum = train(config, data, state, ranks, run, meter, StopSignals())
     except Diverged as error:
         meter.close()
         fail(

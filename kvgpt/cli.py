@@ -4,7 +4,6 @@ import argparse
 import os
 import signal
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,12 +101,8 @@ def note(message):
 
 
 def fail(message):
-    """Exit with code 1 and one line on stderr."""
-    rank, *_ = torchrun_ranks() or (0,)
-    if rank == 0:
-        note(message)
-    else:  # fails like rank 0, which speaks for all: torchrun ends the others as soon as one process has ended
-        time.sleep(2)
+    """Exit with code 1 and one line on stderr. Every process of torchrun says its own."""
+    note(message)
     sys.exit(1)
 
 
@@ -154,7 +149,7 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
     """Run a script's main(). If anything but a bug ends it, the user sees one line or none.
 
     memory_hint  end of the line about memory that ran out
-    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM, 129 after a lost terminal.
+    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     if not torchrun_ranks():  # torchrun sends SIGTERM, and no handler of ours runs while a process waits in a library
@@ -166,8 +161,6 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
         sys.stdout = None  # the interpreter would flush it once more, and complain
         sys.exit(1)
     except OSError as error:
-        if not error.filename:  # stdout is the only file of ours without a name, and it is on a full disk
-            sys.stdout = None
         fail(error)
     except (MemoryError, RuntimeError) as error:
         words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
@@ -182,19 +175,16 @@ def leave(signum, frame):
 
 
 def handle_signals(handler):
-    """Let the handler take three signals, except one that is ignored: nohup means it, and so does `&` in a script."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & ignores Ctrl-C for us
             signal.signal(number, handler)
 
 
 class StopSignals:
-    """Notes Ctrl-C, SIGTERM and a lost terminal, so that train.py can finish its present step before it stops.
+    """Notes Ctrl-C and SIGTERM, so that train.py can finish its present step before it stops.
 
     received  the number of the first signal, or 0
-    A second Ctrl-C ends the process at once. A second SIGTERM or SIGHUP doesn't, because `timeout` and a terminal that
-    closes send each of them twice.
+    A second Ctrl-C ends the process at once. A second SIGTERM doesn't, because `timeout` sends it twice.
     """
 
     def __init__(self):

@@ -1,17 +1,18 @@
-"""How our threads share a busy machine: small steps run on one thread, and threads that wait for others may sleep.
+"""Fewer threads for small steps, and threads that sleep instead of spinning on a busy machine.
 
-On Linux PyTorch divides an operation among threads by GNU OpenMP. A thread that is done early spins: it asks 300,000
-times whether the others are done, and sleeps only then. That is fastest while every thread has a core. But beside
-another busy process it keeps the core from the very thread that all wait for, so two runs at once are 100 times slower.
+On Linux PyTorch splits an operation over threads with GNU OpenMP. A thread that finishes early spins: it checks 300,000
+times whether the rest are done before it sleeps. That is fastest while every thread has a core. But next to another
+busy process, the spinning thread keeps the core from the very thread that all wait for, so two training runs at once
+would each be 100 times slower.
 
-The number of spins cannot be changed after torch is imported. But GNU OpenMP itself spins only 100 times while it has
-more threads than there are cores, so we add some that do nothing. They take no part in any sum, so the weights stay the
-same to the bit.
+The number of spins is fixed once torch is imported. But GNU OpenMP spins only 100 times while it has more threads than
+there are cores. So while the machine is busy, we start extra ones that do nothing. They take no part in any sum, so the
+weights stay the same to the bit. Without this watcher, a few spins for good would cost 7% of the speed of training.
 """
 
-import math
 import os
-from contextlib import contextmanager
+import time
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 
@@ -19,7 +20,7 @@ import torch
 
 SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
 INTERVAL = 0.1  # seconds between two looks at the machine
-BUSY = 0.1  # share of their time that our threads wait for a core; it is 0.001 when we are alone on the machine
+BUSY = 0.1  # fraction of their time that our threads wait for a core; it is 0.001 when we are alone on the machine
 
 
 def num_threads(multiply_adds):
@@ -27,49 +28,32 @@ def num_threads(multiply_adds):
     return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
 
 
-@contextmanager
-def share_cores(multiply_adds=math.inf):
-    """Inside the block, run torch on as many threads as steps with so many multiply-adds are worth.
-
-    If these are several, they leave the cores to other processes that need them.
-    """
-    before, done = torch.get_num_threads(), Event()
-    torch.set_num_threads(num_threads(multiply_adds))
-    watcher = Thread(target=share, args=(done,), daemon=True)
-    watches = torch.get_num_threads() > 1 and Path("/proc/self/schedstat").exists()  # Linux
-    if watches:
-        watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if watches:
-            watcher.join()
-        torch.set_num_threads(before)
+@cache  # one watcher per process
+def share_cores():
+    """From now on, let torch's threads sleep early while another process needs the cores. Only Linux needs it."""
+    if Path("/proc/self/schedstat").exists():
+        Thread(target=watch, daemon=True).start()
 
 
-def share(done):
-    """Add threads while the machine is busy, until `done` is set."""
-    release, before = None, (0, 0)  # the first look is at all that the process has done so far
+def watch():
+    """Hold extra threads for as long as the machine is busy."""
+    ran, waited = 0, 0
+    end = Event()  # set while no extra threads are held
+    end.set()
     while True:
-        (ran, waited), before = before, scheduled()
-        ran, waited = before[0] - ran, before[1] - waited
-        busy = waited > BUSY * (ran + waited)
-        if busy and not release:
-            release = Event()
-            for _ in range(num_holders(torch.get_num_threads(), len(os.sched_getaffinity(0)))):
-                Thread(target=hold_threads, args=(release,), daemon=True).start()
-        elif not busy and release:
-            release.set()
-            release = None
-        if done.wait(INTERVAL):
-            break
-    if release:
-        release.set()
+        time.sleep(INTERVAL)
+        (ran_before, waited_before), (ran, waited) = (ran, waited), schedule_times()
+        busy = (waited - waited_before) > BUSY * (ran - ran_before + waited - waited_before)
+        if not busy:
+            end.set()
+        elif end.is_set():
+            end.clear()
+            # a new thread, because an old one does not see what torch.set_num_threads has changed since
+            Thread(target=hold_extra_threads, args=(end,), daemon=True).start()
 
 
-def scheduled():
-    """Return the nanoseconds that our threads ran, and those that they waited for a core. Only Linux knows: else 0."""
+def schedule_times():
+    """Return the nanoseconds that our threads ran, and those that they waited for a core."""
     ran = waited = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
         try:
@@ -80,12 +64,18 @@ def scheduled():
     return ran, waited
 
 
-def num_holders(num_threads, cores):
-    """Return how many more sets of num_threads - 1 threads give GNU OpenMP more threads than there are cores."""
-    return (cores - num_threads) // (num_threads - 1) + 1 if 1 < num_threads <= cores else 0
+def hold_extra_threads(end):
+    """Keep more of torch's threads than there are cores until the Event `end` is set."""
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if not 1 < threads <= cores:  # torch needs no other thread, or has too many already
+        end.set()
+        return
+    for _ in range((cores - threads) // (threads - 1)):  # sets of threads - 1, besides the one of this thread
+        Thread(target=hold_a_set, args=(end,), daemon=True).start()
+    hold_a_set(end)
 
 
-def hold_threads(release):
-    """Start another set of PyTorch's threads, and keep them asleep until the Event `release` is set."""
-    torch.zeros(2**18).add_(1)  # large enough to be divided among threads
-    release.wait()
+def hold_a_set(end):
+    """Start a set of torch's threads, which every thread of Python has for itself, and keep it until `end` is set."""
+    torch.zeros(2**18).add_(1)  # large enough to be split over threads
+    end.wait()

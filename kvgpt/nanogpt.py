@@ -1,8 +1,9 @@
 """For people who come from nanoGPT."""
 
 import pickle
+from pathlib import Path
 
-from kvgpt.cli import first_line
+from kvgpt.cli import first_line, note
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -22,3 +23,51 @@ def read_meta(path):
         return "".join(itos[i] for i in range(len(itos)))
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+INSTEAD = {  # a flag of nanoGPT's scripts that ours do not have: what to type instead
+    "--init_from": "sample.py reads the run in --out_dir, or what --ckpt names; for GPT-2 name its folder: "
+    "--ckpt FOLDER",
+    "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
+    "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
+    "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
+    "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
+    "--decay_lr": "leave it out, or for a constant learning rate type --lr_decay none",
+    "--backend": "leave it out: several processes take nccl on GPUs and gloo on CPUs",
+}
+INSTEAD |= dict.fromkeys(
+    ("--wandb_log", "--wandb_project", "--wandb_run_name"),
+    "leave it out: log.csv in --out_dir has the curves, and --plot draws them",
+)
+CONFIGS = {  # a config file of nanoGPT: what to type instead
+    "train_shakespeare_char.py": "type --preset gpu --recipe nanogpt, or on a CPU --preset nanogpt-cpu "
+    "--recipe nanogpt",
+    "finetune_shakespeare.py": "type --init_from gpt2 --data_dir DIR",
+}
+ANY_CONFIG = "we have no config files: each line of it is a flag here, --name value"
+
+
+def parse_with_hints(parser, argv):
+    """Return the parser's arguments. Unknown ones end the script with a line each; nanoGPT's get what to type instead.
+
+    argv  as in parse_args; None: the command line
+    """
+    args, unknown = parser.parse_known_args(argv)
+    hints, unrecognized, previous = [], [], ""
+    for word in unknown:
+        if word.endswith(".py"):
+            hints.append(f"{word}: {CONFIGS.get(Path(word).name, ANY_CONFIG)}")
+        elif (name := word.partition("=")[0]) in INSTEAD:
+            hints.append(f"{word}: {INSTEAD[name]}")
+        elif previous not in INSTEAD or word.startswith("--"):  # otherwise it is the value of a flag with a hint
+            unrecognized.append(word)
+        previous = word
+    for hint in hints:
+        note(hint)
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    if hints:
+        parser.exit(2)
+    return args

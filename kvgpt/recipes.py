@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from kvgpt.cli import Parser, boolean, number, path
+from kvgpt.nanogpt import parse_with_hints
 from model import GPTConfig
 
 # A preset is a size, a context length and a length of training. A recipe is a network and an optimizer. If both name a
 # setting then the preset wins, an override wins over both, and what you write on the command line wins over all.
+#
+# No recipe may win by size: with every preset, the numbers of parameters differ by less than 3%. Rope has no table of
+# positions, so at a context of 256 a small modern network would be smaller than nanoGPT's without a wider MLP.
 
 PRESETS = {
     "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
@@ -37,6 +41,7 @@ PRESETS = {
 RECIPES = {
     "modern": dict(
         pos_emb="rope",
+        bias=False,
         qk_norm=True,
         activation="swiglu",
         zero_init=True,
@@ -52,14 +57,27 @@ RECIPES = {
         lr_stable_frac=0.3,
         min_lr=0.0,
     ),
-    "nanogpt": dict(learning_rate=1e-3),
+    "nanogpt": dict(
+        pos_emb="learned",
+        bias=False,
+        qk_norm=False,
+        activation="gelu",
+        zero_init=False,
+        ngram_targets=None,
+        mtp_weight=None,
+        optimizer="adamw",
+        learning_rate=1e-3,
+        beta2=0.99,
+        weight_decay=0.1,
+        grad_clip=1.0,
+        warmup_iters=100,
+        lr_decay="cosine",
+        lr_stable_frac=0.0,
+        min_lr=None,
+    ),
 }
-OVERRIDES = {
-    ("nanogpt-cpu", "modern"): dict(mlp_ratio=4.2),
-    ("cpu", "modern"): dict(mlp_ratio=4.2),
-    ("laptop", "modern"): dict(mlp_ratio=4.2),
-    ("gpu", "modern"): dict(max_iters=2000, dropout=0.3),
-}
+OVERRIDES = {(preset, "modern"): dict(mlp_ratio=4.2) for preset in ("nanogpt-cpu", "cpu", "laptop")}
+OVERRIDES |= {("gpu", "modern"): dict(max_iters=2000, dropout=0.3)}
 
 
 def defaults(preset, recipe):
@@ -67,45 +85,9 @@ def defaults(preset, recipe):
     return RECIPES[recipe] | PRESETS[preset] | OVERRIDES.get((preset, recipe), {})
 
 
-# -- what you may know from nanoGPT ------------------------------------------------------------------------------------
-
-INSTEAD = {  # nanoGPT's scripts take it and ours do not: what to type instead
-    "config": "train.py has presets and recipes instead of config files: for nanoGPT's Shakespeare type "
-    "--preset gpu --recipe nanogpt, on a CPU --preset nanogpt-cpu --recipe nanogpt, and to finetune GPT-2 "
-    "--init_from gpt2 --data_dir DIR",
-    "--init_from": "sample.py reads the run in --out_dir, or what --ckpt names; for GPT-2 name its folder: "
-    "--ckpt FOLDER",
-    "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
-    "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
-    "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
-    "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
-    "--decay_lr": "leave it out, or for a constant learning rate type --lr_decay none",
-    "--backend": "leave it out: several processes take nccl on GPUs and gloo on CPUs",
-}
-INSTEAD |= dict.fromkeys(
-    ("--wandb_log", "--wandb_project", "--wandb_run_name"),
-    "leave it out: log.csv in --out_dir has the curves, and --plot draws them",
-)
-
-
-def parse_with_hints(parser, argv):
-    """Return the parser's arguments. A word that nanoGPT takes ends the script with what to type instead."""
-    args, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        name = "config" if word.endswith(".py") else word.partition("=")[0]
-        if name in INSTEAD:
-            parser.error(f"{word}: {INSTEAD[name]}")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return args
-
-
-def beginning(text):
-    """An argparse type: where a run begins. The names of OpenAI's models are folders here, if anything."""
-    if text.startswith("gpt2") and not Path(text).exists():
-        download = f"hf download openai-community/{text} --local-dir {text}"
-        raise argparse.ArgumentTypeError(f"{text}: there is no such folder, and {download} makes it")
-    return path(text)
+def network(recipe):
+    """Return {name: value} of the fields of GPTConfig that a recipe chooses: the network without its sizes."""
+    return {name: value for name, value in RECIPES[recipe].items() if name in MODEL_FLAGS}
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -119,12 +101,24 @@ def flag(default, kind, help, none=None):
 positive = number(int, f"[1, {2**31})")
 not_negative = number(int, f"[0, {2**31})")
 rate = number(float, "[0, 1e30]")  # torch cannot multiply a float32 tensor by more
-share = number(float, "[0, 1)")
+fraction = number(float, "[0, 1)")
+
+
+def beginning(text):
+    """An argparse type: where a run begins. The names of OpenAI's models are folders here, if anything."""
+    if text.startswith("gpt2") and not Path(text).exists():
+        download = f"hf download openai-community/{text} --local-dir {text}"
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder, and {download} makes it")
+    return path(text)
 
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. The defaults here are what no preset, recipe or flag decides."""
+    """All settings of a run. The defaults here are what no preset, recipe or flag decides.
+
+    If you add one, let its default be what train.py did before: an earlier run that is resumed has this default. If
+    new runs shall have another value, put that into the recipes.
+    """
 
     preset: str = flag(
         "auto",
@@ -145,7 +139,7 @@ class TrainConfig:
     n_kv_head: int | None = flag(None, positive, "key/value heads; fewer is grouped-query attention", none="n_head")
     n_embd: int = flag(128, positive, "embedding width")
     block_size: int = flag(256, positive, "context length in tokens")
-    dropout: float = flag(0.0, share, "dropout probability")
+    dropout: float = flag(0.0, fraction, "dropout probability")
     bias: bool = flag(False, boolean, "biases in Linear and LayerNorm layers")
     mlp_ratio: float = flag(4, rate, "width of the MLP's hidden layer, in units of n_embd")
     activation: str = flag("gelu", ("gelu", "gelu_tanh", "swiglu"), "exact GELU, GPT-2's tanh GELU, or SwiGLU")
@@ -156,25 +150,25 @@ class TrainConfig:
     zero_init: bool = flag(False, boolean, "every pre-LN block starts as the identity")
     # optimization
     ngram_targets: float | None = flag(
-        None, number(float, "[0, 1]"), "share of n-grams in the targets at the first step; falls by half", none="off"
+        None, number(float, "[0, 1]"), "weight of n-grams in the targets at the first step; falls by half", none="off"
     )
     mtp_weight: float | None = flag(
         None, rate, "weight of the loss for the three tokens after the next at the first step; falls to 0", none="off"
     )
-    optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw all others")
+    optimizer: str = flag("adamw", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw the rest")
     batch_size: int = flag(12, positive, "sequences per micro-step, over all processes")
     gradient_accumulation_steps: int = flag(1, positive, "micro-steps per step")
     max_iters: int = flag(2000, positive, "total steps")
     learning_rate: float = flag(1e-3, rate, "peak learning rate of AdamW")
     muon_learning_rate: float = flag(0.01, rate, "peak learning rate of Muon")
     warmup_iters: int = flag(100, not_negative, "steps of linear warm-up")
-    lr_stable_frac: float = flag(0.0, share, "fraction of the steps after warm-up at the peak learning rate")
+    lr_stable_frac: float = flag(0.0, fraction, "fraction of the steps after warm-up at the peak learning rate")
     lr_decay: str = flag("cosine", ("cosine", "linear", "none"), "shape of the decay; none: constant")
     lr_decay_iters: int | None = flag(None, positive, "step at which the decay ends", none="max_iters")
-    min_lr: float | None = flag(None, rate, "learning rate at the end of the decay", none="learning_rate / 10")
+    min_lr: float | None = flag(None, rate, "learning rate at the end of the decay", none="learning_rate/10")
     weight_decay: float = flag(0.1, rate, "AdamW's weight decay, on matrices and embeddings")
-    beta1: float = flag(0.9, share, "AdamW's beta1")
-    beta2: float = flag(0.99, share, "AdamW's beta2")
+    beta1: float = flag(0.9, fraction, "AdamW's beta1")
+    beta2: float = flag(0.99, fraction, "AdamW's beta2")
     grad_clip: float = flag(1.0, rate, "largest norm of the gradient; 0 turns clipping off")
     patience: int | None = flag(None, positive, "stop after so many evaluations without a better val loss", none="off")
     # system
@@ -206,16 +200,16 @@ CHOSEN = {name for settings in (*PRESETS.values(), *RECIPES.values(), *OVERRIDES
 
 
 def parse_flags(description, argv=None):
-    """Return {name: value} of the flags that were given. resolve_config fills in the others."""
+    """Return {name: value} of the flags that were given. resolve_config fills in the rest."""
     return vars(parse_with_hints(make_parser(description), argv))
 
 
 def make_parser(description):
     parser = Parser(description, epilog=choices())
     for name, f in FLAGS.items():
-        kind, default = f.metadata["kind"], f.metadata["none"] if f.default is None else f.default
+        kind, default = f.metadata["kind"], shown(name, f.default)
         if name in CHOSEN:
-            default = f"{default}, or see below"
+            default += ", or see below"
         if isinstance(kind, tuple):
             options = dict(choices=kind)
         elif kind is boolean:
@@ -227,6 +221,11 @@ def make_parser(description):
     return parser
 
 
+def shown(name, value):
+    """Return a setting's value as --help shows it."""
+    return FLAGS[name].metadata["none"] if value is None else str(value)
+
+
 def choices():
     """Return what each preset and recipe chooses, as text for the end of --help."""
     pairs = {f"{preset} with {recipe}": settings for (preset, recipe), settings in OVERRIDES.items()}
@@ -234,7 +233,7 @@ def choices():
     for title, chosen in (("presets", PRESETS), ("recipes", RECIPES), ("a preset with a recipe", pairs)):
         lines.append(f"{title}:")
         for name, settings in chosen.items():
-            text = " ".join(f"{key}={value}" for key, value in settings.items())
+            text = " ".join(f"{key}={shown(key, value)}" for key, value in settings.items())
             lines.append(textwrap.fill(f"  {name}: {text}", 118, subsequent_indent="    "))
     return "\n".join(lines)
 
@@ -254,7 +253,7 @@ def resolve_config(flags, *, on_gpu, source=None):
     if flags.get("preset") == "finetune" and source is None:
         raise ValueError("--preset finetune begins with a trained model: name its Hugging Face folder with --init_from")
     if flags.get("init_from") == "resume":
-        earlier = stored_config(source)
+        earlier = saved_config(source)
         fixed = ["preset", "recipe", "optimizer", *MODEL_FLAGS]
         if bool(flags.get("mtp_weight", earlier.mtp_weight)) != bool(earlier.mtp_weight):
             fixed.append("mtp_weight")  # its layers are in last.pt or they are not, so it cannot be turned on or off
@@ -270,16 +269,16 @@ def resolve_config(flags, *, on_gpu, source=None):
             network["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
             require_unchanged(f"the model in {source.path}", network, flags, network)
             # a trained model knows more than n-grams do, so n-gram targets and further tokens are off unless you ask
-            helps = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
-            config = replace(config, **network, **helps)
+            targets = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
+            config = replace(config, **network, **targets)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     return config
 
 
-def require_unchanged(what, settings, flags, names):
-    """Raise ValueError if a flag among `names` differs from the settings of an earlier run or model."""
-    for name in names:
+def require_unchanged(what, settings, flags, fixed):
+    """Raise ValueError if a flag named in `fixed` differs from the settings of an earlier run or model."""
+    for name in fixed:
         if name != "dropout" and flags.get(name, settings[name]) != settings[name]:
             raise ValueError(
                 f"--{name} {flags[name]} conflicts with {what} ({name} {settings[name]}): "
@@ -287,13 +286,12 @@ def require_unchanged(what, settings, flags, names):
             )
 
 
-def stored_config(source):
-    """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if another version or program wrote it."""
-    stored = source.training.get("config", {})
-    for name, f in FLAGS.items():
-        if name not in stored and f.default is not None:  # a flag that came later, and is off by default, was off
-            raise ValueError(
-                f"{source.path} cannot be resumed, because another version of kvGPT, or another program, "
-                f"wrote it (no {name} in it): start a new run"
-            )
-    return TrainConfig(**{name: stored.get(name) for name in FLAGS})
+def saved_config(source):
+    """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if another program wrote it.
+
+    A flag that came later is not in it, and takes its default.
+    """
+    saved = source.training.get("config", {})
+    if "recipe" not in saved:  # nanoGPT saves a config, too
+        raise ValueError(f"{source.path} cannot be resumed, because it is no run of this train.py: start a new run")
+    return TrainConfig(**{name: value for name, value in saved.items() if name in FLAGS})

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from helpers import ROOT, here, load, log, ok
 from kvgpt.checkpoint import Checkpoint
+from kvgpt.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD
 from kvgpt.recipes import (
     FLAGS,
-    INSTEAD,
     OVERRIDES,
     PRESETS,
     RECIPES,
@@ -22,6 +22,7 @@ from kvgpt.recipes import (
     make_parser,
     parse_flags,
     resolve_config,
+    shown,
 )
 from kvgpt.training.optim import lr_multiplier
 from model import GPT, GPTConfig
@@ -41,7 +42,25 @@ def test_nanogpts_settings_are_flags_of_the_same_names_or_have_a_hint():
 
 def test_a_hint_names_flags_that_exist():
     known = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
-    assert not [flag for flag in re.findall(r"--\w+", " ".join(INSTEAD.values())) if f"  {flag} " not in known]
+    assert not [
+        flag
+        for flag in re.findall(r"--\w+", " ".join([*INSTEAD.values(), *CONFIGS.values()]))
+        if f"  {flag} " not in known
+    ]
+
+
+def test_every_unknown_flag_is_answered_at_once(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    words = "config/mine.py --n_layer 3 --dataset openwebtext --eval_iters=20 --n_layers 3 --eval_only"
+    with pytest.raises(SystemExit) as error:
+        parse_flags("", words.split())
+    out, err = capsys.readouterr()
+    assert error.value.code == 2 and out == ""
+    *hints, rest = err.splitlines()
+    words = ("--dataset", "--eval_iters=20", "--eval_only")
+    assert hints[0] == f"train.py: config/mine.py: {ANY_CONFIG}"
+    assert hints[1:] == [f"train.py: {word}: {INSTEAD[word.partition('=')[0]]}" for word in words]
+    assert "unrecognized arguments: --n_layers 3 (" in rest and "openwebtext" not in err
 
 
 def test_a_folder_of_yours_may_begin_like_openais_models(tmp_path, monkeypatch):
@@ -114,7 +133,7 @@ def test_a_presets_network_is_as_large_as_nanogpts(preset):
         if recipe == "nanogpt":
             millions = (count[recipe] - shapes["transformer.wpe.weight"].numel()) / 1e6
             assert (round(millions, 2), config.max_iters * config.tokens_per_step) == SIZES[preset]
-    assert abs(count["modern"] / count["nanogpt"] - 1) < 0.03  # a recipe must not win by size
+    assert abs(count["modern"] / count["nanogpt"] - 1) < 0.03
 
 
 @every_pair
@@ -130,8 +149,7 @@ def test_help_shows_the_settings_that_a_run_would_have(preset, recipe):
         if action.dest not in ("help", "preset", "recipe"):
             value = getattr(config, action.dest)
             default = re.search(r"\(default: (.*?)(, or see below)?\)$", action.help)
-            expected = FLAGS[action.dest].metadata["none"] if value is None else str(value)
-            assert chosen.get(action.dest, default[1]) == expected, action.dest
+            assert chosen.get(action.dest, default[1]) == shown(action.dest, value), action.dest
             assert default[2] or action.dest not in chosen
 
 
@@ -141,7 +159,7 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
     weights = load(tmp_path / "last.pt")["model"]
     assert {name.split(".")[2] for name in weights if ".h." in name} == {"0"}
     assert weights["transformer.wte.weight"].size(1) == 24
-    assert int(log(tmp_path)[0]["chars"]) == 16 * 32  # batch_size and block_size of the preset
+    assert int(log(tmp_path)[0]["tokens"]) == 16 * 32  # batch_size and block_size of the preset
     assert result.stdout.startswith("training preset lecture, recipe modern, on cpu")
 
 

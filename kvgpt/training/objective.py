@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model import eval_mode
 
 NUM_AHEAD = 3  # tokens after the next that are predicted too
-NGRAM_END = 0.5  # how much of the n-gram distributions' first share in the targets is left at the end
+NGRAM_END = 0.5  # how much of the n-gram distributions' first weight in the targets is left at the end
 
 
 class Objective(nn.Module):
@@ -34,12 +34,12 @@ class Objective(nn.Module):
         for layer in self.mtp:
             nn.init.eye_(layer.weight)
 
-    def forward(self, x, y, mtp_weight=None, ngram_share=None, expected=None):
+    def forward(self, x, y, mtp_weight=None, ngram_weight=None, expected=None):
         """Return (objective, loss), 0-d tensors. loss is the plain cross-entropy, without a gradient.
 
         x, y          (B, T) int64: tokens, and the token after each
         mtp_weight    0-d tensor: weight of the loss for the token after the next; layer j has this weight / j
-        ngram_share   0-d tensor: share of `expected` in the targets
+        ngram_weight  0-d tensor: weight of `expected` in the targets
         expected      (B, T, V): the n-gram distribution of the token after each; None: the text alone
         """
         hidden = self.model.hidden_states(x)  # (B, T, C)
@@ -47,7 +47,7 @@ class Objective(nn.Module):
         objective = F.cross_entropy(logits, y.flatten())
         loss, targets = objective.detach(), y  # targets: (B, T), or distributions (B, T, V)
         if expected is not None:
-            targets = F.one_hot(y, logits.size(-1)).float().lerp(expected, ngram_share)
+            targets = F.one_hot(y, logits.size(-1)).float().lerp(expected, ngram_weight)
             objective = F.cross_entropy(logits, targets.flatten(0, 1))
         for j, layer in enumerate(self.mtp, start=1):
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
@@ -57,14 +57,14 @@ class Objective(nn.Module):
 
 
 def loss_weights(step, config):
-    """Return mtp_weight and ngram_share at a step, a float32 tensor `(2,)`.
+    """Return mtp_weight and ngram_weight at a step, a float32 tensor `(2,)`.
 
     Both fall along a line until lr_decay_iters. It is a tensor because torch.compile would compile the step again for
     every new number.
     """
     left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
-    mtp_weight, ngram_share = config.mtp_weight or 0.0, config.ngram_targets or 0.0
-    return torch.tensor([mtp_weight * left, ngram_share * (NGRAM_END + (1 - NGRAM_END) * left)])
+    mtp_weight, ngram_weight = config.mtp_weight or 0.0, config.ngram_targets or 0.0
+    return torch.tensor([mtp_weight * left, ngram_weight * (NGRAM_END + (1 - NGRAM_END) * left)])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ def evaluate(model, ids, block_size, device, autocast):
 # -- n-gram targets ----------------------------------------------------------------------------------------------------
 
 # The next character of the text is one sample of what could follow, so its gradient is noisy. The average over all
-# places with the same few characters before is less noisy. But an n-gram sees only those few, so we let its share fall
-# in the targets. Malagutti et al. 2024 (arXiv:2403.17240) regularize by n-grams too; that the share falls is ours.
+# places with the same few characters before is less noisy. But an n-gram sees only those few, so we let its weight
+# fall. Malagutti et al. 2024 (arXiv:2403.17240) regularize by n-grams too; that the weight falls is ours.
 
 NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
 DISCOUNT = 0.9  # what each follower's count loses to the next shorter context

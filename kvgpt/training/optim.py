@@ -73,12 +73,12 @@ def configure_optimizers(objective, config, device):
     muon = []
     if config.optimizer == "muon":
         muon = [Muon(muon_groups(objective.model, config.muon_learning_rate), lr=config.muon_learning_rate)]
-    taken = {id(p) for optimizer in muon for group in optimizer.param_groups for p in group["params"]}
-    others = [p for p in objective.parameters() if id(p) not in taken]
+    of_muon = {id(p) for optimizer in muon for group in optimizer.param_groups for p in group["params"]}
+    rest = [p for p in objective.parameters() if id(p) not in of_muon]
     peak_lr = config.learning_rate
     groups = [
-        dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=peak_lr),
-        dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0, peak_lr=peak_lr),
+        dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=peak_lr),
+        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak_lr=peak_lr),
     ]
     betas, fused = (config.beta1, config.beta2), device.type in ("cpu", "cuda")
     return [torch.optim.AdamW(groups, lr=peak_lr, betas=betas, fused=fused), *muon]
@@ -100,9 +100,9 @@ def muon_groups(model, peak_lr):
 
 
 def lr_multiplier(step, config):
-    """Return the learning rate of a step as a share of its peak, 0 to 1.
+    """Return the learning rate of a step as a fraction of its peak, 0 to 1.
 
-    It warms up linearly over warmup_iters, stays for the share lr_stable_frac of the steps that remain until
+    It warms up linearly over warmup_iters, stays for the fraction lr_stable_frac of the steps that remain until
     lr_decay_iters, and then falls to min_lr / learning_rate along a cosine or a line, or not at all.
     """
     if not config.learning_rate:  # 0 turns Muon off too

@@ -9,16 +9,7 @@ from kvgpt.checkpoint import save_checkpoint
 from kvgpt.files import lock_folder, name_in_errors, write_atomically
 
 FILES = ("log.csv", "samples.txt", "ckpt.pt", "last.pt")
-LOG_FIELDS = ("step", "tokens", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")
-
-
-def log_columns(unit):
-    """Return {key of a row: its column in log.csv}. The unit is what tokens are called.
-
-    Losses per token cannot be compared if the tokens differ, so such a run also logs its val loss in bits per byte.
-    """
-    columns = {name: name for name in LOG_FIELDS}
-    return columns | ({"tokens": "chars"} if unit == "characters" else {"val_bpb": "val_bpb"})
+COLUMNS = ("step", "tokens", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
 
 
 class RunFolder:
@@ -28,7 +19,7 @@ class RunFolder:
         self.path = Path(path)
         self.lock_file = None
         self.header = {}
-        self.columns = log_columns("characters")
+        self.columns = COLUMNS
 
     def lock(self):
         """Lock the folder, which exists, until the process ends. Raises ValueError if another process has locked it."""
@@ -37,15 +28,15 @@ class RunFolder:
         except BlockingIOError:
             raise ValueError(f"another training writes to {self.path}: stop it, or choose another --out_dir") from None
 
-    def begin(self, step, header, unit):
+    def begin(self, step, header, bits_per_byte):
         """Prepare for a run that starts at `step`. If that is 0, set aside the run that the folder holds.
 
-        header  the part of a checkpoint that stays the same during the run
-        unit    what tokens are called
+        header         the part of a checkpoint that stays the same during the run
+        bits_per_byte  whether val losses are also logged in this unit, which does not depend on the tokenizer
         Returns (tokens, seconds) that the log of this run has counted so far. Raises OSError, or ValueError if the
         log is damaged.
         """
-        self.header, self.columns = header, log_columns(unit)
+        self.header, self.columns = header, COLUMNS + (("val_bpb",) if bits_per_byte else ())
         if not step:
             self.set_aside()
         return self.trim_log(step)
@@ -67,7 +58,7 @@ class RunFolder:
         """Cut log.csv back to the rows up to `step`. Returns the tokens and seconds of the last row.
 
         A killed run has rows that are newer than its last.pt, and a resume makes them again. A full disk can cut the
-        last row short.
+        last row short. The header is written again, because it said `chars` once where it says `tokens` now.
         """
         file = self.path / "log.csv"
         lines = file.read_bytes().splitlines(keepends=True) if step and file.is_file() else []
@@ -79,7 +70,7 @@ class RunFolder:
                 counted = (int(tokens), float(seconds))
         except ValueError:
             raise ValueError(f"{file} is damaged: remove it, and the run begins a new one") from None
-        header = ",".join(self.columns.values()) + "\r\n"
+        header = ",".join(self.columns) + "\r\n"
         write_atomically({file: header.encode() + b"".join(rows)})
         return counted
 
@@ -109,15 +100,13 @@ def plot_loss(out_dir):
 
     with open(out_dir / "log.csv", encoding="utf-8", newline="") as f:
         rows = list(csv.DictReader(f))
-    count = list(rows[0])[1]  # "chars" or "tokens"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for column, marker in (("train_loss", ""), ("val_loss", "o")):
         logged = [row for row in rows if row[column]]
-        tokens, losses = ([float(row[key]) for row in logged] for key in (count, column))
+        tokens, losses = ([float(row[key]) for row in logged] for key in ("tokens", column))
         axes.plot(tokens, losses, marker=marker, label=column)
-    unit = "characters" if count == "chars" else count
-    axes.set(xlabel=f"{unit} of training text", ylabel=f"loss in nats per {unit[:-1]}")
+    axes.set(xlabel="tokens of training text", ylabel="loss in nats per token")
     axes.set(title=f"best val loss {min(losses):.4f}")
     axes.legend()
     picture = io.BytesIO()

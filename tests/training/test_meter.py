@@ -16,14 +16,14 @@ from model import GPT, GPTConfig
 
 
 def test_the_log_says_what_was_trained(data_dir, tmp_path):
-    """A row's train_loss is the mean of the steps since the last row. Its chars count all micro-steps."""
+    """A row's train_loss is the mean of the steps since the last row. Its tokens count all micro-steps."""
     ok(here(*STATEFUL, "--max_iters", 6, "--log_interval", 1, "--data_dir", data_dir, "--out_dir", tmp_path / "1"))
     ok(here(*STATEFUL, "--max_iters", 6, "--log_interval", 3, "--data_dir", data_dir, "--out_dir", tmp_path / "3"))
     each = [float(row["train_loss"]) for row in log(tmp_path / "1")]
     rows = log(tmp_path / "3")
     assert [row["step"] for row in rows] == ["3", "6"]
     assert [float(row["train_loss"]) for row in rows] == pytest.approx([sum(each[:3]) / 3, sum(each[3:]) / 3], rel=1e-5)
-    assert [int(row["chars"]) for row in rows] == [3 * 2 * 2 * 16, 6 * 2 * 2 * 16]
+    assert [int(row["tokens"]) for row in rows] == [3 * 2 * 2 * 16, 6 * 2 * 2 * 16]
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 and float(row["lr"]) > 0 for row in rows)
 
 

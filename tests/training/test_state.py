@@ -26,6 +26,7 @@ from helpers import (
     same,
     tiny_run,
 )
+from kvgpt.recipes import TrainConfig
 from kvgpt.tokenizer import CharTokenizer
 from kvgpt.training.data import write_prepared
 from kvgpt.training.dist import Ranks
@@ -123,12 +124,16 @@ def test_a_resume_takes_other_settings_from_its_flags(out, tmp_path):
     assert all(not same(a, b) for a, b in itertools.combinations(results, 2))
 
 
-def test_a_run_from_before_a_flag_existed_goes_on(out):
-    ckpt = load(out / "last.pt")
-    del ckpt["config"]["sample_interval"]
+def test_a_run_from_before_flags_existed_goes_on_with_their_defaults(out, tmp_path):
+    ckpt, resume = load(out / "last.pt"), ["--init_from", "resume", "--max_iters", 62, "--out_dir"]
+    whole = shutil.copytree(out, tmp_path / "whole")
+    for name in ("sample_interval", "norm_first", "mlp_ratio", "muon_learning_rate", "lr_stable_frac", "beta1"):
+        assert ckpt["config"].pop(name) == getattr(TrainConfig, name)
     torch.save(ckpt, out / "last.pt")
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
-    assert load(out / "last.pt")["config"]["sample_interval"] is None
+    ok(here(*resume, out))
+    ok(here(*resume, whole))
+    assert_same_run(whole, out)
+    assert load(out / "last.pt")["config"] == load(whole / "last.pt")["config"] | {"out_dir": str(out)}
 
 
 # -- resumes that cannot be --------------------------------------------------------------------------------------------
@@ -141,11 +146,15 @@ def test_a_resume_cannot_change_the_network_or_the_optimizer(flag, out):
     assert_refused(out, *flag.split(), words=[flag.replace("=", " ").split()[0], "conflicts", "start a new run"])
 
 
+LACKS = [("config", "no run of this train.py"), ("data_sha256", "another text"), ("optimizer", "state of")]
+
+
 def test_a_checkpoint_that_lacks_what_a_run_needs_is_refused(out):
-    """One that nanoGPT wrote, or an older version of our code."""
     ckpt = load(out / "last.pt")
-    for name, line in (("config", "version of kvGPT"), ("data_sha256", "another text"), ("optimizer", "state of")):
-        torch.save({key: value for key, value in ckpt.items() if key != name}, out / "last.pt")
+    nanogpts = ckpt | {"config": {"out_dir": "out", "dataset": "shakespeare_char", "n_layer": 6}}
+    others = [({key: value for key, value in ckpt.items() if key != name}, line) for name, line in LACKS]
+    for content, line in [(nanogpts, "no run of this train.py"), *others]:
+        torch.save(content, out / "last.pt")
         assert_refused(out, words=[out, line])
 
 
