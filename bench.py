@@ -26,15 +26,15 @@ from pathlib import Path
 
 import torch
 
+from kvgpt.baselines import llama2c_run, transformers_run
 from kvgpt.checkpoint import first_line, load_checkpoint
 from kvgpt.cli import Parser, aligned, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
 from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
+from kvgpt.decoding.quantize import round_weights
 from kvgpt.decoding.timing import Timing
 from kvgpt.decoding.verify import near_tie
 from kvgpt.files import write_atomically
-from kvgpt.peers import llama2c_run, transformers_run
-from kvgpt.quantize import round_weights
 from kvgpt.recipes import RECIPES, network
 from kvgpt.tokenizer import CharTokenizer
 from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token, stream_tokens
@@ -50,7 +50,7 @@ VARIANTS = {
     "hf": "transformers' generate",
     "llama2c": "llama2.c",
 }
-PEERS = ("hf", "llama2c")  # they draw their own random numbers, so we cannot compare their tokens with ours
+BASELINES = ("hf", "llama2c")  # they draw their own random numbers, so we cannot compare their tokens with ours
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
     "shape": ("shape", "{}"),
     "variant": ("variant", "{}"),
@@ -200,7 +200,7 @@ def bench(file, model, ngrams, idx, args):
     runs = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
     if not runs:
         fail("nothing could be measured")
-    ours = {name: run for name, run in runs.items() if name not in PEERS}
+    ours = {name: run for name, run in runs.items() if name not in BASELINES}
 
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():

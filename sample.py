@@ -135,7 +135,7 @@ def open_engine(args):
         ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, tokenizer = ckpt.build_language_model()
         if args.weights == "int8":
-            from kvgpt.quantize import round_weights
+            from kvgpt.decoding.quantize import round_weights
 
             round_weights(model)
         return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, ckpt.ngrams

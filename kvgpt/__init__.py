@@ -5,9 +5,9 @@ cores.py       how our threads share a busy machine
 recipes.py     the settings of train.py, and its presets and recipes
 checkpoint.py  read and write a model; blank.py makes one that waits for its weights, files.py writes any file whole
 tokenizer.py   text to ids and back, by characters; bpe.py by parts of words
-nanogpt.py     what is nanoGPT's: meta.pkl
-peers.py       what bench.py compares us with
-decoding/      guesses, the step in C, stop texts, comparison, timing, --explain
+nanogpt.py     what is nanoGPT's: meta.pkl, its flags and what to type instead
+baselines.py   what bench.py compares us with
+decoding/      guesses, the step in C, int8, stop texts, comparison, timing, --explain
 interop/       Hugging Face folders, transformers, ONNX and the web page: what export.py writes, and what runs it
 training/      data, loss, optimizers, the run folder, several processes
 """

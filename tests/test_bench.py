@@ -1,4 +1,4 @@
-"""bench.py and kvgpt/peers.py: what is measured computes the same network, and gives the same tokens."""
+"""bench.py and kvgpt/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 
 from bench import VARIANTS, check_tokens, main, timed, warm_runs
 from helpers import CONTEXT, MODELS, ROOT, V, linux, needs_compiler, ok, prompts, run
-from kvgpt.peers import llama2c_run
+from kvgpt.baselines import llama2c_run
 from model import GPTConfig
 
 SAME = "the same tokens as a forward without a cache, up to rounding: "
@@ -28,7 +28,7 @@ def test_one_wrong_token_ends_the_benchmark(name, capsys):
     assert f"DIFFERENT from a forward without a cache: {name}, seed 0, row 1, new token 4" in capsys.readouterr().err
 
 
-# -- the peers ---------------------------------------------------------------------------------------------------------
+# -- the baselines ----------------------------------------------------------------------------------------------------
 
 
 LLAMA2C = """

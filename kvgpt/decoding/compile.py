@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 import model as model_py
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
+from kvgpt.decoding.quantize import BLOCK, quantize
 from kvgpt.files import sha256
-from kvgpt.quantize import BLOCK, quantize
 
 SOURCE = Path(__file__).with_name("step.c")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]

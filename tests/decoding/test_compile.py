@@ -34,8 +34,8 @@ from helpers import (
 from kvgpt.decoding import compile as compiling
 from kvgpt.decoding.compile import CompileError
 from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.quantize import round_weights
 from kvgpt.decoding.speculate import DecodeState
-from kvgpt.quantize import round_weights
 from model import GPT, MLP, GPTConfig
 
 pytestmark = needs_compiler

@@ -28,7 +28,7 @@ from helpers import (
 )
 from kvgpt.decoding import compile as compiling
 from kvgpt.decoding.decode import Decoder
-from kvgpt.quantize import BLOCK, quantize, round_weights
+from kvgpt.decoding.quantize import BLOCK, quantize, round_weights
 from model import GPTConfig
 
 
