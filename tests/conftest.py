@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from helpers import SAMPLE, TINY, child, ok, run, write_gpt2
+from helpers import SAMPLE, TINY, here, ok, run, write_gpt2
 
 torch.set_num_threads(1)
 
@@ -36,7 +36,7 @@ def data_dir(tmp_path_factory):
 def trained(data_dir, tmp_path_factory):
     """An out_dir after 60 steps of a tiny model on data/sample.txt."""
     folder = tmp_path_factory.mktemp("out")
-    ok(child("--data_dir", data_dir, "--out_dir", folder, *TINY, "--max_iters", "60"))
+    ok(here("--data_dir", data_dir, "--out_dir", folder, *TINY, "--max_iters", "60"))
     return folder
 
 

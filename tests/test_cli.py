@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, linux, unix
-from kvgpt.cli import PRETRAINED, Parser, boolean, number, pick_checkpoint
+from kvgpt.cli import PRETRAINED, Parser, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -30,17 +30,9 @@ def test_a_number_is_inside_its_interval(value, low, high):
                 parse(str(value))
 
 
-def test_a_boolean_is_true_false_1_or_0():
-    assert [boolean(text) for text in ("True", "1", "false", "FALSE", "0")] == [True, True, False, False, False]
-    for text in ("", "yes", "2"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            boolean(text)
-
-
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--size", "x"], ["--size", "invalid int value: 'x'"]),
         (["--size", "9"], ["--size", "9 is not in [0, 9)"]),
         (["--siz", "3"], ["--siz 3"]),  # an abbreviation could mean another flag after the next release
     ],

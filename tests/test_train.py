@@ -185,12 +185,6 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2 and "--patience" in result.stdout
 
 
-def test_a_run_without_patience_is_told_once_that_it_no_longer_gets_better(data_dir, tmp_path):
-    flags = [*SMALL, "--learning_rate", 0, "--max_iters", 12, "--eval_interval", 2, "--data_dir", data_dir]
-    result = ok(here(*flags, "--out_dir", tmp_path))
-    assert result.stdout.count("may overfit") == 1 and result.stderr == ""
-
-
 def test_max_iters_reached_already_is_said_and_changes_nothing(out):
     before, times = contents(out), {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     for flags in ([], ["--max_iters", "60"], ["--max_iters", "10"]):
@@ -308,15 +302,15 @@ def test_openais_models_are_folders_here_and_a_line_makes_them(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_nanogpts_own_command_for_a_cpu_is_told_the_preset(tmp_path):
+def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
     command = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1
     --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
     --dropout=0.0"""
-    result = child(*command.split(), cwd=tmp_path)
+    result = here(*command.split())
     first, second = result.stderr.splitlines()
     assert "config/train_shakespeare_char.py: " in first and "on a CPU --preset nanogpt-cpu --recipe nanogpt" in first
     assert "--eval_iters=20: leave it out" in second
-    assert result.returncode == 2 and result.stdout == "" and not any(tmp_path.iterdir())
+    assert result.returncode == 2 and result.stdout == ""
 
 
 @pytest.mark.slow
@@ -338,7 +332,8 @@ def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp
 
 
 @unix
-@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data_dir, tmp_path):
     """The step in progress is finished and saved, no batch is trained twice, and the command that is printed works."""
     out_dir = "-it's"

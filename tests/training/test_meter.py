@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train
-from helpers import CPU, SMALL, STATEFUL, child, here, load, log, ok, start, unix
+from helpers import CPU, SMALL, STATEFUL, here, load, log, ok, start, unix
 from model import GPT, GPTConfig
 
 # -- log.csv -----------------------------------------------------------------------------------------------------------
@@ -45,10 +45,9 @@ def test_the_log_has_the_norm_of_the_gradients(data_dir, tmp_path):
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
     flags = [*SMALL, "--max_iters", 4, "--log_interval", 2, "--data_dir", data_dir, "--out_dir", tmp_path]
-    result = ok(child(*flags))
+    result = ok(here(*flags))
     assert "\r" not in result.stdout + result.stderr and "\x1b" not in result.stdout + result.stderr
     assert result.stderr == ""
     lines = result.stdout.splitlines()
@@ -60,6 +59,7 @@ def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
 
 
 @unix
+@pytest.mark.slow
 def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(data_dir, tmp_path):
     """Also a terminal of size 0, which a notebook has and where tqdm by itself shows nothing."""
     termios = pytest.importorskip("termios")
