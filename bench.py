@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from kvgpt.baselines import llama2c_run, transformers_run
-from kvgpt.checkpoint import first_line, load_checkpoint
-from kvgpt.cli import Parser, aligned, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
+from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
+from kvgpt.cli import Parser, fail, first_line, note, number, one_line_errors, path, pick_device, run_main
 from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
 from kvgpt.decoding.quantize import round_weights
@@ -250,6 +250,17 @@ def table(rows):
     for row in rows:  # a text that comes as one block has 0 for the times between blocks, so we show none
         lines.append([form.format(row[key]) if row.get(key) else "" for key, (_, form) in columns.items()])
     return aligned(lines, num_left=2)
+
+
+def aligned(rows, num_left):
+    """Return rows of cells as text in columns. The first num_left columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for cells in rows:
+        left = [cell.ljust(width) for cell, width in zip(cells[:num_left], widths)]
+        right = [cell.rjust(width) for cell, width in zip(cells[num_left:], widths[num_left:])]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
 
 
 def plot(measured, format):

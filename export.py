@@ -11,8 +11,8 @@ compared with PyTorch's.
 import importlib.util
 from pathlib import Path
 
-from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import Parser, fail, one_line_errors, path, pick_checkpoint, run_main
+from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
+from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
 from kvgpt.files import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")

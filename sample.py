@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path, pick_checkpoint, pick_device, run_main
+from kvgpt.checkpoint import load_checkpoint, load_model, pick_checkpoint
+from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path, pick_device, run_main
 from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.sequence import Sequence
 from kvgpt.decoding.timing import Timing, report

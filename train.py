@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import shlex
+import signal
 import statistics
 import sys
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import StopSignals, fail, first_line, note, one_line_errors, run_main
+from kvgpt.cli import fail, first_line, handle_signals, note, one_line_errors, run_main, torchrun_ranks
 from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.recipes import TrainConfig, parse_flags, resolve_config
@@ -132,6 +133,23 @@ def val_loss(config, data, state, ranks, limit=None):
     if ranks.is_main:
         loss = evaluate(state.model, data.val[:limit], config.block_size, state.device, state.autocast)
     return require_finite(ranks.all_reduce(loss))
+
+
+class StopSignals:
+    """Notes Ctrl-C and SIGTERM, so that train.py can finish its present step before it stops.
+
+    received  the number of the first signal, or 0
+    A second Ctrl-C ends the process at once. A second SIGTERM doesn't, because `timeout` sends it twice.
+    """
+
+    def __init__(self):
+        self.received = 0
+        handle_signals(self.receive)
+
+    def receive(self, signum, frame):
+        self.received = self.received or signum
+        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun passes on a Ctrl-C that everybody got already
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def train(config, data, state, ranks, run, meter, signals):

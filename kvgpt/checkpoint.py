@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from kvgpt.blank import blank_model, tie
-from kvgpt.cli import first_line
+from kvgpt.cli import first_line, note
 from kvgpt.files import write_atomically
 from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
 from model import GPTConfig
+
+PRETRAINED = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
 
 
 @dataclass
@@ -139,6 +141,26 @@ def check_crc(path):
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"{damaged} has changed")
+
+
+def pick_checkpoint(ckpt, out_dir):
+    """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
+
+    --ckpt may name a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and if
+    nothing has been trained there yet, we take the pretrained model that comes with the code.
+    """
+    if ckpt and not Path(ckpt).is_dir():
+        return Path(ckpt)
+    folder = Path(ckpt or out_dir or "out")
+    for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
+        if file.exists():
+            return file
+    if ckpt and (folder / "config.json").exists():
+        return folder
+    if ckpt or out_dir:
+        return folder / "ckpt.pt"  # load_checkpoint says that it is not there
+    note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
+    return PRETRAINED
 
 
 def load_model(path, meta=None):

@@ -7,8 +7,6 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-PRETRAINED = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt"
-
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -72,26 +70,6 @@ def pick_device(name):
     return device
 
 
-def pick_checkpoint(ckpt, out_dir):
-    """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
-
-    --ckpt may name a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and if
-    nothing has been trained there yet, we take the pretrained model that comes with the code.
-    """
-    if ckpt and not Path(ckpt).is_dir():
-        return Path(ckpt)
-    folder = Path(ckpt or out_dir or "out")
-    for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
-        if file.exists():
-            return file
-    if ckpt and (folder / "config.json").exists():
-        return folder
-    if ckpt or out_dir:
-        return folder / "ckpt.pt"  # load_checkpoint says that it is not there
-    note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
-    return PRETRAINED
-
-
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,17 +109,6 @@ def one_line_errors():
         fail(error)
 
 
-def aligned(rows, num_left):
-    """Return rows of cells as text in columns. The first num_left columns are aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for cells in rows:
-        left = [cell.ljust(width) for cell, width in zip(cells[:num_left], widths)]
-        right = [cell.rjust(width) for cell, width in zip(cells[num_left:], widths[num_left:])]
-        lines.append("  ".join(left + right).rstrip())
-    return "\n".join(lines)
-
-
 # -- around main -------------------------------------------------------------------------------------------------------
 
 
@@ -178,20 +145,3 @@ def handle_signals(handler):
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & ignores Ctrl-C for us
             signal.signal(number, handler)
-
-
-class StopSignals:
-    """Notes Ctrl-C and SIGTERM, so that train.py can finish its present step before it stops.
-
-    received  the number of the first signal, or 0
-    A second Ctrl-C ends the process at once. A second SIGTERM doesn't, because `timeout` sends it twice.
-    """
-
-    def __init__(self):
-        self.received = 0
-        handle_signals(self.receive)
-
-    def receive(self, signum, frame):
-        self.received = self.received or signum
-        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun passes on a Ctrl-C that everybody got already
-            signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, linux, unix
-from kvgpt.cli import PRETRAINED, Parser, number, pick_checkpoint
+from kvgpt.checkpoint import PRETRAINED, pick_checkpoint
+from kvgpt.cli import Parser, number
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -72,7 +73,8 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
 
 SCRIPT = """
 import os, signal, sys, time
-from kvgpt.cli import StopSignals, note, one_line_errors, run_main
+from kvgpt.cli import note, one_line_errors, run_main
+from train import StopSignals
 
 def main():
 {body}

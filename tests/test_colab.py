@@ -159,7 +159,7 @@ def test_its_outputs_are_what_the_cells_print_today(lesson):
 def test_the_stored_training_has_todays_settings():
     import train
     from helpers import CPU
-    from kvgpt.cli import PRETRAINED
+    from kvgpt.checkpoint import PRETRAINED
     from kvgpt.recipes import parse_flags, resolve_config
     from kvgpt.training.dist import Ranks
     from kvgpt.training.state import TrainState, pick_dtype

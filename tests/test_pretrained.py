@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from helpers import ROOT, assert_one_line, ok, run
-from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import PRETRAINED
+from kvgpt.checkpoint import PRETRAINED, load_checkpoint
 from kvgpt.training.data import load_dataset
 from kvgpt.training.objective import evaluate
 
