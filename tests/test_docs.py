@@ -142,7 +142,7 @@ def test_the_code_map_counts_lines():
     for name, count in rows:
         path = next(path for path in (ROOT / name, ROOT / "kvgpt" / name) if path.exists())
         files = [path] if path.is_file() else path.glob("*" if name == "kvgpt/" else "**/*")
-        kinds = {".py", ".c", ".js", ".css", ".html", ".mjs"}
+        kinds = {".py", ".c", ".h", ".js", ".css", ".html", ".mjs"}
         lines = sum(
             len(read(file).splitlines()) for file in files if file.suffix in kinds and "node_modules" not in file.parts
         )

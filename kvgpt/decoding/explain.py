@@ -66,7 +66,7 @@ def explain(model, tokenizer, idx, steps, sampling):
     held = None  # shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, block in enumerate(stream_tokens(model, idx, steps, sampling)):
-            x, rope, pos, mask, cache = seen["attn_args"]
+            x, rope, pos, mask, _ = seen["attn_args"]
             with torch.inference_mode():
                 q, k, _ = attn.project(x, rope)
                 weights = layer_weights(attn, x, rope, pos)
@@ -74,7 +74,7 @@ def explain(model, tokenizer, idx, steps, sampling):
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
             token, key_cache = tokenizer.show(block.item()), attn.heads[0].key_cache
-            keys = cache.key[attn.layer][:, :, : cache.length]
+            keys = torch.stack([head.key_cache for head in attn.heads], dim=1)  # (1, nkv, t, hs)
             print(f"{what}: idx {(1, pos.size(1))}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),
