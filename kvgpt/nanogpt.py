@@ -42,9 +42,9 @@ INSTEAD |= dict.fromkeys(
     "leave it out: log.csv in --out_dir has the curves, and --plot draws them",
 )
 CONFIGS = {  # a config file of nanoGPT: what to type instead
-    "train_shakespeare_char.py": "type --preset gpu --recipe nanogpt, or on a CPU --preset nanogpt-cpu "
-    "--recipe nanogpt",
-    "finetune_shakespeare.py": "type --init_from gpt2 --data_dir DIR",
+    "train_shakespeare_char.py": "type python train.py --preset gpu --recipe nanogpt, or on a CPU "
+    "--preset nanogpt-cpu --recipe nanogpt",
+    "finetune_shakespeare.py": "type python train.py --init_from gpt2 --data_dir DIR",
 }
 ANY_CONFIG = "we have no config files: each line of it is a flag here, --name value"
 

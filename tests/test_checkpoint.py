@@ -76,7 +76,7 @@ def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
         ckpt.build_language_model()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(place=st.integers(0, len(WHOLE) - 1), change=st.integers(1, 255) | st.just("cut"))
 @example(place=len(WHOLE) - 1, change="cut")
 def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, place, change):

@@ -137,7 +137,7 @@ def test_going_back_forgets_what_came_after(model, length, back, redo):
     clear_kv_cache(model)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(a_model, st.integers(1, 10), st.sampled_from([1, 3]), a_filter, a_seed, st.data())
 def test_whatever_happens_between_two_steps_changes_no_token(model, length, batch, filters, seed, data):
     """An evaluation, eval-train-eval, a cleared cache, somebody's cached call, a generation running or abandoned."""

@@ -391,8 +391,8 @@ def test_threads_never_write_what_others_read(fault, sanitizer, tmp_path):
 
 EDITS = {  # right edits of model.py, after which step.c would write another text, or none
     "window": (
-        "if pos.size(1) == 1 and min(self.lengths) == t:",
-        "if pos.size(1) == 1 and min(self.lengths) == t < 8:",
+        "if pos.size(1) == 1 and min(self.lengths) == self.length:",
+        "if pos.size(1) == 1 and min(self.lengths) == self.length < 8:",
     ),
     "gelu": ("F.gelu(x, approximate=self.approximate)", 'F.gelu(x, approximate="tanh")'),
     "eps": ("self.ln_1 = nn.LayerNorm(config.n_embd, bias", "self.ln_1 = nn.LayerNorm(config.n_embd, 1e-4, bias"),

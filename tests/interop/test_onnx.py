@@ -1,6 +1,7 @@
 """kvgpt/interop/onnx.py: the graph as onnx and ONNX Runtime see it, and run by our own loop."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import onnx
@@ -21,9 +22,10 @@ NETWORKS = {
     "StableLM": dict(STABLELM, qk_norm=True, n_kv_head=2, mlp_ratio=3.3),
     "post-LN": POST_LN,
 }
+SLOW = partial(pytest.param, marks=pytest.mark.slow)  # an export takes seconds
 
 
-@pytest.fixture(scope="module", params=["GPT-2", "StableLM", pytest.param("post-LN", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[SLOW("GPT-2"), "StableLM", SLOW("post-LN")])
 def exported(request, tmp_path_factory):
     """(model, its model.onnx, a session of that)"""
     model, file = tiny(**NETWORKS[request.param]), tmp_path_factory.mktemp("onnx") / "model.onnx"
@@ -113,6 +115,7 @@ def test_padding_on_the_left_changes_nothing(exported):
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["GPT-2", "StableLM"])
 def test_queries_are_those_of_the_last_token_and_the_model_stays_as_it_was(network, tmp_path):
     """They are what multiplies the keys: after the norm and the rotation."""

@@ -207,7 +207,7 @@ def test_the_stage_draws_the_columns_and_the_attention_of_every_head(seen, model
     for hook in hooks:
         hook.remove()
     for attn, kept, attention in zip(layers, seen["answers"]["kept"], seen["answers"]["attention"], strict=True):
-        x, rope, pos, _ = inputs[attn]
+        x, rope, pos, *_ = inputs[attn]
         q = attn.project(x, rope)[0][:, :, -1:]
         for head, keys, values in zip(attn.heads, *kept, strict=True):
             torch.testing.assert_close(torch.tensor(keys), head.key_cache.flatten(), atol=1e-4, rtol=1e-4)
@@ -291,7 +291,7 @@ def test_each_mistake_gives_the_text_and_the_logits_that_the_mistake_computes(se
     wrong = seen["answers"]["mistakes"][name]
     logits = mistaken_logits(model, name, wrong["ids"][T:-1])
     noise = gumbel_noise(SAMPLING["seed"], torch.tensor([0]), torch.arange(STEPS), len(CHARS))[0]
-    assert wrong["ids"] == text[:T] + sample_token(logits, noise, SAMPLING["temperature"]).tolist()
+    assert wrong["ids"] == text[:T] + sample_token(logits, noise, Sampling(**SAMPLING)).tolist()
 
     # compared with the right ones until the first wrong token
     right = logits_of(model, text)[T - 1 : -1]
