@@ -24,7 +24,6 @@ from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path
 from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.sequence import Sequence
 from kvgpt.decoding.timing import Timing, report
-from kvgpt.nanogpt import parse_with_hints
 from model import Sampling, stream_tokens
 
 SEPARATOR = "\n---------------\n"  # between samples
@@ -93,7 +92,11 @@ def parse_args(argv=None):
     # checks
     add("--verify", action="store_true", help="also generate the other way, with or without the cache, and compare")
     add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
-    args = parse_with_hints(parser, argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        from kvgpt.nanogpt import refuse_unknown
+
+        refuse_unknown(parser, unknown)
     args.stop = args.stop or []
     refuse_conflicts(args, parser.error)
     return args

@@ -49,12 +49,11 @@ CONFIGS = {  # a config file of nanoGPT: what to type instead
 ANY_CONFIG = "we have no config files: each line of it is a flag here, --name value"
 
 
-def parse_with_hints(parser, argv):
-    """Return the parser's arguments. Unknown ones end the script with a line each; nanoGPT's get what to type instead.
+def refuse_unknown(parser, unknown):
+    """End the script with a line for each argument that its parser does not know; nanoGPT's get what to type instead.
 
-    argv  as in parse_args; None: the command line
+    unknown  of parser.parse_known_args
     """
-    args, unknown = parser.parse_known_args(argv)
     hints, unrecognized, previous = [], [], ""
     for word in unknown:
         if word.endswith(".py"):
@@ -68,6 +67,4 @@ def parse_with_hints(parser, argv):
         note(hint)
     if unrecognized:
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
-    if hints:
-        parser.exit(2)
-    return args
+    parser.exit(2)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from kvgpt.cli import Parser, boolean, number, path
-from kvgpt.nanogpt import parse_with_hints
 from model import GPTConfig
 
 # A preset is a size, a context length and a length of training. A recipe is a network and an optimizer. If both name a
@@ -201,7 +200,13 @@ CHOSEN = {name for settings in (*PRESETS.values(), *RECIPES.values(), *OVERRIDES
 
 def parse_flags(description, argv=None):
     """Return {name: value} of the flags that were given. resolve_config fills in the rest."""
-    return vars(parse_with_hints(make_parser(description), argv))
+    parser = make_parser(description)
+    flags, unknown = parser.parse_known_args(argv)
+    if unknown:
+        from kvgpt.nanogpt import refuse_unknown
+
+        refuse_unknown(parser, unknown)
+    return vars(flags)
 
 
 def make_parser(description):
