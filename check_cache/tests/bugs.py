@@ -126,10 +126,10 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """It is its own adapter. positions: "rope", "learned" or "alibi"."""
 
-    def __init__(self, positions="rope", window=None, static=True):
+    def __init__(self, positions="rope", window=None):
         super().__init__()
         torch.manual_seed(0)
-        self.vocab_size, self.context, self.window, self.static = V, 128, window, static
+        self.vocab_size, self.context, self.window = V, 128, window
         self.wte, self.wpe, self.head = nn.Embedding(V, C), nn.Embedding(128, C), nn.Linear(C, V)
         self.norm, self.positions = nn.RMSNorm(C), positions
         self.blocks = nn.ModuleList(Attention(i, positions, window) for i in range(LAYERS))
@@ -140,9 +140,7 @@ class Decoder(nn.Module):
     def full(self, ids):
         return self(ids, None, None, torch.arange(ids.size(1)).expand_as(ids))
 
-    def new(self, kind, length):
-        if kind == "static" and not self.static:
-            raise NotImplementedError("there is none")
+    def new(self, rows, length, kind):
         return Cache(length if kind == "static" else None)
 
     def step(self, ids, cache, mask, pos):
