@@ -41,10 +41,10 @@ def main():
     warnings.simplefilter("ignore")
     try:
         dtype = getattr(torch, args.dtype)
-        report = check_cache(load(args.model), args.length, dtype, args.device, modes=args.modes)
+        report = check_cache(load(args.model), length=args.length, dtype=dtype, device=args.device, modes=args.modes)
         if args.plot:
             plot(report, args.plot)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         install = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         parser.exit(2, f"check_cache: {args.model}: {type(error).__name__}: {first_line(error)}{install}\n")
     if args.json:

@@ -1,18 +1,174 @@
-"""What the check needs to know about a model: of transformers, or of this kit."""
+"""What the check needs to know about a decoder: given as functions, or a model of transformers or of this kit."""
 
+import copy
 import inspect
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from check_cache.report import first_line
 
+NEEDED = ("full", "new", "step")
+OPTIONAL = ("vocab_size", "context", "window", "pad", "crop", "reorder", "reset", "fork", "generate")
 
-class Transformers:
+
+def adapter_of(model, parts):
+    """Return the adapter of a model, or of the functions in `parts`."""
+    parts = {name: part for name, part in parts.items() if part is not None}
+    if not parts and model is not None:
+        parts = {name: getattr(model, name) for name in (*NEEDED, *OPTIONAL) if hasattr(model, name)}
+        if not {*NEEDED} <= {*parts}:
+            if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
+                return Transformers(model)
+            if hasattr(model, "new_cache") and hasattr(getattr(model, "config", None), "block_size"):
+                return Kit(model)
+            raise TypeError(
+                f"{type(model).__name__} is no causal language model of transformers, no GPT of this kit, and no "
+                f"adapter, which has {', '.join(NEEDED)}"
+            )
+    if missing := [name for name in NEEDED if name not in parts]:
+        raise TypeError(f"check_cache needs the functions {', '.join(NEEDED)}: there is no {' and no '.join(missing)}")
+    return Functions(model, parts)
+
+
+def copies_of(model, setup=lambda model, rows, length: None):
+    """Return the function `new` for a decoder that keeps its cache inside: a cache is a copy of the module.
+
+    setup(copy, rows, length)  prepares a copy, for example copy.setup_caches(rows, length). Copies share parameters
+    """
+
+    def new(rows, length):
+        other = fork_module(model)
+        setup(other, rows, length)
+        return other
+
+    return new
+
+
+def fork_module(module):
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+
+
+class Adapter:
+    """What all adapters have. The methods of a cache have the names and arguments that transformers gives them."""
+
+    kinds = ("own",)  # of caches
+    context = window = None
+    pad = 0
+    takes_mask = full_takes_mask = True
+
+    def attentions(self):
+        """Yield (name, None or why it cannot be used) of each implementation of attention, while it is in use."""
+        yield None, None
+
+    def crop(self, cache, length, removed):
+        """Keep the first `length` tokens, so that the newest `removed` are gone. May return a new cache, as all may."""
+        return on_cache(cache, "crop", -removed)
+
+    def reorder(self, cache, rows):
+        return on_cache(cache, "reorder_cache", rows)
+
+    def reset(self, cache):
+        return on_cache(cache, "reset")
+
+    def fork(self, cache):
+        try:
+            return fork_module(cache) if isinstance(cache, nn.Module) else copy.deepcopy(cache)
+        except TypeError as error:
+            raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
+
+    def generate(self, ids, count, use_cache):
+        raise NotImplementedError("there is no generate(ids, count, use_cache)")
+
+
+def on_cache(cache, name, *args):
+    """Call a method of a cache, which may not have it."""
+    try:
+        return getattr(cache, name)(*args)
+    except AttributeError as error:  # a cache of transformers asks each of its layers
+        missing = first_line(error) if hasattr(cache, name) else f"the cache has no {name}"
+        raise NotImplementedError(missing) from None
+
+
+class Functions(Adapter):
+    """The adapter of a decoder that the user gave as functions, or as an object that has them."""
+
+    def __init__(self, model, parts):
+        self.parts, self.modules = parts, find_modules(model, *parts.values())
+        self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
+        self.kinds = ("own", "static") if "kind" in names_of(parts["new"]) else ("own",)
+        self.takes_mask, self.full_takes_mask = ("mask" in names_of(parts[name]) for name in ("step", "full"))
+        for name in ("reorder", "reset", "fork"):
+            if name in parts:
+                setattr(self, name, parts[name])
+
+    @cached_property
+    def vocab_size(self):
+        return self.parts.get("vocab_size") or self.full(torch.zeros(1, 1, dtype=torch.long)).size(-1)
+
+    def full(self, ids, mask=None, pos=None):
+        output = call(self.parts["full"], dict(ids=ids), dict(mask=mask, pos=pos))
+        return output[0] if isinstance(output, tuple) else output
+
+    def new(self, rows, length, kind):
+        return call(self.parts["new"], dict(rows=rows, length=length), dict(kind=kind))
+
+    def step(self, ids, cache, mask, pos):
+        return call(self.parts["step"], dict(ids=ids, cache=cache), dict(mask=mask, pos=pos))
+
+    def crop(self, cache, length, removed):
+        crop = self.parts.get("crop")
+        return crop(cache, length) if crop else super().crop(cache, length, removed)
+
+    def generate(self, ids, count, use_cache):
+        generate = self.parts.get("generate")
+        return generate(ids, count, use_cache) if generate else super().generate(ids, count, use_cache)
+
+
+def names_of(function):
+    """Return the parameters of a function, {name: inspect.Parameter}. A module gets what it needs and no more."""
+    try:
+        return {} if isinstance(function, nn.Module) else inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return {}
+
+
+def call(function, needed, optional):
+    """Call a function with the arguments that it names. Its other required ones get the rest of `needed`, in order."""
+    names = names_of(function)
+    if not names or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.values()):
+        return function(*needed.values())
+    rest = [value for name, value in needed.items() if name not in names]
+    given = {name: value for name, value in {**needed, **optional}.items() if name in names}
+    for name, parameter in names.items():
+        if name not in given and parameter.default is parameter.empty and rest:
+            given[name] = rest.pop(0)
+    return function(**given)
+
+
+def find_modules(*things):
+    """Return the modules that things are, have as an attribute, are a method of, or name as functions."""
+    found = {}
+    for thing in things:
+        if inspect.isfunction(thing):
+            outside = inspect.getclosurevars(thing)
+            nearby = [*outside.nonlocals.values(), *outside.globals.values()]
+        else:
+            nearby = [getattr(thing, "__self__", thing)]
+        for owner in nearby:
+            parts = [owner] if isinstance(owner, nn.Module) else [*getattr(owner, "__dict__", {}).values()]
+            found |= {part: None for part in parts if isinstance(part, nn.Module)}
+    return [*found]
+
+
+class Transformers(Adapter):
     """The adapter of a causal language model of transformers. It does what generate() does."""
 
+    kinds = ("own", "static")
+
     def __init__(self, model):
-        self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self.model, self.config, self.modules = model, model.config.get_text_config(decoder=True), [model]
         self.vocab_size = model.get_output_embeddings().weight.size(0)
         self.context = getattr(self.config, "max_position_embeddings", None)
         windows = "sliding_window", "attention_chunk_size", "window_size", "attention_window_size"
@@ -22,7 +178,6 @@ class Transformers:
         self.cache_name = "cache_params" if "cache_params" in self.takes else "past_key_values"
 
     def attentions(self):
-        """Switch to each implementation of attention, and yield (its name, None or why we cannot)."""
         own, experts = (getattr(self.config, f"_{part}_implementation", None) for part in ("attn", "experts"))
         if experts:
             self.model.set_experts_implementation("eager")  # the fast kernels have no float64
@@ -39,11 +194,11 @@ class Transformers:
     def full(self, ids, mask=None, pos=None):
         return self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos)).logits
 
-    def new(self, kind, length):
+    def new(self, rows, length, kind):
         import transformers
 
         if kind == "own":  # None lets the model make one
-            has_default = self.model._supports_default_dynamic_cache()
+            has_default = getattr(self.model, "_supports_default_dynamic_cache", lambda: True)()
             return transformers.DynamicCache(config=self.config) if has_default else None
         if kind == "static" and self.model._can_compile_fullgraph:
             return transformers.StaticCache(config=self.config, max_cache_len=length)
@@ -63,9 +218,12 @@ class Transformers:
         given = {"attention_mask": mask, "position_ids": pos} if mask is not None else {}
         return {name: value for name, value in given.items() if name in self.takes}
 
-    def generate(self, ids, mask, count):
+    def generated_logits(self, ids, mask, count):
         """Return the logits (B, count, V) of generate(), which we make choose the last `count - 1` tokens of `ids`."""
         import transformers
+
+        if getattr(type(self.model), "generate", None) is not transformers.GenerationMixin.generate:
+            raise NotImplementedError("the model has no generate of transformers")
 
         def force(seen, scores):
             place = min(seen.size(1), ids.size(1) - 1)  # the last choice has no logits that we look at
@@ -89,53 +247,32 @@ class Transformers:
         return torch.stack(said.logits, 1)
 
 
-class Kit:
+class Kit(Adapter):
     """The adapter of this kit's GPT, whose cache is a value that is passed along."""
 
+    takes_mask = full_takes_mask = False  # it pads on the right
+
     def __init__(self, model):
-        self.model, self.vocab_size, self.context = model, model.config.vocab_size, model.config.block_size
+        self.model, self.modules = model, [model]
+        self.vocab_size, self.context = model.config.vocab_size, model.config.block_size
 
     def full(self, ids):
         return self.model(ids)[0]
 
-    def new(self, kind, length):
-        if kind != "own":
-            raise NotImplementedError("the cache of this GPT is static already")
-        return KitCache()
+    def new(self, rows, length, kind):
+        return self.model.new_cache(rows)
 
     def step(self, ids, cache, mask, pos):
-        if mask is not None and not mask.all():
-            raise NotImplementedError("this GPT takes no mask, because it pads on the right")
-        if cache.held is None:
-            cache.held = self.model.new_cache(len(ids))
-        cache.held.update = cache.update
-        return self.model(ids, pos=pos, cache=cache.held)[0]
+        return self.model(ids, pos=pos, cache=cache)[0]
 
-
-class KitCache:
-    """A KVCache, which the first step makes, because only a step knows the batch."""
-
-    held = None
-
-    def update(self, *args, **kwargs):
-        """The model's calls come through here, so that they can be watched as those of any cache."""
-        return type(self.held).update(self.held, *args, **kwargs)
-
-    def crop(self, count):
+    def crop(self, cache, length, removed):
         """Do nothing: pos says how much of the cache is valid."""
 
-    def reset(self):
-        self.held = None  # the next step makes a new one
+    def reorder(self, cache, rows):
+        cache.select(rows.tolist())
 
+    def reset(self, cache):
+        return self.model.new_cache(len(cache.lengths))
 
-def adapter_of(model):
-    if all(hasattr(model, name) for name in ("full", "new", "step", "vocab_size")):
-        return model
-    if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
-        return Transformers(model)
-    if hasattr(model, "new_cache") and hasattr(getattr(model, "config", None), "block_size"):
-        return Kit(model)
-    raise TypeError(
-        f"{type(model).__name__} is no causal language model of transformers, no GPT of this kit, and no adapter, "
-        "which has vocab_size, full, new and step"
-    )
+    def generate(self, ids, count, use_cache):
+        return self.model.generate(ids, count, temperature=0, kv_cache=use_cache)

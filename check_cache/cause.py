@@ -1,103 +1,182 @@
-"""Where a wrong logit comes from: what each layer gave to its cache, and what it got back."""
+"""Where a wrong logit comes from: the first thing that attention reads and should not.
 
-import types
+We ask the questions in the order in which a decoder computes. Is what comes in right, the key, the value and the query
+of the new tokens? Is what was kept right, the keys and values of earlier tokens? Is what is seen right, the weights?
+"""
+
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import cosine_similarity
 
-# the causes
-WRONG_VALUE = "the new value is wrong: wrong input or absolute position"
-WRONG_KEY = "only the new key is wrong: position ids"
-ALL_RIGHT = "all keys and values are right, so mask or heads"
-WRONG_AT_ONCE = "wrong with an empty cache, too: input, positions, mask or heads of the cached path"
+from check_cache.attention import repeat_heads, shaped
 
 
-def keys_and_values(given):
-    given = given if isinstance(given, (tuple, list)) else ()
-    return [x for x in given if isinstance(x, torch.Tensor) and x.dim() >= 3 and x.is_floating_point()][:2]
+class Cause(NamedTuple):
+    """question: "in", "kept", "seen", "after", or None if we cannot say. layer: counts the calls of attention."""
+
+    question: str | None
+    text: str
+    layer: int | None = None
 
 
-def flat(given):
-    """Return copies of keys and values, (B, heads, t, head size) -> (B, t, heads * head size)."""
-    return [x.transpose(1, -2).flatten(2).to(torch.float64, copy=True) for x in given]
+def find_cause(stream, reads, T, rows, positions):
+    """Return the Cause of wrong logits, from the reads of a step of T tokens.
 
-
-def listen(cache, calls, keeps=True):
-    """From now on note each update of a cache in `calls`: (layer, what it got, what it gave back).
-
-    keeps  False: the cache keeps nothing, and gives back what it gets
+    rows, positions  (B, count) of the new tokens that are no guesses. A position below 0 is padding
     """
-    update = getattr(type(cache), "update", None)
+    truth, B = stream.truth, len(rows)
+    if not truth.reads:
+        return Cause(None, "cause unknown: no scaled_dot_product_attention and no softmax of attention to watch")
+    if len(reads) != truth.calls:
+        return Cause("in", f"a step calls attention {len(reads)} times, without a cache {truth.calls} times")
+    before = None
+    for layer, (call, right) in enumerate(truth.reads):
+        read = shaped(reads[call], B)
+        cause = compare_layer(stream, read, right, T, rows, positions)
+        if cause and cause.question == "in" and before is not None:
+            text = f"attention of layer {before} reads and sees what it should, so the mistake is between: {cause.text}"
+            cause = cause._replace(text=text)
+        if cause:
+            return cause._replace(layer=layer)
+        before = layer
+    return Cause("after", "attention reads and sees what it should in all layers, so the mistake follows it")
 
-    def noted(cache, *args, **kwargs):
-        given = (*args, *kwargs.values())
-        held = update(cache, *args, **kwargs) if keeps else keys_and_values(given)
-        layer = next((x for x in given if type(x) is int), len(calls))
-        calls.append((layer, keys_and_values(given), keys_and_values(held)))
-        return held
 
-    if update and hasattr(cache, "__dict__"):
-        cache.update = types.MethodType(noted, cache)
-    return calls
+def compare_layer(stream, read, right, T, rows, positions):
+    """Return the Cause of what is wrong in the attention of one layer, or None."""
+    truth, fed, count = stream.truth, stream.fed, positions.size(1)
+    row, real = rows[:, 0], positions >= 0
+    heads, slots, needed = right.weights.size(1), read.weights.size(-1), min(fed, truth.window or fed)
+    if slots < needed:
+        return Cause("kept", f"attention reads {slots} slots and needs {needed}")
+    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some lay the heads of a group side by side
+        read.weights = read.weights.reshape(len(rows), heads, 1, slots)
+    if read.weights.size(2) != T:
+        return Cause("in", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
+
+    # which position is in a slot, and what should be read there
+    weights = right.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
+    places = place(read, right, weights, row, fed, stream.pads)
+    known = (places >= 0) & (places < fed - stream.pads - (T - count))  # guesses are not of this text
+    at = places.clamp(0, truth.length - 1)
+    weights = weights.gather(3, at[:, None, None].expand(*weights.shape[:3], slots)) * known[:, None, None]
+    used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)
+
+    # the keys and values that the new tokens need
+    off = {}
+    for name in ("key", "value"):
+        got, wanted = getattr(read, name), getattr(right, name)
+        if got is not None and wanted is not None:
+            got, wanted = same_heads(got, wanted[row])
+            wanted = wanted.gather(2, at[:, None, :, None].expand(-1, wanted.size(1), -1, wanted.size(3)))
+            off[name] = truth.differ(got, wanted).any(1) & used, got, wanted
+    new = places >= (fed - T - stream.pads)
+    bad = sum(bad for bad, _, _ in off.values()) > 0 if off else torch.zeros(0)
+    if bad.any():
+        was_kept = (bad & ~new).any()
+        slot, i = (bad & ~new if was_kept else bad).T.nonzero()[0].tolist()
+        wrong = {name: (got[i], wanted[i, :, slot]) for name, (b, got, wanted) in off.items() if b[i, slot]}
+        what = " and ".join(wrong)
+        whose = f"row {row[i]}, position {places[i, slot]}"
+        owner = find_owner(truth, right, wrong, slot, row[i].item(), places[i, slot].item(), not was_kept)
+        if owner or was_kept:
+            unknown = "what no token gave: it was changed later, or is a rejected guess"
+            text = f"slot {slot} should hold the {what} of {whose}, but holds {owner or unknown}"
+            return Cause("kept" if owner and "off by" not in owner else "changed", text)
+        if "value" in wrong:
+            be = "are" if len(wrong) > 1 else "is"
+            return Cause("in", f"the new {what} of {whose} {be} wrong on arrival: wrong input or absolute position")
+        return Cause("in", f"only the new key of {whose} is wrong on arrival: position ids, or the norm of keys")
+
+    # the queries, and how they weigh what they see
+    if read.query is not None and right.query is not None:
+        got, wanted = read.query[:, :, :count], right.query[rows, :, positions.clamp(min=0)].transpose(1, 2)
+        if got.shape == wanted.shape and (bad := truth.differ(got, wanted).any(1) & real).any():
+            t, i = bad.T.nonzero()[0].tolist()
+            return Cause(
+                "in", f"the query of row {row[i]}, position {positions[i, t]} is wrong: position ids, or its norm"
+            )
+    return compare_weights(truth, read.weights[:, :, :count], weights, row, positions, places)
 
 
-def find_cause(stream, calls, T, rows, positions):
-    """Return (what is the first thing that is wrong in the updates of a step of T tokens, in which layer).
+def compare_weights(truth, got, right, row, positions, places):
+    """Return the Cause if queries at `positions` weigh slots, which have `places`, in another way than `right`."""
+    got, right = same_heads(got, right)
+    wrong = ((got - right).abs() > truth.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
+    if not wrong.any():
+        return None
+    got, right = got.amax(1), right.amax(1)
+    seen, hidden = wrong & (right == 0), wrong & (got == 0)
+    for bad, text in ((seen, "sees {}, and should not"), (hidden, "does not see {}, and should"), (wrong, None)):
+        if bad.any():
+            t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
+            where = f"slot {slot}" + ("" if places[i, slot] == slot else f" (position {places[i, slot]})")
+            given, wanted = got[i, t, slot].item(), right[i, t, slot].item()
+            text = text or f"gives {{}} a weight of {given:.3g}, not {wanted:.3g}: mask, bias, scale, heads or dropout"
+            return Cause("seen", f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}")
 
-    rows and positions (B, count) are those of the tokens that are no guesses.
+
+def place(read, right, weights, row, fed, pads):
+    """Return the position (B, slots) in each slot, in the layout in which most is right: keys, or else weights."""
+    B, slots = len(row), read.weights.size(-1)
+    slot = torch.arange(slots)
+    layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
+    choices = [(layout - pads).expand(B, -1) for layout in layouts]
+
+    def distance(places):
+        at = places.clamp(0, right.weights.size(-1) - 1)
+        if read.key is None or right.key is None:
+            got, wanted = same_heads(read.weights[:, :, : weights.size(2)], weights)
+            return (got - wanted.gather(3, at[:, None, None].expand(*wanted.shape[:3], slots))).abs().sum()
+        got, wanted = same_heads(read.key, right.key[row])
+        return (got - wanted.gather(2, at[:, None, :, None].expand_as(got))).abs().sum()
+
+    return min(choices, key=distance)
+
+
+def same_heads(x, y):
+    """Return both with the heads of the one that has more."""
+    heads = max(x.size(1), y.size(1))
+    return repeat_heads(x, heads), repeat_heads(y, heads)
+
+
+def find_owner(truth, own, wrong, slot, row, position, new):
+    """Say what is in a slot instead of what belongs there, or return None if it is nothing that we know.
+
+    own    the Read of this layer without a cache
+    wrong  {"key" or "value": (what is in all slots, (heads, slots, size); what belongs in this one, (heads, size))}
+    new    whether the token has just come in. Then a key at a wrong position may be that of the same token elsewhere
     """
-    if not calls:
-        return "cause unknown, because the cache has no method update that we could watch", None
-    updates, differ, fed = stream.truth.updates, stream.truth.differ, stream.fed
-    if not updates:
-        return WRONG_AT_ONCE, None
-    got = calls[0][1][0].size(-2)
-    if (len(calls), got) != (len(updates), T):
-        return f"a step has {len(calls)} updates of the cache for {got} tokens, not {len(updates)} for {T}", None
-    for i, ((_, new, held), (layer, *right)) in enumerate(zip(calls, updates)):
-        new, held = flat(new), flat(held)
+    pairs = [(got[:, slot], right) for got, right in wrong.values()]
+    where = [~truth.differ(got, right[:, None]).any(0) for got, right in wrong.values()]
+    if len(elsewhere := torch.stack(where).all(0).nonzero()):
+        return f"something else, while slot {elsewhere[0].item()} holds it"
+    if not any(got.any() for got, _ in pairs):
+        return "zeros, as in an empty slot"
+    if all(cosine_similarity(got, right, dim=-1).min() > 0.98 for got, right in pairs):
+        off = max(((got - right).abs().max() / right.abs().max()).item() for got, right in pairs)
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+            if torch.finfo(dtype).eps > truth.eps and all((got.to(dtype).float() == got).all() for got, _ in pairs):
+                return f"it rounded to {str(dtype)[6:]}, off by {off:.1g} of its size"
+        return f"it rounded or scaled, off by {off:.1g} of its size"
+    if all(~truth.differ(got[:, None], right[None]).all(1).any() for got, right in pairs):
+        return "its heads in another order"
+    if len(pairs) == 2 and not any(truth.differ(got, right).any() for (got, _), (_, right) in zip(pairs, pairs[::-1])):
+        return "the value for a key and the key for a value"
 
-        # does the cache give back what it got, in this step and before?
-        needed, (B, slots) = min(fed, stream.truth.window or fed), held[1].shape[:2]
-        if B != len(rows) or slots < needed:
-            size = f"{B} rows of {slots} slots, where it needs {len(rows)} of {needed}"
-            return f"the cache gave back {size}", layer
-        places = (torch.arange(fed)[-slots:] - stream.pads).expand(B, -1)  # a window has dropped the others
-        expected = [x[rows[:, :1], places.clamp(min=0)] for x in right]
-        for x, own in zip(expected, new):
-            x[:, -own.size(1) :] = own[:, -x.size(1) :]
-        off = [differ(x[:, : places.size(1)], y) & (places >= 0) for x, y in zip(held, expected)]
-        wrong = (off[0] | off[1]).T.nonzero()
-        if len(wrong):
-            slot, row = wrong[0].tolist()
-            parts = [part for part in (0, 1) if off[part][row, slot]]
-            given = {part: (held[part][row, slot], expected[part][row, slot]) for part in parts}
-            text = rows[row, 0].item()
-            name, place = "value" if 1 in parts else "key", f"row {text}, position {places[row, slot].item()}"
-            owner = find_owner(stream.truth, layer, given, text)
-            return f"the cache gave back a {name} that is not that of {place}, {owner}", layer
-
-        # did the layer give it the right thing?
-        real, pos = positions >= 0, positions.clamp(min=0)
-        key_wrong, value_wrong = (differ(x[:, : pos.size(1)], y[rows, pos])[real].any() for x, y in zip(new, right))
-        if value_wrong and i > 0:  # the layer before got what is right, and gave what is wrong
-            return ALL_RIGHT, updates[i - 1][0]
-        if value_wrong or key_wrong:
-            return WRONG_VALUE if value_wrong else WRONG_KEY, layer
-    return ALL_RIGHT, layer
-
-
-def find_owner(truth, own, given, text):
-    """Say whose key or value layer `own` got back. given: {0 for a key, 1 for a value: (it, the right one)}."""
-    off = max((x - y).abs().max() / y.abs().max() for x, y in given.values())
-    if off < 0.1:
-        return f"but that one rounded, off by {off:.1g} of its size"
-    if not any(x.any() for x, _ in given.values()):
-        return "but zeros, as in an empty slot"
-    for layer, *right in sorted(truth.updates, key=lambda update: update[0] != own):
-        same = ~torch.stack([truth.differ(x, right[part]) for part, (x, _) in given.items()]).any(0)
+    # the key or value of another token, row or layer?
+    for layer, (_, read) in sorted(enumerate(truth.reads), key=lambda pair: pair[1][1] is not own):
+        kept = [getattr(read, name) for name in wrong]  # each (8, heads, length, size)
+        if any(x is None or x.size(-1) != got.size(-1) or len(got) % x.size(1) for x, (got, _) in zip(kept, pairs)):
+            continue
+        differ = [truth.differ(got[:, None], repeat_heads(x, len(got))).any(1) for x, (got, _) in zip(kept, pairs)]
+        same = ~torch.stack(differ).any(0)  # (8, length)
+        if new and read is own:
+            same &= truth.ids != truth.ids[row, position]
         if same.any():
-            owner = text if same[text].any() else same.any(1).int().argmax().item()
-            row = f"row {owner}" if owner in (0, 1, 2, text) else "another text or a rejected guess"
-            where = "" if layer == own else f"layer {layer}, "
-            return f"but of {where}{row}, position {same[owner].int().argmax().item()}"
-    return "but of nothing that is right, for example a rejected guess"
+            text = row if same[row].any() else same.any(1).int().argmax().item()
+            whose = f"row {text}" if text in (0, 1, 2, row) else "another text or a rejected guess"
+            layer = "" if read is own else f"layer {layer}, "
+            return f"that of {layer}{whose}, position {same[text].int().argmax().item()}"
+    return None

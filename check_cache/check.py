@@ -1,106 +1,189 @@
 """The check itself: every way, with each kind of cache and each implementation of attention."""
 
 import sys
-import warnings
 from functools import partial
 
 import torch
-from torch import nn
 
-from check_cache.adapters import Transformers, adapter_of
+from check_cache.adapters import adapter_of
 from check_cache.report import Report, Result, first_line
-from check_cache.truth import MEAN, Truth, changed, revealing
+from check_cache.truth import MEAN, Truth, changed, normal, revealing
 from check_cache.ways import PADS, SECOND, Stream, ways_for
 
 
-def examine(truth, result, way):
-    """Run a way, and set its result."""
-    try:
-        way(partial(Stream, truth, result))
-    except NotImplementedError as reason:
-        result.status, result.why = "not run", first_line(reason)
-        return
-    except Exception as error:
-        result.status, result.why = "wrong", f"raises {type(error).__name__}: {first_line(error)}"
-        return
+def check_cache(
+    model=None,
+    *,
+    full=None,
+    new=None,
+    step=None,
+    crop=None,
+    reorder=None,
+    reset=None,
+    fork=None,
+    generate=None,
+    vocab_size=None,
+    context=None,
+    window=None,
+    pad=None,
+    length=None,
+    dtype=torch.float32,
+    device=None,
+    caches=None,
+    modes=None,
+    seed=0,
+):
+    """Check the cache of a decoder, and return a Report.
 
-    rows, positions, error, other = (torch.cat(column) for column in zip(*result.errors))
-    result.off, result.allowed, result.argmaxes = error.max().item(), truth.limit.item(), int(other.sum())
-    coarse = error.mean() > MEAN * truth.rounding[rows, positions].mean()
-    if result.cache == "quantized" or not (coarse or result.off > result.allowed):
-        return  # a quantized cache has other logits, but must not raise
-    if "left padding" in result.way and padding_matters(truth):
-        result.status, result.why = "not run", "not the cache's fault: padding changes logits without a cache, too"
-        return
-    first = (error > min(result.allowed, 0.99 * result.off)).int().argmax()
-    result.status, result.row, result.position = "wrong", rows[first].item(), positions[first].item()
-    result.why = result.why or "no logit is far off, but all of them are less precise than without a cache"
-
-
-def padding_matters(truth):
-    """Whether left padding changes logits even without a cache. We can only ask a model of transformers."""
-    result = Result("left padding", None, None)
-    if isinstance(truth.decoder, Transformers):
-        Stream(truth, result, pads=PADS).feed(truth.length)
-    return any((error > truth.limit).any() for _, _, error, _ in result.errors)
-
-
-def check_cache(model, length=None, dtype=torch.float32, device=None, caches=("own", "static"), modes=None, seed=0):
-    """Return a Report, which is true if the cache of `model` is wrong.
-
-    model   a model of transformers, a GPT of this kit, or an adapter. Its weights are others during the check
+    model   a model of transformers, a GPT of this kit, or an adapter: an object with the functions below as methods
+    full to pad   the parts of an adapter, which check_cache.__doc__ explains. `model` then may name the module whose
+                  weights we perturb, if the functions do not lead to it. It is restored afterwards
     length  tokens per text. None: 300, or three sliding windows, and at most the context or 1024
-    dtype   of weights and cache; device: where to move the model, None leaves it where it is
-    caches  the kinds of cache to ask for: "own", "static" and "quantized", of which we see only whether it raises
+    dtype   of weights and cache; device: where to run, None stays where the model is
+    caches  the kinds of cache to ask for: "own", "static", and "quantized", which rounds on purpose. None: own, static
     modes   only the ways whose name contains one of these words
     Raises TypeError for another object, and ValueError for a length or words that do not work.
     """
-    decoder = adapter_of(model)
-    context, window = getattr(decoder, "context", None), getattr(decoder, "window", None)
-    most = context or length or 1024
-    length = length or min(max(300, 3 * (window or 0)), most, 1024)
+    parts = dict(full=full, new=new, step=step, crop=crop, reorder=reorder, reset=reset, fork=fork, generate=generate)
+    parts |= dict(vocab_size=vocab_size, context=context, window=window, pad=pad)
+    decoder = adapter_of(model, parts)
+    most = decoder.context or length or 1024
+    length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
     if not 24 <= length <= most:
         raise ValueError(f"length={length}: must be at least 24, and at most the context, {most}")
-    ways = ways_for(window, length)
+    ways = ways_for(decoder.window, length)
     chosen = {name: way for name, way in ways.items() if any(word in name for word in modes or [""])}
     if not chosen:
         raise ValueError(f"modes={modes!r}: the ways are {', '.join(ways)}")
 
-    results, fault = [], None
-    not_run = partial(Result, status="not run")
-    if window and length < 2 * window:
-        results.append(not_run(f"past the window of {window}", "any", None, why=f"takes a length of {3 * window}"))
-    modules = [part for part in (decoder, *vars(decoder).values()) if isinstance(part, nn.Module)]
-    training = {part: part.training for module in modules for part in module.modules()}
-    for module in modules:
-        module.eval().to(device)
+    modules = decoder.modules
     device = torch.device(device or next((p.device for module in modules for p in module.parameters()), "cpu"))
-    weights = partial(revealing, dtype=dtype, draw=torch.Generator().manual_seed(seed))
-    with torch.no_grad(), device, changed(modules, weights):
-        for attention, why_not in getattr(decoder, "attentions", lambda: [(None, None)])():
+    run = partial(run_all, decoder, ways=chosen, length=length, dtype=dtype, kinds=caches or decoder.kinds, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), device:
+        with changed(modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
+            for module in modules:
+                module.eval().to(device)
+            results, fault, packed = run()
+        if packed:
+            with changed(modules, lambda tensor: tensor.data.to(device, dtype)):
+                for module in modules:
+                    module.eval().to(device)
+                results, fault, _ = run()
+            note = f"the step reads a copy of {packed} from before the check, so we did not perturb the weights"
+            results.append(Result("perturbed weights", "any", None, "not run", note))
+    if decoder.window and length < 2 * decoder.window:
+        why = f"takes a length of {3 * decoder.window}"
+        results.append(Result(f"past the window of {decoder.window}", "any", None, "not run", why))
+    title = f"{type(model or full).__name__}: texts of {length} tokens, up to 8 rows, {str(dtype)[6:]} on {device}"
+    beyond = f"more than {length} tokens or 8 rows, other dtypes, rows of different lengths without padding"
+    return Report(title, results, fault, beyond)
+
+
+def run_all(decoder, ways, length, dtype, kinds, seed):
+    """Return the results, why no cache can be judged, and which weights a step does not read."""
+    results = []
+    for attention, why_not in decoder.attentions():
+        not_run = partial(Result, "every way", attention=attention, status="not run")
+        try:
             if why_not:
-                results.append(not_run("every way", "any", attention, why=why_not))
+                raise NotImplementedError(why_not)
+            truth = Truth(decoder, decoder.modules, length, dtype, seed)
+        except Exception as error:
+            why = first_line(error) if isinstance(error, (NotImplementedError, ValueError)) else said(error)
+            results.append(not_run(cache="any", why=why))
+            continue
+        if truth.fault:
+            return results, truth.fault, None
+        for kind in kinds:
+            try:
+                decoder.new(3, length + 8, kind)
+            except Exception as reason:
+                results.append(not_run(cache=kind, why=first_line(reason)))
                 continue
-            truth = Truth(decoder, modules, length, dtype, seed)
-            fault = fault or truth.fault
-            for kind in () if fault else caches:
-                try:
-                    decoder.new(kind, length)
-                except Exception as reason:
-                    results.append(not_run("every way", kind, attention, why=first_line(reason)))
-                    continue
-                for name, way in chosen.items():
-                    if sys.stderr.isatty():
-                        print(f"\r\033[K{name}, {kind} cache", end="", file=sys.stderr, flush=True)
-                    results.append(Result(name, kind, attention))
-                    examine(truth, results[-1], way)
-            chosen = {name: way for name, way in chosen.items() if name in SECOND}
+            if packed := find_packed(truth, kind):
+                return results, None, packed
+            if kind == "quantized":
+                truth = truth.loosened(
+                    run_way(truth, Result("decode", kind, attention), ways_for(None, length)["decode"])
+                )
+            for name, way in ways.items():
+                results.append(run_way(truth, Result(name, kind, attention), way))
+        ways = {name: way for name, way in ways.items() if name in SECOND}
+    return results, None, None
+
+
+def said(error):
+    return f"raises {type(error).__name__}: {first_line(error)}"
+
+
+def run_way(truth, result, way):
+    """Run a way, and return its result."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{result.way}, {result.cache} cache", end="", file=sys.stderr, flush=True)
+    try:
+        way(partial(Stream, truth, result))
+        judge(truth, result)
+    except NotImplementedError as reason:
+        result.status, result.why = "not run", first_line(reason)
+    except (Exception, SystemExit) as error:
+        result.status, result.why = "wrong", said(error)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    for part, mode in training.items():
-        part.training = mode
-    title = f"{type(model).__name__}: texts of {length} tokens, up to 8 rows, {str(dtype)[6:]} on {device}"
-    report = Report(title, results, fault)
-    if report.exit_code == 2:
-        warnings.warn(f"nothing could be checked: {report}", stacklevel=2)
-    return report
+    return result
+
+
+def judge(truth, result):
+    """Set the status of a result from its errors."""
+    if not result.errors:
+        if "generate" in result.way:
+            return  # it compared tokens
+        raise NotImplementedError("the steps of this way return no logits to compare")
+    rows, positions, error, differs = (torch.cat(column) for column in zip(*result.errors))
+    most = truth.limit.max()
+    result.off, result.allowed, result.argmaxes = error.max().item(), most.item(), int(differs.sum())
+    coarse = error.mean() > MEAN * truth.rounding[rows, positions].mean()
+    if not (coarse or result.why or error.max() > most):
+        return
+    if "left padding" in result.way and padding_matters(truth):
+        raise NotImplementedError("not the cache's fault: padding changes logits without a cache, too")
+    if not result.why:
+        result.why = "no logit is far off, but all of them are less precise than without a cache"
+    limit = most if error.max() > most else truth.limit[rows, positions]
+    first = (error > limit.minimum(0.99 * error.max())).int().argmax()
+    result.status, result.row, result.position = "wrong", rows[first].item(), positions[first].item()
+
+
+def padding_matters(truth):
+    """Whether left padding changes logits even without a cache. We can only ask a `full` that takes a mask."""
+    result = Result("left padding", None, None)
+    if truth.decoder.full_takes_mask:
+        Stream(truth, result, pads=PADS).feed(truth.length)
+    return any((error > truth.limit.max()).any() for _, _, error, _ in result.errors)
+
+
+def find_packed(truth, kind):
+    """Return the name of a parameter that moves the logits of `full`, and not at all those of a step, or None.
+
+    Some engines pack their weights when they are built. Then a step computes with others than those that we perturb.
+    """
+    decoder, T, draw = truth.decoder, 24, torch.Generator().manual_seed(0)
+    ids, pos = truth.ids[:3, :T], torch.arange(T).expand(3, T)
+
+    def step():
+        output = decoder.step(ids, decoder.new(3, truth.length + 8, kind), None, pos)
+        return output[0] if isinstance(output, tuple) else output
+
+    try:
+        with_cache, without = step(), decoder.full(ids)
+        if not (truth.error(with_cache, slice(3), slice(T - with_cache.size(1), T)) > truth.limit.max()).any():
+            return None
+        for name, parameter in (pair for module in decoder.modules for pair in module.named_parameters()):
+            kept = parameter.data
+            parameter.data = kept + 0.5 * normal(kept, draw)
+            unread = torch.equal(step(), with_cache) and not torch.equal(decoder.full(ids), without)
+            parameter.data = kept
+            if unread:
+                return name
+    except Exception:
+        return None  # the ways will say so

@@ -11,25 +11,25 @@ class Result:
 
     way: str
     cache: str | None
-    attention: str | None
+    attention: str | None = None
     status: str = "right"  # or "wrong", or "not run"
     why: str | None = None  # the cause, or the reason
     off: float | None = None  # how far the worst logit is off
     allowed: float | None = None  # how far rounding might move it
-    argmaxes: int | None = None  # how many argmaxes are others
+    argmaxes: int | None = None  # at how many positions the argmax differs
     row: int | None = None  # the text of the first wrong logit
     position: int | None = None
-    layer: int | None = None
-    errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax is another
+    layer: int | None = None  # counts the calls of attention
+    errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs
 
     def __str__(self):
         where = f"{self.way}, {self.place}: "
         if self.off is None:
             return where + self.why
-        layer = "" if self.layer is None else f", layer {self.layer}"
+        layer = "" if self.layer is None else f"layer {self.layer}: "
         return (
-            f"{where}logits off by {self.off:.2g} (allowed {self.allowed:.1g}), {self.argmaxes} other argmaxes, first "
-            f"at row {self.row}, position {self.position}{layer}: {self.why}"
+            f"{where}logits off by {self.off:.2g} (allowed {self.allowed:.1g}), argmax differs at {self.argmaxes} "
+            f"positions, first at row {self.row}, position {self.position}. {layer}{self.why}"
         )
 
     @property
@@ -37,35 +37,46 @@ class Result:
         return f"{self.cache} cache" + (f", {self.attention}" if self.attention else "")
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """True if a way is wrong. str() is for people, `results` for programs.
+    """repr() and str() are for people, `results` for programs.
 
-    fault  None, or why it is not the cache's fault that logits differ
+    fault   None, or why nothing can be said about the cache
+    beyond  what no way covers
     """
 
     title: str
     results: list
-    fault: str | None = None
-
-    def __bool__(self):
-        return any(result.status == "wrong" for result in self.results)
+    fault: str | None
+    beyond: str
 
     @property
     def exit_code(self):
-        """0: right, 1: wrong, 2: nothing could be run."""
-        return 1 if self else 0 if any(result.status == "right" for result in self.results) else 2
+        """0: right, 1: wrong, 2: nothing could be checked."""
+        statuses = {result.status for result in self.results}
+        return 1 if "wrong" in statuses else 0 if "right" in statuses else 2
 
-    def __str__(self):
-        lines = [f"NOT THE CACHE'S FAULT  {self.fault}, so no cache can give the same logits"] if self.fault else []
-        lines += [f"WRONG    {result}" for result in self.results if result.status == "wrong"]
-        for status in ("right", "not run"):
+    def assert_right(self):
+        """Raise AssertionError with the report, unless at least one way is right and none is wrong."""
+        if self.exit_code:
+            raise AssertionError(f"the cache is wrong, or nothing could be checked\n{self}")
+
+    def __repr__(self):
+        lines = [self.fault] if self.fault else []
+        wrong = [result for result in self.results if result.status == "wrong"]
+        lines += [f"WRONG    {result}" for result in wrong if result.off is not None]
+        raised = [result for result in wrong if result.off is None]
+        for label, results in (
+            ("WRONG", raised),
+            ("right", [result for result in self.results if result.status == "right"]),
+            ("not run", [result for result in self.results if result.status == "not run"]),
+        ):
             groups = {}
-            for result in self.results:
-                if result.status == status:
-                    groups.setdefault((result.place, result.why), []).append(result.way)
+            for result in results:
+                groups.setdefault((result.place, result.why), []).append(result.way)
             for (place, why), ways in groups.items():
-                lines.append(f"{status:7}  {place}: {', '.join(ways)}" + (f": {why}" if why else ""))
+                lines.append(f"{label:7}  {place}: {', '.join(ways)}" + (f": {why}" if why else ""))
+        lines.append(f"beyond   not covered: {self.beyond}")
         wrap = partial(textwrap.fill, width=120, subsequent_indent=" " * 9, break_long_words=False)
         return "\n".join([self.title, *map(wrap, lines)])
 
@@ -75,7 +86,7 @@ def first_line(error):
 
 
 def plot(report, file):
-    """Draw how far each way is off over position, beside what is allowed. Needs matplotlib."""
+    """Draw how far each way is off over position, and what is allowed. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from check_cache.cause import ALL_RIGHT, WRONG_AT_ONCE, WRONG_KEY, WRONG_VALUE
-from check_cache.ways import IN_GENERATE
-
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
-GIVEN_BACK, RAISES = "the cache gave back", "raises"
+
+# what the report says of each kind of bug; a | separates words that all have to be there
+WRONG_VALUE, WRONG_KEY = "wrong on arrival: wrong input", "only the new key"
+HOLDS, TOO_FEW, SEEN = "should hold the", "slots and needs", "the token of row"
+IN_GENERATE, RAISES = "what generate() feeds", "raises"
 
 
 # -- a decoder ---------------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def table_is_one_too_far(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_AT_ONCE, "an offset of the table is added twice if there is a cache, in the prefill, too")
+@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, in the prefill, too")
 def table_with_another_offset(patch):
     forward = Decoder.forward
     patch(
@@ -260,7 +261,10 @@ def table_with_another_offset(patch):
     return Decoder("learned")
 
 
-@bug("updates of the cache", "the last token of the prompt is fed again with the first new one")
+@bug(
+    "a step calls attention 6 times, without a cache 3 times",
+    "the last token of the prompt is fed again with the first new one",
+)
 def a_token_is_fed_twice(patch):
     step = Decoder.step
 
@@ -274,7 +278,7 @@ def a_token_is_fed_twice(patch):
     return Decoder("learned")
 
 
-@bug("for 2 tokens, not 3 for 1", "each step feeds the token before again, together with the new one")
+@bug("a step feeds 2 tokens to attention, not 1", "each step feeds the token before again, together with the new one")
 def a_step_feeds_two_tokens(patch):
     step = Decoder.step
 
@@ -400,19 +404,19 @@ def rounded(x):
     return (x / scale).round() * scale
 
 
-@bug(f"{GIVEN_BACK} a value|rounded", "silently int8")
+@bug(f"{HOLDS}|rounded", "silently int8")
 def int8(patch):
     patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|rounded", "a buffer of float16 under float32")
+@bug(f"{HOLDS}|rounded to float16", "a buffer of float16 under float32")
 def float16_buffer(patch):
     patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a key", "tests/interop/test_transformers.py")
+@bug(f"{HOLDS} key of", "tests/interop/test_transformers.py")
 def llama_keys_rolled(patch):
     from transformers.cache_utils import DynamicLayer
 
@@ -420,7 +424,7 @@ def llama_keys_rolled(patch):
     return tiny("llama")
 
 
-@bug(f"{GIVEN_BACK} a value|row 0", "the cache of one row is spread over the batch")
+@bug(f"{HOLDS}|row 0", "the cache of one row is spread over the batch")
 def one_row_for_all(patch):
     patched_update(
         patch, lambda self, k, v, key, layer: (k, v) if key.size(2) > 40 else (k[:1].expand_as(k), v[:1].expand_as(v))
@@ -428,7 +432,7 @@ def one_row_for_all(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|row", "a row of the batch leaks into another")
+@bug(f"{HOLDS}|row", "a row of the batch leaks into another")
 def rows_in_another_order(patch):
     patched_update(
         patch, lambda self, k, v, key, layer: (k.flip(0), v.flip(0)) if len(k) > 2 and key.size(2) == 1 else (k, v)
@@ -436,13 +440,13 @@ def rows_in_another_order(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value", "more rows than the cache was made for")
+@bug(f"{HOLDS}", "more rows than the cache was made for")
 def no_more_than_four_rows(patch):
     patched_update(patch, lambda self, k, v, *_: (k[torch.arange(len(k)) % 4], v[torch.arange(len(v)) % 4]))
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK}|layer", "a default argument: all layers share one list")
+@bug(f"{HOLDS}|layer", "a default argument: all layers share one list")
 def layers_share_a_slot(patch):
     patched_update(
         patch,
@@ -453,7 +457,7 @@ def layers_share_a_slot(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "nanochat 187: resize_ of (layers, 2, B, heads, t, size) moves what is in it")
+@bug(HOLDS, "nanochat 187: resize_ of (layers, 2, B, heads, t, size) moves what is in it")
 def growth_moves_layers(patch):
     def change(self, k, v, key, layer):
         if layer and self.lengths[layer] > 64 and self.room is None:
@@ -464,7 +468,7 @@ def growth_moves_layers(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|zeros", "a write index that is one too far", caches=("static",))
+@bug(f"{HOLDS}|while slot", "a write index that is one too far", caches=("static",))
 def one_slot_too_far(patch):
     def change(self, k, v, key, layer):
         if self.room and key.size(2) < 10:
@@ -478,7 +482,7 @@ def one_slot_too_far(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK}|slots", "attention sees the cache before the new token is in it")
+@bug(TOO_FEW, "attention sees the cache before the new token is in it")
 def newest_token_is_dropped(patch):
     patched_update(
         patch,
@@ -489,7 +493,7 @@ def newest_token_is_dropped(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK}|slots", "a prefill replaces what is there, and so does a chunk")
+@bug(TOO_FEW, "a prefill replaces what is there, and so does a chunk")
 def chunks_replace_the_cache(patch):
     update = Cache.update
 
@@ -502,7 +506,7 @@ def chunks_replace_the_cache(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "attention sinks: the middle is dropped at 64 tokens")
+@bug(TOO_FEW, "attention sinks: the middle is dropped at 64 tokens")
 def middle_is_dropped(patch):
     def change(self, k, v, key, layer):
         if self.room is None and k.size(2) > 64:
@@ -514,7 +518,7 @@ def middle_is_dropped(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "keys that are rotated already are rotated again when they are read")
+@bug(HOLDS, "keys that are rotated already are rotated again when they are read")
 def keys_rotated_twice(patch):
     def change(self, k, v, key, layer):
         return torch.cat((k[:, :, :1], k[:, :, 1:].flip(-1)), 2) if key.size(2) == 1 else k, v
@@ -523,20 +527,20 @@ def keys_rotated_twice(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "the norm of keys is applied to the cached ones again")
+@bug(HOLDS, "the norm of keys is applied to the cached ones again")
 def keys_normed_twice(patch):
     norm = lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt()  # noqa: E731
     patched_update(patch, lambda self, k, v, key, layer: (norm(k), v) if key.size(2) < 10 else (k, v))
     return Decoder()
 
 
-@bug(GIVEN_BACK, "keys and values change places")
+@bug(f"{HOLDS}|the value for a key", "keys and values change places")
 def keys_and_values_swapped(patch):
     patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|position", "transformers 37574: rolled before the window is full", caches=("static",))
+@bug(f"{HOLDS}|position", "transformers 37574: rolled before the window is full", caches=("static",))
 def static_window_rolled_too_early(patch):
     from transformers.cache_utils import StaticSlidingWindowLayer as Layer
 
@@ -552,7 +556,7 @@ def static_window_rolled_too_early(patch):
     return tiny("mistral", sliding_window=16)
 
 
-@bug(GIVEN_BACK, "a window that keeps one token too few")
+@bug(HOLDS, "a window that keeps one token too few")
 def window_keeps_one_too_few(patch):
     from transformers.cache_utils import DynamicSlidingWindowLayer as Layer
 
@@ -569,7 +573,7 @@ def window_keeps_one_too_few(patch):
     return tiny("mistral", sliding_window=16)
 
 
-@bug(GIVEN_BACK, "a chunk is cut to the window before its first tokens have looked back")
+@bug(HOLDS, "a chunk is cut to the window before its first tokens have looked back")
 def chunk_cut_to_the_window(patch):
     update = Cache.update
 
@@ -586,14 +590,14 @@ def chunk_cut_to_the_window(patch):
 # rollback, beams, copies, resets
 
 
-@bug(GIVEN_BACK, "crop leaves one rejected guess")
+@bug(f"{HOLDS}|while slot", "crop leaves one rejected guess")
 def crop_leaves_one(patch):
     crop = Cache.crop
     patch(Cache, "crop", lambda self, count: crop(self, count + 1) if count < -1 else None)
     return Decoder()
 
 
-@bug(GIVEN_BACK, "crop takes one token too many")
+@bug(TOO_FEW, "crop takes one token too many")
 def crop_takes_one_more(patch):
     from transformers import DynamicCache
 
@@ -602,7 +606,7 @@ def crop_takes_one_more(patch):
     return tiny("llama")
 
 
-@bug(GIVEN_BACK, "crop forgets the length of the later layers")
+@bug(HOLDS, "crop forgets the length of the later layers")
 def crop_forgets_a_layer(patch):
     def broken(self, count):
         self.lengths = [length + count for length in self.lengths]
@@ -614,7 +618,7 @@ def crop_forgets_a_layer(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "a rejected guess is overwritten in the values only")
+@bug(HOLDS, "a rejected guess is overwritten in the values only")
 def crop_of_values_only(patch):
     def broken(self, count):
         self.keys = [x.clone() for x in self.keys]
@@ -627,13 +631,13 @@ def crop_of_values_only(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|row", "beams: the cache stays where it was")
+@bug(f"{HOLDS}|row", "beams: the cache stays where it was")
 def beams_not_reordered(patch):
     patch(Cache, "reorder_cache", lambda self, rows: None)
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a key|row", "beams: only the values follow")
+@bug(f"{HOLDS} key of|row", "beams: only the values follow")
 def only_values_reordered(patch):
     def broken(self, rows):
         self.values = [x[rows] for x in self.values]
@@ -642,26 +646,26 @@ def only_values_reordered(patch):
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|row", "beams: the inverse order")
+@bug(f"{HOLDS}|row", "beams: the inverse order")
 def beams_in_the_inverse_order(patch):
     reorder = Cache.reorder_cache
     patch(Cache, "reorder_cache", lambda self, rows: reorder(self, rows.argsort()))
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|row", "repeat for repeat_interleave")
+@bug(f"{HOLDS}|row", "repeat for repeat_interleave")
 def rows_repeated_in_blocks(patch):
     patch(Cache, "batch_repeat_interleave", lambda self, count: self.each(lambda x: x.repeat(count, 1, 1, 1)))
     return Decoder()
 
 
-@bug(f"{GIVEN_BACK} a value|row", "the first rows stay in place of the chosen ones")
+@bug(f"{HOLDS}|row", "the first rows stay in place of the chosen ones")
 def first_rows_selected(patch):
     patch(Cache, "batch_select_indices", lambda self, rows: self.each(lambda x: x[: len(rows)]))
     return Decoder()
 
 
-@bug(GIVEN_BACK, "the second text sees the first")
+@bug(HOLDS, "the second text sees the first")
 def reset_keeps_the_text(patch):
     patch(
         Cache,
@@ -673,7 +677,7 @@ def reset_keeps_the_text(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "a prefix that both continuations write into")
+@bug(HOLDS, "a prefix that both continuations write into")
 def copies_share_their_lists(patch):
     def shallow(self, memo):
         other = Cache(self.room)
@@ -684,7 +688,7 @@ def copies_share_their_lists(patch):
     return Decoder()
 
 
-@bug(GIVEN_BACK, "a buffer that belongs to the class, so two generations share it", caches=("static",))
+@bug(HOLDS, "a buffer that belongs to the class, so two generations share it", caches=("static",))
 def two_caches_share_a_buffer(patch):
     buffers = {}
 
@@ -704,7 +708,7 @@ def two_caches_share_a_buffer(patch):
 # masks and heads
 
 
-@bug(ALL_RIGHT, "llama 899: a square mask, aligned at the top left")
+@bug(SEEN, "llama 899: a square mask, aligned at the top left")
 def mask_at_the_top_left(patch):
     visible = Attention.visible
     patch(
@@ -715,7 +719,7 @@ def mask_at_the_top_left(patch):
     return Decoder()
 
 
-@bug(ALL_RIGHT, "no causal mask as soon as there is a cache")
+@bug(SEEN, "no causal mask as soon as there is a cache")
 def chunks_see_the_future(patch):
     visible = Attention.visible
     patch(
@@ -726,14 +730,14 @@ def chunks_see_the_future(patch):
     return Decoder()
 
 
-@bug(ALL_RIGHT, "litgpt 1672: a mask that hides nothing")
+@bug(SEEN, "litgpt 1672: a mask that hides nothing")
 def padding_is_seen(patch):
     visible = Attention.visible
     patch(Attention, "visible", lambda self, query, slot, mask: visible(self, query, slot, None))
     return Decoder()
 
 
-@bug(ALL_RIGHT, "padding is hidden in the prefill, and seen in later steps")
+@bug(SEEN, "padding is hidden in the prefill, and seen in later steps")
 def padding_is_seen_in_later_steps(patch):
     from transformers.models.llama import modeling_llama
 
@@ -748,7 +752,7 @@ def padding_is_seen_in_later_steps(patch):
     return tiny("llama")
 
 
-@bug(ALL_RIGHT, "a window that looks one token too far in decode steps")
+@bug(SEEN, "a window that looks one token too far in decode steps")
 def window_one_too_wide(patch):
     visible = Attention.visible
 
@@ -760,7 +764,7 @@ def window_one_too_wide(patch):
     return Decoder(window=12)
 
 
-@bug(ALL_RIGHT, "a decode step ignores the window")
+@bug(SEEN, "a decode step ignores the window")
 def decode_ignores_the_window(patch):
     visible = Attention.visible
     patch(
@@ -771,7 +775,7 @@ def decode_ignores_the_window(patch):
     return Decoder(window=12)
 
 
-@bug(ALL_RIGHT, "a token that has the padding id is taken for padding")
+@bug(SEEN, "a token that has the padding id is taken for padding")
 def padding_id_is_hidden(patch):
     forward = Decoder.forward
 
@@ -797,7 +801,7 @@ def padding_id_is_hidden(patch):
     return model
 
 
-@bug(WRONG_AT_ONCE, "grouped queries: repeat for repeat_interleave in the cached path")
+@bug(f"{HOLDS}|heads in another order", "grouped queries: repeat for repeat_interleave in the cached path")
 def heads_in_blocks(patch):
     expand = Attention.expand
     patch(
@@ -808,13 +812,13 @@ def heads_in_blocks(patch):
     return Decoder()
 
 
-@bug(ALL_RIGHT, "another scale in decode steps")
+@bug(SEEN, "another scale in decode steps")
 def another_scale(patch):
     patch(Attention, "scale", lambda self, T: 1 / math.sqrt(SIZE if T > 1 else C))
     return Decoder()
 
 
-@bug(ALL_RIGHT, "dropout stays on in the cached path")
+@bug(f"{SEEN}|dropout", "dropout stays on in the cached path")
 def dropout_is_on(patch):
     dropout = F.dropout
     patch(
@@ -823,7 +827,7 @@ def dropout_is_on(patch):
     return Decoder()
 
 
-@bug(ALL_RIGHT, "ALiBi counts distances from the start of the chunk")
+@bug(SEEN, "ALiBi counts distances from the start of the chunk")
 def alibi_of_the_chunk(patch):
     from transformers.models.bloom import modeling_bloom
 
@@ -838,7 +842,7 @@ def alibi_of_the_chunk(patch):
     return tiny("bloom")
 
 
-@bug(WRONG_AT_ONCE, "half precision: scores in float8 in decode steps")
+@bug(f"{HOLDS}|rounded to float8", "half precision: scores in float8 in decode steps")
 def coarse_scores(patch):
     expand = Attention.expand
     patch(

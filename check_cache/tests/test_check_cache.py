@@ -21,7 +21,7 @@ def assert_found(name, patch, **options):
     function, cause, caches, _ = BUGS[name]
     report = check_cache(function(patch.setattr), caches=caches, **options)
     wrong = [result.why for result in report.results if result.status == "wrong"]
-    assert report and report.exit_code == 1 and wrong, "not found"
+    assert report.exit_code == 1 and wrong, "not found"
     right = [all(words in why for words in cause.split("|")) for why in wrong]
     # once the cause is named, a way that raises has said enough
     assert any(right) and sum(named or "raises" in why for named, why in zip(right, wrong)) >= 0.8 * len(wrong), report
@@ -49,7 +49,7 @@ def test_six_broken_caches(name, monkeypatch):
 def test_the_cache_of_this_kit_is_right(network):
     model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32, **network))
     report = check_cache(model)
-    assert not report and report.exit_code == 0, report
+    report.assert_right()
     assert "chunks of 3, " in str(report) and "left padding in chunks: this GPT takes no mask" in str(report)
 
 
@@ -57,7 +57,7 @@ def test_the_cache_of_this_kit_is_right(network):
 def test_a_right_adapter_and_a_model_of_transformers(dtype):
     for model in (Decoder(window=12), tiny("llama")):
         report = check_cache(model, length=48, dtype=dtype, modes=["decode", "padding", "rollback", "repeat"])
-        assert not report and report.exit_code == 0, report
+        report.assert_right()
 
 
 class Hidden:
@@ -105,7 +105,7 @@ class InDict(Hidden):
 @pytest.mark.parametrize("adapter", [Hidden, Inside, InDict])
 def test_adapters_that_show_less_are_right_too(adapter, monkeypatch):
     report = check_cache(adapter(), length=48)
-    assert not report and report.exit_code == 0, report
+    report.assert_right()
     function, cause, _, _ = BUGS["rope_begins_at_0_in_each_step"]
     function(monkeypatch.setattr)
     report = check_cache(adapter(), length=48, modes=["decode"], caches=("own",))
@@ -131,7 +131,7 @@ def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monke
     monkeypatch.setattr(Attention, "rotate", stretched)
     with pytest.warns(UserWarning, match="nothing could be checked"):
         report = check_cache(Decoder(), length=48)
-    assert not report and report.exit_code == 2
+    assert report.exit_code == 2
     assert "NOT THE CACHE'S FAULT" in str(report) and "when later tokens are left out, from position" in str(report)
 
 

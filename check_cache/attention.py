@@ -1,0 +1,106 @@
+"""What attention reads, seen from outside: every decoder in PyTorch ends in a few functions that we can watch."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
+MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+
+
+@dataclass
+class Read:
+    """One call of attention. What we could not see is None.
+
+    weights  (B, heads, T, slots), after the softmax
+    query    (B, heads, T, size)
+    key      (B, heads, slots, size); value: the same. They may have fewer heads
+    """
+
+    weights: torch.Tensor
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+
+
+def shaped(read, B):
+    """Return a read of B rows in full shape, as numbers that later steps cannot change."""
+    read = read() if callable(read) else read
+    parts = read.weights, read.query, read.key, read.value
+    return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
+
+
+class Watch(TorchFunctionMode):
+    """Collects a Read, or a function that returns one, per call of attention.
+
+    That is a scaled_dot_product_attention, or a softmax, which mostly stands between two products of matrices.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+        self.product = None  # the operands of the newest product, and its shape
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            self.reads.append(partial(read_sdpa, *args, **kwargs))  # later, if at all: it costs as much again
+        elif function in SOFTMAX:
+            self.reads.append(Read(result))
+            if self.product and self.product[2][-2:] == result.shape[-2:]:
+                query, key, _ = self.product
+                self.reads[-1].query, self.reads[-1].key = query, key.mT
+            self.product = None
+        elif (operands := operands_of(function, args)) and isinstance(result, torch.Tensor):
+            self.product = (*operands, result.shape)
+            newest = self.reads[-1] if self.reads else None
+            if isinstance(newest, Read) and newest.key is not None and newest.value is None:
+                weights, value = operands
+                if weights.shape[-2:] == newest.weights.shape[-2:]:
+                    newest.weights, newest.value = weights, value  # those after a dropout
+        return result
+
+
+def operands_of(function, args):
+    """Return the two operands of a product of matrices, as torch.matmul would take them, or None."""
+    if function in MATMUL:
+        return (args[0], args[1]) if min(args[0].dim(), args[1].dim()) > 1 else None
+    if function in (torch.baddbmm, torch.Tensor.baddbmm):
+        return args[1:3] if len(args) > 2 else None
+    if function is torch.einsum and len(args) == 3:
+        terms, _, output = args[0].replace(" ", "").partition("->")
+        left, right = terms.split(",")
+        contracted = [letter for letter in left if letter in right and letter not in output]
+        if len(contracted) == 1 and len(output) > 1 and output[-2] in left and output[-1] in right:
+            return moved(args[1], left, output[-2] + contracted[0]), moved(args[2], right, contracted[0] + output[-1])
+    return None
+
+
+def moved(x, letters, last):
+    """Return a view of x whose last dimensions have the letters `last`."""
+    order = [letter for letter in letters if letter not in last] + [*last]
+    return x.permute([letters.index(letter) for letter in order])
+
+
+def read_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Compute the weights that scaled_dot_product_attention keeps to itself."""
+    keys = repeat_heads(key, query.size(-3)) if enable_gqa else key
+    scores = query @ keys.mT * (query.size(-1) ** -0.5 if scale is None else scale)
+    hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    if is_causal:
+        hidden = ~torch.ones_like(hidden).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = hidden | ~attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
+    return Read(weights, query, key, value)
+
+
+def repeat_heads(x, heads):
+    """Return keys or values (B, some heads, t, size) with as many heads as the queries have."""
+    return x.repeat_interleave(heads // x.size(-3), -3)
