@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs make check_cache/tests/wild/.packages"),
 ]
 # what these libraries import for text, sound, data and training. Their decoders compute nothing with it
-UNUSED = {"curated_tokenizers", "datasets", "lightning", "lightning_utilities", "omegaconf", "sentencepiece", "sphn"}
-UNUSED |= {"tiktoken", "torchao", "torchdata"}
+UNUSED = {"curated_tokenizers", "dacite", "datasets", "fairscale", "lightning", "lightning_utilities", "mlstm_kernels"}
+UNUSED |= {"omegaconf", "sentencepiece", "sphn", "tiktoken", "timm", "torchao", "torchdata"}
 WINDOW = 16
 
 
@@ -195,18 +195,53 @@ def mambapy():
     sizes = dict(d_model=64, n_layers=4, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     model = JambaLM(JambaLMConfig(**sizes, num_experts=1, attn_layer_offset=1, attn_layer_period=2))
 
-    def step(ids, cache):
+    def new(rows, length):
+        return [layer.get_empty_cache(rows, None) for layer in model.jamba.layers]
+
+    return dict(full=model, new=new, step=one_by_one(model.step))
+
+
+def xlstm():
+    from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMLMModel, xLSTMLMModelConfig
+
+    block = mLSTMBlockConfig(mLSTMLayerConfig(num_heads=4))
+    sizes = dict(context_length=256, num_blocks=2, embedding_dim=64, vocab_size=64)
+    model = xLSTMLMModel(xLSTMLMModelConfig(mlstm_block=block, **sizes))
+    model.reset_parameters()
+    return dict(full=model, new=lambda rows, length: {}, step=one_by_one(model.step), context=256)
+
+
+def torchscale():
+    """RetNet, which takes all tokens so far in each step, and computes the newest one."""
+    from torchscale.architecture.config import RetNetConfig
+    from torchscale.architecture.retnet import RetNetDecoder
+
+    sizes = dict(decoder_embed_dim=64, decoder_value_embed_dim=128, decoder_ffn_embed_dim=128, decoder_layers=2)
+    config = RetNetConfig(vocab_size=64, decoder_retention_heads=4, **sizes)
+    model = RetNetDecoder(config, embed_tokens=nn.Embedding(64, 64))
+
+    def step(token, cache):
+        seen, state = cache
+        seen = torch.cat((seen, token), 1)
+        return model(seen, incremental_state=state)[0], (seen, state)
+
+    def new(rows, length):
+        return torch.empty(rows, 0, dtype=torch.long), {}
+
+    return dict(full=model, new=new, step=one_by_one(step), context=256)
+
+
+def one_by_one(step):
+    """Return a step that takes any number of tokens, from one that takes one."""
+
+    def steps(ids, cache):
         logits = []
         for token in ids.split(1, 1):
-            new, cache = model.step(token, cache)
+            new, cache = step(token, cache)
             logits.append(new)
         return torch.cat(logits, 1), cache
 
-    return dict(
-        full=model,
-        new=lambda rows, length: [layer.get_empty_cache(rows, None) for layer in model.jamba.layers],
-        step=step,
-    )
+    return steps
 
 
 class Moshi(nn.Module):
@@ -253,8 +288,10 @@ RIGHT = {
     "local-attention: position bias": lambda: local_attention(use_dynamic_pos_bias=True),
     "mambapy: Jamba": mambapy,
     "moshi: up to its context": lambda: moshi(context=64),
+    "torchscale: RetNet": torchscale,
     "torchtune: Llama 3.1": lambda: torchtune("llama3_1"),
     "torchtune: Gemma 2, up to its window": lambda: torchtune("gemma2", head_dim=16, sliding_window_size=64),
+    "xlstm: mLSTM": xlstm,
     "x-transformers: absolute": x_transformers,
     "x-transformers: rotary": lambda: x_transformers(rotary_pos_emb=True),
     "x-transformers: GQA": lambda: x_transformers(rotary_pos_emb=True, attn_kv_heads=2),
