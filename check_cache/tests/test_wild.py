@@ -68,6 +68,7 @@ def seed():
 
 WINDOWED = dict(sliding_window_size=WINDOW, sliding_window_indices=[1, 1], rope_indices=[1, 1])
 GEMMA_2 = dict(sliding_window_size=64, sliding_window_indices=[1, 0])  # the window is longer than the texts
+PER_ROW = dict(attn_data_dependent_alibi=True, attn_data_dependent_alibi_per_row=True)
 
 RIGHT = {
     "curated-transformers: Falcon, ALiBi": lambda: curated_transformers(
@@ -154,6 +155,11 @@ WRONG = {
         lambda: x_transformers(attn_data_dependent_alibi=True),
         lambda: repros.x_transformers_greedy(attn_data_dependent_alibi=True) > 10,
         "position 16 gives slot 0 a weight of",
+    ),
+    "x-transformers: attn_data_dependent_alibi_per_row": (
+        lambda: x_transformers(**PER_ROW),
+        lambda: repros.x_transformers_greedy(**PER_ROW) > 50,
+        "logits off by",
     ),
 }
 
