@@ -13,11 +13,20 @@ from check_cache.attention import repeat_heads, shaped
 
 
 class Cause(NamedTuple):
-    """question: "in", "kept", "seen", "after", or None if we cannot say. layer: counts the calls of attention."""
+    """The first thing that is wrong.
 
-    question: str | None
+    what   "arrival", "kept", "changed", "hidden" (by the mask), "weight", "after", or None if we cannot say
+    layer  counts the calls of attention
+    """
+
+    what: str | None
     text: str
     layer: int | None = None
+
+    @property
+    def certain(self):
+        """Whether rounding cannot have done it, not even if it made a router choose another expert in a layer before."""
+        return self.what in ("kept", "hidden") or (self.what == "changed" and self.layer == 0)
 
 
 def find_cause(stream, reads, T, rows, positions):
@@ -29,12 +38,12 @@ def find_cause(stream, reads, T, rows, positions):
     if not truth.reads:
         return Cause(None, "cause unknown: no scaled_dot_product_attention and no softmax of attention to watch")
     if len(reads) != truth.calls:
-        return Cause("in", f"a step calls attention {len(reads)} times, without a cache {truth.calls} times")
+        return Cause("arrival", f"a step calls attention {len(reads)} times, without a cache {truth.calls} times")
     before = None
     for layer, (call, right) in enumerate(truth.reads):
         read = shaped(reads[call], B)
         cause = compare_layer(stream, read, right, T, rows, positions)
-        if cause and cause.question == "in" and before is not None:
+        if cause and cause.what == "arrival" and before is not None:
             text = f"attention of layer {before} reads and sees what it should, so the mistake is between: {cause.text}"
             cause = cause._replace(text=text)
         if cause:
@@ -53,7 +62,7 @@ def compare_layer(stream, read, right, T, rows, positions):
     if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some lay the heads of a group side by side
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if read.weights.size(2) != T:
-        return Cause("in", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
+        return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
 
     # which position is in a slot, and what should be read there
     weights = right.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
@@ -84,10 +93,13 @@ def compare_layer(stream, read, right, T, rows, positions):
             unknown = "what no token gave: it was changed later, or is a rejected guess"
             text = f"slot {slot} should hold the {what} of {whose}, but holds {owner or unknown}"
             return Cause("kept" if owner and "off by" not in owner else "changed", text)
-        if "value" in wrong:
-            be = "are" if len(wrong) > 1 else "is"
-            return Cause("in", f"the new {what} of {whose} {be} wrong on arrival: wrong input or absolute position")
-        return Cause("in", f"only the new key of {whose} is wrong on arrival: position ids, or the norm of keys")
+        what, be = (
+            ("the new " + what, "are" if len(wrong) > 1 else "is") if "value" in wrong else ("only the new key", "is")
+        )
+        reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
+        if fed == T:
+            reason += ", or what the cache does to it before it is read"
+        return Cause("arrival", f"{what} of {whose} {be} wrong on arrival: {reason}")
 
     # the queries, and how they weigh what they see
     if read.query is not None and right.query is not None:
@@ -114,7 +126,8 @@ def compare_weights(truth, got, right, row, positions, places):
             where = f"slot {slot}" + ("" if places[i, slot] == slot else f" (position {places[i, slot]})")
             given, wanted = got[i, t, slot].item(), right[i, t, slot].item()
             text = text or f"gives {{}} a weight of {given:.3g}, not {wanted:.3g}: mask, bias, scale, heads or dropout"
-            return Cause("seen", f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}")
+            what = "weight" if bad is wrong else "hidden"
+            return Cause(what, f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}")
 
 
 def place(read, right, weights, row, fed, pads):
