@@ -58,6 +58,7 @@ test: lint
 check: test
 	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
 	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: test_hub.py skips a part"
+	@$(MAKE) -s check_cache/tests/wild/.packages || echo "pip failed: test_wild.py skips"
 	$(PYTEST) -m slow $(LONG) --dist loadfile # a file's tests share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) $(LONG) tests/test_gpu.py
 
@@ -74,8 +75,9 @@ tests/hub/node_modules: tests/hub/package-lock.json
 	npm ci --prefix tests/hub --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-# apart from .venv, because Optimum needs transformers 4; torch and the like come from .venv
-tests/hub/.packages: tests/hub/requirements.txt .venv/installed
+# apart from .venv, because Optimum needs transformers 4, and nothing of ours needs the decoders that check_cache is
+# tried on; torch and the like come from .venv
+tests/hub/.packages check_cache/tests/wild/.packages: %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@
 

@@ -105,7 +105,7 @@ class Functions(Adapter):
 
     @cached_property
     def vocab_size(self):
-        return self.parts.get("vocab_size") or self.full(torch.zeros(1, 1, dtype=torch.long)).size(-1)
+        return self.parts.get("vocab_size") or self.full(torch.zeros(1, 2, dtype=torch.long)).size(-1)
 
     def full(self, ids, mask=None, pos=None):
         output = call(self.parts["full"], dict(ids=ids), dict(mask=mask, pos=pos))

@@ -68,10 +68,10 @@ class Watch(TorchFunctionMode):
 def operands_of(function, args):
     """Return the two operands of a product of matrices, as torch.matmul would take them, or None."""
     if function in MATMUL:
-        return (args[0], args[1]) if min(args[0].dim(), args[1].dim()) > 1 else None
+        return args if len(args) == 2 and min(args[0].dim(), args[1].dim()) > 1 else None
     if function in (torch.baddbmm, torch.Tensor.baddbmm):
         return args[1:3] if len(args) > 2 else None
-    if function is torch.einsum and len(args) == 3:
+    if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")
         left, right = terms.split(",")
         contracted = [letter for letter in left if letter in right and letter not in output]

@@ -24,7 +24,7 @@ def changed(modules, change):
     """
     parts = {part for module in modules for part in module.modules()}
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
-    tensors = {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    tensors = dict.fromkeys(tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     kept = {tensor: tensor.data for tensor in tensors if tensor.is_floating_point()}
     try:
         for tensor in kept:

@@ -1,0 +1,210 @@
+"""Real decoders from the package index, right and wrong. repros.py shows each bug without check_cache."""
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from check_cache import check_cache
+from check_cache.tests.wild import repros
+from check_cache.tests.wild.adapters import (
+    curated_transformers,
+    litgpt,
+    llms_from_scratch,
+    local_attention,
+    mambapy,
+    moshi,
+    torchscale,
+    torchtune,
+    x_transformers,
+    xlstm,
+)
+
+PACKAGES = Path(__file__).parent / "wild" / ".packages"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs make check_cache/tests/wild/.packages"),
+]
+# what these libraries import for text, sound, data and training. Their decoders compute nothing with it
+UNUSED = {"curated_tokenizers", "dacite", "datasets", "fairscale", "lightning", "lightning_utilities", "mlstm_kernels"}
+UNUSED |= {"omegaconf", "sentencepiece", "sphn", "tiktoken", "timm", "torchao", "torchdata"}
+WINDOW = 16
+
+
+class Unused(MetaPathFinder, Loader):
+    """Makes `import` find an empty module for each that nothing is computed with."""
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in UNUSED else None
+
+    def create_module(self, spec):
+        return MagicMock()
+
+    def exec_module(self, module):
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages():
+    """Let these tests, and no others, import the libraries."""
+    unused = Unused()
+    sys.path.append(str(PACKAGES))
+    sys.meta_path.append(unused)
+    yield
+    sys.meta_path.remove(unused)
+    sys.path.remove(str(PACKAGES))
+    for name in [name for name in sys.modules if name.split(".")[0] in UNUSED]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+WINDOWED = dict(sliding_window_size=WINDOW, sliding_window_indices=[1, 1], rope_indices=[1, 1])
+GEMMA_2 = dict(sliding_window_size=64, sliding_window_indices=[1, 0])  # the window is longer than the texts
+PER_ROW = dict(attn_data_dependent_alibi=True, attn_data_dependent_alibi_per_row=True)
+
+RIGHT = {
+    "curated-transformers: Falcon, ALiBi": lambda: curated_transformers(
+        "Falcon", n_query_heads=4, n_key_value_heads=4, use_alibi=True, use_parallel_attention=False
+    ),
+    "curated-transformers: Falcon, one key": lambda: curated_transformers("Falcon", n_query_heads=4),
+    "curated-transformers: GPT-NeoX": lambda: curated_transformers(
+        "GPTNeoX", n_attention_heads=4, intermediate_width=128
+    ),
+    "curated-transformers: Llama, GQA": lambda: curated_transformers(
+        "Llama", n_query_heads=4, n_key_value_heads=2, intermediate_width=128
+    ),
+    "curated-transformers: MPT, ALiBi": lambda: curated_transformers("MPT", n_attention_heads=4),
+    "litgpt: Pythia": lambda: litgpt("pythia-14m"),
+    "litgpt: Gemma 3, one token at a time": lambda: litgpt("Gemma-3-1b-it", most=1, **WINDOWED),
+    "LLMs-from-scratch: Llama 3": lambda: llms_from_scratch("llama3"),
+    "LLMs-from-scratch: Qwen 3": lambda: llms_from_scratch("qwen3"),
+    "local-attention: position bias": lambda: local_attention(use_dynamic_pos_bias=True),
+    "mambapy: Jamba": mambapy,
+    "moshi: up to its context": lambda: moshi(context=64),
+    "torchscale: RetNet": torchscale,
+    "torchtune: Llama 3.1": lambda: torchtune("llama3_1"),
+    "torchtune: Gemma 2, up to its window": lambda: torchtune("gemma2", head_dim=16, sliding_window_size=64),
+    "xlstm: mLSTM": xlstm,
+    "x-transformers: absolute": x_transformers,
+    "x-transformers: rotary": lambda: x_transformers(rotary_pos_emb=True),
+    "x-transformers: GQA": lambda: x_transformers(rotary_pos_emb=True, attn_kv_heads=2),
+    "x-transformers: ALiBi": lambda: x_transformers(alibi_pos_bias=True),
+}
+
+# what is wrong: (the adapter, whether it is wrong without check_cache, what the report says of it)
+WRONG = {
+    "litgpt: Gemma 2": (
+        lambda: litgpt("Gemma-2-2b", **GEMMA_2),
+        lambda: (repros.litgpt_logits("Gemma-2-2b", [10] + [1] * 30, **GEMMA_2) > 0.01).all(),
+        "sees slot 1, and should not",
+    ),
+    "litgpt: Gemma 3, chunks over a full window": (
+        lambda: litgpt("Gemma-3-1b-it", most=8, **WINDOWED),
+        lambda: (repros.litgpt_logits("Gemma-3-1b-it", [8] * 5, **WINDOWED)[WINDOW:] > 0.01).all(),
+        "sees slot 0 (position 16), and should not",
+    ),
+    "LLMs-from-scratch: GPT-2, the cache as generate() gives it": (
+        lambda: llms_from_scratch("gpt2"),
+        lambda: repros.llms_from_scratch_gpt2() > 0.1,
+        "attention reads 1 slots and needs 17",
+    ),
+    "LLMs-from-scratch: GPT-2, use_cache=True": (
+        lambda: llms_from_scratch("gpt2", flags=dict(use_cache=True)),
+        lambda: raises(RuntimeError, repros.llms_from_scratch_gpt2, use_cache=True),
+        "raises RuntimeError",
+    ),
+    "local-attention: rotary, the default": (
+        local_attention,
+        lambda: repros.local_attention_greedy() > 20,
+        "logits off by",
+    ),
+    "local-attention: qk_rmsnorm": (
+        lambda: local_attention(use_dynamic_pos_bias=True, qk_rmsnorm=True),
+        lambda: repros.local_attention_greedy(use_dynamic_pos_bias=True, qk_rmsnorm=True) > 100,
+        "logits off by",
+    ),
+    "local-attention: exact_windowsize=False": (
+        lambda: local_attention(use_dynamic_pos_bias=True, exact_windowsize=False),
+        lambda: repros.local_attention_logits(use_dynamic_pos_bias=True, exact_windowsize=False)[31 - 8] > 0.01,
+        "logits off by",
+    ),
+    "moshi: two frames at a time over a full context": (
+        lambda: moshi(context=WINDOW),
+        lambda: (repros.moshi_stream(2, WINDOW)[WINDOW::2] > 0.01).all(),
+        "position 15 gives slot 2 a weight of",
+    ),
+    "torchtune: Gemma 2 past its window": (
+        lambda: torchtune("gemma2", head_dim=16, sliding_window_size=WINDOW),
+        lambda: repros.torchtune_gemma2_greedy(8) > 10,
+        "position 16 sees slot 0, and should not",
+    ),
+    "x-transformers: shift_tokens": (
+        lambda: x_transformers(shift_tokens=1),
+        lambda: repros.x_transformers_greedy(shift_tokens=1) > 50,
+        "layer 0: the new key and value of row 0, position 16",
+    ),
+    "x-transformers: attn_data_dependent_alibi": (
+        lambda: x_transformers(attn_data_dependent_alibi=True),
+        lambda: repros.x_transformers_greedy(attn_data_dependent_alibi=True) > 10,
+        "position 16 gives slot 0 a weight of",
+    ),
+    "x-transformers: attn_data_dependent_alibi_per_row": (
+        lambda: x_transformers(**PER_ROW),
+        lambda: repros.x_transformers_greedy(**PER_ROW) > 50,
+        "logits off by",
+    ),
+}
+
+
+def raises(error, function, **options):
+    with pytest.raises(error):
+        function(**options)
+    return True
+
+
+def said(report):
+    """Return the text of a report as one line, whatever its line breaks are."""
+    return " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name):
+    check_cache(**RIGHT[name](), length=48).assert_right()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name):
+    adapter, proof, cause = WRONG[name]
+    assert proof()
+    torch.manual_seed(0)
+    report = check_cache(**adapter(), length=48)
+    assert report.exit_code == 1
+    assert cause in said(report)
+
+
+def test_repros_find_nothing_in_right_decoders():
+    assert (repros.litgpt_logits("pythia-14m", [8] * 5) < 1e-4).all()
+    assert (repros.litgpt_logits("Gemma-3-1b-it", [8] * 2 + [1] * 24, **WINDOWED) < 1e-4).all()
+    assert (repros.local_attention_logits(use_dynamic_pos_bias=True) < 1e-4).all()
+    assert (repros.moshi_stream(1, WINDOW) < 1e-4).all()
+    assert repros.local_attention_greedy(use_dynamic_pos_bias=True) == 0
+    assert repros.torchtune_gemma2_greedy(64) == 0
+    for options in (dict(), dict(rotary_pos_emb=True), dict(alibi_pos_bias=True)):
+        assert repros.x_transformers_greedy(**options) == repros.x_transformers_leak(**options) == 0
+
+
+@pytest.mark.parametrize("option", ["attn_orthog_projected_values", "orthog_residual"])
+def test_a_decoder_that_sees_later_tokens_without_a_cache(option):
+    """No cache can be right then, so the report blames the decoder."""
+    assert repros.x_transformers_leak(**{option: True}) > 1e-3
+    report = check_cache(**x_transformers(**{option: True}), length=48)
+    assert report.exit_code == 2
+    assert "when later tokens are left out" in said(report)

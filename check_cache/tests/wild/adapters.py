@@ -1,0 +1,214 @@
+"""Adapters of real decoders. Each function returns the arguments of check_cache, for a small model with its options."""
+
+import torch
+from torch import nn
+
+from check_cache import copies_of
+
+
+def x_transformers(**options):
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    layers = Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, verbose=False, **options)
+    net = TransformerWrapper(num_tokens=64, max_seq_len=256, attn_layers=layers)
+    loop = AutoregressiveWrapper(net)
+
+    def step(ids, cache):
+        new = dict(input_not_include_cache=True, cache_age=ids.size(1))
+        return net(ids, cache=cache, return_intermediates=True, **new)
+
+    def change(cache, function):
+        for layer in cache.attn_intermediates:
+            layer.cached_kv = [function(part) for part in layer.cached_kv]
+
+    def crop(cache, length):
+        change(cache, lambda part: part[..., :length, :])
+        cache.cache_length = length
+
+    return dict(
+        full=net,
+        new=lambda rows, length: None,
+        step=step,
+        crop=crop,
+        reorder=lambda cache, rows: change(cache, lambda part: part[rows]),
+        generate=lambda ids, count, use_cache: loop.generate(ids, count, temperature=0.0, cache_kv=use_cache),
+        context=256,
+    )
+
+
+def litgpt(name, most=None, **options):
+    """most: how many tokens at a time go into the cache."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    sizes = dict(n_layer=2, n_embd=64, n_head=4, head_size=16, intermediate_size=128, padded_vocab_size=64)
+    model = GPT(Config.from_name(name, block_size=512, **sizes, **options))
+
+    def step(ids, cache, pos):
+        parts = zip(ids.split(most or ids.size(1), 1), pos[0].split(most or ids.size(1)))
+        return torch.cat([cache(*part) for part in parts], 1)
+
+    new = copies_of(model, lambda model, rows, length: model.set_kv_cache(rows, length))
+    return dict(full=model, new=new, step=step, window=options.get("sliding_window_size"))
+
+
+def local_attention(window=16, **options):
+    from local_attention import LocalTransformer
+
+    sizes = dict(num_tokens=64, dim=64, depth=2, heads=4, dim_head=16, max_seq_len=256, local_attn_window_size=window)
+    model = LocalTransformer(**sizes, **options)
+
+    def step(ids, cache):
+        """Feed one token at a time after the first step, with all tokens before it, as generate() does."""
+        seen, kept = cache or (ids[:, :0], None)
+        logits = []
+        for part in [ids] if kept is None else ids.split(1, 1):
+            seen = torch.cat((seen, part), 1)
+            new, kept = model(seen, cache=kept, return_cache=True)
+            logits.append(new)
+        return torch.cat(logits, 1), (seen, kept)
+
+    return dict(full=model, new=lambda rows, length: None, step=step, context=256, window=window)
+
+
+def torchtune(name, **options):
+    from torchtune.models.gemma2 import gemma2
+    from torchtune.models.llama3_1 import llama3_1
+
+    build = dict(gemma2=gemma2, llama3_1=llama3_1)[name]
+    sizes = dict(num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=64, intermediate_dim=128)
+    model = build(vocab_size=64, max_seq_len=256, **sizes, **options)
+
+    def setup(model, rows, length):
+        dtype = next(model.parameters()).dtype
+        model.setup_caches(batch_size=rows, dtype=dtype, decoder_max_seq_len=length)
+
+    def step(ids, cache, pos):
+        seen = torch.arange(cache.decoder_max_cache_seq_len) <= pos[..., None]
+        return cache(ids, mask=seen, input_pos=pos)
+
+    window = options.get("sliding_window_size")
+    return dict(full=model, new=copies_of(model, setup), step=step, context=248, window=window)
+
+
+def curated_transformers(name, **options):
+    from curated_transformers import models
+    from curated_transformers.layers import AttentionMask
+
+    sizes = dict(dtype=torch.float32, hidden_width=64, n_hidden_layers=2, n_pieces=64)
+    config = getattr(models, f"{name}Config")(**sizes, **options)
+    model = getattr(models, f"{name}CausalLM")(config)
+
+    def run(ids, cache, mask, pos):
+        mask = torch.ones_like(ids) if mask is None else mask
+        return model(ids, AttentionMask(mask.bool()), cache=cache, positions=pos, store_cache=True)
+
+    def step(ids, cache, mask, pos):
+        if mask is None:
+            mask = torch.ones(len(ids), (cache[0].key.size(2) if cache else 0) + ids.size(1))
+        output = run(ids, cache, mask, pos)
+        return output.logits, output.cache
+
+    def full(ids, mask, pos):
+        return run(ids, None, mask, pos).logits
+
+    return dict(full=full, new=lambda rows, length: None, step=step)
+
+
+def llms_from_scratch(name, flags=None, **options):
+    """The position of the next token is in the model, so a cache is a copy of the model that has a KVCache."""
+    from llms_from_scratch.kv_cache.gpt2 import GPTModel
+    from llms_from_scratch.kv_cache.llama3 import Llama3Model
+    from llms_from_scratch.kv_cache.qwen3 import Qwen3Model
+    from llms_from_scratch.kv_cache.utils import KVCache
+
+    build = dict(gpt2=GPTModel, llama3=Llama3Model, qwen3=Qwen3Model)[name]
+    config = dict(vocab_size=64, context_length=256, emb_dim=64, n_heads=4, n_layers=2, hidden_dim=128, n_kv_groups=2)
+    config |= dict(head_dim=16, qk_norm=True, rope_base=1e4, rope_freq=None, dtype=torch.float32)
+    model = build(config | dict(drop_rate=0.0, qkv_bias=False))
+
+    def setup(model, rows, length):
+        model.kv_cache = KVCache(n_layers=2)
+
+    def step(ids, cache):
+        return cache(ids, cache=cache.kv_cache, **(flags or {}))
+
+    return dict(full=model, new=copies_of(model, setup), step=step)
+
+
+def mambapy():
+    """Jamba: layers with keys and values, and layers with a recurrent state. It takes one token at a time."""
+    from mambapy.jamba import JambaLM, JambaLMConfig
+
+    sizes = dict(d_model=64, n_layers=4, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    model = JambaLM(JambaLMConfig(**sizes, num_experts=1, attn_layer_offset=1, attn_layer_period=2))
+
+    def new(rows, length):
+        return [layer.get_empty_cache(rows, None) for layer in model.jamba.layers]
+
+    return dict(full=model, new=new, step=one_by_one(model.step))
+
+
+def xlstm():
+    from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMLMModel, xLSTMLMModelConfig
+
+    block = mLSTMBlockConfig(mLSTMLayerConfig(num_heads=4))
+    sizes = dict(context_length=256, num_blocks=2, embedding_dim=64, vocab_size=64)
+    model = xLSTMLMModel(xLSTMLMModelConfig(mlstm_block=block, **sizes))
+    model.reset_parameters()
+    return dict(full=model, new=lambda rows, length: {}, step=one_by_one(model.step), context=256)
+
+
+def torchscale():
+    """RetNet, which takes all tokens so far in each step, and computes the newest one."""
+    from torchscale.architecture.config import RetNetConfig
+    from torchscale.architecture.retnet import RetNetDecoder
+
+    sizes = dict(decoder_embed_dim=64, decoder_value_embed_dim=128, decoder_ffn_embed_dim=128, decoder_layers=2)
+    config = RetNetConfig(vocab_size=64, decoder_retention_heads=4, **sizes)
+    model = RetNetDecoder(config, embed_tokens=nn.Embedding(64, 64))
+
+    def step(token, cache):
+        seen, state = cache
+        seen = torch.cat((seen, token), 1)
+        return model(seen, incremental_state=state)[0], (seen, state)
+
+    def new(rows, length):
+        return torch.empty(rows, 0, dtype=torch.long), {}
+
+    return dict(full=model, new=new, step=one_by_one(step), context=256)
+
+
+def one_by_one(step):
+    """Return a step that takes any number of tokens, from one that takes one."""
+
+    def steps(ids, cache):
+        logits = []
+        for token in ids.split(1, 1):
+            new, cache = step(token, cache)
+            logits.append(new)
+        return torch.cat(logits, 1), cache
+
+    return steps
+
+
+class Moshi(nn.Module):
+    """Token ids in, and logits out, around moshi's transformer, which makes frames of frames."""
+
+    def __init__(self, context):
+        from moshi.modules.transformer import StreamingTransformer
+
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
+        sizes = dict(d_model=64, num_heads=4, num_layers=2, dim_feedforward=128)
+        options = dict(causal=True, context=context, positional_embedding="rope")
+        self.transformer = StreamingTransformer(**sizes, **options)
+
+    def forward(self, ids):
+        return self.head(self.transformer(self.embedding(ids)))
+
+
+def moshi(context):
+    model = Moshi(context)
+    new = copies_of(model, lambda model, rows, length: model.transformer.streaming_forever(rows))
+    return dict(full=model, new=new, step=lambda ids, cache: cache(ids), window=context)
