@@ -25,24 +25,37 @@ class Cause(NamedTuple):
 
     @property
     def certain(self):
-        """Whether rounding cannot have done it, not even if it made a router choose another expert in a layer before."""
+        """Whether rounding cannot have done it, not even by making a router choose another expert before."""
         return self.what in ("kept", "hidden") or (self.what == "changed" and self.layer == 0)
 
 
-def find_cause(stream, reads, T, rows, positions):
-    """Return the Cause of wrong logits, from the reads of a step of T tokens.
+def find_cause(stream, reads, T, rows, positions, guesses):
+    """Return the Cause of wrong logits, from the reads of a step of T tokens, of which the last are guesses.
 
-    rows, positions  (B, count) of the new tokens that are no guesses. A position below 0 is padding
+    rows, positions  (B, T) of the new tokens. A position below 0 is padding
     """
-    truth, B = stream.truth, len(rows)
+    truth, calls = stream.truth, stream.truth.calls
     if not truth.reads:
-        return Cause(None, "cause unknown: no scaled_dot_product_attention and no softmax of attention to watch")
-    if len(reads) != truth.calls:
-        return Cause("arrival", f"a step calls attention {len(reads)} times, without a cache {truth.calls} times")
+        unseen = "reads no sequence as a whole" if calls else "calls no scaled_dot_product_attention and no softmax"
+        return Cause(None, f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads")
+    if len(reads) == T * calls and T > 1:  # the step feeds one token after the other
+        for t in range(T - guesses):
+            one = slice(t, t + 1)
+            part = reads[t * calls :][:calls]
+            cause = compare_layers(stream, part, stream.fed - T + t + 1, rows[:, one], positions[:, one], 0)
+            if cause.what != "after":
+                break
+        return cause
+    if len(reads) != calls:
+        return Cause("arrival", f"a step calls attention {len(reads)} times, without a cache {calls} times")
+    return compare_layers(stream, reads, stream.fed, rows, positions, guesses)
+
+
+def compare_layers(stream, reads, fed, rows, positions, guesses):
+    """Return the Cause of wrong logits, when `fed` tokens per row are in the cache."""
     before = None
-    for layer, (call, right) in enumerate(truth.reads):
-        read = shaped(reads[call], B)
-        cause = compare_layer(stream, read, right, T, rows, positions)
+    for layer, (call, right) in enumerate(stream.truth.reads):
+        cause = compare_layer(stream, shaped(reads[call], len(rows)), right, fed, rows, positions, guesses)
         if cause and cause.what == "arrival" and before is not None:
             text = f"attention of layer {before} reads and sees what it should, so the mistake is between: {cause.text}"
             cause = cause._replace(text=text)
@@ -52,9 +65,11 @@ def find_cause(stream, reads, T, rows, positions):
     return Cause("after", "attention reads and sees what it should in all layers, so the mistake follows it")
 
 
-def compare_layer(stream, read, right, T, rows, positions):
+def compare_layer(stream, read, right, fed, rows, positions, guesses):
     """Return the Cause of what is wrong in the attention of one layer, or None."""
-    truth, fed, count = stream.truth, stream.fed, positions.size(1)
+    truth, T = stream.truth, positions.size(1)
+    count = T - guesses
+    rows, positions = rows[:, :count], positions[:, :count]
     row, real = rows[:, 0], positions >= 0
     heads, slots, needed = right.weights.size(1), read.weights.size(-1), min(fed, truth.window or fed)
     if slots < needed:
@@ -69,7 +84,16 @@ def compare_layer(stream, read, right, T, rows, positions):
     places = place(read, right, weights, row, fed, stream.pads)
     known = (places >= 0) & (places < fed - stream.pads - (T - count))  # guesses are not of this text
     at = places.clamp(0, truth.length - 1)
-    weights = weights.gather(3, at[:, None, None].expand(*weights.shape[:3], slots)) * known[:, None, None]
+    wanted = weights
+    weights = wanted.gather(3, at[:, None, None].expand(*wanted.shape[:3], slots)) * known[:, None, None]
+    absent = (wanted.sum(3) - weights.sum(3) > truth.coarse).any(1) & real  # (B, count)
+    if absent.any():
+        t, i = absent.T.nonzero()[0].tolist()
+        missing = wanted[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax()
+        return Cause(
+            "kept",
+            f"the token of row {row[i]}, position {positions[i, t]} needs position {missing}, which is in no slot",
+        )
     used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)
 
     # the keys and values that the new tokens need
@@ -89,6 +113,10 @@ def compare_layer(stream, read, right, T, rows, positions):
         what = " and ".join(wrong)
         whose = f"row {row[i]}, position {places[i, slot]}"
         owner = find_owner(truth, right, wrong, slot, row[i].item(), places[i, slot].item(), not was_kept)
+        be = "are" if len(wrong) > 1 else "is"
+        if owner and owner.startswith("it rounded or") and not was_kept:
+            text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or of a wrong input"
+            return Cause("arrival", text)
         if owner or was_kept:
             unknown = "what no token gave: it was changed later, or is a rejected guess"
             text = f"slot {slot} should hold the {what} of {whose}, but holds {owner or unknown}"

@@ -52,6 +52,7 @@ def check_cache(
     if not 24 <= length <= most:
         raise ValueError(f"length={length}: must be at least 24, and at most the context, {most}")
     ways = ways_for(decoder.window, length)
+    modes, caches = ([words] if isinstance(words, str) else words for words in (modes, caches))
     chosen = {name: way for name, way in ways.items() if any(word in name for word in modes or [""])}
     if not chosen:
         raise ValueError(f"modes={modes!r}: the ways are {', '.join(ways)}")
@@ -90,16 +91,16 @@ def run_all(decoder, ways, length, dtype, kinds, seed):
                 raise NotImplementedError(why_not)
             truth = Truth(decoder, decoder.modules, length, dtype, seed)
         except (Exception, SystemExit) as error:
-            why = first_line(error) if isinstance(error, (NotImplementedError, ValueError)) else said(error)
-            results.append(not_run(cache="any", why=why))
+            hint = "" if decoder.context else f". If it takes no texts of {length} tokens, pass context= or length="
+            results.append(not_run(cache="any", why=said(error) + hint))
             continue
         if truth.fault:
             return results, truth.fault, None
         for kind in kinds:
             try:
                 decoder.new(3, length + 8, kind)
-            except (Exception, SystemExit) as reason:
-                results.append(not_run(cache=kind, why=first_line(reason)))
+            except (Exception, SystemExit) as error:
+                results.append(not_run(cache=kind, why=said(error)))
                 continue
             if packed := find_packed(truth, kind):
                 return results, None, packed
@@ -114,7 +115,11 @@ def run_all(decoder, ways, length, dtype, kinds, seed):
 
 
 def said(error):
-    return f"raises {type(error).__name__}: {first_line(error)}"
+    return (
+        first_line(error)
+        if isinstance(error, NotImplementedError)
+        else f"raises {type(error).__name__}: {first_line(error)}"
+    )
 
 
 def run_way(truth, result, way):
@@ -125,7 +130,7 @@ def run_way(truth, result, way):
         way(partial(Stream, truth, result))
         judge(truth, result)
     except NotImplementedError as reason:
-        result.status, result.why = "not run", first_line(reason)
+        result.status, result.why, result.layer = "not run", first_line(reason), None
     except (Exception, SystemExit) as error:
         result.status, result.why = "wrong", said(error)
     if sys.stderr.isatty():

@@ -1,5 +1,6 @@
 """What came of each way, for people and for programs."""
 
+import re
 import textwrap
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,13 @@ class Result:
     errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs
 
     def __str__(self):
-        where = f"{self.way}, {self.place}: "
-        if self.off is None:
-            return where + self.why
+        """Return what was wrong, or why it was not run."""
+        if self.off is None or self.status != "wrong":
+            return self.why or ""
         layer = "" if self.layer is None else f"layer {self.layer}: "
         return (
-            f"{where}logits off by {self.off:.2g} (allowed {self.allowed:.1g}), argmax differs at {self.argmaxes} "
-            f"positions, first at row {self.row}, position {self.position}. {layer}{self.why}"
+            f"logits off by {self.off:.2g} (allowed {self.allowed:.1g}), argmax differs at {self.argmaxes} positions, "
+            f"first at row {self.row}, position {self.position}. {layer}{self.why}"
         )
 
     @property
@@ -63,19 +64,16 @@ class Report:
 
     def __repr__(self):
         lines = [self.fault] if self.fault else []
-        wrong = [result for result in self.results if result.status == "wrong"]
-        lines += [f"WRONG    {result}" for result in wrong if result.off is not None]
-        raised = [result for result in wrong if result.off is None]
-        for label, results in (
-            ("WRONG", raised),
-            ("right", [result for result in self.results if result.status == "right"]),
-            ("not run", [result for result in self.results if result.status == "not run"]),
-        ):
-            groups = {}
-            for result in results:
-                groups.setdefault((result.place, result.why), []).append(result.way)
-            for (place, why), ways in groups.items():
-                lines.append(f"{label:7}  {place}: {', '.join(ways)}" + (f": {why}" if why else ""))
+        for status, label in (("wrong", "WRONG  "), ("right", "right  "), ("not run", "not run")):
+            groups = {}  # the results that have the same cause, up to rows and positions
+            for result in self.results:
+                if result.status == status:
+                    groups.setdefault((result.place, result.layer, re.sub(r"\d+", "", str(result.why))), []).append(
+                        result
+                    )
+            for (place, _, _), results in groups.items():
+                ways = ", ".join(result.way for result in results)
+                lines.append(f"{label}  {ways}, {place}" + (f": {results[0]}" if results[0].why else ""))
         lines.append(f"beyond   not covered: {self.beyond}")
         wrap = partial(textwrap.fill, width=120, subsequent_indent=" " * 9, break_long_words=False)
         return "\n".join([self.title, *map(wrap, lines)])

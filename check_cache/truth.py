@@ -11,7 +11,7 @@ from check_cache.attention import Watch, shaped
 
 # How far off a right cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The right caches of 49 families reached 1.5 and XX in three dtypes. Most bugs are a thousand times as far off.
-LARGEST, MEDIAN = 3, 1.25
+LARGEST, MEDIAN = 4, 1.25
 # How much earlier tokens must matter, in the same units: below that we would not see a wrong cache.
 VISIBLE = 10
 

@@ -46,12 +46,15 @@ class Stream:
         logits, self.cache = output if isinstance(output, tuple) else (output, self.cache)
         if self.cache is None:
             raise NotImplementedError("neither new nor step returns a cache")
+        given = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        if not isinstance(given, tuple) or given not in [(len(rows), t, decoder.vocab_size) for t in (1, T)]:
+            raise TypeError(f"step returns {given} and not logits of shape {(len(rows), T, decoder.vocab_size)}")
         self.fed += T
         missing = T - logits.size(1)  # some decoders give the logits of the last token alone
         suspect, sure = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
         if suspect and not result.why:
             try:
-                cause = find_cause(self, watch.reads, T, rows[:, :count], positions[:, :count])
+                cause = find_cause(self, watch.reads, T, rows, positions, guesses)
             except Exception as error:  # attention that is built in another way than we know
                 cause = Cause(None, f"cause unknown, because {first_line(error)}")
             if sure or cause.certain:

@@ -402,7 +402,7 @@ def rounded(x):
     return (x / scale).round() * scale
 
 
-@bug(f"{HOLDS}|rounded", "silently int8")
+@bug("slightly off on arrival: rounded", "silently int8")
 def int8(patch):
     patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
     return Decoder()
