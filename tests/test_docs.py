@@ -2,7 +2,8 @@
 
 python tests/test_docs.py     writes docs/flags.md
 
-Blocks: `sh` and `python` run, in order, one shell per file. `py` is an excerpt of model.py. `text` is shown. `console`
+Blocks: `sh` and `python` run, in order, one shell per file. `python NAME.py` is a file to save, and `python sketch` needs
+something of the reader's. `py` is an excerpt of model.py. `text` is shown. `console`
 is shown too, except a line that begins with "$ ": a user's mistake, followed by the message on stderr.
 """
 
@@ -66,9 +67,9 @@ def read(file):
 
 
 def blocks(text, *languages):
-    """Return the (language, content) of the fenced blocks in these languages."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(language, content) for language, content in found if language in languages]
+    """Return the (language, content) of the fenced blocks in these languages, or of all."""
+    found = re.findall(r"^```([^\n`]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(language, content) for language, content in found if language in languages or not languages]
 
 
 def prose(text):
@@ -144,7 +145,7 @@ def test_the_code_map_counts_lines():
         files = [path] if path.is_file() else path.glob("*" if name == "kvgpt/" else "**/*")
         kinds = {".py", ".c", ".h", ".js", ".css", ".html", ".mjs"}
         lines = sum(
-            len(read(file).splitlines()) for file in files if file.suffix in kinds and "node_modules" not in file.parts
+            len(read(file).splitlines()) for file in files if file.suffix in kinds and not {"node_modules", ".packages"} & {*file.parts}
         )
         assert abs(int(count.replace(",", "")) - lines) <= lines / 20, (name, lines)
 
@@ -173,8 +174,15 @@ set -e
 
 def script_of(text):
     """Return the commands of a file as one shell script."""
-    runnable = blocks(text, "sh", "python")
-    return "".join(content if kind == "sh" else f"python - <<'END'\n{content}END\n" for kind, content in runnable)
+    script = ""
+    for language, content in blocks(text):
+        if language == "sh":
+            script += content
+        elif language == "python":
+            script += f"python - <<'END'\n{content}END\n"
+        elif saved := re.fullmatch(r"python (\w+\.py)", language):
+            script += f"cat > {saved[1]} <<'END'\n{content}END\n"
+    return script
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The caches of the families of transformers are right, but for known defects.
 
-python -m check_cache.tests.test_families     the seconds that each family takes, for docs/check-your-cache.md
+python -m check_cache.tests.test_families     the seconds that each family takes, for README.md
 """
 
 import time
@@ -124,7 +124,7 @@ FAMILIES = {
     "rwkv": dict(hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, vocab_size=61),
 }
 # Unmodified models of transformers 5.23 whose cache really is wrong, with a word that all their wrong lines contain:
-# docs/check-your-cache.md has the causes.
+# README.md has the causes.
 DEFECTS = {
     "falcon with ALiBi": "static cache",
     "bamba": "own cache|static cache",
