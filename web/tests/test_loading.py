@@ -1,7 +1,9 @@
 """How the exported page loads in Chromium, from a server that counts and breaks. loading.mjs opens the pages."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -69,7 +71,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What loading.mjs saw, and the requests, a list of (page, file)."""
+    """What loading.mjs saw, the requests, a list of (page, file), and the folder of the page."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not (chromium and shutil.which("node") and (ROOT / "web" / "node_modules" / "playwright-core").is_dir()):
         pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in web")
@@ -85,7 +87,7 @@ def seen(tmp_path_factory):
         command = ["node", Path(__file__).with_name("loading.mjs"), json.dumps(plan)]
         result = ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240))
         server.shutdown()
-    return json.loads(result.stdout) | {"requests": server.requests}
+    return json.loads(result.stdout) | {"requests": server.requests, "folder": folder / "web"}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -109,3 +111,13 @@ def test_files_are_asked_for_at_once_and_only_once(seen):
 
 def test_a_screen_reader_does_not_read_out_the_progress(seen):
     assert not any("Loading" in line for line in seen["whole"]["read"])
+
+
+def test_all_that_the_page_names_is_there_and_two_exports_are_never_mixed(seen):
+    """What the page fetches has a hash in its address, so a browser cannot take an older one for it."""
+    html = (seen["folder"] / "index.html").read_text(encoding="utf-8")
+    names = re.findall(r'(?:href|src|property="og:image" content)="([^"#]+)"', html)
+    assert {"page.png", "icon.svg", "style.css"} <= set(names)
+    for name, _, version in (name.partition("?") for name in names):
+        content = (seen["folder"] / name).read_bytes()
+        assert version == (hashlib.sha256(content).hexdigest()[:8] if name in FETCHED else "")
