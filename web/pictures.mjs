@@ -64,7 +64,8 @@ async function shoot(seconds) {
 }
 await write(page, FIRST);
 await shoot(1); // what is seen of an animation that does not play
-for (let count = FIRST + 1; count < FULL; count += count < FIRST + 32 ? 1 : 6) {
+const first = await page.locator(TEXT).count();
+for (let count = first + 1; count < FULL; count += count < first + 32 ? 1 : 6) {
   await write(page, count);
   await shoot(0.125);
 }

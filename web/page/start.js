@@ -1,7 +1,7 @@
 // What the status line says until the modules run, or if they never do. So this file is no module.
 
 (() => {
-  const status = document.getElementById("status");
+  const status = document.querySelector("#loading, #status");
   const { dataset } = document.body;
   if (location.protocol === "file:") {
     status.textContent = "Serve this folder: run python -m http.server in it, and open http://localhost:8000.";

@@ -10,8 +10,6 @@ const browser = await chromium.launch({ executablePath, args: ["--headless", "--
 async function visit([name, url]) {
   const context = await browser.newContext({ reducedMotion: "reduce" });
   const page = await context.newPage();
-  const warnings = [];
-  page.on("console", (line) => line.type() === "warning" && warnings.push(line.text()));
   await page.addInitScript((missing) => delete globalThis[missing], lacking[name] ?? "");
   await page.addInitScript(() => {
     globalThis.read = []; // what a screen reader reads out
@@ -23,15 +21,13 @@ async function visit([name, url]) {
   });
   await page.goto(url);
   await page.waitForFunction(() => {
-    const { textContent } = document.getElementById("status");
+    const { textContent } = document.querySelector("#loading, #status");
     return document.body.dataset.state !== "loading" || /reload|python/.test(textContent);
   });
   await page.waitForTimeout(1000); // for whatever would still change it
-  const seen = await page.evaluate(() => {
-    const [status, message] = ["status", "message"].map((id) => document.getElementById(id).textContent);
-    return { state: document.body.dataset.state, said: status + message, read: globalThis.read };
-  });
-  return [name, { ...seen, warnings }];
+  const state = await page.evaluate(() => document.body.dataset.state);
+  const said = await page.locator("#loading, #status, #message").allTextContents();
+  return [name, { state, said: said.join(""), read: await page.evaluate(() => globalThis.read) }];
 }
 
 const seen = await Promise.all(Object.entries(urls).map(visit));

