@@ -21,7 +21,7 @@ const MISTAKES = ["never moves", "another prompt", "overwritten"];
 const STEP = "#one"; // the button that writes one character
 const TEXT = "#text > *"; // the characters of the text
 const ANSWERS = "#mistakes small"; // empty until the page knows what a mistake does
-const MISTAKE = (name) => `[value="${name}"]`; // its radio button
+const MISTAKE = (name) => `[value="${name}"]:enabled`; // its radio button
 
 const [site, folder] = process.argv.slice(2);
 await mkdir(`${folder}/frames`, { recursive: true });
