@@ -13,8 +13,15 @@ const LOOKS = {
   dark: { viewport: { width: 1280, height: 720 }, colorScheme: "dark" },
 };
 const SHOWN = 120; // characters in a picture
+const FIRST = 60; // characters at the beginning of the animation: the stage is full
 const FULL = 256;
 const MISTAKES = ["never moves", "another prompt", "overwritten"];
+
+// what the pictures need of the page
+const STEP = "#one"; // the button that writes one character
+const TEXT = "#text > *"; // the characters of the text
+const ANSWERS = "#mistakes small"; // empty until the page knows what a mistake does
+const MISTAKE = (name) => `[value="${name}"]:enabled`; // its radio button
 
 const [site, folder] = process.argv.slice(2);
 await mkdir(`${folder}/frames`, { recursive: true });
@@ -25,17 +32,15 @@ const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, ar
 async function open({ step, ...options }) {
   const page = await browser.newPage({ reducedMotion: "reduce", ...options });
   await page.goto(`${site}#step-${step}`);
-  await page.locator("#one:enabled").waitFor();
+  await page.locator(`${STEP}:enabled`).waitFor();
   return page;
 }
 
 /** Step until the text has `count` characters and the stage shows them. */
 async function write(page, count) {
-  for (;;) {
-    const length = await page.evaluate(() => document.getElementById("text").children.length);
-    if (length >= count) break;
-    await page.locator("#one").click();
-    await page.waitForFunction((length) => document.getElementById("text").children.length > length, length);
+  for (let length; (length = await page.locator(TEXT).count()) < count; ) {
+    await page.locator(STEP).click();
+    await page.locator(TEXT).nth(length).waitFor({ state: "attached" });
   }
   await page.mouse.move(0, 0);
   await page.evaluate(() => document.activeElement.blur());
@@ -49,7 +54,7 @@ for (const [name, { fullPage, ...options }] of Object.entries(LOOKS)) {
   await page.close();
 }
 
-// the animation: every step at first, then every fifth, then some mistakes
+// the animation: every step at first, then every sixth, then some mistakes
 const page = await open({ step: 2, viewport: { width: 1280, height: 720 } });
 const frames = []; // lines of a list for ffmpeg
 async function shoot(seconds) {
@@ -57,19 +62,20 @@ async function shoot(seconds) {
   await page.screenshot({ path: `${folder}/${file}` });
   frames.push(`file '${file}'`, `duration ${seconds}`);
 }
-await shoot(1);
-const given = await page.evaluate(() => document.getElementById("text").children.length);
-for (let count = given + 1; count < FULL; count += count < given + 32 ? 1 : 6) {
+await write(page, FIRST);
+await shoot(1); // what is seen of an animation that does not play
+const first = await page.locator(TEXT).count();
+for (let count = first + 1; count < FULL; count += count < first + 32 ? 1 : 6) {
   await write(page, count);
   await shoot(0.125);
 }
 await write(page, FULL);
 await shoot(1.5);
-await page.locator("nav a").last().click();
-await page.waitForFunction(() => [...document.querySelectorAll("#mistakes small")].every((each) => each.textContent));
+await page.evaluate(() => (location.hash = "#step-4"));
+await page.locator(ANSWERS).first().waitFor({ state: "attached" });
+await page.waitForFunction((each) => [...document.querySelectorAll(each)].every((it) => it.textContent), ANSWERS);
 for (const name of MISTAKES) {
-  await page.locator(`[value="${name}"]`).check({ force: true });
-  await page.waitForFunction((name) => document.querySelector(`[value="${name}"]`).checked, name);
+  await page.locator(MISTAKE(name)).check({ force: true });
   await page.evaluate(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))));
   await shoot(2.5);
 }

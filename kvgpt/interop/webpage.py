@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from kvgpt.cli import fail
 from kvgpt.decoding.ngrams import order_of
+from kvgpt.files import sha256
 from kvgpt.interop.check import own_text
 from kvgpt.interop.checksums import read_tree, write_tree
 from kvgpt.interop.onnx import compare_onnx, write_onnx
@@ -56,9 +58,17 @@ def export_web(model, tokenizer, checkpoint, folder):
     for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
         files[f"ort/{name}"] = (runtime / name).read_bytes()
     files["model.json"] = json.dumps(about).encode()
+    files["page.png"] = (WEB.parent / "assets" / "page.png").read_bytes()  # for those who link to the page
+    files["index.html"] = with_versions(files["index.html"].decode(), files).encode()
     write_tree(folder, files)
     print(f"{folder}: {sum(map(len, files.values())) / 1e6:.1f} MB")
     print(f"serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
+
+
+def with_versions(html, files):
+    """Return the page with a hash in the address of each file that it fetches: no browser mixes two exports then."""
+    fetched = r'(?<=href=")[^"]+(?=" as="fetch")'
+    return re.sub(fetched, lambda name: f"{name[0]}?{sha256(files[name[0]])[:8]}", html)
 
 
 def ngrams_bytes(ngrams):

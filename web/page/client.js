@@ -1,11 +1,26 @@
 // The page's end of the worker: calls that return promises, and events.
+import { downloader, unreachable } from "./files.js";
+
+const NEEDED = ["WebAssembly", "DecompressionStream"]; // the youngest of what the page needs, in 2023
 
 /** Start the worker. Returns { call(name, ...args), stop(), setDelay(ms) }. onEvent gets the worker's events. */
 export function startWorker(onEvent) {
-  const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
   const waiting = new Map();
   let calls = 0;
-  worker.onmessage = ({ data: { call, event, result, error, ...rest } }) => {
+  let failure = null;
+  const fail = (error) => {
+    failure ??= error;
+    worker.terminate();
+    for (const { reject } of waiting.values()) reject(failure);
+    waiting.clear();
+  };
+
+  const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
+  const missing = NEEDED.find((name) => !(name in globalThis));
+  if (missing) fail(new Error(`This browser is too old, or set to block ${missing}, which the page needs.`));
+  const download = downloader((received, total) => waiting.size && onEvent("loading", { received, total })); // no failure yet
+  worker.onmessage = ({ data: { call, event, result, error, ...rest }, ports: [port] }) => {
+    if (event === "file") return download(rest.name).then((blob) => port.postMessage(blob), fail);
     if (event) return onEvent(event, rest);
     const { resolve, reject } = waiting.get(call);
     waiting.delete(call);
@@ -14,13 +29,12 @@ export function startWorker(onEvent) {
   };
   worker.onerror = (event) => {
     event.preventDefault();
-    const error = new Error(event.message ?? "the worker did not start");
-    for (const { reject } of waiting.values()) reject(error);
-    waiting.clear();
+    fail(event.message ? new Error(event.message) : unreachable("worker.js"));
   };
   return {
     call: (name, ...args) =>
       new Promise((resolve, reject) => {
+        if (failure) return reject(failure);
         waiting.set(++calls, { resolve, reject });
         worker.postMessage({ call: calls, name, args });
       }),

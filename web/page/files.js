@@ -1,39 +1,67 @@
-// The files of this folder: fetched side by side, unpacked, and reported while they arrive.
+// The files that index.html preloads. Only the page itself can use what its HTML preloads, so the page fetches them, and
+// its worker asks for them and unpacks them.
 
-const WHAT_TO_DO = "Write the folder again (python export.py --format web) and serve it (python -m http.server).";
+/** In the page: return (name) => Blob of a file. onProgress(received, total) is called while files arrive. */
+export function downloader(onProgress) {
+  let [received, total] = [0, 0];
+  return async (name) => {
+    const { href } = document.querySelector(`link[href^="${name}"]`); // with the "?..." that the exporter adds
+    try {
+      const response = await fetch(href);
+      if (!response.ok) throw incomplete(`The server answers ${response.status} for ${name}`);
+      total += Number(response.headers.get("Content-Length") ?? 0);
+      const parts = [];
+      const reader = response.body.getReader();
+      for (let next = await reader.read(); !next.done; next = await reader.read()) {
+        parts.push(next.value);
+        received += next.value.length;
+        onProgress(received, Math.max(received, total));
+      }
+      return new Blob(parts);
+    } catch (error) {
+      throw error.said ? error : unreachable(name);
+    }
+  };
+}
+
+/** In the worker: return (name) => bytes of a file of the page, an ArrayBuffer. */
+export function fetcher() {
+  return (name) =>
+    new Promise((resolve) => {
+      const { port1, port2 } = new MessageChannel();
+      port1.onmessage = ({ data }) => resolve(unpacked(name, data)); // if it cannot be fetched, the page ends the worker
+      postMessage({ event: "file", name }, [port2]);
+    });
+}
+
+/** Return the bytes of a Blob. A gzip file is unpacked here, because a plain server does not say that it is packed. */
+async function unpacked(name, blob) {
+  const magic = new Uint8Array(await blob.slice(0, 2).arrayBuffer());
+  if (magic[0] !== 0x1f || magic[1] !== 0x8b) return blob.arrayBuffer(); // a server may have unpacked it
+  const stream = blob.stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).arrayBuffer().catch(() => Promise.reject(incomplete(`${name} is damaged`)));
+}
+
+// -- errors, with the way out -------------------------------------------------------------------------------------------
 
 /** Do `work`, a part of loading. An error names the part and says what to do. */
 export async function part(name, work) {
   try {
     return await work();
   } catch (error) {
-    throw new Error(`${name} did not load: ${String(error?.message ?? error).trim().replace(/\.$/, "")}. ${WHAT_TO_DO}`);
+    if (error.said) throw error;
+    const reason = String(error?.message ?? error).trim().replace(/\.$/, "");
+    const isModule = /import/i.test(reason); // "dynamically imported module", or how else a browser says it
+    throw isModule ? unreachable(name) : incomplete(`${name} did not load: ${reason}`);
   }
 }
 
-/** Return (name) => bytes of a file, an ArrayBuffer. onProgress(received, total) is called while files arrive. */
-export function fetcher(onProgress) {
-  let received = 0;
-  let total = 0;
-  return async (name) => {
-    // a newer export must not meet half of an older one in the browser's cache
-    const response = await fetch(new URL(name, import.meta.url), { cache: "no-cache" });
-    if (!response.ok) throw new Error(`${response.status} ${response.statusText}`);
-    total += Number(response.headers.get("Content-Length") ?? 0);
-    const parts = [];
-    const reader = response.body.getReader();
-    for (let next = await reader.read(); !next.done; next = await reader.read()) {
-      parts.push(next.value);
-      received += next.value.length;
-      onProgress(received, Math.max(received, total));
-    }
-    return unpacked(new Blob(parts));
-  };
+export function unreachable(name) {
+  return said(`${name} did not arrive. Check the connection and reload.`);
 }
 
-/** Return the bytes of a Blob. A gzip file is unpacked here, because a plain server does not say that it is packed. */
-async function unpacked(blob) {
-  const magic = new Uint8Array(await blob.slice(0, 2).arrayBuffer());
-  if (magic[0] !== 0x1f || magic[1] !== 0x8b) return blob.arrayBuffer(); // a server may have unpacked it
-  return new Response(blob.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+function incomplete(what) {
+  return said(`${what}. Reload the page. If that does not help, export it again: python export.py --format web.`);
 }
+
+const said = (message) => Object.assign(new Error(message), { said: true });

@@ -7,12 +7,11 @@
 let stops = 0;
 let pause = 0; // milliseconds between steps
 
-// a static import that fails is silent in Firefox
+// not a static import, which is silent in Firefox if it fails
 const commands = import("./commands.js").then(
   ({ COMMANDS }) => COMMANDS,
-  (error) => {
-    const wayOut = "Write the folder again (python export.py --format web) and serve it (python -m http.server)";
-    throw new Error(`A module of the page did not load: ${error.message}. ${wayOut}`);
+  () => {
+    throw new Error("A module of the page did not arrive. Check the connection and reload.");
   },
 );
 let queue = commands.catch(() => {}); // each call reports the failure

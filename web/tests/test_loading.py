@@ -1,0 +1,123 @@
+"""How the exported page loads in Chromium, from a server that counts and breaks. loading.mjs opens the pages."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, ok, random_model, run, save_model
+from model import GPTConfig
+
+pytestmark = pytest.mark.slow
+
+CHARS = "\n ,Omeor"
+CONFIG = GPTConfig(block_size=16, vocab_size=len(CHARS), n_layer=1, n_head=1, n_embd=8)
+MODEL, RUNTIME = "model.onnx.gz", "ort/ort-wasm-simd-threaded.wasm.gz"
+FETCHED = [MODEL, RUNTIME, "ngrams.bin.gz", "model.json"]
+
+CHECK = "Check the connection and reload."
+AGAIN = "Reload the page. If that does not help, export it again: python export.py --format web."
+# name: the file that does not arrive as it should, how, and what the page says
+BROKEN = {
+    "whole": (None, None, ""),
+    "model cut off": (MODEL, "cut", f"{MODEL} did not arrive. {CHECK}"),
+    "no answer for the model": (MODEL, "none", f"{MODEL} did not arrive. {CHECK}"),
+    "no answer for the worker": ("worker.js", "none", f"worker.js did not arrive. {CHECK}"),
+    "no answer for its modules": ("sampler.js", "none", f"A module of the page did not arrive. {CHECK}"),
+    "no answer for a view": ("views/draw.js", "none", f"The page did not arrive as a whole. {CHECK}"),
+    "no answer for the runtime": ("ort/ort-wasm-simd-threaded.mjs", "none", f"The model did not arrive. {CHECK}"),
+    "model missing": (
+        MODEL,
+        "missing",
+        f"The server answers 404 for {MODEL}. {AGAIN}",
+    ),
+    "model damaged": (MODEL, "damaged", f"{MODEL} is damaged. {AGAIN}"),
+    "old browser": (None, None, "This browser is too old, or set to block DecompressionStream"),
+}
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves the page at /NAME/, with the one file broken that BROKEN names."""
+
+    def do_GET(self):
+        _, page, name = self.path.partition("?")[0].split("/", 2)
+        page = page.replace("%20", " ")
+        broken, how, _ = BROKEN.get(page, (None, None, None))
+        self.server.requests.append((page, name))
+        self.path = f"/{name}"
+        if name != broken:
+            return super().do_GET()
+        if how == "missing":
+            return self.send_error(404)
+        if how in ("cut", "damaged"):
+            content = Path(self.translate_path(self.path)).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", len(content) if how == "cut" else len(content) // 2)
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What loading.mjs saw, the requests, a list of (page, file), and the folder of the page."""
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    if not (chromium and shutil.which("node") and (ROOT / "web" / "node_modules" / "playwright-core").is_dir()):
+        pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in web")
+    folder = tmp_path_factory.mktemp("out")
+    save_model(folder, random_model(CONFIG, seed=1), CHARS)
+    ok(run("export.py", "--format", "web", "--out_dir", folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder / "web")) as server:
+        server.requests = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        urls = {name: f"http://127.0.0.1:{server.server_port}/{name}/" for name in BROKEN}
+        urls["file"] = (folder / "web" / "index.html").as_uri()
+        plan = dict(chromium=chromium, urls=urls, lacking={"old browser": "DecompressionStream"})
+        command = ["node", Path(__file__).with_name("loading.mjs"), json.dumps(plan)]
+        result = ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240))
+        server.shutdown()
+    return json.loads(result.stdout) | {"requests": server.requests, "folder": folder / "web"}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_does_not_arrive_is_named_with_the_way_out(seen, name):
+    said = seen[name]["said"]
+    assert said.startswith(BROKEN[name][2]) and "http.server" not in said
+    assert ("python" in said) == (name in ("model missing", "model damaged"))
+
+
+def test_a_file_is_told_to_be_served(seen):
+    assert "python -m http.server" in seen["file"]["said"]
+
+
+def test_files_are_asked_for_at_once_and_only_once(seen):
+    assert seen["whole"]["state"] not in ("loading", "failed")
+    names = [name for page, name in seen["requests"] if page == "whole"]
+    for name in FETCHED:
+        assert names.count(name) == 1
+        assert names.index(name) < names.index("views/draw.js") + 6  # a browser has six connections
+
+
+def test_a_screen_reader_does_not_read_out_the_progress(seen):
+    assert not any("Loading" in line for line in seen["whole"]["read"])
+
+
+def test_all_that_the_page_names_is_there_and_two_exports_are_never_mixed(seen):
+    """What the page fetches has a hash in its address, so a browser cannot take an older one for it."""
+    html = (seen["folder"] / "index.html").read_text(encoding="utf-8")
+    names = re.findall(r'(?:href|src|property="og:image" content)="([^"#]+)"', html)
+    assert {"page.png", "icon.svg", "style.css"} <= set(names)
+    for name, _, version in (name.partition("?") for name in names):
+        content = (seen["folder"] / name).read_bytes()
+        assert version == (hashlib.sha256(content).hexdigest()[:8] if name in FETCHED else "")

@@ -1,0 +1,29 @@
+"""The modules of the page that need no browser, by `node --test`. The page as a whole is tested in test_web.py."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+
+PAGE = ROOT / "web" / "page"
+HTML = (PAGE / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.test.mjs")), ids=lambda file: file.name)
+def test_its_unit_tests_pass(file):
+    if not shutil.which("node"):
+        pytest.skip("no node")
+    result = subprocess.run(["node", "--test", file], capture_output=True, encoding="utf-8")
+    assert result.returncode == 0, result.stdout
+
+
+def test_all_modules_are_preloaded():
+    """Otherwise the browser asks for one after the other, as it finds the imports."""
+    preloaded = re.findall(r'rel="modulepreload" href="([^"]+)"', HTML)
+    ours = {file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*.js")} - {"app.js", "start.js"}  # in <script>
+    runtime = {"ort/ort.wasm.min.mjs", "ort/ort-wasm-simd-threaded.mjs"}
+    assert sorted(preloaded) == sorted(ours | runtime)
