@@ -3,9 +3,10 @@ import { $, element, glyph, percent, quoted, remember } from "./draw.js";
 
 const COUNT = 5;
 
-/** name: whose probabilities these are; picked: the id that was drawn; after: those without a column, or null. */
+/** name: whose probabilities these are; picked: the id that was drawn; after: those of another forward, or null. */
 export const drawNext = remember((chars, name, probabilities, picked, after) => {
   $("next-name").textContent = name;
+  $("drawn").textContent = "";
   if (!probabilities) return $("next").replaceChildren();
   const size = (id) => Math.max(probabilities[id], after?.[id] ?? 0);
   const ids = [...probabilities.keys()].sort((a, b) => size(b) - size(a)).slice(0, COUNT);
@@ -21,6 +22,7 @@ export const drawNext = remember((chars, name, probabilities, picked, after) => 
       return item;
     }),
   );
+  if (picked !== undefined && !after) $("drawn").textContent = `drawn: ${glyph(chars[picked])}, ${percent(probabilities[picked])}`;
 });
 
 function bar(share, className) {
