@@ -16,8 +16,8 @@ import { characterAt, drawText } from "./views/text.js";
 const form = $("form");
 const fields = form.elements;
 const ROUNDING = 1e-3; // right columns that are computed in another way differ by less
-const PREPARED = 60; // new characters that a step of the lesson begins with, if the run is long enough
-const LOOKS = [{ layer: 1, head: 0 }, { layer: 1, head: 0 }, { layer: 0, head: 0 }, { layer: 0, head: 0 }, {}]; // per step
+const PREPARED = 71; // new characters that a step of the lesson begins with, if the run is long enough
+const LOOKS = [{ layer: 1, head: 3 }, { layer: 1, head: 3 }, {}, {}, {}]; // of each step; the first, if it says nothing
 
 const worker = startWorker(onEvent);
 let info; // model.json, and `ids`: Map(character => id)
@@ -496,7 +496,7 @@ function draw() {
   stage.drawKeys(...lanes, query, null, from);
   stage.drawValues(...lanes, mix, step === 1 ? strengths : null, from);
   stage.drawAttention(weights, from);
-  if (marks) stage.drawMarks(marks, answer.kind === "change" ? "kept" : "right", from);
+  if (marks) stage.drawMarks(marks, answer.kind === "change" ? "stay" : "right", from);
   else stage.drawLights(run.kept.length, off?.rows ?? 0, computed, from);
 
   // what comes next, and the work

@@ -54,7 +54,7 @@ export function mistakeInWords(chars, { ids, first, should, largest }, keys, val
 export function choose(name) {
   for (const radio of $("mistakes").querySelectorAll("input")) radio.checked = radio.value === name;
   const [, , bug, right] = MISTAKES[name] ?? [];
-  $("bug").textContent = bug ? `${bug}  # right: ${right}` : "";
+  $("bug").replaceChildren(...(bug ? [element("b", bug), `  # right: ${right}`] : []));
 }
 
 export function clearMistakes() {

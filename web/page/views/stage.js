@@ -132,17 +132,18 @@ function laneView(kind, name) {
 export const drawKeys = laneView(0, "keys");
 export const drawValues = laneView(1, "values");
 
-/** Draw how much of its attention the newest character gives to each column. The bars fill the lane, however low they
- *  are, so the tallest in sight has its share written on it. */
+/** Draw how much of its attention the newest character gives to each column. The bars of all heads are as tall, so the
+ *  tallest in sight has its share written on it. */
 export const drawAttention = remember((weights, from) => {
+  const most = weights ? Math.max(...weights) : 1;
   const shares = Array.from({ length: size.cells }, (_, i) => weights?.[from + i] ?? 0);
-  const most = Math.max(...shares);
+  const tallest = shares.indexOf(Math.max(...shares));
   [...$("attention").children].forEach((bar, i) => {
-    bar.style.height = most ? `${(100 * shares[i]) / most}%` : 0;
-    bar.dataset.share = most && i === shares.indexOf(most) ? percent(most) : "";
+    bar.style.height = `${(100 * shares[i]) / most}%`;
+    bar.dataset.share = weights && i === tallest ? percent(shares[i]) : "";
   });
-  const label = `Attention: most, ${percent(most)}, for character ${from + shares.indexOf(most) + 1}`;
-  $("attention").ariaLabel = weights ? label : "No attention yet";
+  const label = weights ? `Attention: most, ${percent(most)}, for character ${weights.indexOf(most) + 1}` : "No attention yet";
+  $("attention").ariaLabel = label;
 });
 
 /** Draw two rows of lights: which columns this step computed, solid, without the cache and with it, and which it kept,
@@ -160,7 +161,7 @@ export const drawLights = remember((length, off, on, from) => {
 /** Draw two rows of marks instead: whether the key and the value of a column are what they were, or should be.
  *
  *  marks  a list of booleans for the keys, and one for the values: whether they differ
- *  same   what those are that do not differ: "kept", which are rings as the lights are, or "right"
+ *  same   what those do that do not differ: they "stay", and are rings as what is kept, or are "right"
  */
 export const drawMarks = remember((marks, same, from) => {
   document.body.dataset.below = "marks";
@@ -168,10 +169,10 @@ export const drawMarks = remember((marks, same, from) => {
     const look = (cell, index) => {
       const equal = differs[index] === false;
       cell.textContent = differs[index] ? "≠" : equal && same === "right" ? "=" : "";
-      classes(cell, { differs: differs[index], kept: equal && same === "kept" });
+      classes(cell, { differs: differs[index], kept: equal && same === "stay" });
     };
     const count = differs.filter((each) => each).length;
-    drawRow(row, from, look, `${differs.length - count} ${same}, ${count} differ`);
+    drawRow(row, from, look, `${differs.length - count} ${same}, ${count} ${same === "right" ? "wrong" : "change"}`);
   });
 });
 
