@@ -140,8 +140,8 @@ let writing;
 function keepAddress() {
   clearTimeout(writing);
   writing = setTimeout(() => {
-    const { run, answer, step, layer, head } = state;
-    if (!run || document.querySelector("[aria-invalid]")) return;
+    const { phase, run, answer, step, layer, head } = state;
+    if (!run || ["preparing", "running"].includes(phase) || document.querySelector("[aria-invalid]")) return;
     const at = run.given + Math.min(run.on.length, run.off.length);
     const look = lookOf(step);
     writeAddress(fields);
@@ -258,6 +258,7 @@ async function goTo(length) {
   const { run } = state;
   const steps = Math.max(0, Math.min(length - run.given, run.request.steps));
   const question = cancel();
+  if (steps > Math.min(run.on.length, run.off.length)) setPhase("preparing");
   await worker.call("rewind", steps).catch(failed);
   run.on.splice(steps);
   run.off.splice(steps);
@@ -266,12 +267,9 @@ async function goTo(length) {
   run.racing = false;
   changed(run);
   const missing = steps - Math.min(run.on.length, run.off.length);
+  if (question !== questions) return false;
+  await worker.call("advance", missing, { hurrying: true }).catch(failed);
   if (question !== questions || state.phase === "failed") return false;
-  if (missing) {
-    setPhase("preparing");
-    await worker.call("advance", missing, { hurrying: true }).catch(failed);
-    if (question !== questions || state.phase === "failed") return false;
-  }
   settle();
   return true;
 }
@@ -394,7 +392,8 @@ async function askMistakes(first = NAMES[0]) {
     const verdict = mistakeInWords(info.chars, answer, keys, values);
     state.mistakes.set(name, { ...picture("mistake", answer), name, verdict, fed: answer.at });
     drawMistake(info.chars, name, run.given, answer);
-    if (!state.answer) showMistake(name);
+    if (state.answer) render(); // it can be chosen now
+    else showMistake(name);
   }
 }
 
