@@ -442,12 +442,12 @@ function drawStep() {
   for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
 }
 
-/** Return the first character on the stage. The strip turns by half a page, so that columns stay where they are. In a
- *  race it follows whoever is behind. */
+/** Return the first character on the stage. The strip turns by a quarter of its width, so that columns mostly stay where they
+ *  are. In a race it follows whoever is behind. */
 function firstCell({ fed, on, off }) {
   const { cells } = stage.size;
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
-  const turn = Math.ceil(cells / 2);
+  const turn = Math.ceil(cells / 4);
   const end = off?.length < on?.length ? (off.at(-1)?.rows ?? 0) : fed;
   return Math.max(0, Math.ceil((end - cells) / turn) * turn);
 }
@@ -495,8 +495,8 @@ function draw() {
   stage.drawKeys(...lanes, query, null, from);
   stage.drawValues(...lanes, mix, step === 1 ? strengths : null, from);
   stage.drawAttention(weights, from);
-  if (marks) stage.drawMarks(marks, answer.kind === "change" ? "stay" : "right", from);
-  else stage.drawLights(run.kept.length, off?.rows ?? 0, computed, from);
+  const same = answer?.kind === "change" ? "stay" : "right";
+  stage.drawBelow(marks, same, run.kept.length, off?.rows ?? 0, computed, from);
 
   // what comes next, and the work
   drawCandidates(marked, weights);

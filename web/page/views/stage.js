@@ -75,7 +75,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
   $("asks").style.left = `${left(newest)}px`;
   $("asks").style.width = `${left(size.cells) + size.gap + size.cell / 2 - left(newest)}px`;
 
-  $("asking").textContent = fed ? `“${glyph(chars[ids[fed - 1]])}”` : "";
+  $("asking").textContent = fed ? `“${glyph(chars[ids[fed - 1]])}”` : "?";
   $("next-cell").textContent = fed && fed < ids.length ? glyph(chars[ids[fed]]) : "?";
   classes($("next-cell"), { wrong: fed && wrong === fed });
   $("earlier").textContent = from ? `← ${from}` : "";
@@ -146,35 +146,32 @@ export const drawAttention = remember((weights, from) => {
   $("attention").ariaLabel = label;
 });
 
-/** Draw two rows of lights: which columns this step computed, solid, without the cache and with it, and which it kept,
- *  rings. off, on: how many it computed; `length` columns there are. */
-export const drawLights = remember((length, off, on, from) => {
-  document.body.dataset.below = "lights";
+/** Draw two rows below the columns. They are lights: which columns this step computed, solid, without the cache and with
+ *  it, and which it kept, rings. Or, with `marks`, they say whether a key and a value are what they were, or should be.
+ *
+ *  marks   a list of booleans for the keys, and one for the values: whether they differ; or null
+ *  same    what those do that do not differ: they "stay", and are rings as what is kept, or are "right"
+ *  length  how many columns there are; off, on: how many this step computed without the cache, and with it
+ */
+export const drawBelow = remember((marks, same, length, off, on, from) => {
+  document.body.dataset.below = marks ? "marks" : "lights";
+  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, same, from));
   const kept = length - on;
-  const rows = [
-    [(index) => ({ lit: index < off }), `${off} computed`],
-    [(index) => ({ lit: index >= kept && index < length, kept: index < kept }), `${on} computed, ${kept} kept`],
-  ];
-  rows.forEach(([look, count], row) => drawRow(row, from, (cell, index) => classes(cell, look(index)), length ? count : ""));
+  const without = (cell, index) => classes(cell, { lit: index < off });
+  const withIt = (cell, index) => classes(cell, { lit: index >= kept && index < length, kept: index < kept });
+  drawRow(0, from, without, length ? `${off} computed` : "");
+  drawRow(1, from, withIt, length ? `${on} computed, ${kept} kept` : "");
 });
 
-/** Draw two rows of marks instead: whether the key and the value of a column are what they were, or should be.
- *
- *  marks  a list of booleans for the keys, and one for the values: whether they differ
- *  same   what those do that do not differ: they "stay", and are rings as what is kept, or are "right"
- */
-export const drawMarks = remember((marks, same, from) => {
-  document.body.dataset.below = "marks";
-  marks.forEach((differs, row) => {
-    const look = (cell, index) => {
-      const equal = differs[index] === false;
-      cell.textContent = differs[index] ? "≠" : equal && same === "right" ? "=" : "";
-      classes(cell, { differs: differs[index], kept: equal && same === "stay" });
-    };
-    const count = differs.filter((each) => each).length;
-    drawRow(row, from, look, `${differs.length - count} ${same}, ${count} ${same === "right" ? "wrong" : "change"}`);
-  });
-});
+function drawMarks(row, differs, same, from) {
+  const count = differs.filter((each) => each).length;
+  const mark = (cell, index) => {
+    const equal = differs[index] === false;
+    cell.textContent = differs[index] ? "≠" : equal && same === "right" ? "=" : "";
+    classes(cell, { differs: differs[index], kept: equal && same === "stay" });
+  };
+  drawRow(row, from, mark, `${differs.length - count} ${same}, ${count} ${same === "right" ? "wrong" : "change"}`);
+}
 
 function drawRow(row, from, look, count) {
   [...$(`row-${row}`).children].forEach((cell, i) => {
