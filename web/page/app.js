@@ -347,8 +347,10 @@ async function takeOut(index = null) {
   const answer = most && index !== null ? await ask("takeOut", [index]) : most;
   if (!answer) return;
   const name = ({ masked }) => `column ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
-  const rank = answer.masked === most.masked ? "No other column in sight matters as much." : `It is ${percent(most.moved)} for ${name(most)}, which matters most.`;
-  const verdict = `Without ${name(answer)}, in all layers and heads, ${percent(answer.moved)} of the probability moves. ${rank}`;
+  const moved = `Without ${name(answer)}, in all layers and heads, ${percent(answer.moved)} of the probability moves.`;
+  const isMost = answer.masked === most.masked;
+  const rank = isMost ? "No other column in sight matters as much." : `It is ${percent(most.moved)} for ${name(most)}.`;
+  const verdict = `${moved} ${rank}`;
   show({ ...picture("take", answer), ids: run.ids, verdict });
 }
 
@@ -574,6 +576,11 @@ function moveFocus(event) {
   $("cells").children[to - state.from].focus();
 }
 
+/** Move the focus, because the button that had it goes away with the next drawing. */
+function focusInstead(selector) {
+  requestAnimationFrame(() => document.querySelector(selector).focus());
+}
+
 const cellIndex = ({ target }) => state.from + [...$("cells").children].indexOf(target);
 
 function listen() {
@@ -595,14 +602,21 @@ function listen() {
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => setLook(name, Number(target.value));
   $("take").onclick = () => (state.answer?.kind === "take" ? show(null) : takeOut());
   for (const button of $("guesses").children) {
-    button.onclick = () => {
+    button.onclick = async () => {
       state.guess = button.dataset.guess;
-      changeCharacter();
+      await changeCharacter();
+      focusInstead("#deeper");
     };
   }
   $("changed").oninput = () => changeCharacter();
-  $("unchange").onclick = () => enter();
-  $("deeper").onclick = () => setLook("layer", 1);
+  $("unchange").onclick = async () => {
+    await enter();
+    focusInstead("#guesses button");
+  };
+  $("deeper").onclick = () => {
+    setLook("layer", 1);
+    focusInstead(".does.step-3 .go");
+  };
   $("guess").onclick = askGuesses;
   $("projector").onclick = () => {
     setProjector(!("projector" in document.body.dataset));
@@ -610,8 +624,11 @@ function listen() {
     redraw();
   };
   window.onhashchange = () => {
+    const isNext = document.activeElement.matches(".go");
     state.step = stepOfAddress();
     drawStep();
+    if (isNext) document.querySelector(`.says.step-${state.step} h2`).focus({ preventScroll: true });
+    scrollTo(0, 0);
     enter();
   };
   window.onkeydown = ({ key }) => {

@@ -22,7 +22,8 @@ export const drawNext = remember((chars, name, probabilities, picked, after) => 
       return item;
     }),
   );
-  if (picked !== undefined && !after) $("drawn").textContent = `drawn: ${glyph(chars[picked])}, ${percent(probabilities[picked])}`;
+  if (picked === undefined || after) return;
+  $("drawn").textContent = `drawn: ${glyph(chars[picked])}, ${percent(probabilities[picked])}`;
 });
 
 function bar(share, className) {

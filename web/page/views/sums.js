@@ -24,12 +24,12 @@ export const drawSums = remember((run, blockSize, parameters) => {
   const same = Math.min(run.off.length, run.on.length); // in a race, one of them has taken more steps
   const [without, withIt] = ["off", "on"].map((name) => {
     const steps = run[name];
-    drawSteps(name, steps.map(({ rows }) => rows), given, blockSize);
+    const [rows, ms] = ["rows", "ms"].map((what) => steps.map((step) => step[what]));
+    drawSteps(name, rows, given, blockSize);
     $(`track-${name}`).style.width = `${(75 * (given + steps.length)) / blockSize}%`;
-    const seconds = sum(steps.map(({ ms }) => ms)) / 1e3;
-    const there = steps.length === request.steps ? ", finished" : "";
-    $(`time-${name}`).textContent = steps.length ? `${name === "on" ? "with" : "without"}: ${seconds.toFixed(2)} s${there}` : "";
-    return { rows: sum(steps.slice(0, same).map(({ rows }) => rows)), ms: sum(steps.slice(0, same).map(({ ms }) => ms)) };
+    const seconds = `${name === "on" ? "with" : "without"}: ${(sum(ms) / 1e3).toFixed(2)} s`;
+    $(`time-${name}`).textContent = steps.length === request.steps ? `${seconds}, finished` : steps.length ? seconds : "";
+    return { rows: sum(rows.slice(0, same)), ms: sum(ms.slice(0, same)) };
   });
   const less = same ? without.rows / withIt.rows : 1;
   $("factor").textContent = times(less);

@@ -29,8 +29,8 @@ export const drawText = remember((chars, { ids, fed, right }, given, behind, wro
   drawn = ids.slice();
 
   [...pane.children].forEach((each, i) => {
-    const names = { fresh: i === fed - 1, following: i === fed, behind: i === behind, wrong: i === wrong, marked: i === marked };
-    classes(each, { ...names, given: i < given, "line-end": each.textContent === "\n" });
+    const names = { fresh: i === fed - 1, following: i === fed, behind: i === behind, wrong: i === wrong };
+    classes(each, { ...names, marked: i === marked, given: i < given, "line-end": each.textContent === "\n" });
     if (right && i >= given) each.dataset.right = inOneLine(chars[right[i]]);
   });
   const end = wrong ?? ids.length - 1;
