@@ -131,13 +131,10 @@ def server(model, ngrams, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(server):
-    """The report of visit.mjs on the page, and on a copy of it with something wrong."""
+    """The report of visit.mjs on the page."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not (chromium and shutil.which("node") and (ROOT / "web" / "node_modules" / "playwright-core").is_dir()):
         pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in web")
-    web = server.folder / "web"
-    file = shutil.copytree(web, server.folder / "cut") / "model.onnx.gz"
-    file.write_bytes(file.read_bytes()[:99])
     questions = dict(prompt=PROMPT, steps=STEPS, sampling=SAMPLING | dict(topK=None))
     questions |= dict(column=COLUMN, position=POSITION, changed=CHANGED, mistakes=MISTAKES)
     plan = dict(
@@ -150,7 +147,6 @@ def seen(server):
         folds=FOLDS,
         moments=list(MOMENTS),
         readers=READERS,
-        broken=dict(cut=f"{server.address}/cut/", file=(web / "index.html").as_uri()),
     )
     command = ["node", Path(__file__).with_name("visit.mjs"), json.dumps(plan)]
     return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=480)).stdout)
@@ -521,17 +517,9 @@ def test_the_first_key_is_high_up_on_a_phone(seen):
 
 
 def test_nothing_is_asked_of_anybody_else_and_nobody_complains(seen, server):
-    strangers = [url for url in seen["requests"] if not url.startswith((f"{server.address}/", "file://", "data:"))]
+    strangers = [url for url in seen["requests"] if not url.startswith((f"{server.address}/", "data:"))]
     assert strangers == [] and len(seen["requests"]) > 10
     assert seen["complaints"] == []
-
-
-@pytest.mark.parametrize("name, words", {"cut": "model.onnx.gz", "file": "http://localhost:8000"}.items())
-def test_what_does_not_load_is_named_with_the_way_out(seen, name, words):
-    what = seen["broken"][name]
-    said = what["message"] + what["loading"]
-    assert words in said and "python -m http.server" in said
-    assert what["disabled"] and what["text"] == "" and "MB" not in what["loading"]
 
 
 # -- Firefox and WebKit ------------------------------------------------------------------------------------------------

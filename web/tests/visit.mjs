@@ -11,13 +11,13 @@ const browser = await chromium.launch({ executablePath: plan.chromium, args });
 const seen = { requests: [], complaints: [] };
 
 /** Open the page, wait until it has loaded, and return what `work` makes of it. */
-async function visit(url, work, { complaints = seen.complaints, ...options } = {}) {
+async function visit(url, work, options = {}) {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 }, reducedMotion: "reduce", ...options });
   page.on("request", (request) => seen.requests.push(request.url()));
-  page.on("pageerror", (error) => complaints.push(`uncaught: ${error}`));
-  page.on("console", (line) => ["error", "warning"].includes(line.type()) && complaints.push(line.text()));
+  page.on("pageerror", (error) => seen.complaints.push(`uncaught: ${error}`));
+  page.on("console", (line) => ["error", "warning"].includes(line.type()) && seen.complaints.push(line.text()));
   await page.goto(url);
-  if (!url.startsWith("file:")) await idle(page);
+  await idle(page);
   await speed(page, 100);
   const result = await work(page);
   await page.close();
@@ -52,16 +52,11 @@ async function drawn(page) {
 /** What is there to see, once the page is idle. */
 async function result(page) {
   await idle(page);
-  return report(page);
-}
-
-async function report(page) {
   return page.evaluate(() => {
     const text = (id) => document.getElementById(id).textContent.trim().replace(/\s+/g, " ");
     return {
       text: document.getElementById("text").textContent,
       status: text("status"),
-      loading: text("loading"),
       message: text("message"),
       about: text("about"),
       ends: ["end-0", "end-1"].map(text),
@@ -460,12 +455,6 @@ for (const [name, { textSize = 100, ...options }] of Object.entries(plan.readers
     );
   };
   seen.readers[name] = await visit(plan.site, look, options);
-}
-
-// folders that something is wrong with
-seen.broken = {};
-for (const [name, url] of Object.entries(plan.broken)) {
-  seen.broken[name] = await visit(url, report, { complaints: [] }); // the browser complains of the missing file, too
 }
 
 await browser.close();
