@@ -373,11 +373,11 @@ const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const left = Math.max(0, ...keys.subarray(0, position), ...values.subarray(0, position));
   const there = `Character ${position + 1} was ${quoted(info.chars[was])}. In layer ${layer + 1}`;
   const first = `${there} its own column alone changes: there, a key and a value depend on one character.`;
-  const later = `${there}, ${moved} of the ${keys.length - position} columns from there on change, because their characters
-    looked at it. All ${position} to its left stay: the difference is ${left || "exactly 0"}.`;
+  const later = `${there}, ${moved} of the ${keys.length - position} columns from there on change, because their
+    characters looked at it. All ${position} to its left stay: the difference is ${left || "exactly 0"}.`;
   const right = guess === "right" ? "You were right. " : "";
-  const reason = `${right}No character may look to its right. And writing only ever appends on the right, so nothing that
-    comes later can change a column, and we may keep it.`;
+  const reason = `${right}No character may look to its right. And writing only ever appends on the right, so nothing
+    that comes later can change a column, and we may keep it.`;
   $("change-verdict").textContent = layer ? `${later} ${reason}` : first;
   $("deeper").hidden = layer > 0 || info.n_layer === 1;
 });
@@ -441,11 +441,13 @@ function drawControls() {
 /** Show the lesson's step. */
 function drawStep() {
   document.body.dataset.step = state.step;
-  for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
+  for (const link of document.querySelectorAll("nav a")) {
+    link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
+  }
 }
 
-/** Return the first character on the stage. The strip turns by a quarter of its width, so that columns mostly stay where they
- *  are. In a race it follows whoever is behind. */
+/** Return the first character on the stage. The strip turns by a quarter of its width, so that columns mostly stay where
+ *  they are. In a race it follows whoever is behind. */
 function firstCell({ fed, on, off }) {
   const { cells } = stage.size;
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
@@ -514,13 +516,15 @@ function drawCandidates(marked, weights) {
   const { chars } = info;
   const { ids } = answer ?? run;
   const step = answer?.kind === "mistake" ? undefined : run.on[(marked ?? ids.length - 1) - run.given];
-  if (marked !== null && step && !answer) drawNext(chars, `character ${marked + 1}`, step.probabilities, ids[marked], null);
+  const name = `character ${marked + 1}`;
+  if (marked !== null && step && !answer) drawNext(chars, name, step.probabilities, ids[marked], null);
   else if (answer?.at) drawNext(chars, `character ${answer.at + 1}`, answer.before, ids[answer.at], answer.after);
   else drawNext(chars, "next", run.on.at(-1)?.probabilities, answer ? undefined : ids.at(-1), answer?.probabilities);
 
   const about = marked === null ? [] : [`Character ${marked + 1} is ${quoted(chars[ids[marked]])}.`];
+  const probability = step && percent(step.probabilities[ids[marked]]);
   if (marked !== null && marked < run.given) about.push("It is from the prompt.");
-  else if (marked !== null && step) about.push(`It was written with a probability of ${percent(step.probabilities[ids[marked]])}.`);
+  else if (marked !== null && step) about.push(`It was written with a probability of ${probability}.`);
   if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
   $("about").textContent = about.join(" ");
 }
@@ -638,9 +642,12 @@ function listen() {
   };
   const cells = $("cells");
   cells.onkeydown = moveFocus;
-  cells.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && mark("pointed", cellIndex(event)));
+  cells.addEventListener("focusin", (event) => {
+    if (event.target.matches(":focus-visible")) mark("pointed", cellIndex(event));
+  });
   cells.addEventListener("focusout", () => mark("pointed", null));
-  for (const [place, indexOf] of [[$("strip"), (event) => stage.indexAt(event, state.from)], [$("text"), characterAt]]) {
+  const places = [[$("strip"), (event) => stage.indexAt(event, state.from)], [$("text"), characterAt]];
+  for (const [place, indexOf] of places) {
     place.onpointermove = (event) => mark("pointed", indexOf(event));
     place.onpointerleave = () => mark("pointed", null);
     place.onclick = (event) => click(indexOf(event));

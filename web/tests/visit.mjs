@@ -216,7 +216,7 @@ await visit(plan.site, async (page) => {
     await page.locator(`[value="${name}"]`).check({ force: true });
     seen.stage.mistakes[name] = [await said(page, "#mistake-verdict"), await page.locator("#bug").textContent()];
   }
-  seen.stage.right = await page.evaluate(() => [...document.querySelectorAll("#text span")].map((each) => each.dataset.right));
+  seen.stage.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.right));
   await box();
   await page.click("footer summary >> text=Guess ahead");
   await page.click("#guess");
@@ -240,7 +240,9 @@ async function mistakes(page) {
 {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
   const places = () =>
-    page.evaluate(() => [...document.querySelectorAll(".name, .end, form")].filter((each) => each.innerText).map((each) => [each.innerText[0], each.getBoundingClientRect().y]));
+    page.locator(".name, .end, form").evaluateAll((labels) =>
+      labels.filter((each) => each.innerText).map((each) => [each.innerText[0], each.getBoundingClientRect().y]),
+    );
   let arrive;
   const arrived = new Promise((resolve) => (arrive = resolve));
   await page.route("**/model.onnx.gz", async (route) => {
@@ -261,15 +263,13 @@ for (const [width, height, query] of plan.folds) {
   const look = async (page) => {
     for (const number of [1, 2, 3, 4]) {
       await step(page, number);
-      seen.folds.push(
-        await page.evaluate(() => Math.max(...["row-1", "next"].map((id) => document.getElementById(id).getBoundingClientRect().bottom))),
-      );
+      const ends = (each) => each.map((it) => it.getBoundingClientRect().bottom);
+      seen.folds.push(Math.max(...(await page.locator("#row-1, #next").evaluateAll(ends))));
     }
     await step(page, 2);
-    return page.evaluate(() => [
-      document.querySelectorAll("#cells button").length,
-      ...["earlier", "asking", "end-1", "next-name"].map((id) => parseFloat(getComputedStyle(document.getElementById(id)).fontSize)),
-    ]);
+    const sizes = (each) => each.map((it) => parseFloat(getComputedStyle(it).fontSize));
+    const labels = page.locator("#earlier, #asking, #end-1, #next-name");
+    return [await page.locator("#cells button").count(), ...(await labels.evaluateAll(sizes))];
   };
   seen.projector = await visit(plan.site + query, look, { viewport: { width, height } });
 }
@@ -299,8 +299,9 @@ await visit(plan.site + "#step-2", async (page) => {
   await page.evaluate(() => {
     window.lit = [];
     const watch = () => {
-      const [off, on] = [0, 1].map((row) => document.querySelectorAll(`#row-${row} .lit, #row-${row} .kept`).length);
-      if (document.body.dataset.state === "running" && document.getElementById("rows-off").textContent !== "0") window.lit.push([off, on]);
+      const lit = [0, 1].map((row) => document.querySelectorAll(`#row-${row} .lit, #row-${row} .kept`).length);
+      const began = document.getElementById("rows-off").textContent !== "0";
+      if (began && document.body.dataset.state === "running") window.lit.push(lit);
       requestAnimationFrame(watch);
     };
     watch();
@@ -309,7 +310,7 @@ await visit(plan.site + "#step-2", async (page) => {
   await page.click("#race");
   seen.race = await result(page);
   seen.race.lit = await page.evaluate(() => window.lit);
-  seen.race.said = await page.evaluate(() => ["time-off", "time-on", "speeds"].map((id) => document.getElementById(id).textContent));
+  seen.race.said = await page.locator("#time-off, #time-on, #speeds").allTextContents();
   await page.click("#run");
   seen.afterRace = await result(page);
 
@@ -367,7 +368,7 @@ await visit(plan.site + "#step-3", async (page) => {
   await drawn(page);
   await drawn(page);
   seen.past.scrolled = await page.evaluate(() => {
-    const [pane, newest] = [document.getElementById("text"), document.querySelector("#text .wrong")].map((each) => each.getBoundingClientRect());
+    const [pane, newest] = ["#text", "#text .wrong"].map((each) => document.querySelector(each).getBoundingClientRect());
     return newest.top >= pane.top && newest.bottom <= pane.bottom;
   });
 });
@@ -377,10 +378,11 @@ seen.moments = [];
 for (const address of plan.moments) {
   await visit(plan.site + address, async (page) => {
     if (address.includes("mistake")) await mistakes(page);
-    if (/take|change/.test(address)) await page.waitForFunction(() => document.querySelector("#take-verdict, #change-verdict").parentElement.innerText.includes("column"));
-    await page.waitForTimeout(400);
+    for (const name of ["take", "change"]) if (address.includes(`${name}=`)) await said(page, `#${name}-verdict`);
+    await page.waitForTimeout(400); // the address follows
     const { text } = await result(page);
-    const look = await page.evaluate(() => [...document.querySelectorAll(".segments :checked, #mistakes :checked")].map(({ value }) => value));
+    const chosen = page.locator(".segments :checked, #mistakes :checked");
+    const look = await chosen.evaluateAll((each) => each.map(({ value }) => value));
     seen.moments.push([await page.evaluate(() => location.search + location.hash), text.length, look]);
   });
 }

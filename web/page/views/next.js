@@ -17,8 +17,9 @@ export const drawNext = remember((chars, name, probabilities, picked, after) => 
       const bars = element("span", "", { className: "bars" });
       bars.append(bar(probabilities[id], "before"));
       if (after) bars.append(bar(after[id], "after"));
-      const change = after ? `${percent(probabilities[id])} → ${percent(after[id])}` : percent(probabilities[id]);
-      item.append(element("b", glyph(chars[id]), { title: quoted(chars[id]) }), element("span", change, { className: "share" }), bars);
+      const share = after ? `${percent(probabilities[id])} → ${percent(after[id])}` : percent(probabilities[id]);
+      const char = element("b", glyph(chars[id]), { title: quoted(chars[id]) });
+      item.append(char, element("span", share, { className: "share" }), bars);
       return item;
     }),
   );

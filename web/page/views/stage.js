@@ -18,7 +18,8 @@ export function measure() {
   $("strip").style.setProperty("--count", size.cells);
   for (const id of ["cells", "attention", "row-0", "row-1"]) {
     const tag = id === "cells" ? "button" : "i";
-    $(id).replaceChildren(...Array.from({ length: size.cells }, () => element(tag, "", { type: "button", tabIndex: -1 })));
+    const make = () => element(tag, "", { type: "button", tabIndex: -1 });
+    $(id).replaceChildren(...Array.from({ length: size.cells }, make));
   }
 }
 
@@ -142,12 +143,12 @@ export const drawAttention = remember((weights, from) => {
     bar.style.height = `${(100 * shares[i]) / most}%`;
     bar.dataset.share = weights && i === tallest ? percent(shares[i]) : "";
   });
-  const label = weights ? `Attention: most, ${percent(most)}, for character ${weights.indexOf(most) + 1}` : "No attention yet";
-  $("attention").ariaLabel = label;
+  const label = `Attention: most, ${percent(most)}, for character ${weights?.indexOf(most) + 1}`;
+  $("attention").ariaLabel = weights ? label : "No attention yet";
 });
 
-/** Draw two rows below the columns. They are lights: which columns this step computed, solid, without the cache and with
- *  it, and which it kept, rings. Or, with `marks`, they say whether a key and a value are what they were, or should be.
+/** Draw two rows below the columns. They are lights: which columns this step computed, solid, without the cache and
+ *  with it, and which it kept, rings. Or, with `marks`, they say whether a key and a value are what they were, or should be.
  *
  *  marks   a list of booleans for the keys, and one for the values: whether they differ; or null
  *  same    what those do that do not differ: they "stay", and are rings as what is kept, or are "right"

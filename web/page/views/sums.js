@@ -28,14 +28,15 @@ export const drawSums = remember((run, blockSize, parameters) => {
     drawSteps(name, rows, given, blockSize);
     $(`track-${name}`).style.width = `${(75 * (given + steps.length)) / blockSize}%`;
     const seconds = `${name === "on" ? "with" : "without"}: ${(sum(ms) / 1e3).toFixed(2)} s`;
-    $(`time-${name}`).textContent = steps.length === request.steps ? `${seconds}, finished` : steps.length ? seconds : "";
+    const there = steps.length === request.steps ? ", finished" : "";
+    $(`time-${name}`).textContent = steps.length ? seconds + there : "";
     return { rows: sum(rows.slice(0, same)), ms: sum(ms.slice(0, same)) };
   });
   const less = same ? without.rows / withIt.rows : 1;
   $("factor").textContent = times(less);
   const faster = times(without.ms / withIt.ms);
-  const why = `With the cache it is ${faster} as fast here, not ${times(less)}. Each step has a fixed price: it reads all
-    ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns share that
-    price. With it, one column pays it alone.`;
+  const why = `With the cache it is ${faster} as fast here, not ${times(less)}. Each step has a fixed price: it reads
+    all ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns share
+    that price. With it, one column pays it alone.`;
   $("speeds").textContent = same > 1 && same === request.steps ? why : "";
 });
