@@ -378,8 +378,9 @@ const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const right = guess === "right" ? "You were right. " : "";
   const reason = `${right}No character may look to its right. And writing only ever appends on the right, so nothing
     that comes later can change a column, and we may keep it.`;
-  $("change-verdict").textContent = layer ? `${later} ${reason}` : first;
-  $("deeper").hidden = layer > 0 || info.n_layer === 1;
+  const isLast = layer > 0 || info.n_layer === 1;
+  $("change-verdict").textContent = [layer ? later : first, ...(isLast ? [reason] : [])].join(" ");
+  $("deeper").hidden = isLast;
 });
 
 /** Answer all mistakes, one after the other, and show one of them as soon as it is there. */
