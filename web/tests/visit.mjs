@@ -378,7 +378,8 @@ seen.moments = [];
 for (const address of plan.moments) {
   await visit(plan.site + address, async (page) => {
     if (address.includes("mistake")) await mistakes(page);
-    for (const name of ["take", "change"]) if (address.includes(`${name}=`)) await said(page, `#${name}-verdict`);
+    const query = new URLSearchParams(address.split("#")[0]);
+    for (const name of ["take", "change"]) if (query.has(name)) await said(page, `#${name}-verdict`);
     await page.waitForTimeout(400); // the address follows
     const { text } = await result(page);
     const chosen = page.locator(".segments :checked, #mistakes :checked");
