@@ -1,33 +1,37 @@
-// The page: reads the form, asks the worker, and draws. The views draw the state and never change it.
+// The page: reads the form and the address, asks the worker, and draws. The views draw the state and never change it.
 import { attend } from "./attention.js";
 import { startWorker } from "./client.js";
 import { keptColumns } from "./columns.js";
+import { readMoment, writeMoment } from "./moment.js";
 import { characters, FIELDS, readAddress, readRequest, writeAddress } from "./request.js";
 import { $, element, forgetDrawings, glyph, percent, quoted, remember } from "./views/draw.js";
 import { drawGuesses, drawShapes } from "./views/folded.js";
 import { choose, clearMistakes, drawMistake, makeMistakes, mistakeInWords, NAMES } from "./views/mistakes.js";
 import { drawNext } from "./views/next.js";
+import { makeScale } from "./views/scale.js";
 import * as stage from "./views/stage.js";
 import { drawSums } from "./views/sums.js";
 import { characterAt, drawText } from "./views/text.js";
 
 const form = $("form");
 const fields = form.elements;
-const NOTHING = { ids: [], steps: 0, notes: [], key: "" }; // what a form with a mistake asks for
 const ROUNDING = 1e-3; // right columns that are computed in another way differ by less
+const PREPARED = 71; // new characters that a step of the lesson begins with, if the run is long enough
+const LOOKS = [{ layer: 1, head: 3 }, { layer: 1, head: 3 }, {}, {}, {}]; // of each step; the first, if it says nothing
 
 const worker = startWorker(onEvent);
 let info; // model.json, and `ids`: Map(character => id)
-let [runs, questions] = [0, 0];
+let [runs, questions, versions] = [0, 0, 0];
 
 const state = {
-  phase: "loading", // or ready, running, paused, done, failed
-  step: 1, // of the lesson, 1 to 4
+  phase: "loading", // or ready, preparing, running, paused, done, failed
+  step: 1, // of the lesson, 1 to 5
   layer: 0, // from 0, as the head
   head: 0,
-  run: null, // see reset
+  run: null, // see reset; null until the form describes one
   answer: null, // what is on the stage instead of the run, see show
   mistakes: new Map(), // name => answer
+  guess: null, // what the reader thinks that a change changes: "left", "right" or "all"
   from: 0, // the first character on the stage
   page: null, // the same if the reader turned to it; null: the newest characters are on the stage
   pointed: null, // the character below the pointer, or with the focus
@@ -42,63 +46,81 @@ function cancel() {
   return ++questions;
 }
 
-/** Begin another run. Whatever belongs to the one before is gone. */
+/** Begin another run, with nothing computed. Whatever belongs to the one before is gone. */
 function reset(request) {
   cancel();
   const { ids, steps, sampling } = request;
   state.run = {
     name: ++runs, request, given: ids.length, ids: [...ids], racing: false,
-    on: [], off: [], // steps with the cache and without: { id, rows, ms, probabilities, shapes }
-    kept: keptColumns(info), queries: null, // as in an answer
-    fed: ids.length, // how many characters have a cell: those that the model has read
+    on: [], off: [], // steps with the cache and without: { id, rows, ms, probabilities, shapes, queries }
+    kept: keptColumns(info),
   };
-  if (ids.length) worker.call("begin", runs, ids, steps, sampling);
+  changed(state.run);
+  worker.call("begin", runs, ids, steps, sampling).catch(failed);
   state.mistakes.clear();
   clearMistakes();
   for (const id of ["guess-verdict", "guessed"]) $(id).textContent = "";
-  state.pointed = state.clicked = null;
   show(null);
-  setPhase("ready", request.notes.join(" "));
+  setPhase("ready");
 }
 
-function setPhase(name, status) {
+/** Say that a run has got or lost steps. */
+function changed(run) {
+  run.version = ++versions;
+  run.fed = run.on.length ? run.kept.length : run.given; // how many characters have a cell
+  run.queries = run.on.at(-1)?.queries ?? null;
+}
+
+function setPhase(name) {
   state.phase = document.body.dataset.state = name;
-  $("status").textContent = status;
+  const { run } = state;
+  const isSaid = ["ready", "paused", "done"].includes(name) && run;
+  $("status").textContent = isSaid ? [...run.request.notes, verdict(run)].join(" ") : "";
+  $("loading").textContent = "";
   $("run").textContent = name === "running" ? "Pause" : "Run";
-  for (const id of ["run", "one", "race", "without", "change", "guess"]) $(id).disabled = name === "failed";
   render();
+}
+
+/** Stop where the run is. */
+function settle() {
+  setPhase(isWhole(state.run) ? "done" : state.run.on.length ? "paused" : "ready");
+  keepAddress();
 }
 
 /** Put an answer on the stage instead of the run, or null: the run again.
  *
- *  answer  { kind, ids, fed, kept, queries, verdict, ... }; kind: "without", "change" or "mistake"
+ *  answer  { kind, version, ids, fed, kept, queries, verdict, ... }; kind: "take", "change" or "mistake"
  */
 function show(answer) {
   state.answer = answer;
   if (!answer || answer.kind === "mistake") state.page = null;
+  if (!answer) state.pointed = state.clicked = null;
   choose(answer?.name);
+  $("take-verdict").textContent = answer?.kind === "take" ? answer.verdict : "";
+  $("mistake-verdict").textContent = answer?.kind === "mistake" ? answer.verdict : "";
   if (answer) $("status").textContent = ""; // it is about the run
-  for (const kind of ["without", "change", "mistake"]) {
-    const shown = answer?.kind === kind;
-    $(`${kind}-verdict`).textContent = shown ? answer.verdict : "";
-    if ($(kind)) $(kind).ariaPressed = shown;
-  }
+  keepAddress();
   render();
 }
 
-/** Read the form, and begin another run if it describes another one. Returns whether it has no mistake. */
+/** Read the form, and begin another run if it describes another one. A mistake in it leaves the run as it is. Returns
+ *  whether it has none. */
 function readForm() {
   say("");
-  let request = NOTHING;
+  let request;
   try {
     request = readRequest(fields, info);
   } catch (error) {
     if (!error.field) throw error;
     say(error.message, error.field);
+    return false;
   }
-  if (request.key !== state.run?.request.key) reset(request);
-  if (state.step === 4 && request !== NOTHING && state.phase === "ready") askMistakes();
-  return request !== NOTHING;
+  const { run } = state;
+  if (request.key === run?.request.key) return true;
+  reset(request);
+  if (!run) enter(readMoment());
+  else if (state.step > 2) enter(); // these steps have no button that writes
+  return true;
 }
 
 function say(message, field) {
@@ -108,8 +130,31 @@ function say(message, field) {
 }
 
 function failed(error) {
-  setPhase("failed", "");
+  setPhase("failed");
   say(`${error.message}.`.replace(/\.\.$/, "."));
+}
+
+let writing;
+
+/** Let the address hold what is on the page, a little later: browsers limit how often it may change. */
+function keepAddress() {
+  clearTimeout(writing);
+  writing = setTimeout(() => {
+    const { phase, run, answer, step, layer, head } = state;
+    if (!run || ["preparing", "running"].includes(phase) || document.querySelector("[aria-invalid]")) return;
+    const at = run.given + Math.min(run.on.length, run.off.length);
+    const look = lookOf(step);
+    writeAddress(fields);
+    writeMoment({
+      at: step === 5 || at === prepared(run) ? null : at,
+      layer: layer === look.layer ? null : layer + 1,
+      head: head === look.head ? null : head + 1,
+      take: answer?.kind === "take" ? answer.masked + 1 : null,
+      change: answer?.kind === "change" ? answer.position + 1 : null,
+      mistake: answer?.name,
+      projector: "projector" in document.body.dataset ? "on" : null,
+    });
+  }, 200);
 }
 
 // -- the worker ---------------------------------------------------------------------------------------------------------
@@ -118,15 +163,18 @@ async function load() {
   info = await worker.call("load").catch(failed);
   if (!info) return;
   info.ids = new Map(info.chars.map((char, id) => [char, id]));
+  for (const each of document.querySelectorAll("[data-info]")) each.textContent = info[each.dataset.info];
   const size = `${(info.parameters / 1e6).toFixed(2)} million parameters`;
   $("model").textContent = `The model has ${size} and a context of ${info.block_size} characters.`;
   $("guess-section").hidden = !info.guesses;
-  state.layer = Math.min(1, info.n_layer - 1); // the first layer hardly looks further than the last characters
   makeSegments("layer", info.n_layer);
   makeSegments("head", info.n_head);
   $("changed").append(...info.chars.map((char, id) => element("option", glyph(char), { value: id })));
   $("changed").value = info.ids.get("q") ?? 0;
   makeMistakes(showMistake);
+  makeScale(info);
+  linkToCode();
+  if (readMoment().projector) setProjector(true);
   stage.measure();
 
   const { prompt } = fields;
@@ -134,32 +182,43 @@ async function load() {
   if (!readAddress(fields) && unknown) prompt.value = prompt.defaultValue = "";
   listen();
   setSpeed();
-  const ready = readForm();
-  setStep();
-  if (ready && !matchMedia("(prefers-reduced-motion: reduce)").matches && state.step < 3) play(Infinity);
+  state.step = stepOfAddress();
+  setPhase("ready");
+  drawStep();
+  readForm();
 }
 
 /** Make radio buttons that choose a layer or a head. */
 function makeSegments(name, count) {
   for (let i = 0; i < count; i++) {
     const label = element("label");
-    label.append(element("input", "", { type: "radio", name, value: i, checked: i === state[name] }), element("span", i + 1));
+    label.append(element("input", "", { type: "radio", name, value: i }), element("span", i + 1));
     $(name).append(label);
   }
+}
+
+/** On GitHub Pages the address says where the code is. */
+function linkToCode() {
+  const owner = location.hostname.match(/^([\w-]+)\.github\.io$/)?.[1];
+  if (!owner) return;
+  const path = `github.com/${owner}/${location.pathname.split("/")[1]}`;
+  Object.assign($("repository").querySelector("a"), { href: `https://${path}`, textContent: path });
+  $("repository").hidden = false;
 }
 
 function onEvent(event, { run: name, on, off, received, total }) {
   const { run } = state;
   if (event === "loading") {
-    $("status").textContent = `Loading the model: ${(received / 1e6).toFixed(1)} of ${(total / 1e6).toFixed(1)} MB.`;
+    if (state.phase !== "loading") return; // something else failed meanwhile
+    $("loading").textContent = `Loading the model: ${(received / 1e6).toFixed(1)} of ${(total / 1e6).toFixed(1)} MB.`;
   } else if (name === run.name) {
     if (off) run.off.push(off);
     if (on) {
       run.on.push(on);
       run.ids.push(on.id);
-      run.fed = run.kept.add(on.columns).length;
-      run.queries = on.queries;
+      run.kept.add(on.columns);
     }
+    changed(run);
     render();
   }
 }
@@ -167,7 +226,7 @@ function onEvent(event, { run: name, on, off, received, total }) {
 /** Ask the worker. A newer question, or another run, cancels this one: then the answer is null. */
 async function ask(name, ...args) {
   const question = cancel();
-  if (state.phase === "running") setPhase("paused", "");
+  if (["running", "preparing"].includes(state.phase)) settle();
   const answer = await worker.call(name, ...args).catch(failed);
   return question === questions ? answer : null;
 }
@@ -177,24 +236,47 @@ async function ask(name, ...args) {
 const isWhole = ({ request, on, off }) => on.length === request.steps && off.length === request.steps;
 
 /** Take `count` steps of the run that the form describes. A race, and a run after a whole one, begin at the start. */
-async function play(count, race = false) {
+async function play(count, racing = false) {
   if (!readForm()) return form.querySelector("[aria-invalid]").focus();
-  writeAddress(fields);
-  if (race || isWhole(state.run)) reset(state.run.request);
+  if (racing || isWhole(state.run)) reset(state.run.request);
   show(null);
   const { run } = state;
-  run.racing ||= race;
+  run.racing ||= racing;
   const question = cancel();
-  setPhase("running", "");
-  await worker.call("advance", count, run.racing && count > 1).catch(failed);
-  if (question !== questions || state.phase === "failed") return;
-  setPhase(isWhole(run) ? "done" : "paused", [...run.request.notes, verdict(run)].join(" "));
-  if (state.step === 4) askMistakes(); // those that the run has kept from being answered
+  setPhase("running");
+  await worker.call("advance", count, { racing: run.racing && count > 1 }).catch(failed);
+  if (question === questions && state.phase !== "failed") settle();
 }
 
 function pause() {
   cancel();
-  setPhase("paused", verdict(state.run));
+  settle();
+}
+
+/** Take the run to where its text has `length` characters, forth or back. Returns whether nothing else came between. */
+async function goTo(length) {
+  const { run } = state;
+  const steps = Math.max(0, Math.min(length - run.given, run.request.steps));
+  const question = cancel();
+  if (steps > Math.min(run.on.length, run.off.length)) setPhase("preparing");
+  await worker.call("rewind", steps).catch(failed);
+  run.on.splice(steps);
+  run.off.splice(steps);
+  run.ids.splice(run.given + steps);
+  run.kept.truncate(steps ? run.given + steps - 1 : 0);
+  run.racing = false;
+  changed(run);
+  const missing = steps - Math.min(run.on.length, run.off.length);
+  if (question !== questions) return false;
+  await worker.call("advance", missing, { hurrying: true }).catch(failed);
+  if (question !== questions || state.phase === "failed") return false;
+  settle();
+  return true;
+}
+
+function goBack() {
+  show(null);
+  goTo(state.run.ids.length - 1);
 }
 
 function verdict(run) {
@@ -207,71 +289,124 @@ function verdict(run) {
   return same ? `With and without the cache the text is the same, ${all}${characters(same)}.` : "";
 }
 
-// -- questions ----------------------------------------------------------------------------------------------------------
+// -- the lesson ---------------------------------------------------------------------------------------------------------
+
+const stepOfAddress = () => Number(location.hash.match(/^#step-([1-5])$/)?.[1] ?? 1);
+
+/** The length of the text that a step begins with: never the whole, because the next character is what it is about. */
+const prepared = ({ given, request }) => given + Math.min(PREPARED, Math.ceil(0.7 * request.steps));
+
+/** The layer and the head that a step begins with. */
+function lookOf(step) {
+  const { layer = 0, head = 0 } = LOOKS[step - 1];
+  return { layer: Math.min(layer, info.n_layer - 1), head: Math.min(head, info.n_head - 1) };
+}
+
+/** Prepare this step of the lesson, or the moment of it that a link names: see moment.js. */
+async function enter({ at, layer, head, take, change, mistake } = {}) {
+  const { run, step } = state;
+  const look = lookOf(step);
+  setLook("layer", Math.min(layer ? layer - 1 : look.layer, info.n_layer - 1));
+  setLook("head", Math.min(head ? head - 1 : look.head, info.n_head - 1));
+  state.guess = null;
+  show(null);
+  if (step === 5 || !run) return;
+  if (!(await goTo(at ?? prepared(run)))) return;
+  if (step === 1 && take) await takeOut(take - 1);
+  if (step === 3 && change) await changeCharacter(change - 1);
+  if (step === 4) await askMistakes(mistake);
+}
+
+function setLook(name, value) {
+  state[name] = value;
+  for (const radio of $(name).querySelectorAll("input")) radio.checked = Number(radio.value) === value;
+  keepAddress();
+  render();
+}
+
+function setProjector(on) {
+  if (on) document.body.dataset.projector = "on";
+  else delete document.body.dataset.projector;
+  $("projector").ariaPressed = on;
+}
 
 /** Return what the worker answered as something that the stage can show. */
 function picture(kind, answer) {
   const kept = keptColumns(info).add(answer.columns);
-  return { kind, fed: kept.length, ...answer, kept };
+  return { kind, version: ++versions, fed: kept.length, ...answer, kept };
 }
 
 /** Take a column out: `index`, or the one in sight that moves the prediction most. */
 async function takeOut(index = null) {
-  const { ids, kept } = state.run;
-  const newest = kept.length - 1; // it asks, so it stays
-  const inSight = [...ids.keys()].slice(state.from, Math.min(newest, state.from + stage.size.cells));
-  const candidates = index === null ? inSight : [index].filter((each) => each < newest);
-  const answer = candidates.length ? await ask("without", candidates) : null;
+  const { run } = state;
+  const newest = run.kept.length - 1; // it asks, so it stays
+  const from = firstCell(run);
+  const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + stage.size.cells));
+  if (newest < 1 || index >= newest || !inSight.length) return;
+  const most = await ask("takeOut", inSight);
+  const answer = most && index !== null ? await ask("takeOut", [index]) : most;
   if (!answer) return;
-  const name = `column ${answer.hidden + 1}, ${quoted(info.chars[ids[answer.hidden]])}`;
-  const why = index === null ? ": the most of any column here" : "";
-  const verdict = `Without ${name}, in all layers and heads, ${percent(answer.moved)} of the probability moves${why}.`;
-  show({ ...picture("without", answer), ids, verdict });
+  const name = ({ masked }) => `column ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
+  const moved = `Without ${name(answer)}, in all layers and heads, ${percent(answer.moved)} of the probability moves.`;
+  const isMost = answer.masked === most.masked;
+  const rank = isMost ? "No other column in sight matters as much." : `It is ${percent(most.moved)} for ${name(most)}.`;
+  const verdict = `${moved} ${rank}`;
+  show({ ...picture("take", answer), ids: run.ids, verdict });
 }
 
-/** Change the character `index`, or one that leaves columns on both sides. */
-async function change(index = state.answer?.position ?? state.clicked) {
-  const { ids, kept } = state.run;
-  if (!kept.length) return;
-  const position = Math.min(kept.length - 1, index ?? Math.max(0, kept.length - 10));
+/** Change a character: `index`, or one in the middle of those in sight. */
+async function changeCharacter(index = state.answer?.position ?? null) {
+  const { run } = state;
+  if (!run.kept.length) return;
+  const from = firstCell(run);
+  const middle = Math.floor((from + Math.min(run.kept.length, from + stage.size.cells)) / 2);
+  const position = Math.min(run.kept.length - 1, index ?? middle);
   const id = Number($("changed").value);
   const answer = await ask("change", position, id);
-  if (answer) show({ ...picture("change", answer), ids: ids.with(position, id), position });
+  if (answer) show({ ...picture("change", answer), ids: run.ids.with(position, id), position });
 }
 
-const drawChange = remember(({ position, differences }, layer) => {
+/** Say what a change changed in a layer. The first layer is the surprise, so the reason waits for the second. */
+const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const [keys, values] = differences.slice(2 * layer, 2 * layer + 2);
   const moved = keys.filter((x, i) => x > 0 || values[i] > 0).length;
   const left = Math.max(0, ...keys.subarray(0, position), ...values.subarray(0, position));
-  const stays = `All ${position} to its left stay: the difference is ${left || "exactly 0"}.`;
-  const changes = `In layer ${layer + 1}, ${moved} of the ${keys.length - position} columns from there on change.`;
-  const was = `Character ${position + 1} was ${quoted(info.chars[state.run.ids[position]])}.`;
-  $("change-verdict").textContent = `${was} ${changes} ${position ? stays : ""}`;
+  const there = `Character ${position + 1} was ${quoted(info.chars[was])}. In layer ${layer + 1}`;
+  const first = `${there} its own column alone changes: there, a key and a value depend on one character.`;
+  const later = `${there}, ${moved} of the ${keys.length - position} columns from there on change, because their
+    characters looked at it. All ${position} to its left stay: the difference is ${left || "exactly 0"}.`;
+  const right = guess === "right" ? "You were right. " : "";
+  const reason = `${right}No character may look to its right. And writing only ever appends on the right, so nothing
+    that comes later can change a column, and we may keep it.`;
+  const isLast = layer > 0 || info.n_layer === 1;
+  $("change-verdict").textContent = [layer ? later : first, ...(isLast ? [reason] : [])].join(" ");
+  $("deeper").hidden = isLast;
 });
 
-/** Answer all mistakes, one after the other, and show the first. */
-async function askMistakes() {
+/** Answer all mistakes, one after the other, and show one of them as soon as it is there. */
+async function askMistakes(first = NAMES[0]) {
   const { run } = state;
-  for (const name of NAMES.filter((name) => !state.mistakes.has(name))) {
+  if (state.mistakes.has(first)) showMistake(first);
+  const missing = NAMES.filter((name) => !state.mistakes.has(name)).sort((a, b) => (b === first) - (a === first));
+  for (const name of missing) {
     const answer = await ask("mistake", name);
     if (!answer) return;
     const [keys, values] = answer.differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
     const verdict = mistakeInWords(info.chars, answer, keys, values);
     state.mistakes.set(name, { ...picture("mistake", answer), name, verdict, fed: answer.at });
     drawMistake(info.chars, name, run.given, answer);
-    if (state.step !== 4) return;
-    if (!state.answer) showMistake(name);
+    if (state.answer) render(); // it can be chosen now
+    else showMistake(name);
   }
 }
 
 function showMistake(name) {
-  if (state.phase === "running") pause();
   show(state.mistakes.get(name) ?? null);
 }
 
 async function askGuesses() {
   const { run } = state;
-  const answer = run.given ? await ask("guess") : null;
+  const answer = await ask("guess");
   if (answer) drawGuesses(info.chars, run.given, answer, run.ids.every((id, i) => id === answer.ids[i]));
 }
 
@@ -280,31 +415,57 @@ async function askGuesses() {
 let due = false;
 
 function render() {
-  if (due || !state.run) return;
+  if (due) return;
   due = true;
   requestAnimationFrame(() => {
     due = false;
-    draw();
+    drawControls();
+    if (state.run) draw();
   });
 }
 
-/** Return the first character on the stage. The strip turns by half a page, so that columns stay where they are. */
-function firstCell({ fed }) {
+/** Enable what can be done now. Where nothing has been computed, there is nothing to take out or to change. */
+function drawControls() {
+  const { phase, run, answer } = state;
+  const ready = run && !["loading", "failed"].includes(phase);
+  const computed = ready && run.kept.length > 0;
+  for (const id of ["run", "one", "race", "guess"]) $(id).disabled = !ready;
+  for (const button of $("guesses").children) button.disabled = !computed;
+  for (const input of $("mistakes").querySelectorAll("input")) input.disabled = !state.mistakes.has(input.value);
+  $("back").disabled = !computed;
+  $("take").disabled = !(computed && run.kept.length > 1);
+  $("take").textContent = answer?.kind === "take" ? "Put it back" : "Show me";
+  $("guesses").hidden = answer?.kind === "change";
+  $("changing").hidden = answer?.kind !== "change";
+}
+
+/** Show the lesson's step. */
+function drawStep() {
+  document.body.dataset.step = state.step;
+  for (const link of document.querySelectorAll("nav a")) {
+    link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
+  }
+}
+
+/** Return the first character on the stage. The strip turns by a quarter of its width, so that columns mostly stay where
+ *  they are. In a race it follows whoever is behind. */
+function firstCell({ fed, on, off }) {
   const { cells } = stage.size;
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
-  const turn = Math.ceil(cells / 2);
-  return Math.max(0, Math.ceil((fed - cells) / turn) * turn);
+  const turn = Math.ceil(cells / 4);
+  const end = off?.length < on?.length ? (off.at(-1)?.rows ?? 0) : fed;
+  return Math.max(0, Math.ceil((end - cells) / turn) * turn);
 }
 
 /** Return the key/value head that serves a query head. */
 const keyHead = (head) => Math.floor((head * info.n_kv_head) / info.n_head);
 
 /** What the newest character looks at, in a layer and a head, and how strongly the values are drawn that it gets. */
-const attentionOf = remember(({ kept, queries, hidden }, length, layer, head) => {
+const attentionOf = remember(({ kept, queries, masked }, layer, head) => {
   if (!queries) return {};
   const [keys, values] = [0, 1].map((kind) => kept.lane(layer, kind, keyHead(head)));
   const query = queries[layer].subarray(head * info.head_size, (head + 1) * info.head_size);
-  const { weights, mix } = attend(query, keys, values, hidden);
+  const { weights, mix } = attend(query, keys, values, masked);
   const most = Math.max(...weights);
   return { query, weights, mix, strengths: weights.map((weight) => 0.12 + 0.88 * Math.sqrt(weight / most)) };
 });
@@ -317,9 +478,8 @@ const marksOf = remember((answer, layer) => {
 
 function draw() {
   const { run, answer, layer, head, step } = state;
-  const { chars, block_size } = info;
+  const { chars } = info;
   const shown = answer ?? run;
-  const { ids, fed, kept, hidden } = shown;
   const from = firstCell(shown);
   if (from !== state.from) state.pointed = null; // another character is below the pointer now
   state.from = from;
@@ -327,30 +487,28 @@ function draw() {
   const wrong = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
 
-  // the text, and how far both are
+  // the text
   const behind = run.off.length < run.on.length ? run.given + run.off.length - 1 : null;
-  drawText(chars, ids, ids.length, run.given, behind, wrong, marked);
-  for (const name of ["off", "on"]) {
-    document.querySelector(`.tracks .${name}`).style.width = `${(100 * (run.given + run[name].length)) / block_size}%`;
-  }
+  drawText(chars, shown, run.given, behind, wrong, marked);
 
   // the strip
-  const { query = null, weights = null, mix = null, strengths } = attentionOf(shown, kept.length, layer, head);
-  const below = marksOf(answer, layer);
-  const fresh = below ? 0 : (on?.rows ?? 0);
-  const lanes = [kept, kept.length, layer, keyHead(head), run];
-  stage.drawCells(chars, ids, fed, from, fresh, wrong, hidden, marked, weights);
+  const { query = null, weights = null, mix = null, strengths } = attentionOf(shown, layer, head);
+  const marks = marksOf(answer, layer);
+  const computed = marks ? 0 : (on?.rows ?? 0);
+  const lanes = [shown, run, layer, keyHead(head)];
+  stage.drawCells(chars, shown, from, computed, wrong, marked, weights);
   stage.drawKeys(...lanes, query, null, from);
   stage.drawValues(...lanes, mix, step === 1 ? strengths : null, from);
   stage.drawAttention(weights, from);
-  stage.drawBelow(below, kept.length, off?.rows ?? 0, fresh, from);
+  const same = answer?.kind === "change" ? "stay" : "right";
+  stage.drawBelow(marks, same, run.kept.length, off?.rows ?? 0, computed, from);
 
   // what comes next, and the work
   drawCandidates(marked, weights);
-  drawSums(run.off, run.on, run.off.length, run.on.length, run.given, block_size);
-  $("all").textContent = off ? `all ${off.rows}` : "all";
+  drawSums(run, info.block_size, info.parameters);
+  $("all").textContent = off ? `all ${off.rows} columns` : "all columns";
   drawShapes(info, on, off, run.kept.length);
-  if (answer?.kind === "change") drawChange(answer, layer);
+  if (answer?.kind === "change") drawChange(answer, run.ids[answer.position], layer, state.guess);
 }
 
 /** Draw the probabilities of the marked character, else of the next one, and say what the marked one is. */
@@ -359,28 +517,20 @@ function drawCandidates(marked, weights) {
   const { chars } = info;
   const { ids } = answer ?? run;
   const step = answer?.kind === "mistake" ? undefined : run.on[(marked ?? ids.length - 1) - run.given];
-  if (marked !== null && step && !answer) drawNext(chars, `character ${marked + 1}`, step.probabilities, ids[marked], null);
+  const name = `character ${marked + 1}`;
+  if (marked !== null && step && !answer) drawNext(chars, name, step.probabilities, ids[marked], null);
   else if (answer?.at) drawNext(chars, `character ${answer.at + 1}`, answer.before, ids[answer.at], answer.after);
   else drawNext(chars, "next", run.on.at(-1)?.probabilities, answer ? undefined : ids.at(-1), answer?.probabilities);
 
   const about = marked === null ? [] : [`Character ${marked + 1} is ${quoted(chars[ids[marked]])}.`];
+  const probability = step && percent(step.probabilities[ids[marked]]);
   if (marked !== null && marked < run.given) about.push("It is from the prompt.");
-  else if (marked !== null && step) about.push(`It was written with a probability of ${percent(step.probabilities[ids[marked]])}.`);
+  else if (marked !== null && step) about.push(`It was written with a probability of ${probability}.`);
   if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
   $("about").textContent = about.join(" ");
 }
 
 // -- events -------------------------------------------------------------------------------------------------------------
-
-/** Show the step of the lesson that the address names. */
-function setStep() {
-  state.step = Number(location.hash.match(/^#step-([1-4])$/)?.[1] ?? 1);
-  document.body.dataset.step = state.step;
-  for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
-  if (state.phase !== "running") cancel(); // a question of the step before
-  show(null);
-  if (state.step === 4) askMistakes();
-}
 
 function setSpeed() {
   const value = Number($("speed").value);
@@ -391,6 +541,7 @@ function setSpeed() {
 
 /** Mark a character, the one that is "pointed" at or "clicked", or none. */
 function mark(how, index) {
+  if (!state.run) return;
   const { ids } = state.answer ?? state.run;
   const there = index !== null && index < ids.length ? index : null;
   if (state[how] === there) return;
@@ -398,20 +549,23 @@ function mark(how, index) {
   render();
 }
 
-/** Mark the character that was clicked, or do with it what this step is about. */
+/** Do with a character what this step is about, or mark it. */
 function click(index) {
-  if (index === null) return;
+  const { run, answer, step } = state;
+  if (index === null || !run) return;
+  if (step === 1 && index === answer?.masked) return show(null);
   turnTo(index);
-  if (state.answer?.kind === "without") return takeOut(index);
-  if (state.answer?.kind === "change") return change(index);
-  mark("clicked", state.clicked === index ? null : index);
+  if (step === 1) takeOut(index);
+  else if (answer?.kind === "change") changeCharacter(index);
+  else mark("clicked", state.clicked === index ? null : index);
 }
 
-/** Let the strip show a character. */
+/** Let the strip show a character. A run would turn it back at once, so it pauses. */
 function turnTo(index) {
   const { cells } = stage.size;
   if (index >= state.from && index < state.from + cells) return;
-  state.page = index - Math.floor(cells / 2);
+  if (state.phase === "running") pause();
+  state.page = Math.max(0, index - Math.floor(cells / 2));
   state.pointed = null;
   draw();
 }
@@ -427,6 +581,11 @@ function moveFocus(event) {
   $("cells").children[to - state.from].focus();
 }
 
+/** Move the focus, because the button that had it goes away with the next drawing. */
+function focusInstead(selector) {
+  requestAnimationFrame(() => document.querySelector(selector).focus());
+}
+
 const cellIndex = ({ target }) => state.from + [...$("cells").children].indexOf(target);
 
 function listen() {
@@ -438,23 +597,45 @@ function listen() {
   fields.prompt.onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!event.repeat) play(Infinity);
+    if (!event.repeat && state.step < 3) play(Infinity);
   };
-  for (const name of FIELDS) fields[name].oninput = readForm;
+  for (const name of FIELDS) fields[name].oninput = () => readForm() && keepAddress();
   $("one").onclick = () => play(1);
+  $("back").onclick = goBack;
   $("race").onclick = () => play(Infinity, true);
   $("speed").oninput = setSpeed;
-  for (const name of ["layer", "head"]) {
-    $(name).onchange = ({ target }) => {
-      state[name] = Number(target.value);
-      render();
+  for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => setLook(name, Number(target.value));
+  $("take").onclick = () => (state.answer?.kind === "take" ? show(null) : takeOut());
+  for (const button of $("guesses").children) {
+    button.onclick = async () => {
+      state.guess = button.dataset.guess;
+      await changeCharacter();
+      focusInstead("#deeper");
     };
   }
-  $("without").onclick = () => (state.answer?.kind === "without" ? show(null) : takeOut());
-  $("change").onclick = () => (state.answer?.kind === "change" ? show(null) : change());
-  $("changed").oninput = () => change();
+  $("changed").oninput = () => changeCharacter();
+  $("unchange").onclick = async () => {
+    await enter();
+    focusInstead("#guesses button");
+  };
+  $("deeper").onclick = () => {
+    setLook("layer", 1);
+    focusInstead(".does.step-3 .go");
+  };
   $("guess").onclick = askGuesses;
-  window.onhashchange = setStep;
+  $("projector").onclick = () => {
+    setProjector(!("projector" in document.body.dataset));
+    keepAddress();
+    redraw();
+  };
+  window.onhashchange = () => {
+    const isNext = document.activeElement.matches(".go");
+    state.step = stepOfAddress();
+    drawStep();
+    if (isNext) document.querySelector(`.says.step-${state.step} h2`).focus({ preventScroll: true });
+    scrollTo(0, 0);
+    enter();
+  };
   window.onkeydown = ({ key }) => {
     if (key !== "Escape") return;
     $("settings").open = false;
@@ -462,9 +643,12 @@ function listen() {
   };
   const cells = $("cells");
   cells.onkeydown = moveFocus;
-  cells.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && mark("pointed", cellIndex(event)));
+  cells.addEventListener("focusin", (event) => {
+    if (event.target.matches(":focus-visible")) mark("pointed", cellIndex(event));
+  });
   cells.addEventListener("focusout", () => mark("pointed", null));
-  for (const [place, indexOf] of [[$("strip"), (event) => stage.indexAt(event, state.from)], [$("text"), characterAt]]) {
+  const places = [[$("strip"), (event) => stage.indexAt(event, state.from)], [$("text"), characterAt]];
+  for (const [place, indexOf] of places) {
     place.onpointermove = (event) => mark("pointed", indexOf(event));
     place.onpointerleave = () => mark("pointed", null);
     place.onclick = (event) => click(indexOf(event));

@@ -4,12 +4,12 @@
  *
  *  query         Float32Array (size)
  *  keys, values  Float32Arrays (columns, size)
- *  hidden        a column that the query may not see
+ *  masked        a column that the query may not see
  */
-export function attend(query, keys, values, hidden) {
+export function attend(query, keys, values, masked) {
   const size = query.length;
   const scores = Array.from({ length: keys.length / size }, (_, column) => {
-    if (column === hidden) return -Infinity;
+    if (column === masked) return -Infinity;
     return query.reduce((sum, x, i) => sum + x * keys[column * size + i], 0) / Math.sqrt(size);
   });
   const most = Math.max(...scores);

@@ -1,6 +1,6 @@
 // The columns that the page shows: the keys and values of all layers and heads, as they arrive.
 
-/** Return { add, lane, length, headSize }. */
+/** Return { add, truncate, lane, length, headSize }. */
 export function keptColumns({ n_layer, n_kv_head, head_size, block_size }) {
   const size = n_kv_head * block_size * head_size;
   const slots = Array.from({ length: 2 * n_layer }, () => new Float32Array(size)); // (heads, block_size, head_size) each
@@ -18,6 +18,10 @@ export function keptColumns({ n_layer, n_kv_head, head_size, block_size }) {
       });
       kept.length += count;
       return kept;
+    },
+    /** Keep the first `count` columns alone. */
+    truncate(count) {
+      kept.length = Math.min(kept.length, count);
     },
     /** Return the columns of a layer's keys (kind 0) or values (kind 1) in one head, one after the other. */
     lane(layer, kind, head) {

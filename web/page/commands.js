@@ -1,6 +1,8 @@
 // What the page can ask for. Each command gets { isStopped, delay } and the arguments of the call.
 import { fetcher, part } from "./files.js";
-import { begin, changedText, compareMistake, generateWithGuesses, next, step, withoutColumn } from "./generate.js";
+import {
+  begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
+} from "./generate.js";
 import { createNetwork } from "./network.js";
 import { readNgrams } from "./ngrams.js";
 
@@ -33,24 +35,29 @@ export const COMMANDS = {
     run = { name, ...begin(prompt, steps, sampling) };
   },
 
-  /** Let the two texts of the run take `count` steps, or race. An event "step" reports each. */
-  async advance({ isStopped, delay }, count, racing) {
+  /** Let the two texts of the run take `count` steps, or race, or hurry. An event "step" reports each. */
+  async advance({ isStopped, delay }, count, { racing = false, hurrying = false } = {}) {
     for (let i = 0; i < count; i++) {
       const began = performance.now();
-      const names = next(run, racing);
+      const names = whoseTurn(run, racing);
       if (!names.length || isStopped()) return;
       const event = { event: "step", run: run.name };
       for (const name of names) event[name] = await step(run, name);
       postMessage(event);
       await breathe();
       // the delay may change meanwhile
-      while (!racing && i + 1 < count && performance.now() - began < delay() && !isStopped()) {
+      while (!racing && !hurrying && i + 1 < count && performance.now() - began < delay() && !isStopped()) {
         await new Promise((resolve) => setTimeout(resolve, 5));
       }
     }
   },
 
-  without: ({ isStopped }, candidates) => withoutColumn(run, candidates, isStopped, breathe),
+  /** Take steps back, until the run has at most `steps`. */
+  rewind(_, steps) {
+    rewind(run, steps);
+  },
+
+  takeOut: ({ isStopped }, candidates) => takeColumnOut(run, candidates, isStopped, breathe),
 
   async change({ isStopped }, position, id) {
     await breathe(); // many may come at once, and only the newest counts

@@ -18,7 +18,7 @@ export function begin(prompt, steps, sampling) {
  *  Both go side by side: whoever is behind steps. In a race each goes at its own speed: whoever has computed for less
  *  time steps, so both get the same share of the one processor that they have.
  */
-export function next(run, racing) {
+export function whoseTurn(run, racing) {
   const unfinished = ["on", "off"].filter((name) => run[name].ids.length < run.total);
   if (racing) return unfinished.sort((a, b) => run[a].ms - run[b].ms).slice(0, 1);
   const least = Math.min(...unfinished.map((name) => run[name].ids.length));
@@ -47,6 +47,15 @@ export async function step(run, name) {
   return { id, ms, rows: fed.length, shapes, probabilities: softmax(logits), columns: added, queries };
 }
 
+/** Take steps back until each text has at most `steps` new tokens. The prompt has no columns before the first step. */
+export function rewind(run, steps) {
+  for (const text of [run.on, run.off]) {
+    text.ids.length = Math.min(text.ids.length, run.prompt.length + steps);
+    const end = steps ? text.ids.length - 1 : 0;
+    if (columnsOf(text.cache) > end) text.cache = columns(text.cache, 0, end);
+  }
+}
+
 // -- questions about a run ----------------------------------------------------------------------------------------------
 
 /** What a forward shows: all columns, what the newest token looks for, and the probabilities of the next one. */
@@ -54,22 +63,22 @@ function picture({ logits, cache, queries }) {
   return { columns: cache, queries, probabilities: softmax(logits) };
 }
 
-/** Take the last step again without one of the columns `candidates`: the one that moves the prediction most.
+/** Take the last step again with one of the columns `candidates` masked: the one that moves the prediction most.
  *
- *  Returns a picture with `hidden`, the column, and `moved`, the total variation distance of the probabilities.
+ *  Returns a picture with `masked`, the column, and `moved`, the total variation distance of the probabilities.
  */
-export async function withoutColumn({ on }, candidates, isStopped, breathe) {
+export async function takeColumnOut({ on }, candidates, isStopped, breathe) {
   const newest = on.ids.length - 2;
   const cache = columns(on.cache, 0, newest);
-  const again = async (hidden) => picture(await forward([on.ids[newest]], cache, { hidden, keep: true }));
+  const again = async (masked) => picture(await forward([on.ids[newest]], cache, { masked, keep: true }));
   const whole = await again();
   let most = null;
-  for (const hidden of candidates) {
+  for (const masked of candidates) {
     await breathe();
     if (isStopped()) return null;
-    const without = await again(hidden);
-    const moved = without.probabilities.reduce((sum, p, id) => sum + Math.abs(p - whole.probabilities[id]) / 2, 0);
-    if (!most || moved > most.moved) most = { ...without, hidden, moved };
+    const answer = await again(masked);
+    const moved = answer.probabilities.reduce((sum, p, id) => sum + Math.abs(p - whole.probabilities[id]) / 2, 0);
+    if (!most || moved > most.moved) most = { ...answer, masked, moved };
   }
   return most;
 }
@@ -133,7 +142,7 @@ const MISTAKES = {
 
 /** Generate `steps` tokens with a mistake, through the cache.
  *
- *  Returns a picture of the last step with `ids`, `logits` of every step, and `hidden`: the column that its mask hid.
+ *  Returns a picture of the last step with `ids`, `logits` of every step, and `masked`: the column that its mask hides.
  */
 async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, isStopped, breathe) {
   const T = prompt.length;
@@ -141,7 +150,7 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
   const position = mistake.position ?? ((i) => i);
   const ids = [...prompt];
   const logits = [];
-  let hidden;
+  let masked;
 
   // prefill
   let result = await forward(prompt, emptyCache(), { keep: true });
@@ -159,16 +168,17 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
     if (isStopped()) return null;
     if (step === steps - 1) break;
     const past = mistake.overwrite ? columns(result.cache, 0, T) : result.cache;
-    if (mistake.mask) hidden = columnsOf(past) - 1;
-    result = await forward(ids.slice(-1), past, { positions: [position(ids.length - 1, T)], hidden, keep: true });
+    if (mistake.mask) masked = columnsOf(past) - 1;
+    result = await forward(ids.slice(-1), past, { positions: [position(ids.length - 1, T)], masked, keep: true });
   }
-  return { ...picture(result), ids, hidden, logits };
+  return { ...picture(result), ids, masked, logits };
 }
 
 /** Generate with a mistake and without, and compare them while both have been fed the same text.
  *
  *  Returns the picture of the step that wrote the token `at`, and
- *    ids, first     the whole text with the mistake, and the index of its first wrong token, or -1
+ *    ids, right     the whole text with the mistake, and the right one
+ *    first          the index of the first wrong token, or -1
  *    at, should     that index, or the one of the most wrong logits; and the token that should be there
  *    largest        the largest difference of a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
@@ -192,9 +202,9 @@ export async function compareMistake(run, steps, name, vocabSize, isStopped, bre
   if (!then) return null;
   const count = Math.min(T + step, columnsOf(then.columns)); // both have been fed the same so far
   return {
-    ids: wrong.ids, first, at: T + step, should: run.right.ids[T + step], largest,
+    ids: wrong.ids, right: run.right.ids, first, at: T + step, should: run.right.ids[T + step], largest,
     before: softmax(run.right.logits[step]), after: then.probabilities,
-    columns: then.columns, queries: then.queries, hidden: then.hidden,
+    columns: then.columns, queries: then.queries, masked: then.masked,
     differences: differences(run.right.columns, then.columns, count),
   };
 }

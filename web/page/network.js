@@ -29,20 +29,20 @@ export function columnsOf(cache) {
 /** Feed `ids` after the columns of `cache`.
  *
  *  positions  of the ids; by default they continue the cache
- *  hidden     a column that no query may see (attention_mask 0)
+ *  masked     a column that no query may see (attention_mask 0)
  *  keep       whether to return the cache, longer by the new columns, and the queries of the last id
  *  every      whether to return the logits after every id, one array per id, instead of those after the last
  *  Returns { logits, cache, queries, shapes }. queries: a Float32Array (query heads, head size) per layer; shapes:
  *  [direction, name, dimensions] per input and output of the graph.
  */
-export async function forward(ids, cache, { positions, hidden, keep = false, every = false } = {}) {
+export async function forward(ids, cache, { positions, masked, keep = false, every = false } = {}) {
   const past = columnsOf(cache);
   const end = past + ids.length;
   const row = (length, value) =>
     new ort.Tensor("int64", BigInt64Array.from({ length }, (_, i) => BigInt(value(i))), [1, length]);
   const feeds = {
     input_ids: row(ids.length, (i) => ids[i]),
-    attention_mask: row(end, (i) => (i === hidden ? 0 : 1)),
+    attention_mask: row(end, (i) => (i === masked ? 0 : 1)),
     position_ids: row(ids.length, (i) => positions?.[i] ?? past + i),
   };
   const names = [];

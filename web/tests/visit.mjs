@@ -2,7 +2,6 @@
 //
 //     node web/tests/visit.mjs PLAN        PLAN, as JSON: see test_web.py
 //
-// The page plays by itself, but not for readers who want little motion. So they visit here, and nothing runs unasked.
 import { createRequire } from "node:module";
 
 const { chromium } = createRequire(new URL("../package.json", import.meta.url))("playwright-core");
@@ -12,13 +11,13 @@ const browser = await chromium.launch({ executablePath: plan.chromium, args });
 const seen = { requests: [], complaints: [] };
 
 /** Open the page, wait until it has loaded, and return what `work` makes of it. */
-async function visit(url, work, { complaints = seen.complaints, ...options } = {}) {
+async function visit(url, work, options = {}) {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 }, reducedMotion: "reduce", ...options });
   page.on("request", (request) => seen.requests.push(request.url()));
-  page.on("pageerror", (error) => complaints.push(`uncaught: ${error}`));
-  page.on("console", (line) => ["error", "warning"].includes(line.type()) && complaints.push(line.text()));
+  page.on("pageerror", (error) => seen.complaints.push(`uncaught: ${error}`));
+  page.on("console", (line) => ["error", "warning"].includes(line.type()) && seen.complaints.push(line.text()));
   await page.goto(url);
-  if (!url.startsWith("file:")) await page.waitForFunction(() => document.body.dataset.state !== "loading");
+  await idle(page);
   await speed(page, 100);
   const result = await work(page);
   await page.close();
@@ -27,13 +26,22 @@ async function visit(url, work, { complaints = seen.complaints, ...options } = {
 
 /** 100 is as fast as possible, and 28 four characters per second. */
 async function speed(page, value) {
-  await page.locator("#speed").fill(String(value));
+  await page.evaluate((value) => {
+    document.getElementById("speed").value = value;
+    document.getElementById("speed").dispatchEvent(new Event("input"));
+  }, value);
+}
+
+/** Wait until the page waits for its reader. */
+async function idle(page) {
+  await page.waitForFunction(() => !["loading", "preparing", "running"].includes(document.body.dataset.state));
+  await drawn(page);
 }
 
 async function fill(page, values) {
   await page.evaluate(() => (document.getElementById("settings").open = true));
   for (const [name, value] of Object.entries(values)) await page.locator(`[name=${name}]`).fill(value);
-  await page.evaluate(() => (document.getElementById("settings").open = false));
+  await page.keyboard.press("Escape"); // closes the settings
 }
 
 /** Wait until the newest state has been drawn. */
@@ -43,8 +51,7 @@ async function drawn(page) {
 
 /** What is there to see, once the page is idle. */
 async function result(page) {
-  await page.waitForFunction(() => document.body.dataset.state !== "running");
-  await drawn(page);
+  await idle(page);
   return page.evaluate(() => {
     const text = (id) => document.getElementById(id).textContent.trim().replace(/\s+/g, " ");
     return {
@@ -52,6 +59,7 @@ async function result(page) {
       status: text("status"),
       message: text("message"),
       about: text("about"),
+      ends: ["end-0", "end-1"].map(text),
       rows: ["rows-off", "rows-on"].map((id) => Number(text(id).replaceAll(",", ""))),
       factor: text("factor"),
       name: text("next-name"),
@@ -72,6 +80,8 @@ async function run(page, values) {
 
 async function step(page, number) {
   await page.click(`nav a >> nth=${number - 1}`);
+  await page.waitForFunction((number) => document.body.dataset.step === String(number), number);
+  await idle(page);
 }
 
 /** The text of an element, once it has some. */
@@ -95,12 +105,12 @@ seen.answers = await visit(plan.site, (page) =>
     const { startWorker } = await import("./client.js");
     const { keptColumns } = await import("./columns.js");
     const { attend } = await import("./attention.js");
-    const { next } = await import("./generate.js");
+    const { whoseTurn } = await import("./generate.js");
     const on = [];
     const worker = startWorker((event, data) => event === "step" && on.push(data.on));
     const info = await worker.call("load");
     await worker.call("begin", 1, prompt, steps, { ...sampling, seed: BigInt(sampling.seed) });
-    await worker.call("advance", Infinity, false);
+    await worker.call("advance", Infinity);
     const kept = keptColumns(info);
     for (const { columns } of on) kept.add(columns);
 
@@ -121,12 +131,12 @@ seen.answers = await visit(plan.site, (page) =>
       ),
       mistakes: {},
     };
-    const without = async (columns) => {
-      const { hidden, moved, probabilities } = await worker.call("without", columns);
-      return { hidden, moved, probabilities };
+    const takeOut = async (columns) => {
+      const { masked, moved, probabilities } = await worker.call("takeOut", columns);
+      return { masked, moved, probabilities };
     };
-    answers.without = await without([column]);
-    answers.most = await without([...Array(prompt.length + steps - 2).keys()]);
+    answers.taken = await takeOut([column]);
+    answers.most = await takeOut([...Array(prompt.length + steps - 2).keys()]);
     const change = await worker.call("change", position, changed);
     answers.change = { differences: lists(change.differences), probabilities: change.probabilities };
     answers.guess = await worker.call("guess");
@@ -135,26 +145,37 @@ seen.answers = await visit(plan.site, (page) =>
       answers.mistakes[name] = { ...mistake, differences: lists(differences), columns: columns[0].length / 2 / info.head_size };
     }
     const [ahead, slow] = [{ ids: [0, 1], ms: 1 }, { ids: [0], ms: 5 }];
-    answers.next = [false, true].map((racing) => next({ on: ahead, off: slow, total: 3 }, racing));
-    answers.next.push(next({ on: { ids: [0, 1, 2], ms: 1 }, off: slow, total: 3 }, true));
+    answers.turns = [false, true].map((racing) => whoseTurn({ on: ahead, off: slow, total: 3 }, racing));
+    answers.turns.push(whoseTurn({ on: { ids: [0, 1, 2], ms: 1 }, off: slow, total: 3 }, true));
+
+    // back to the prompt or a few steps, and the same text again
+    answers.again = [];
+    for (const left of [0, 5]) {
+      on.length = left;
+      await worker.call("rewind", left);
+      await worker.call("advance", Infinity, { hurrying: true });
+      answers.again.push(on.map(({ id, rows }) => [id, rows]));
+    }
     return answers;
   }, plan.questions),
 );
 
-// the stage: characters that are marked, and the four steps of the lesson
+// the stage: characters that are marked, and the steps of the lesson
 await visit(plan.site, async (page) => {
-  const job = { ...plan.jobs[0], max_new_tokens: "30" };
-  await run(page, job);
+  await run(page, { ...plan.jobs[0], max_new_tokens: "24" });
   seen.stage = { marked: [], boxes: [] };
-  const box = () =>
-    page.evaluate(() =>
-      ["text", "strip", "next", "status", "mistakes"].map((id) => {
+  const box = async () => {
+    const boxes = await page.evaluate(() =>
+      ["text", "strip", "next", "form"].map((id) => {
         const { x, y, bottom } = document.getElementById(id).getBoundingClientRect();
-        return [x, y, id === "status" ? y : bottom];
+        return [x, y + scrollY, bottom + scrollY];
       }),
     );
-  seen.stage.boxes.push(await box());
+    seen.stage.boxes.push(boxes);
+  };
+  await box();
   await page.click("#layer label >> nth=0");
+  await page.click("#head label >> nth=0");
   await page.locator("#cells button").nth(plan.marked).hover();
   seen.stage.marked.push(await result(page));
   await page.locator("#text span").nth(plan.marked).hover();
@@ -162,37 +183,103 @@ await visit(plan.site, async (page) => {
   await page.mouse.move(1, 1);
   seen.stage.unmarked = await result(page);
 
-  await page.click("#without");
-  seen.stage.without = [await said(page, "#without-verdict"), await result(page)];
+  await page.click("#take");
+  seen.stage.taken = [await said(page, "#take-verdict"), await result(page)];
+  await page.locator("#cells button").nth(2).click();
+  await page.waitForFunction(() => document.getElementById("take-verdict").textContent.includes("column 3,"));
+  seen.stage.clicked = await said(page, "#take-verdict");
+  await step(page, 2);
+  await box();
+  seen.stage.prepared = await result(page);
+  await page.click("#back");
+  await page.click("#back");
+  seen.stage.back = await result(page);
+
   await step(page, 3);
-  seen.stage.boxes.push(await box());
-  await page.click("#change");
-  seen.stage.change = await said(page, "#change-verdict");
+  await page.click("[data-guess=right]");
+  seen.stage.change = [await said(page, "#change-verdict"), await result(page)];
+  await page.click("#deeper");
+  await page.waitForFunction(() => document.getElementById("change-verdict").textContent.includes("layer 2"));
+  seen.stage.change.push(await said(page, "#change-verdict"), await result(page));
+  await box();
   for (const letter of "abcdefgabcdefgabcdefgabc") await page.locator("#changed").selectOption(letter);
   await page.locator("#changed").selectOption("q");
   await page.waitForFunction(() => document.getElementById("text").textContent.includes("q"));
   seen.stage.changeLast = await result(page);
+  await page.click("#unchange");
+  seen.stage.unchanged = await result(page);
+
   await step(page, 4);
-  await page.waitForFunction(() => [...document.querySelectorAll("#mistakes small")].every((each) => each.textContent));
+  await mistakes(page);
   seen.stage.mistakes = {};
   for (const name of plan.questions.mistakes) {
     await page.locator(`[value="${name}"]`).check({ force: true });
-    seen.stage.mistakes[name] = [await said(page, "#mistake-verdict"), (await result(page)).text];
+    seen.stage.mistakes[name] = [await said(page, "#mistake-verdict"), await page.locator("#bug").textContent()];
   }
-  seen.stage.boxes.push(await box());
+  seen.stage.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.right));
+  await box();
   await page.click("footer summary >> text=Guess ahead");
   await page.click("#guess");
   seen.stage.guess = await said(page, "#guess-verdict");
-  await page.click("#one"); // the run again, from the start
+
+  await step(page, 5);
+  seen.stage.scale = [await said(page, "#scale-token"), await said(page, "#scale-text")];
+  await page.locator("#scale-heads").fill("32");
+  seen.stage.scale.push(await said(page, "#scale-token"));
+  await step(page, 1);
   seen.stage.again = await result(page);
-  seen.stage.boxes.push(await box());
 });
 
+/** Wait until all mistakes have an answer. */
+async function mistakes(page) {
+  await page.waitForFunction(() => [...document.querySelectorAll("#mistakes small")].every((each) => each.textContent));
+  await drawn(page);
+}
+
+// where the labels are while the model is on its way, and then
+{
+  const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
+  const places = () =>
+    page.locator(".name, .end, form").evaluateAll((labels) =>
+      labels.filter((each) => each.innerText).map((each) => [each.innerText[0], each.getBoundingClientRect().y]),
+    );
+  let arrive;
+  const arrived = new Promise((resolve) => (arrive = resolve));
+  await page.route("**/model.onnx.gz", async (route) => {
+    await arrived;
+    await route.continue();
+  });
+  await page.goto(plan.site);
+  seen.labels = [await places()];
+  arrive();
+  await idle(page);
+  seen.labels.push(await places());
+  await page.close();
+}
+
+// what is above the fold of small laptops, and on a projector
+seen.folds = [];
+for (const [width, height, query] of plan.folds) {
+  const look = async (page) => {
+    for (const number of [1, 2, 3, 4]) {
+      await step(page, number);
+      const ends = (each) => each.map((it) => it.getBoundingClientRect().bottom);
+      seen.folds.push(Math.max(...(await page.locator("#row-1, #next").evaluateAll(ends))));
+    }
+    await step(page, 2);
+    const sizes = (each) => each.map((it) => parseFloat(getComputedStyle(it).fontSize));
+    const labels = page.locator("#earlier, #asking, #end-1, #next-name");
+    return [await page.locator("#cells button").count(), ...(await labels.evaluateAll(sizes))];
+  };
+  seen.projector = await visit(plan.site + query, look, { viewport: { width, height } });
+}
+
 // step by step, paused and gone on with; another prompt while it runs; races
-await visit(plan.site, async (page) => {
+await visit(plan.site + "#step-2", async (page) => {
   const longer = (count) =>
     page.waitForFunction((count) => document.getElementById("text").children.length > count, count);
   const { prompt } = plan.jobs[0];
+  await fill(page, { prompt: "O" });
   await fill(page, plan.jobs[0]);
   seen.steps = [];
   for (let i = 0; i < 3; i++) {
@@ -211,6 +298,7 @@ await visit(plan.site, async (page) => {
   await page.click("#race");
   await page.click("#race");
   seen.race = await result(page);
+  seen.race.said = await page.locator("#time-off, #time-on, #speeds").allTextContents();
   await page.click("#run");
   seen.afterRace = await result(page);
 
@@ -222,7 +310,99 @@ await visit(plan.site, async (page) => {
   await speed(page, 100);
   await page.click("#run");
   seen.afterEdit = await result(page);
+
+  // a click on an early character while it runs, when the strip has turned
+  await page.setViewportSize({ width: 700, height: 700 });
+  await speed(page, 56);
+  await page.locator("[name=prompt]").fill("Dead Caesar!");
+  await page.click("#run");
+  await page.waitForFunction(() => document.getElementById("earlier").textContent);
+  await page.locator("#text span").first().click();
+  seen.turned = await result(page);
 });
+
+// a race in which a step without the cache takes nine times as long: what is lit in every frame
+{
+  const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
+  await page.route("**/generate.js", async (route) => {
+    const response = await route.fetch();
+    const body = (await response.text()).replace("text.ms += ms;", 'text.ms += name === "off" ? 9 : 1;');
+    await route.fulfill({ response, body });
+  });
+  await page.goto(`${plan.site}#step-2`);
+  await idle(page);
+  await page.evaluate(() => {
+    window.lit = [];
+    const watch = () => {
+      const lit = [0, 1].map((row) => document.querySelectorAll(`#row-${row} .lit, #row-${row} .kept`).length);
+      const began = document.getElementById("rows-off").textContent !== "0";
+      if (began && document.body.dataset.state === "running") window.lit.push(lit);
+      requestAnimationFrame(watch);
+    };
+    watch();
+  });
+  await page.click("#race");
+  await idle(page);
+  seen.lit = await page.evaluate(() => window.lit);
+  await page.close();
+}
+
+// defects of the past: nothing is computed yet, or the form has a mistake
+seen.past = {};
+await visit(plan.site, async (page) => {
+  await fill(page, { prompt: "A cab" });
+  await drawn(page);
+  const disabled = () => page.evaluate(() => ["take", "back", "run"].map((id) => document.getElementById(id).disabled));
+  seen.past.edited = await disabled();
+  await page.click("#one");
+  await idle(page);
+  seen.past.stepped = await disabled();
+});
+await visit(plan.site + "?temperature=abc#step-4", async (page) => {
+  await page.waitForFunction(() => document.getElementById("message").textContent);
+  seen.past.mistyped = await result(page);
+  await page.locator("[name=temperature]").fill("0.8");
+  await mistakes(page);
+  seen.past.mended = await result(page);
+  await page.locator("[name=prompt]").fill("A#");
+  seen.past.unknown = await result(page);
+  await page.locator("[name=prompt]").fill("A cab, ");
+  await mistakes(page);
+  await page.waitForFunction(() => location.search.includes("cab"));
+  await page.reload();
+  await idle(page);
+  await mistakes(page);
+  seen.past.reloaded = await result(page);
+});
+await visit(plan.site + "#step-3", async (page) => {
+  await page.click("[data-guess=all]");
+  seen.past.straight = await said(page, "#change-verdict");
+  await page.click("#unchange");
+  await idle(page);
+  await page.setViewportSize({ width: 320, height: 600 }); // now the text has more lines than there is room for
+  await page.evaluate(() => (document.documentElement.style.fontSize = "200%"));
+  await drawn(page);
+  await drawn(page);
+  seen.past.scrolled = await page.evaluate(() => {
+    const [pane, newest] = ["#text", "#text .fresh"].map((each) => document.querySelector(each).getBoundingClientRect());
+    return document.getElementById("text").scrollTop > 0 && newest.top >= pane.top && newest.bottom <= pane.bottom;
+  });
+});
+
+// moments that a teacher links to, and what their addresses become
+seen.moments = [];
+for (const address of plan.moments) {
+  await visit(plan.site + address, async (page) => {
+    if (address.includes("mistake")) await mistakes(page);
+    const query = new URLSearchParams(address.split("#")[0]);
+    for (const name of ["take", "change"]) if (query.has(name)) await said(page, `#${name}-verdict`);
+    await page.waitForTimeout(400); // the address follows
+    const { text } = await result(page);
+    const chosen = page.locator(".segments :checked, #mistakes :checked");
+    const look = await chosen.evaluateAll((each) => each.map(({ value }) => value));
+    seen.moments.push([await page.evaluate(() => location.search + location.hash), text.length, look]);
+  });
+}
 
 // by keyboard alone
 await visit(plan.site, async (page) => {
@@ -246,11 +426,16 @@ await visit(plan.site, async (page) => {
   seen.keyboard.marked = await result(page);
   await press("End");
   seen.keyboard.end = await result(page);
+  await press("ArrowLeft", 3);
+  await press("Enter");
+  seen.keyboard.taken = await said(page, "#take-verdict");
 });
 
 // the address, which another reader opens
 await visit(plan.site, async (page) => {
-  const { address } = await run(page, plan.jobs[3]);
+  await run(page, plan.jobs[3]);
+  await page.waitForFunction(() => location.search.includes("seed"));
+  const { address } = await result(page);
   seen.linked = await visit(plan.site + address, (page) => run(page, {}));
 });
 
@@ -259,9 +444,6 @@ seen.readers = {};
 for (const [name, { textSize = 100, ...options }] of Object.entries(plan.readers)) {
   const look = async (page) => {
     const state = await page.evaluate(() => document.body.dataset.state);
-    if (options.reducedMotion === "no-preference") {
-      await page.waitForFunction((given) => document.getElementById("text").children.length > given, plan.jobs[0].prompt.length);
-    }
     await page.evaluate((size) => (document.documentElement.style.fontSize = size), textSize === 100 ? "" : `${textSize}%`);
     await run(page, { ...plan.jobs[0], max_new_tokens: "12" });
     const widths = [];
@@ -284,18 +466,14 @@ for (const [name, { textSize = 100, ...options }] of Object.entries(plan.readers
           page: [getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor],
           newest: [light(fed - 1, 0), light(fed - 1, 1)],
           before: [light(fed - 2, 0), light(fed - 2, 1)],
+          ring: getComputedStyle(document.getElementById("row-1").children[fed - 2]).borderTopColor,
+          keys: document.getElementById("keys").getBoundingClientRect().y + scrollY,
         };
       },
       [state, widths],
     );
   };
   seen.readers[name] = await visit(plan.site, look, options);
-}
-
-// folders that something is wrong with
-seen.broken = {};
-for (const [name, url] of Object.entries(plan.broken)) {
-  seen.broken[name] = await visit(url, result, { complaints: [] }); // the browser complains of the missing file, too
 }
 
 await browser.close();

@@ -4,19 +4,27 @@ export const $ = (id) => document.getElementById(id);
 
 const forgetful = [];
 
-/** Return `compute`, which runs only if an argument is another one than the last time: a view draws what changed. */
+/** Return `compute`, which runs only if an argument differs from the last time: a view draws what changed.
+ *
+ *  What changes in place has a `version`, a number that nothing else ever has, and is compared by that.
+ */
 export function remember(compute) {
   let last = [];
   let result;
-  forgetful.push(() => (last = []));
+  onForget(() => (last = []));
   return (...args) => {
-    if (args.length === last.length && args.every((arg, i) => Object.is(arg, last[i]))) return result;
-    last = args;
+    const versions = args.map((arg) => arg?.version ?? arg);
+    if (versions.length === last.length && versions.every((version, i) => Object.is(version, last[i]))) return result;
+    last = versions;
     return (result = compute(...args));
   };
 }
 
-/** Let every view draw again, because the sizes or the colours are other ones. */
+/** Call `forget` when the sizes or the colours have changed, and every view has to draw again. */
+export function onForget(forget) {
+  forgetful.push(forget);
+}
+
 export function forgetDrawings() {
   for (const forget of forgetful) forget();
 }

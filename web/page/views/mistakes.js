@@ -1,17 +1,17 @@
-// Step 4: the list of mistakes, each with its text, its first wrong character and its largest difference of a logit.
+// Step 4: the list of mistakes, each with its text, its bug and its largest difference of a logit.
 import { $, element, glyph, quoted } from "./draw.js";
 
-// name: [cause, what was done]
+// name: [cause, what was done, the line with the bug, the right line]
 const MISTAKES = {
-  "never moves": ["Wrong position", "standing still"],
-  overwritten: ["Slot overwritten", "each time"],
-  "another prompt": ["Another prompt’s cache", ""],
-  "fed twice": ["Wrong input", "one fed twice"],
-  mask: ["Mask", "hides the one before"],
-  "one too far": ["Wrong position", "one too far"],
+  "never moves": ["Wrong position", "standing still", "position = len(prompt)", "position = len(text)"],
+  overwritten: ["Slot overwritten", "each time", "cache[len(prompt)] = column", "cache[len(text)] = column"],
+  "another prompt": ["Another prompt’s cache", "", "cache = caches[0]", "cache = caches[user]"],
+  "fed twice": ["Wrong input", "one fed twice", "model(prompt); logits = model(prompt[-1])", "logits = model(prompt)"],
+  mask: ["Mask", "hides the one before", "visible = slots != position - 1", "visible = slots <= position"],
+  "one too far": ["Wrong position", "one too far", "position = len(text) + 1", "position = len(text)"],
 };
 export const NAMES = Object.keys(MISTAKES);
-const EXCERPT = 22; // characters
+const EXCERPT = 34; // characters
 const SAME = 1e-3; // a logit that differs by less is not wrong
 
 const labels = {}; // name => element
@@ -21,7 +21,9 @@ export function makeMistakes(onPick) {
   for (const [name, [cause, detail]] of Object.entries(MISTAKES)) {
     const radio = element("input", "", { type: "radio", name: "mistake", value: name, onclick: () => onPick(name) });
     labels[name] = element("label");
-    labels[name].append(radio, element("b", cause), ` ${detail}`, element("output"), element("small"));
+    const title = element("span");
+    title.append(element("b", cause), ` ${detail}`);
+    labels[name].append(radio, title, element("small"), element("output"));
     $("mistakes").append(labels[name]);
   }
 }
@@ -32,10 +34,9 @@ export function drawMistake(chars, name, given, { ids, first, largest }) {
   const wrong = first < 0 ? given : first;
   const from = Math.max(given, wrong - EXCERPT / 2);
   const mark = element("mark", first < 0 ? "" : text(first, first + 1));
-  const [output, small] = labels[name].querySelectorAll("output, small");
+  const [small, output] = labels[name].querySelectorAll("small, output");
   output.replaceChildren(text(from, wrong), mark, text(first < 0 ? wrong : wrong + 1, from + EXCERPT));
-  const flip = first < 0 ? "none flipped" : `character ${first + 1}`;
-  small.textContent = largest < SAME ? "nothing wrong here" : `${flip}, a logit off by ${largest.toFixed(1)}`;
+  small.textContent = largest < SAME ? "nothing wrong" : `off by ${largest.toFixed(1)}`;
 }
 
 /** Return the answer as sentences. keys, values: how many of the first layer are wrong. */
@@ -49,8 +50,11 @@ export function mistakeInWords(chars, { ids, first, should, largest }, keys, val
   return `The first wrong character is number ${first + 1}: ${is} instead of ${ought}. ${logit}`;
 }
 
+/** Show which mistake is on the stage, or none, and its line of code. */
 export function choose(name) {
   for (const radio of $("mistakes").querySelectorAll("input")) radio.checked = radio.value === name;
+  const [, , bug, right] = MISTAKES[name] ?? [];
+  $("bug").replaceChildren(...(bug ? [element("b", bug), `  # right: ${right}`] : []));
 }
 
 export function clearMistakes() {

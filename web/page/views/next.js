@@ -3,9 +3,10 @@ import { $, element, glyph, percent, quoted, remember } from "./draw.js";
 
 const COUNT = 5;
 
-/** name: whose probabilities these are; picked: the id that was drawn; after: those without a column, or null. */
+/** name: whose probabilities these are; picked: the id that was drawn; after: those of another forward, or null. */
 export const drawNext = remember((chars, name, probabilities, picked, after) => {
   $("next-name").textContent = name;
+  $("drawn").textContent = "";
   if (!probabilities) return $("next").replaceChildren();
   const size = (id) => Math.max(probabilities[id], after?.[id] ?? 0);
   const ids = [...probabilities.keys()].sort((a, b) => size(b) - size(a)).slice(0, COUNT);
@@ -16,11 +17,14 @@ export const drawNext = remember((chars, name, probabilities, picked, after) => 
       const bars = element("span", "", { className: "bars" });
       bars.append(bar(probabilities[id], "before"));
       if (after) bars.append(bar(after[id], "after"));
-      const change = after ? `${percent(probabilities[id])} → ${percent(after[id])}` : percent(probabilities[id]);
-      item.append(element("b", glyph(chars[id]), { title: quoted(chars[id]) }), element("span", change, { className: "share" }), bars);
+      const share = after ? `${percent(probabilities[id])} → ${percent(after[id])}` : percent(probabilities[id]);
+      const char = element("b", glyph(chars[id]), { title: quoted(chars[id]) });
+      item.append(char, element("span", share, { className: "share" }), bars);
       return item;
     }),
   );
+  if (picked === undefined || after) return;
+  $("drawn").textContent = `drawn: ${glyph(chars[picked])}, ${percent(probabilities[picked])}`;
 });
 
 function bar(share, className) {

@@ -1,41 +1,57 @@
-// The stage: a strip of the newest characters and, below each, its column and how it takes part in the newest step.
+// The stage: a strip of characters and, below each, its column and how it takes part in the newest step.
 import { $, blank, classes, colour, element, glyph, percent, quoted, remember } from "./draw.js";
 
 const MOST_CELLS = 40;
+const ON_A_PROJECTOR = 16;
 export const size = { cells: MOST_CELLS, cell: 20, gap: 14 }; // in CSS pixels
 
-/** Choose how many cells there are. They fill the width, and the query has a cell of its own beyond them. */
+/** Choose how many cells there are. They fill the lane, and the query has a cell of its own beyond them. */
 export function measure() {
   const em = parseFloat(getComputedStyle(document.documentElement).fontSize);
   const least = em * (matchMedia("(pointer: coarse)").matches ? 1.4 : 1.05);
+  const most = "projector" in document.body.dataset ? ON_A_PROJECTOR : MOST_CELLS;
   const width = $("keys").clientWidth;
   size.gap = 0.7 * em;
-  size.cells = Math.max(1, Math.min(MOST_CELLS, Math.floor((width - size.gap) / least) - 1));
+  size.cells = Math.max(1, Math.min(most, Math.floor((width - size.gap) / least) - 1));
   size.cell = (width - size.gap) / (size.cells + 1);
   $("strip").style.setProperty("--cell", `${size.cell}px`);
-  $("strip").style.setProperty("--beyond", `${size.cells * size.cell + size.gap}px`);
+  $("strip").style.setProperty("--count", size.cells);
   for (const id of ["cells", "attention", "row-0", "row-1"]) {
     const tag = id === "cells" ? "button" : "i";
-    $(id).replaceChildren(...Array.from({ length: size.cells }, () => element(tag, "", { type: "button", tabIndex: -1 })));
+    const make = () => element(tag, "", { type: "button", tabIndex: -1 });
+    $(id).replaceChildren(...Array.from({ length: size.cells }, make));
   }
 }
 
 /** Return where a cell begins, in whole pixels: a column between two pixels would be blurred. */
 const left = (i) => Math.round(i * size.cell);
 
-/** Return the index of the character that is at a horizontal place of the strip, or null. */
+/** Return the index of the character that an event on the strip is about, or null. A key that is pressed on a cell
+ *  clicks it, and has no place. */
 export function indexAt(event, from) {
-  const cell = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
+  const target = [...$("cells").children].indexOf(event.target.closest("button"));
+  const place = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
+  const cell = target >= 0 ? target : place;
   return cell >= 0 && cell < size.cells ? from + cell : null;
 }
 
-/** Draw the characters that are on the stage.
+/** Put a frame around the columns [begin, end), as far as they are in sight. */
+function frame(id, begin, end, from) {
+  const [first, last] = [Math.max(begin - from, 0), Math.min(end - from, size.cells)];
+  $(id).hidden = first >= last;
+  $(id).style.left = `${left(first) - 1}px`;
+  $(id).style.width = `${left(last) - left(first) + 1}px`;
+}
+
+/** Draw the characters that are in sight, and the frames around their columns.
  *
- *  fed      how many ids have a column; they get a cell, and the next one stands beyond the strip
- *  fresh    how many of the newest columns this step computed with the cache
- *  weights  how much attention each column gets, or null
+ *  shown     what is on the stage: { ids, fed, masked, position }; `fed` ids have a column and get a cell
+ *  computed  how many of the newest columns this step computed with the cache
+ *  wrong     the index of a wrong or changed character, or null
+ *  weights   how much attention each column gets, or null
  */
-export const drawCells = remember((chars, ids, fed, from, fresh, wrong, hidden, marked, weights) => {
+export const drawCells = remember((chars, shown, from, computed, wrong, marked, weights) => {
+  const { ids, fed, masked, position } = shown;
   const end = Math.min(fed, from + size.cells);
   const inSight = (index) => index !== null && index >= from && index < end;
   const reachable = inSight(marked) ? marked : end - 1; // by the tabulator key
@@ -46,19 +62,25 @@ export const drawCells = remember((chars, ids, fed, from, fresh, wrong, hidden, 
     cell.dataset.number = there && (number % 10 === 0 || index === marked) ? number : "";
     cell.tabIndex = index === reachable ? 0 : -1;
     cell.disabled = !there;
-    classes(cell, { fresh: there && index >= fed - fresh, wrong: there && index === wrong, marked: index === marked });
+    classes(cell, { fresh: index === fed - 1, wrong: there && index === wrong, marked: index === marked });
     const share = weights ? `, ${percent(weights[index] ?? 0)} of the attention` : "";
     cell.ariaLabel = there ? `character ${number}, ${quoted(char)}${share}` : "no character yet";
   });
-  for (const [id, index, count] of [["marked", marked, 1], ["taken", hidden, 1], ["fresh", Math.max(from, fed - fresh), fresh]]) {
-    $(id).hidden = !count || !inSight(index);
-    $(id).style.left = `${left(index - from) - 1}px`;
-    $(id).style.width = `${left(Math.min(index + count, end) - from) - left(index - from) + 1}px`;
-  }
-  $("next-cell").textContent = fed < ids.length ? glyph(chars[ids[fed]]) : "";
-  classes($("next-cell"), { wrong: wrong === fed });
-  $("earlier").textContent = from ? `← ${from} before` : "";
-  $("later").textContent = fed > end ? `${fed - end} after →` : "";
+
+  frame("computed-frame", fed - computed, fed, from);
+  frame("kept-frame", 0, position ?? 0, from);
+  frame("masked-frame", masked ?? 0, (masked ?? -1) + 1, from);
+  frame("marked-frame", marked ?? 0, inSight(marked) ? marked + 1 : 0, from);
+  const newest = fed - from;
+  $("asks").hidden = newest < 1 || newest > size.cells;
+  $("asks").style.left = `${left(newest)}px`;
+  $("asks").style.width = `${left(size.cells) + size.gap + size.cell / 2 - left(newest)}px`;
+
+  $("asking").textContent = fed ? `“${glyph(chars[ids[fed - 1]])}”` : "?";
+  $("next-cell").textContent = fed && fed < ids.length ? glyph(chars[ids[fed]]) : "?";
+  classes($("next-cell"), { wrong: fed && wrong === fed });
+  $("earlier").textContent = from ? `← ${from}` : "";
+  $("later").textContent = fed > end ? `${fed - end} →` : "";
 });
 
 /** Return the root mean square of numbers, the unit of their shades. */
@@ -80,18 +102,18 @@ function drawColumn(context, numbers, scale, x, width, height, strength) {
 
 /** Return the view of the keys (kind 0) or the values (kind 1): a column of shades per character.
  *
- *  length     how many columns `kept` has, because it grows
- *  first      { kept, given }: the columns of the prompt are the unit of the shades, so no later column changes them
+ *  shown      what is on the stage: { kept }
+ *  run        its columns of the prompt are the unit of the shades, so no later column changes them
  *  beyond     what stands beyond the strip, or null: a Float32Array (head size)
  *  strengths  of the columns, 0 to 1, or null: all 1
  */
 function laneView(kind, name) {
-  return remember((kept, length, layer, head, first, beyond, strengths, from) => {
+  return remember((shown, run, layer, head, beyond, strengths, from) => {
     const canvas = $(name);
     const { context, height } = blank(canvas);
-    const { headSize } = kept;
-    const lane = kept.lane(layer, kind, head);
-    const scale = unit(first.kept.lane(layer, kind, head).subarray(0, first.given * headSize));
+    const { headSize, length } = shown.kept;
+    const lane = shown.kept.lane(layer, kind, head);
+    const scale = unit(run.kept.lane(layer, kind, head).subarray(0, run.given * headSize));
     const [ink, empty] = [colour("ink"), colour("empty")];
     const place = (numbers, x, width, scale, strength) => {
       context.fillStyle = numbers ? ink : empty;
@@ -111,33 +133,51 @@ function laneView(kind, name) {
 export const drawKeys = laneView(0, "keys");
 export const drawValues = laneView(1, "values");
 
-/** Draw how much of its attention the newest character gives to each column. */
+/** Draw how much of its attention the newest character gives to each column. The bars of all heads are as tall, so the
+ *  tallest in sight has its share written on it. */
 export const drawAttention = remember((weights, from) => {
   const most = weights ? Math.max(...weights) : 1;
+  const shares = Array.from({ length: size.cells }, (_, i) => weights?.[from + i] ?? 0);
+  const tallest = shares.indexOf(Math.max(...shares));
   [...$("attention").children].forEach((bar, i) => {
-    bar.style.height = `${(100 * (weights?.[from + i] ?? 0)) / most}%`;
+    bar.style.height = `${(100 * shares[i]) / most}%`;
+    bar.dataset.share = weights && i === tallest ? percent(shares[i]) : "";
   });
-  const label = weights ? `Attention: most, ${percent(most)}, for character ${weights.indexOf(most) + 1}` : "No attention yet";
-  $("attention").ariaLabel = label;
+  const label = `Attention: most, ${percent(most)}, for character ${weights?.indexOf(most) + 1}`;
+  $("attention").ariaLabel = weights ? label : "No attention yet";
 });
 
-/** Draw two rows below the columns. They are lights: orange where this step computed a column without the cache, blue
- *  with it. Or, with `marks`, they say whether the key and the value are what they were, or should be.
+/** Draw two rows below the columns. They are lights: which columns this step computed, solid, without the cache and
+ *  with it, and which it kept, rings. Or, with `marks`, they say whether a key and a value are what they were, or should be.
  *
- *  marks    a list of booleans for the keys, and one for the values: whether they differ; or null
- *  off, on  how many columns this step computed without the cache, and with it; length: how many there are
+ *  marks   a list of booleans for the keys, and one for the values: whether they differ; or null
+ *  same    what those do that do not differ: they "stay", and are rings as what is kept, or are "right"
+ *  length  how many columns there are; off, on: how many this step computed without the cache, and with it
  */
-export const drawBelow = remember((marks, length, off, on, from) => {
+export const drawBelow = remember((marks, same, length, off, on, from) => {
   document.body.dataset.below = marks ? "marks" : "lights";
-  for (const [row, computed] of [off, on].entries()) {
-    [...$(`row-${row}`).children].forEach((cell, i) => {
-      const index = from + i;
-      const differs = marks?.[row][index];
-      cell.textContent = differs === undefined ? "" : differs ? "≠" : "=";
-      const isLit = row ? index < length && index >= length - computed : index < computed;
-      classes(cell, { lit: isLit && !marks, differs });
-    });
-    const count = marks?.[row].filter((differs) => differs).length;
-    $(`row-${row}`).ariaLabel = marks ? `${count} differ` : `${computed} computed in this step`;
-  }
+  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, same, from));
+  const kept = length - on;
+  const without = (cell, index) => classes(cell, { lit: index < off });
+  const withIt = (cell, index) => classes(cell, { lit: index >= kept && index < length, kept: index < kept });
+  drawRow(0, from, without, length ? `${off} computed` : "");
+  drawRow(1, from, withIt, length ? `${on} computed, ${kept} kept` : "");
 });
+
+function drawMarks(row, differs, same, from) {
+  const count = differs.filter((each) => each).length;
+  const mark = (cell, index) => {
+    const equal = differs[index] === false;
+    cell.textContent = differs[index] ? "≠" : equal && same === "right" ? "=" : "";
+    classes(cell, { differs: differs[index], kept: equal && same === "stay" });
+  };
+  drawRow(row, from, mark, `${differs.length - count} ${same}, ${count} ${same === "right" ? "wrong" : "change"}`);
+}
+
+function drawRow(row, from, look, count) {
+  [...$(`row-${row}`).children].forEach((cell, i) => {
+    cell.textContent = "";
+    look(cell, from + i);
+  });
+  $(`row-${row}`).ariaLabel = $(`end-${row}`).textContent = count;
+}

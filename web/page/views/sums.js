@@ -1,7 +1,8 @@
-// How much work so far: two counts with their pictures, how many times less it is, and the speed of this computer.
+// How much work so far, of the cache and without: counts with their pictures, and how far and how fast both are.
 import { $, blank, colour, inEnglish, remember } from "./draw.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
+const times = (factor) => `${factor < 9.95 && factor > 1 ? factor.toFixed(1) : Math.round(factor)}×`;
 
 /** Draw the columns that each step computed, a row per step: without the cache a triangle, with it a line. */
 function drawSteps(name, rows, given, most) {
@@ -17,16 +18,25 @@ function drawSteps(name, rows, given, most) {
   $(`rows-${name}`).textContent = inEnglish(sum(rows));
 }
 
-/** off, on: lists of { rows, ms } per step, which grow; their lengths; given: characters of the prompt. */
-export const drawSums = remember((off, on, offLength, onLength, given, blockSize) => {
-  const same = Math.min(offLength, onLength); // in a race, one of them has taken more steps
-  const [without, withIt] = [["off", off], ["on", on]].map(([name, steps]) => {
-    const rows = steps.map((step) => step.rows);
+/** run: { on, off, given, request }, with lists of { rows, ms } per step. */
+export const drawSums = remember((run, blockSize, parameters) => {
+  const { given, request } = run;
+  const same = Math.min(run.off.length, run.on.length); // in a race, one of them has taken more steps
+  const [without, withIt] = ["off", "on"].map((name) => {
+    const steps = run[name];
+    const [rows, ms] = ["rows", "ms"].map((what) => steps.map((step) => step[what]));
     drawSteps(name, rows, given, blockSize);
-    const seconds = sum(steps.map(({ ms }) => ms)) / 1e3;
-    $(`speed-${name}`).textContent = steps.length ? inEnglish(Math.round(steps.length / seconds)) : "–";
-    return sum(rows.slice(0, same));
+    $(`track-${name}`).style.width = `${(75 * (given + steps.length)) / blockSize}%`;
+    const seconds = `${name === "on" ? "with" : "without"}: ${(sum(ms) / 1e3).toFixed(2)} s`;
+    const there = steps.length === request.steps ? ", finished" : "";
+    $(`time-${name}`).textContent = steps.length ? seconds + there : "";
+    return { rows: sum(rows.slice(0, same)), ms: sum(ms.slice(0, same)) };
   });
-  const factor = same ? without / withIt : 1;
-  $("factor").textContent = `${factor < 9.95 && factor > 1 ? factor.toFixed(1) : Math.round(factor)}×`;
+  const less = same ? without.rows / withIt.rows : 1;
+  $("factor").textContent = times(less);
+  const faster = times(without.ms / withIt.ms);
+  const why = `With the cache it is ${faster} as fast here, not ${times(less)}. Each step has a fixed price: it reads
+    all ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns share
+    that price. With it, one column pays it alone.`;
+  $("speeds").textContent = same > 1 && same === request.steps ? why : "";
 });

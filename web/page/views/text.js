@@ -1,34 +1,44 @@
 // The whole text. A character is an element, so that it can be pointed at, marked and clicked.
-import { $, classes, element, remember } from "./draw.js";
+import { $, classes, element, glyph, onForget, remember } from "./draw.js";
 
 let drawn = []; // the ids that have an element
+let paired = false; // whether they stand below the right ones
 let shown; // the character that the pane was scrolled to
+onForget(() => (shown = undefined)); // the lines are broken elsewhere
 
-/** Draw `ids`. The last one is boxed.
+/** Draw the text of what is on the stage: { ids, fed, right }. The newest character and the one that follows look as in
+ *  the strip. With `right`, the ids of the right text, each of them stands above the character in its place.
  *
- *  count   how many they are, because the list grows
- *  given   how many of them are the prompt
+ *  given   how many of the ids are the prompt
  *  behind  the index of the newest character of the text without the cache, if that is behind, else null
  *  wrong, marked  the index of the first wrong character, and of the one that the reader marks, or null
  */
-export const drawText = remember((chars, ids, count, given, behind, wrong, marked) => {
+export const drawText = remember((chars, { ids, fed, right }, given, behind, wrong, marked) => {
   const pane = $("text");
+  if (paired !== Boolean(right)) {
+    paired = pane.classList.toggle("pairs");
+    pane.replaceChildren();
+    drawn = [];
+  }
 
   // keep the elements of the characters that are still there
   let same = 0;
   while (same < drawn.length && drawn[same] === ids[same]) same++;
   for (let i = drawn.length; i > same; i--) pane.lastChild.remove();
-  for (const id of ids.slice(same)) pane.append(element("span", chars[id]));
+  for (const id of ids.slice(same)) pane.append(element("span", right ? inOneLine(chars[id]) : chars[id]));
   drawn = ids.slice();
 
   [...pane.children].forEach((each, i) => {
-    const names = { newest: i === count - 1, behind: i === behind, wrong: i === wrong, marked: i === marked };
-    classes(each, { ...names, given: i < given, "line-end": each.textContent === "\n" });
+    const names = { fresh: i === fed - 1, following: i === fed, behind: i === behind, wrong: i === wrong };
+    classes(each, { ...names, marked: i === marked, given: i < given, "line-end": each.textContent === "\n" });
+    if (right && i >= given) each.dataset.right = inOneLine(chars[right[i]]);
   });
-  const end = wrong ?? count - 1;
+  const end = wrong ?? ids.length - 1;
   if (end !== shown) pane.scrollTop = (pane.children[end]?.offsetTop ?? 0) - pane.clientHeight / 2;
   shown = end;
 });
+
+const inOneLine = (char) => (char === "\n" ? glyph(char) : char);
 
 /** Return the index of the character that a pointer event is about, or null. */
 export function characterAt(event) {

@@ -1,0 +1,28 @@
+// The moment of the lesson in the address, so that a teacher can link to it. Everything in it counts from 1.
+//
+//   at        how many characters the text has
+//   layer, head
+//   take      step 1: the column that is taken out
+//   change    step 3: the character that is changed
+//   mistake   step 4
+//   projector whether the page is large
+
+const NUMBERS = ["at", "layer", "head", "take", "change"];
+const WORDS = ["mistake", "projector"];
+
+/** Return the moment that the address names. What it does not name is missing. */
+export function readMoment() {
+  const query = new URLSearchParams(location.search);
+  const moment = {};
+  for (const name of NUMBERS) if (/^[1-9]\d{0,8}$/.test(query.get(name))) moment[name] = Number(query.get(name));
+  for (const name of WORDS) if (query.get(name)) moment[name] = query.get(name);
+  return moment;
+}
+
+/** Put a moment into the address, next to the form. What is null or undefined is left out. */
+export function writeMoment(moment) {
+  const query = new URLSearchParams(location.search);
+  for (const name of [...NUMBERS, ...WORDS]) query.delete(name);
+  for (const [name, value] of Object.entries(moment)) if (value != null) query.set(name, value);
+  history.replaceState(null, "", (query.size ? `?${query}` : location.pathname) + location.hash);
+}
