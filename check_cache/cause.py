@@ -79,65 +79,77 @@ def compare_layer(stream, read, right, fed, rows, positions, guesses):
     if read.weights.size(2) != T:
         return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
 
-    # which position is in a slot, and what should be read there
-    weights = right.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
-    places = place(read, right, weights, row, fed, stream.pads)
-    known = (places >= 0) & (places < fed - stream.pads - (T - count))  # guesses are not of this text
-    at = places.clamp(0, truth.length - 1)
-    wanted = weights
-    weights = wanted.gather(3, at[:, None, None].expand(*wanted.shape[:3], slots)) * known[:, None, None]
-    absent = (wanted.sum(3) - weights.sum(3) > truth.coarse).any(1) & real  # (B, count)
+    # which position is in which slot, and how should the new tokens weigh it?
+    by_position = right.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
+    places = place(read, right, by_position, row, fed, stream.pads)
+    known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses are not of this text
+    weights = at_places(by_position, 3, places) * known[:, None, None]
+
+    absent = (by_position.sum(3) - weights.sum(3) > truth.coarse).any(1) & real  # (B, count)
     if absent.any():
         t, i = absent.T.nonzero()[0].tolist()
-        missing = wanted[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax()
-        return Cause(
-            "kept",
-            f"the token of row {row[i]}, position {positions[i, t]} needs position {missing}, which is in no slot",
-        )
-    used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)
+        missing = by_position[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax()
+        whose = f"row {row[i]}, position {positions[i, t]}"
+        return Cause("kept", f"the token of {whose} needs position {missing}, which is in no slot")
 
-    # the keys and values that the new tokens need
-    off = {}
+    used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
+    new = places >= fed - T - stream.pads
+    return (
+        compare_contents(truth, read, right, row, places, used, new, first=fed == T)
+        or compare_queries(truth, read.query, right.query, rows, positions)
+        or compare_weights(truth, read.weights[:, :, :count], weights, row, positions, places)
+    )
+
+
+def compare_contents(truth, read, right, row, places, used, new, first):
+    """Return the Cause if a slot that is used holds a wrong key or value.
+
+    row     (B,) the text of each row, and `places` (B, slots) which of its positions each slot should hold
+    new     (B, slots) whether the token of a slot has just come in; first: whether this is the first step of all
+    """
+    found = {}  # name: which slots are wrong (B, slots), what they hold, what they should hold (B, heads, slots, size)
     for name in ("key", "value"):
         got, wanted = getattr(read, name), getattr(right, name)
         if got is not None and wanted is not None:
-            got, wanted = same_heads(got, wanted[row])
-            wanted = wanted.gather(2, at[:, None, :, None].expand(-1, wanted.size(1), -1, wanted.size(3)))
-            off[name] = truth.differ(got, wanted).any(1) & used, got, wanted
-    new = places >= (fed - T - stream.pads)
-    bad = sum(bad for bad, _, _ in off.values()) > 0 if off else torch.zeros(0)
-    if bad.any():
-        was_kept = (bad & ~new).any()
-        slot, i = (bad & ~new if was_kept else bad).T.nonzero()[0].tolist()
-        wrong = {name: (got[i], wanted[i, :, slot]) for name, (b, got, wanted) in off.items() if b[i, slot]}
-        what = " and ".join(wrong)
-        whose = f"row {row[i]}, position {places[i, slot]}"
-        owner = find_owner(truth, right, wrong, slot, row[i].item(), places[i, slot].item(), not was_kept)
-        be = "are" if len(wrong) > 1 else "is"
-        if owner and owner.startswith("it rounded or") and not was_kept:
+            got, wanted = same_heads(got, at_places(wanted[row], 2, places))
+            found[name] = truth.differ(got, wanted).any(1) & used, got, wanted
+    bad = sum(bad.int() for bad, _, _ in found.values()) if found else used & False
+    if not bad.any():
+        return None
+
+    # the first of the wrong slots: what is kept comes before what is new, because it has been in use for longer
+    kept = (bad.bool() & ~new).any()
+    slot, i = (bad * ~new if kept else bad).T.nonzero()[0].tolist()
+    wrong = {name: (got[i], wanted[i, :, slot]) for name, (off, got, wanted) in found.items() if off[i, slot]}
+    what, be = " and ".join(wrong), "are" if len(wrong) > 1 else "is"
+    position = places[i, slot].item()
+    whose = f"row {row[i]}, position {position}"
+    owner = find_owner(truth, right, wrong, slot, row[i].item(), position, not kept)
+    if close := distance_if_close(truth, wrong, slot):
+        if not kept and "rounded to" not in close:
             text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or of a wrong input"
             return Cause("arrival", text)
-        if owner or was_kept:
-            unknown = "what no token gave: it was changed later, or is a rejected guess"
-            text = f"slot {slot} should hold the {what} of {whose}, but holds {owner or unknown}"
-            return Cause("kept" if owner and "off by" not in owner else "changed", text)
-        what, be = (
-            ("the new " + what, "are" if len(wrong) > 1 else "is") if "value" in wrong else ("only the new key", "is")
-        )
-        reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
-        if fed == T:
-            reason += ", or what the cache does to it before it is read"
-        return Cause("arrival", f"{what} of {whose} {be} wrong on arrival: {reason}")
+        return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
+    if owner:
+        return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
+    if kept:
+        text = "but holds what no token gave: it was changed later, or is a rejected guess"
+        return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
+    which = f"the new {what}" if "value" in wrong else "only the new key"
+    reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
+    late = ", or what the cache does to it before it is read" if first else ""
+    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}{late}")
 
-    # the queries, and how they weigh what they see
-    if read.query is not None and right.query is not None:
-        got, wanted = read.query[:, :, :count], right.query[rows, :, positions.clamp(min=0)].transpose(1, 2)
-        if got.shape == wanted.shape and (bad := truth.differ(got, wanted).any(1) & real).any():
-            t, i = bad.T.nonzero()[0].tolist()
-            return Cause(
-                "in", f"the query of row {row[i]}, position {positions[i, t]} is wrong: position ids, or its norm"
-            )
-    return compare_weights(truth, read.weights[:, :, :count], weights, row, positions, places)
+
+def compare_queries(truth, got, right, rows, positions):
+    """Return the Cause if the query of a new token is wrong."""
+    if got is None or right is None:
+        return None
+    got, right = got[:, :, : positions.size(1)], right[rows, :, positions.clamp(min=0)].transpose(1, 2)
+    if got.shape == right.shape and (bad := truth.differ(got, right).any(1) & (positions >= 0)).any():
+        t, i = bad.T.nonzero()[0].tolist()
+        whose = f"row {rows[i, t]}, position {positions[i, t]}"
+        return Cause("arrival", f"only the query of {whose} is wrong: position ids, or the norm or scale of queries")
 
 
 def compare_weights(truth, got, right, row, positions, places):
@@ -166,20 +178,40 @@ def place(read, right, weights, row, fed, pads):
     choices = [(layout - pads).expand(B, -1) for layout in layouts]
 
     def distance(places):
-        at = places.clamp(0, right.weights.size(-1) - 1)
         if read.key is None or right.key is None:
-            got, wanted = same_heads(read.weights[:, :, : weights.size(2)], weights)
-            return (got - wanted.gather(3, at[:, None, None].expand(*wanted.shape[:3], slots))).abs().sum()
-        got, wanted = same_heads(read.key, right.key[row])
-        return (got - wanted.gather(2, at[:, None, :, None].expand_as(got))).abs().sum()
+            got, wanted = same_heads(read.weights[:, :, : weights.size(2)], at_places(weights, 3, places))
+        else:
+            got, wanted = same_heads(read.key, at_places(right.key[row], 2, places))
+        return (got - wanted).abs().sum()
 
     return min(choices, key=distance)
+
+
+def at_places(x, dim, places):
+    """Take from x (B, heads, ...) the positions `places` (B, slots) along `dim`, 2 or 3."""
+    at = places.clamp(0, x.size(dim) - 1)
+    at = at[:, None, :, None] if dim == 2 else at[:, None, None]
+    shape = list(x.shape)
+    shape[dim] = places.size(1)
+    return x.gather(dim, at.expand(shape))
 
 
 def same_heads(x, y):
     """Return both with the heads of the one that has more."""
     heads = max(x.size(1), y.size(1))
     return repeat_heads(x, heads), repeat_heads(y, heads)
+
+
+def distance_if_close(truth, wrong, slot):
+    """Say how far off a slot is if it holds nearly what it should, as after rounding, or return None."""
+    pairs = [(got[:, slot], right) for got, right in wrong.values()]
+    if any(cosine_similarity(got, right, dim=-1).min() < 0.98 for got, right in pairs):
+        return None
+    off = max(((got - right).abs().max() / right.abs().max()).item() for got, right in pairs)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+        if torch.finfo(dtype).eps > truth.eps and all((got.to(dtype).float() == got).all() for got, _ in pairs):
+            return f"it rounded to {str(dtype)[6:]}, off by {off:.1g} of its size"
+    return f"it rounded or scaled, off by {off:.1g} of its size"
 
 
 def find_owner(truth, own, wrong, slot, row, position, new):
@@ -195,12 +227,6 @@ def find_owner(truth, own, wrong, slot, row, position, new):
         return f"something else, while slot {elsewhere[0].item()} holds it"
     if not any(got.any() for got, _ in pairs):
         return "zeros, as in an empty slot"
-    if all(cosine_similarity(got, right, dim=-1).min() > 0.98 for got, right in pairs):
-        off = max(((got - right).abs().max() / right.abs().max()).item() for got, right in pairs)
-        for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-            if torch.finfo(dtype).eps > truth.eps and all((got.to(dtype).float() == got).all() for got, _ in pairs):
-                return f"it rounded to {str(dtype)[6:]}, off by {off:.1g} of its size"
-        return f"it rounded or scaled, off by {off:.1g} of its size"
     if all(~truth.differ(got[:, None], right[None]).all(1).any() for got, right in pairs):
         return "its heads in another order"
     if len(pairs) == 2 and not any(truth.differ(got, right).any() for (got, _), (_, right) in zip(pairs, pairs[::-1])):
