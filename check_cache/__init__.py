@@ -23,8 +23,9 @@ check_cache or as methods of an object:
     full(ids)              the logits (B, T, V) of ids (B, T), without a cache. It may take mask and pos, too
     new(rows, length)      an empty cache for a batch of `rows`, with room for `length` tokens. With an argument kind it
                            is asked for "own" and for "static": raise NotImplementedError for one that you do not have
-    step(ids, cache)       the logits of the next T tokens, whose keys and values go into the cache. If the step makes a
-                           new cache, return (logits, cache). It may also take
+    step(ids, cache)       the logits of the next T tokens, or of the last alone, (B, 1, V). Their keys and values go into
+                           the cache; if the step makes a new one, return (logits, cache). Refuse what you cannot do,
+                           such as chunks, with NotImplementedError. It may also take
                                pos   (B, T), the positions of these tokens
                                mask  (B, t) over all t tokens so far, where 0 is left padding; None: there is none
 
@@ -34,7 +35,8 @@ and what else it has:
     reorder(cache, rows)   let row i go on from rows[i], as beam search does
     reset(cache)           forget everything
     fork(cache)            return a copy that goes its own way; otherwise we use copy.deepcopy
-    generate(ids, count, use_cache)   the tokens that your own loop or search chooses, with the cache or without
+    generate(ids, count, use_cache)   the tokens (B, count) that your own greedy loop or beam search adds to three
+                           prompts, with the cache or without. They may follow the prompts
     vocab_size, context, window, pad  the number of ids, the longest text, the sliding window, the id of padding
 
 crop, reorder, reset and fork may return a new cache. Without them we try the methods crop(-removed), reorder_cache and

@@ -1,8 +1,8 @@
 """What the check needs to know about a decoder: given as functions, or a model of transformers or of this kit."""
 
 import copy
+import functools
 import inspect
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ from torch import nn
 from check_cache.report import first_line
 
 NEEDED = ("full", "new", "step")
-OPTIONAL = ("vocab_size", "context", "window", "pad", "crop", "reorder", "reset", "fork", "generate")
+TAKES = {"crop": "cache", "reorder": "cache", "reset": "cache", "fork": "cache", "generate": "use_cache"}
+OPTIONAL = ("vocab_size", "context", "window", "pad", *TAKES)
 
 
 def adapter_of(model, parts):
@@ -18,6 +19,9 @@ def adapter_of(model, parts):
     parts = {name: part for name, part in parts.items() if part is not None}
     if not parts and model is not None:
         parts = {name: getattr(model, name) for name in (*NEEDED, *OPTIONAL) if hasattr(model, name)}
+        for name, argument in TAKES.items():  # the object may have a method of that name for another purpose
+            if name in parts and argument not in names_of(parts[name]):
+                del parts[name]
         if not {*NEEDED} <= {*parts}:
             if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
                 return Transformers(model)
@@ -75,7 +79,7 @@ class Adapter:
     def fork(self, cache):
         try:
             return fork_module(cache) if isinstance(cache, nn.Module) else copy.deepcopy(cache)
-        except TypeError as error:
+        except Exception as error:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
     def generate(self, ids, count, use_cache):
@@ -103,7 +107,7 @@ class Functions(Adapter):
             if name in parts:
                 setattr(self, name, parts[name])
 
-    @cached_property
+    @functools.cached_property
     def vocab_size(self):
         return self.parts.get("vocab_size") or self.full(torch.zeros(1, 2, dtype=torch.long)).size(-1)
 
@@ -135,14 +139,14 @@ def names_of(function):
 
 
 def call(function, needed, optional):
-    """Call a function with the arguments that it names. Its other required ones get the rest of `needed`, in order."""
+    """Call a function with the arguments that it names. The rest of `needed` goes to its others, in order."""
     names = names_of(function)
     if not names or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.values()):
         return function(*needed.values())
     rest = [value for name, value in needed.items() if name not in names]
     given = {name: value for name, value in {**needed, **optional}.items() if name in names}
-    for name, parameter in names.items():
-        if name not in given and parameter.default is parameter.empty and rest:
+    for name in names:
+        if name not in given and rest:
             given[name] = rest.pop(0)
     return function(**given)
 
@@ -151,6 +155,9 @@ def find_modules(*things):
     """Return the modules that things are, have as an attribute, are a method of, or name as functions."""
     found = {}
     for thing in things:
+        if isinstance(thing, functools.partial):
+            found |= dict.fromkeys(find_modules(thing.func, *thing.args, *thing.keywords.values()))
+            continue
         if inspect.isfunction(thing):
             outside = inspect.getclosurevars(thing)
             nearby = [*outside.nonlocals.values(), *outside.globals.values()]

@@ -74,16 +74,15 @@ def operands_of(function, args):
     if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")
         left, right = terms.split(",")
-        contracted = [letter for letter in left if letter in right and letter not in output]
-        if len(contracted) == 1 and len(output) > 1 and output[-2] in left and output[-1] in right:
-            return moved(args[1], left, output[-2] + contracted[0]), moved(args[2], right, contracted[0] + output[-1])
+        shared = [letter for letter in left if letter in right and letter in output]
+        summed = [letter for letter in left if letter in right and letter not in output]
+        row, column = [[x for x in letters if x not in other] for letters, other in ((left, right), (right, left))]
+        if len(row) == len(summed) == len(column) == 1:
+            return (
+                args[1].permute([left.index(letter) for letter in shared + row + summed]),
+                args[2].permute([right.index(letter) for letter in shared + summed + column]),
+            )
     return None
-
-
-def moved(x, letters, last):
-    """Return a view of x whose last dimensions have the letters `last`."""
-    order = [letter for letter in letters if letter not in last] + [*last]
-    return x.permute([letters.index(letter) for letter in order])
 
 
 def read_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

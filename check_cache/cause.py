@@ -26,7 +26,7 @@ class Cause(NamedTuple):
     @property
     def certain(self):
         """Whether rounding cannot have done it, not even by making a router choose another expert before."""
-        return self.what in ("kept", "hidden") or (self.what == "changed" and self.layer == 0)
+        return self.what in ("kept", "hidden") or (self.what in ("changed", "arrival") and self.layer == 0)
 
 
 def find_cause(stream, reads, T, rows, positions, guesses):
@@ -62,6 +62,8 @@ def compare_layers(stream, reads, fed, rows, positions, guesses):
         if cause:
             return cause._replace(layer=layer)
         before = layer
+    if any(right.key is None or right.value is None for _, right in stream.truth.reads):
+        return Cause("after", "attention sees what it should. We could not see all keys and values, so it may be these")
     return Cause("after", "attention reads and sees what it should in all layers, so the mistake follows it")
 
 
@@ -95,17 +97,17 @@ def compare_layer(stream, read, right, fed, rows, positions, guesses):
     used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
     new = places >= fed - T - stream.pads
     return (
-        compare_contents(truth, read, right, row, places, used, new, first=fed == T)
+        compare_contents(truth, read, right, row, places, used, new)
         or compare_queries(truth, read.query, right.query, rows, positions)
         or compare_weights(truth, read.weights[:, :, :count], weights, row, positions, places)
     )
 
 
-def compare_contents(truth, read, right, row, places, used, new, first):
+def compare_contents(truth, read, right, row, places, used, new):
     """Return the Cause if a slot that is used holds a wrong key or value.
 
     row     (B,) the text of each row, and `places` (B, slots) which of its positions each slot should hold
-    new     (B, slots) whether the token of a slot has just come in; first: whether this is the first step of all
+    new     (B, slots) whether the token of a slot has just come in
     """
     found = {}  # name: which slots are wrong (B, slots), what they hold, what they should hold (B, heads, slots, size)
     for name in ("key", "value"):
@@ -124,7 +126,8 @@ def compare_contents(truth, read, right, row, places, used, new, first):
     what, be = " and ".join(wrong), "are" if len(wrong) > 1 else "is"
     position = places[i, slot].item()
     whose = f"row {row[i]}, position {position}"
-    owner = find_owner(truth, right, wrong, slot, row[i].item(), position, not kept)
+    heads = sum(truth.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
+    owner = find_owner(truth, right, wrong, heads, slot, row[i].item(), position, not kept)
     if close := distance_if_close(truth, wrong, slot):
         if not kept and "rounded to" not in close:
             text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or of a wrong input"
@@ -135,10 +138,9 @@ def compare_contents(truth, read, right, row, places, used, new, first):
     if kept:
         text = "but holds what no token gave: it was changed later, or is a rejected guess"
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
-    which = f"the new {what}" if "value" in wrong else "only the new key"
+    which = "only the new key" if what == "key" and "value" in found else f"the new {what}"
     reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
-    late = ", or what the cache does to it before it is read" if first else ""
-    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}{late}")
+    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}, or what the cache does to it")
 
 
 def compare_queries(truth, got, right, rows, positions):
@@ -214,36 +216,46 @@ def distance_if_close(truth, wrong, slot):
     return f"it rounded or scaled, off by {off:.1g} of its size"
 
 
-def find_owner(truth, own, wrong, slot, row, position, new):
+def find_owner(truth, own, wrong, heads, slot, row, position, new):
     """Say what is in a slot instead of what belongs there, or return None if it is nothing that we know.
 
     own    the Read of this layer without a cache
     wrong  {"key" or "value": (what is in all slots, (heads, slots, size); what belongs in this one, (heads, size))}
+    heads  (heads,) which of them are wrong
     new    whether the token has just come in. Then a key at a wrong position may be that of the same token elsewhere
     """
-    pairs = [(got[:, slot], right) for got, right in wrong.values()]
-    where = [~truth.differ(got, right[:, None]).any(0) for got, right in wrong.values()]
+    pairs = [(got[heads, slot], right[heads]) for got, right in wrong.values()]
+    where = [~truth.differ(got[heads], right[heads, None]).any(0) for got, right in wrong.values()]
     if len(elsewhere := torch.stack(where).all(0).nonzero()):
         return f"something else, while slot {elsewhere[0].item()} holds it"
     if not any(got.any() for got, _ in pairs):
         return "zeros, as in an empty slot"
-    if all(~truth.differ(got[:, None], right[None]).all(1).any() for got, right in pairs):
+    if all(~truth.differ(got[heads, slot][:, None], right).all(1).any() for got, right in wrong.values()):
         return "its heads in another order"
-    if len(pairs) == 2 and not any(truth.differ(got, right).any() for (got, _), (_, right) in zip(pairs, pairs[::-1])):
-        return "the value for a key and the key for a value"
+
+    # the value as a key, or the other way round?
+    for name, (got, _) in zip(wrong, pairs):
+        other = {"key": "value", "value": "key"}[name]
+        content = getattr(own, other)
+        content = None if content is None else repeat_heads(content, len(heads))[row, heads, position]
+        if content is not None and content.shape == got.shape and not truth.differ(got, content).any():
+            return f"the {other} of this token as its {name}"
 
     # the key or value of another token, row or layer?
     for layer, (_, read) in sorted(enumerate(truth.reads), key=lambda pair: pair[1][1] is not own):
         kept = [getattr(read, name) for name in wrong]  # each (8, heads, length, size)
-        if any(x is None or x.size(-1) != got.size(-1) or len(got) % x.size(1) for x, (got, _) in zip(kept, pairs)):
+        if any(x is None or x.size(-1) != got.size(-1) or len(heads) % x.size(1) for x, (got, _) in zip(kept, pairs)):
             continue
-        differ = [truth.differ(got[:, None], repeat_heads(x, len(got))).any(1) for x, (got, _) in zip(kept, pairs)]
-        same = ~torch.stack(differ).any(0)  # (8, length)
+        kept = [repeat_heads(x, len(heads))[:, heads] for x in kept]
+        same = ~torch.stack([truth.differ(got[:, None], x).any(1) for x, (got, _) in zip(kept, pairs)]).any(0)
         if new and read is own:
             same &= truth.ids != truth.ids[row, position]
         if same.any():
-            text = row if same[row].any() else same.any(1).int().argmax().item()
+            # the same token may be in many places: name the nearest, and better in its own row
+            steps, another = (torch.arange(truth.length) - position).abs(), torch.arange(len(truth.ids)) != row
+            nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
+            text, there = divmod(nearest, truth.length)
             whose = f"row {text}" if text in (0, 1, 2, row) else "another text or a rejected guess"
             layer = "" if read is own else f"layer {layer}, "
-            return f"that of {layer}{whose}, position {same[text].int().argmax().item()}"
+            return f"that of {layer}{whose}, position {there}"
     return None

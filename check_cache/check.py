@@ -47,12 +47,16 @@ def check_cache(
     parts = dict(full=full, new=new, step=step, crop=crop, reorder=reorder, reset=reset, fork=fork, generate=generate)
     parts |= dict(vocab_size=vocab_size, context=context, window=window, pad=pad)
     decoder = adapter_of(model, parts)
+    modes, caches = ([words] if isinstance(words, str) else words for words in (modes, caches))
     most = decoder.context or length or 1024
     length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
     if not 24 <= length <= most:
-        raise ValueError(f"length={length}: must be at least 24, and at most the context, {most}")
+        at_most = f", and at most the context, {most}" if decoder.context else ""
+        raise ValueError(f"length={length}: must be at least 24{at_most}")
+    for kind in caches or ():
+        if kind not in (*decoder.kinds, "quantized"):
+            raise ValueError(f"caches={kind!r}: this decoder has {', '.join(decoder.kinds)}, and quantized")
     ways = ways_for(decoder.window, length)
-    modes, caches = ([words] if isinstance(words, str) else words for words in (modes, caches))
     chosen = {name: way for name, way in ways.items() if any(word in name for word in modes or [""])}
     if not chosen:
         raise ValueError(f"modes={modes!r}: the ways are {', '.join(ways)}")
@@ -73,6 +77,9 @@ def check_cache(
                 results, fault, _ = run()
             note = f"the step reads a copy of {packed} from before the check, so we did not perturb the weights"
             results.append(Result("perturbed weights", "any", None, "not run", note))
+    if not modules:
+        note = "no module leads to the weights: pass it as model="
+        results.append(Result("perturbed weights, float64", "any", None, "not run", note))
     if decoder.window and length < 2 * decoder.window:
         why = f"takes a length of {3 * decoder.window}"
         results.append(Result(f"past the window of {decoder.window}", "any", None, "not run", why))
@@ -98,7 +105,7 @@ def run_all(decoder, ways, length, dtype, kinds, seed):
             return results, truth.fault, None
         for kind in kinds:
             try:
-                decoder.new(3, length + 8, kind)
+                decoder.new(3, truth.room, kind)
             except (Exception, SystemExit) as error:
                 results.append(not_run(cache=kind, why=said(error)))
                 continue
@@ -115,11 +122,10 @@ def run_all(decoder, ways, length, dtype, kinds, seed):
 
 
 def said(error):
-    return (
-        first_line(error)
-        if isinstance(error, NotImplementedError)
-        else f"raises {type(error).__name__}: {first_line(error)}"
-    )
+    text, name = first_line(error), type(error).__name__
+    if isinstance(error, NotImplementedError):
+        return text
+    return f"raises {name}" + (f": {text}" if text != name else "")
 
 
 def run_way(truth, result, way):
@@ -175,7 +181,7 @@ def find_packed(truth, kind):
     ids, pos = truth.ids[:3, :T], torch.arange(T).expand(3, T)
 
     def step():
-        output = decoder.step(ids, decoder.new(3, truth.length + 8, kind), None, pos)
+        output = decoder.step(ids, decoder.new(3, truth.room, kind), None, pos)
         return output[0] if isinstance(output, tuple) else output
 
     try:

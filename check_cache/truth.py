@@ -74,6 +74,8 @@ class Truth:
         self.decoder, self.modules, self.length, self.eps = decoder, modules, length, torch.finfo(dtype).eps
         self.pad, self.window = decoder.pad, decoder.window
         self.coarse = self.eps**0.6  # what keys, values and weights may differ by, relative to the largest
+        self.inspects = self.eps > 1e-4  # logits alone tell too little in half precision
+        self.room = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (8, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
@@ -132,7 +134,7 @@ class Truth:
         other = copy.copy(self)
         other.rounding = self.rounding.clamp(min=off.max())
         other.set_limits()
-        other.coarse = 0.3
+        other.coarse, other.inspects = 0.3, True
         return other
 
     def find_fault(self):

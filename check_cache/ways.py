@@ -22,8 +22,7 @@ class Stream:
         self.rows, self.pads, self.masked = torch.tensor([*rows]), torch.tensor(pads)[:, None], masked or any(pads)
         if result.cache and self.masked and not self.decoder.takes_mask:
             raise NotImplementedError("the step takes no mask")
-        room = truth.length + 8  # some slots of a static cache stay empty
-        self.cache = self.decoder.new(len(self.rows), room, result.cache) if result.cache else None
+        self.cache = self.decoder.new(len(self.rows), truth.room, result.cache) if result.cache else None
 
     def next(self, T):
         """Return the row, the position (B, T), below 0 for padding, and the mask of the next T tokens."""
@@ -43,16 +42,19 @@ class Stream:
             return self
         with Watch() as watch:
             output = decoder.step(ids, self.cache, mask, pos)
-        logits, self.cache = output if isinstance(output, tuple) else (output, self.cache)
+        logits, cache = output if isinstance(output, tuple) else (output, None)
+        self.cache = self.cache if cache is None else cache
         if self.cache is None:
             raise NotImplementedError("neither new nor step returns a cache")
+        if isinstance(logits, torch.Tensor) and logits.dim() == 2:  # (B, V) of the last token
+            logits = logits[:, None]
         given = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         if not isinstance(given, tuple) or given not in [(len(rows), t, decoder.vocab_size) for t in (1, T)]:
             raise TypeError(f"step returns {given} and not logits of shape {(len(rows), T, decoder.vocab_size)}")
         self.fed += T
         missing = T - logits.size(1)  # some decoders give the logits of the last token alone
         suspect, sure = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
-        if suspect and not result.why:
+        if (suspect or (self.truth.inspects and self.fed % 8 < T)) and not result.why:
             try:
                 cause = find_cause(self, watch.reads, T, rows, positions, guesses)
             except Exception as error:  # attention that is built in another way than we know
@@ -123,8 +125,14 @@ def ways_for(window, L):
             return
         if padded:
             raise NotImplementedError("we know the mask of transformers alone, with its own cache")
-        with truth.exactly():  # so that rounding decides nothing
-            with_cache, without = (decoder.generate(truth.ids[:3, :third], n, use_cache) for use_cache in (True, False))
+        prompts = truth.ids[:3, :third]
+        try:
+            with truth.exactly():  # so that rounding decides nothing
+                with_cache, without = (decoder.generate(prompts, n, use_cache) for use_cache in (True, False))
+        except RuntimeError:  # it cannot
+            with_cache, without = (decoder.generate(prompts, n, use_cache) for use_cache in (True, False))
+        if without.size(1) not in (n, third + n):
+            raise TypeError(f"generate returns {without.size(1)} tokens per row, where we asked for {n} new ones")
         if not torch.equal(with_cache, without):
             differ = (with_cache != without).nonzero() if with_cache.shape == without.shape else []
             where = f", first in row {differ[0][0]} at {differ[0][1]}" if len(differ) else ""
