@@ -115,14 +115,13 @@ if __name__ == "__main__":
     model = GPT(len(chars))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
     for step in range(steps):
-        start = torch.randint(len(data) - block_size, (batch_size, 1))
-        at = start + torch.arange(block_size)  # (B, T)
+        at = torch.randint(len(data) - block_size, (batch_size, 1)) + torch.arange(block_size)
         loss = F.cross_entropy(model(data[at]).flatten(0, 1), data[at + 1].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % 100 == 99:
-            print(f"step {step + 1}: loss {loss.item():.2f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.2f}")
 
     model.eval()
     start = time.perf_counter()

@@ -117,10 +117,10 @@ def test_it_reads_what_prepare_wrote(tmp_path):
 
 
 def test_the_diff_in_its_readme_is_the_diff():
-    before, after = (file.read_text(encoding="utf-8").splitlines(keepends=True) for file in (RECOMPUTE, CACHE))
-    lines = list(difflib.unified_diff(before, after, n=1))[2:]  # without the names of the files
-    assert block("diff") == "".join(lines)
-    assert len([line for line in lines if re.match(r"\+.*\S", line)]) <= 17
+    before, after = (file.read_text(encoding="utf-8").splitlines() for file in (RECOMPUTE, CACHE))
+    lines = [line.rstrip() for line in difflib.unified_diff(before, after, n=1)][2:]  # without the names of the files
+    assert block("diff").splitlines() == lines
+    assert len([line for line in lines if re.match(r"\+.", line)]) <= 17
 
 
 # -- check_cache judges ------------------------------------------------------------------------------------------------
