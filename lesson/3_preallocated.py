@@ -26,7 +26,7 @@ class MultiHeadAttention(nn.Module):
         qkv = self.qkv(x).view(B, T, n_head, 3, head_size).permute(3, 0, 2, 1, 4)
         q, k, v = qkv  # (B, n_head, T, head_size)
         if not self.training:  # write the new keys and values, and use all of them so far
-            if pos == 0:  # a new text
+            if pos == 0:  # a new text: make room for its keys and values
                 self.kv_cache = x.new_empty(2, B, n_head, block_size, head_size)
             self.kv_cache[..., pos : pos + T, :] = qkv[1:]
             k, v = self.kv_cache[..., : pos + T, :]
