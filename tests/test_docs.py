@@ -23,7 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script, which finds no helpers
 FLAGS = ROOT / "docs" / "flags.md"
 ROOMS = ("check_cache", "web")
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / room / "README.md" for room in ROOMS)]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / room / "README.md" for room in ("lesson", *ROOMS))]
+FILES = [ROOT / "README.md", *PAGES]
 SCRIPTS = ("data/prepare.py", "train.py", "sample.py", "bench.py", "export.py")
 # what the scripts write
 WRITTEN = ("data/train.bin", "data/val.bin", "data/meta.json", "data/dev", "kvgpt/decoding/__pycache__")
