@@ -218,7 +218,10 @@ class Transformers(Adapter):
         if make_mask and mask is not None and getattr(cache, "is_compileable", False):
             mask = make_mask(self.config, self.model.get_input_embeddings()(ids), mask, cache)
         output = self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache}, **self.placed(mask, pos))
-        return output.logits, getattr(output, self.cache_name, None)
+        held = getattr(output, self.cache_name, None)
+        if held is None:
+            raise NotImplementedError("the model returns no cache")
+        return output.logits, held
 
     def placed(self, mask, pos):
         """Return the arguments for mask and positions. Without a mask the model has to find the positions itself."""

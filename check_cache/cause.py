@@ -23,10 +23,10 @@ class Cause(NamedTuple):
     text: str
     layer: int | None = None
 
-    @property
-    def certain(self):
+    def certain(self, truth):
         """Whether rounding cannot have done it, not even by making a router choose another expert before."""
-        return self.what in ("kept", "hidden") or (self.what in ("changed", "arrival") and self.layer == 0)
+        wrong_content = self.what in ("changed", "arrival") and self.layer is not None
+        return self.what in ("kept", "hidden") or (wrong_content and truth.steady[self.layer])
 
 
 def find_cause(stream, reads, T, rows, positions, guesses):

@@ -12,7 +12,7 @@ from check_cache.attention import Watch, shaped
 # How far off a right cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The right caches of 49 families reached 1.5 and XX in three dtypes. Most bugs are a thousand times as far off.
 LARGEST, MEDIAN = 4, 1.25
-# How much earlier tokens must matter, in the same units: below that we would not see a wrong cache.
+# How much earlier tokens must matter, in units of the typical rounding: below that we would not see a wrong cache.
 VISIBLE = 10
 
 
@@ -158,21 +158,25 @@ class Truth:
         shifted = (self.ids + 1) % self.decoder.vocab_size
         matters = self.error(self.decoder.full(self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
         noise = self.rounding.median()
-        if matters < VISIBLE * LARGEST * noise:
+        if matters < VISIBLE * noise:
             return (
                 f"CANNOT SEE THE CACHE  earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}, "
                 "so a wrong cache would look right"
             )
 
-    @cached_property
-    def watched(self):
+    def watch(self):
         """Return (how often a forward calls attention, [(which call, its Read)] of the calls over all tokens)."""
-        with self.exactly(), Watch() as watch:
+        with Watch() as watch:
             self.decoder.full(self.ids)
         reads = [read() if callable(read) else read for read in watch.reads]
         square = (self.length, self.length)  # not the softmax of a router
         found = [(i, read) for i, read in enumerate(reads) if read.weights.shape[-2:] == square]
         return len(reads), [(i, shaped(read, len(self.ids))) for i, read in found]
+
+    @cached_property
+    def watched(self):
+        with self.exactly():
+            return self.watch()
 
     @property
     def calls(self):
@@ -181,6 +185,13 @@ class Truth:
     @property
     def reads(self):
         return self.watched[1]
+
+    @cached_property
+    def steady(self):
+        """Whether rounding leaves the keys and values of each layer about as they are. A router may change that."""
+        pairs = [(read, right) for (_, read), (_, right) in zip(self.watch()[1], self.reads)]
+        parts = [[(getattr(x, name), getattr(y, name)) for name in ("key", "value")] for x, y in pairs]
+        return [not any(y is not None and self.differ(2 * x - y, y).any() for x, y in part) for part in parts]  # half
 
     def differ(self, x, right):
         """Whether keys, values or queries (..., size) differ from the right ones by more than rounding."""

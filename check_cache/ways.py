@@ -59,7 +59,7 @@ class Stream:
                 cause = find_cause(self, watch.reads, T, rows, positions, guesses)
             except Exception as error:  # attention that is built in another way than we know
                 cause = Cause(None, f"cause unknown, because {first_line(error)}")
-            if sure or cause.certain:
+            if sure or cause.certain(self.truth):
                 result.why, result.layer = cause.text, cause.layer
         return self
 
