@@ -5,6 +5,7 @@ let drawn = []; // the ids that have an element
 let paired = false; // whether they stand below the right ones
 let shown; // the character that the pane was scrolled to
 onForget(() => (shown = undefined)); // the lines are broken elsewhere
+$("text").onscroll = ({ target }) => target.classList.toggle("cut", target.scrollTop > 0);
 
 /** Draw the text of what is on the stage: { ids, fed, right }. The newest character and the one that follows look as in
  *  the strip. With `right`, the ids of the right text, each of them stands above the character in its place.
