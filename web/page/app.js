@@ -383,8 +383,8 @@ const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const later = `${there}, ${which} from there on change, because their characters looked at it. All ${position} to its
     left stay: the difference is ${left || "exactly 0"}.`;
   const verdicts = { right: "You were right. ", left: "It is the other way round. ", all: "Not all of them change. " };
-  const reason = `${verdicts[guess] ?? ""}No character may look to its right. And writing only ever appends on the right, so nothing
-    that comes later can change a column, and we may keep it.`;
+  const reason = `${verdicts[guess] ?? ""}No character may look to its right. And writing only ever appends on the
+    right, so nothing that comes later can change a column, and we may keep it.`;
   const isLast = layer > 0 || info.n_layer === 1;
   $("change-verdict").textContent = [layer ? later : first, ...(isLast ? [reason] : [])].join(" ");
   $("deeper").hidden = isLast;

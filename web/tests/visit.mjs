@@ -271,7 +271,7 @@ for (const [width, height, query] of plan.folds) {
     for (const number of [1, 2, 3, 4]) {
       await step(page, number);
       const ends = (each) => each.map((it) => it.getBoundingClientRect().bottom);
-      seen.folds.push(Math.max(...(await page.locator("#row-1, #next").evaluateAll(ends))));
+      seen.folds.push(Math.max(...(await page.locator("#row-1, #next, .go").evaluateAll(ends))));
     }
     await step(page, 2);
     const sizes = (each) => each.map((it) => parseFloat(getComputedStyle(it).fontSize));

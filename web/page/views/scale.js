@@ -50,7 +50,8 @@ function sharing(queryHeads, heads) {
   const has = `This model has ${queryHeads} query heads in each layer, and`;
   const ratio = queryHeads / heads;
   if (ratio === 1) return `${has} each has a key/value head of its own.`;
-  return `${has} every ${ratio} of them share one key/value head. Without that its cache would be ${ratio} times as large.`;
+  const larger = `Without that, its cache would be ${ratio} times as large.`;
+  return `${has} every ${ratio} of them share one key/value head. ${larger}`;
 }
 
 /** Return a number of bytes in the largest unit that leaves at least 1: 131072 is "128 KiB". */

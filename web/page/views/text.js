@@ -35,7 +35,8 @@ export const drawText = remember((chars, { ids, fed, right }, given, behind, wro
     if (right && i >= given) each.dataset.right = inOneLine(chars[right[i]]);
   });
   const end = wrong ?? ids.length - 1;
-  if (end !== shown) pane.scrollTop = (pane.children[end]?.offsetTop ?? 0) - pane.clientHeight / 2;
+  const { offsetTop = 0, offsetHeight = 0 } = pane.children[end] ?? {};
+  if (end !== shown) pane.scrollTop = offsetTop + (offsetHeight - pane.clientHeight) / 2;
   shown = end;
 });
 
