@@ -51,7 +51,7 @@ function reset(request) {
   cancel();
   const { ids, steps, sampling } = request;
   state.run = {
-    name: ++runs, request, given: ids.length, ids: [...ids], racing: false,
+    name: ++runs, request, given: ids.length, ids: [...ids], racing: 0,
     on: [], off: [], // steps with the cache and without: { id, rows, ms, probabilities, shapes, queries }
     kept: keptColumns(info),
   };
@@ -163,6 +163,7 @@ async function load() {
   info = await worker.call("load").catch(failed);
   if (!info) return;
   info.ids = new Map(info.chars.map((char, id) => [char, id]));
+  info.heads = info.n_layer * info.n_head;
   for (const each of document.querySelectorAll("[data-info]")) each.textContent = info[each.dataset.info];
   const size = `${(info.parameters / 1e6).toFixed(2)} million parameters`;
   $("model").textContent = `The model has ${size} and a context of ${info.block_size} characters.`;
@@ -235,8 +236,11 @@ async function ask(name, ...args) {
 
 const isWhole = ({ request, on, off }) => on.length === request.steps && off.length === request.steps;
 
-/** Take `count` steps of the run that the form describes. A race, and a run after a whole one, begin at the start. */
-async function play(count, racing = false) {
+/** Take `count` steps of the run that the form describes. A race, and a run after a whole one, begin at the start.
+ *
+ *  racing: how many times as fast the reader thinks that the cache is; 0: no race
+ */
+async function play(count, racing = 0) {
   if (!readForm()) return form.querySelector("[aria-invalid]").focus();
   if (racing || isWhole(state.run)) reset(state.run.request);
   show(null);
@@ -264,7 +268,7 @@ async function goTo(length) {
   run.off.splice(steps);
   run.ids.splice(run.given + steps);
   run.kept.truncate(steps ? run.given + steps - 1 : 0);
-  run.racing = false;
+  run.racing = 0;
   changed(run);
   const missing = steps - Math.min(run.on.length, run.off.length);
   if (question !== questions) return false;
@@ -347,11 +351,11 @@ async function takeOut(index = null) {
   const answer = most && index !== null ? await ask("takeOut", [index]) : most;
   if (!answer) return;
   const name = ({ masked }) => `column ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
-  const moved = `Without ${name(answer)}, in all layers and heads, ${percent(answer.moved)} of the probability moves.`;
+  const points = ({ moved }) => `${percent(moved).slice(0, -1)} percentage points`;
+  const moved = `Without ${name(answer)}, the prediction changes by ${points(answer)}`;
   const isMost = answer.masked === most.masked;
-  const rank = isMost ? "No other column in sight matters as much." : `It is ${percent(most.moved)} for ${name(most)}.`;
-  const verdict = `${moved} ${rank}`;
-  show({ ...picture("take", answer), ids: run.ids, verdict });
+  const rank = isMost ? ", the most of the columns shown." : `. For ${name(most)}, it is ${points(most)}.`;
+  show({ ...picture("take", answer), ids: run.ids.with(-1, answer.next), verdict: moved + rank });
 }
 
 /** Change a character: `index`, or one in the middle of those in sight. */
@@ -363,7 +367,7 @@ async function changeCharacter(index = state.answer?.position ?? null) {
   const position = Math.min(run.kept.length - 1, index ?? middle);
   const id = Number($("changed").value);
   const answer = await ask("change", position, id);
-  if (answer) show({ ...picture("change", answer), ids: run.ids.with(position, id), position });
+  if (answer) show({ ...picture("change", answer), ids: run.ids.with(position, id).with(-1, answer.next), position });
 }
 
 /** Say what a change changed in a layer. The first layer is the surprise, so the reason waits for the second. */
@@ -372,12 +376,15 @@ const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const moved = keys.filter((x, i) => x > 0 || values[i] > 0).length;
   const left = Math.max(0, ...keys.subarray(0, position), ...values.subarray(0, position));
   const there = `Character ${position + 1} was ${quoted(info.chars[was])}. In layer ${layer + 1}`;
-  const first = `${there} its own column alone changes: there, a key and a value depend on one character.`;
-  const later = `${there}, ${moved} of the ${keys.length - position} columns from there on change, because their
-    characters looked at it. All ${position} to its left stay: the difference is ${left || "exactly 0"}.`;
-  const right = guess === "right" ? "You were right. " : "";
-  const reason = `${right}No character may look to its right. And writing only ever appends on the right, so nothing
-    that comes later can change a column, and we may keep it.`;
+  const first = `${there} its own column alone changes: there, a key and a value depend on one character. Deeper
+    layers are also made of what a character looked at, so there those to its right can change too.`;
+  const from = keys.length - position;
+  const which = moved === from ? `all ${from} columns` : `${moved} of the ${from} columns`;
+  const later = `${there}, ${which} from there on change, because their characters looked at it. All ${position} to its
+    left stay: the difference is ${left || "exactly 0"}.`;
+  const verdicts = { right: "You were right. ", left: "It is the other way round. ", all: "Not all of them change. " };
+  const reason = `${verdicts[guess] ?? ""}No character may look to its right. And writing only ever appends on the
+    right, so nothing that comes later can change a column, and we may keep it.`;
   const isLast = layer > 0 || info.n_layer === 1;
   $("change-verdict").textContent = [layer ? later : first, ...(isLast ? [reason] : [])].join(" ");
   $("deeper").hidden = isLast;
@@ -392,7 +399,7 @@ async function askMistakes(first = NAMES[0]) {
     const answer = await ask("mistake", name);
     if (!answer) return;
     const [keys, values] = answer.differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
-    const verdict = mistakeInWords(info.chars, answer, keys, values);
+    const verdict = mistakeInWords(info.chars, name, answer, keys, values);
     state.mistakes.set(name, { ...picture("mistake", answer), name, verdict, fed: answer.at });
     drawMistake(info.chars, name, run.given, answer);
     if (state.answer) render(); // it can be chosen now
@@ -429,12 +436,14 @@ function drawControls() {
   const { phase, run, answer } = state;
   const ready = run && !["loading", "failed"].includes(phase);
   const computed = ready && run.kept.length > 0;
-  for (const id of ["run", "one", "race", "guess"]) $(id).disabled = !ready;
-  for (const button of $("guesses").children) button.disabled = !computed;
+  for (const id of ["run", "one", "guess"]) $(id).disabled = !ready;
+  for (const button of $("race").children) button.disabled = !ready;
+  $("to-step-3").hidden = phase === "running" && run.racing; // else its result would be lost
+  for (const button of $("guesses").querySelectorAll("button")) button.disabled = !computed;
   for (const input of $("mistakes").querySelectorAll("input")) input.disabled = !state.mistakes.has(input.value);
   $("back").disabled = !computed;
   $("take").disabled = !(computed && run.kept.length > 1);
-  $("take").textContent = answer?.kind === "take" ? "Put it back" : "Show me";
+  $("take").textContent = answer?.kind === "take" ? "Undo" : "Show me";
   $("guesses").hidden = answer?.kind === "change";
   $("changing").hidden = answer?.kind !== "change";
 }
@@ -520,11 +529,12 @@ function drawCandidates(marked, weights) {
   const name = `character ${marked + 1}`;
   if (marked !== null && step && !answer) drawNext(chars, name, step.probabilities, ids[marked], null);
   else if (answer?.at) drawNext(chars, `character ${answer.at + 1}`, answer.before, ids[answer.at], answer.after);
-  else drawNext(chars, "next", run.on.at(-1)?.probabilities, answer ? undefined : ids.at(-1), answer?.probabilities);
+  else drawNext(chars, "next", run.on.at(-1)?.probabilities, ids.at(-1), answer?.probabilities);
 
   const about = marked === null ? [] : [`Character ${marked + 1} is ${quoted(chars[ids[marked]])}.`];
   const probability = step && percent(step.probabilities[ids[marked]]);
-  if (marked !== null && marked < run.given) about.push("It is from the prompt.");
+  if (marked !== null && marked === answer?.position) about.push("You put it there.");
+  else if (marked !== null && marked < run.given) about.push("It is from the prompt.");
   else if (marked !== null && step) about.push(`It was written with a probability of ${probability}.`);
   if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
   $("about").textContent = about.join(" ");
@@ -602,11 +612,11 @@ function listen() {
   for (const name of FIELDS) fields[name].oninput = () => readForm() && keepAddress();
   $("one").onclick = () => play(1);
   $("back").onclick = goBack;
-  $("race").onclick = () => play(Infinity, true);
+  for (const button of $("race").children) button.onclick = () => play(Infinity, Number(button.dataset.times));
   $("speed").oninput = setSpeed;
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => setLook(name, Number(target.value));
   $("take").onclick = () => (state.answer?.kind === "take" ? show(null) : takeOut());
-  for (const button of $("guesses").children) {
+  for (const button of $("guesses").querySelectorAll("button")) {
     button.onclick = async () => {
       state.guess = button.dataset.guess;
       await changeCharacter();

@@ -63,14 +63,22 @@ function picture({ logits, cache, queries }) {
   return { columns: cache, queries, probabilities: softmax(logits) };
 }
 
+/** Return the token that the newest step would have drawn from other logits, with the same random numbers. */
+const drawAgain = ({ on, prompt, choose }, logits) => choose(logits, on.ids.length - 1 - prompt.length);
+
 /** Take the last step again with one of the columns `candidates` masked: the one that moves the prediction most.
  *
- *  Returns a picture with `masked`, the column, and `moved`, the total variation distance of the probabilities.
+ *  Returns a picture with `masked`, the column; `moved`, the total variation distance of the probabilities; and `next`,
+ *  the token that is drawn now.
  */
-export async function takeColumnOut({ on }, candidates, isStopped, breathe) {
+export async function takeColumnOut(run, candidates, isStopped, breathe) {
+  const { on } = run;
   const newest = on.ids.length - 2;
   const cache = columns(on.cache, 0, newest);
-  const again = async (masked) => picture(await forward([on.ids[newest]], cache, { masked, keep: true }));
+  const again = async (masked) => {
+    const result = await forward([on.ids[newest]], cache, { masked, keep: true });
+    return { ...picture(result), next: drawAgain(run, result.logits) };
+  };
   const whole = await again();
   let most = null;
   for (const masked of candidates) {
@@ -83,7 +91,8 @@ export async function takeColumnOut({ on }, candidates, isStopped, breathe) {
   return most;
 }
 
-/** Compute the whole text again with another character. Returns a picture with `differences`, see network.js. */
+/** Compute the whole text again with another character. Returns a picture with `differences`, see network.js, and
+ *  `next`, the token that is drawn now. */
 export async function changedText(run, position, id) {
   const ids = run.on.ids.slice(0, -1); // those that have columns
   if (run.again?.length !== ids.length) {
@@ -91,7 +100,8 @@ export async function changedText(run, position, id) {
     run.again = { cache, length: ids.length }; // the next changes need it too
   }
   const changed = await forward(ids.with(position, id), emptyCache(), { keep: true });
-  return { ...picture(changed), differences: differences(run.again.cache, changed.cache, ids.length) };
+  const next = drawAgain(run, changed.logits);
+  return { ...picture(changed), next, differences: differences(run.again.cache, changed.cache, ids.length) };
 }
 
 // -- guesses ----------------------------------------------------------------------------------------------------------

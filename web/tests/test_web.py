@@ -234,10 +234,18 @@ def without(model, text, column):
     return logits_of(model, text[:-1], allowed=allowed)[-1]
 
 
+def drawn_last(logits):
+    """The token that the last step draws from other logits: its random numbers are the same."""
+    noise = gumbel_noise(SAMPLING["seed"], torch.tensor([0]), torch.arange(STEPS), len(CHARS))[0]
+    return sample_token(logits[None], noise[-1:], Sampling(**SAMPLING)).item()
+
+
 def test_without_a_column_the_prediction_is_that_of_a_masked_forward(seen, model, text):
     answer = seen["answers"]["taken"]
     assert answer["masked"] == COLUMN
-    assert_probabilities(answer["probabilities"], without(model, text, COLUMN))
+    logits = without(model, text, COLUMN)
+    assert_probabilities(answer["probabilities"], logits)
+    assert answer["next"] == drawn_last(logits)
 
 
 def test_the_column_that_is_taken_out_first_moves_the_prediction_most(seen, model, text):
@@ -252,7 +260,9 @@ def test_a_changed_character_changes_columns_to_the_right_only(seen, model, text
     """In the first layer its own column alone, because keys and values there depend on one character."""
     answer = seen["answers"]["change"]
     changed = [*text[:POSITION], CHANGED, *text[POSITION + 1 : -1]]
-    assert_probabilities(answer["probabilities"], logits_of(model, changed)[-1])
+    logits = logits_of(model, changed)[-1]
+    assert_probabilities(answer["probabilities"], logits)
+    assert answer["next"] == drawn_last(logits)
     first, second = answer["differences"][:2], answer["differences"][2:]
     for slot in first:
         assert [i for i, difference in enumerate(slot) if difference] == [POSITION]
@@ -371,8 +381,8 @@ def test_the_numbers_that_are_written_on_the_stage_are_those_of_pytorch(seen, mo
 
 def test_the_steps_of_the_lesson_answer(seen, model):
     stage = seen["stage"]
-    assert "of the probability moves" in stage["taken"][0] and "→" in stage["taken"][1]["next"][0]
-    assert stage["clicked"].startswith("Without column 3, “R”") and "of the probability" in stage["clicked"]
+    assert "the prediction changes by" in stage["taken"][0] and "→" in stage["taken"][1]["next"][0]
+    assert stage["clicked"].startswith("Without column 3, “R”") and "percentage points" in stage["clicked"]
 
     # a step that is entered is prepared: paused in the middle of the text, whatever was there before
     begin, new = len(DEFAULT["prompt"]), 17
@@ -390,16 +400,19 @@ def test_the_steps_of_the_lesson_answer(seen, model):
     assert "exactly 0" in second and "You were right" in second
     assert in_second["ends"] == [f"{position} stay, {fed - position} change"] * 2
     text, changed = stage["unchanged"]["text"], stage["changeLast"]["text"]
-    assert [b for a, b in zip(text, changed, strict=True) if a != b] == ["q"]
+    assert [b for a, b in zip(text[:-1], changed[:-1], strict=True) if a != b] == ["q"]
+    assert stage["changeAbout"].split(". ")[1].startswith("You put it there")
 
     assert any("The first wrong character is number" in verdict for verdict, _ in stage["mistakes"].values())
-    assert all("A logit is off by up to" in verdict for verdict, _ in stage["mistakes"].values())
+    assert all("A score is off by up to" in verdict for verdict, _ in stage["mistakes"].values())
     assert len({bug for _, bug in stage["mistakes"].values()}) == len(MISTAKES)
     assert all("# right: " in bug for _, bug in stage["mistakes"].values())
     right = "".join(char or "" for char in stage["right"])
     assert right == stage["unmarked"]["text"][begin:].replace("\n", "⏎")
     assert "The text is the same." in stage["guess"]
-    assert stage["scale"] == ["128 KiB", "1 GiB", "512 KiB"]
+    *sizes, sharing, complete = stage["scale"]
+    assert sizes == ["128 KiB", "1 GiB", "512 KiB"] and not complete
+    assert "64 query heads" in sharing and "8 times as large" in sharing
 
 
 def test_a_run_that_goes_back_computes_the_same_again(seen, text):
@@ -430,7 +443,10 @@ def test_in_a_race_whoever_toils_is_in_sight(seen):
     lit = seen["lit"]
     assert lit and all(off and on for off, on in lit)
     without, with_it, why = seen["race"]["said"]
-    assert without.endswith(" s, finished") and with_it.endswith(" s, finished") and "fixed price" in why
+    new = CONTEXT - len(DEFAULT["prompt"])
+    assert all(f"{new} of {new} characters" in progress for progress in (without, with_it))
+    assert why.startswith("You guessed 40") and "fixed price" in why
+    assert not seen["nextInRace"]
 
 
 def test_where_nothing_is_computed_there_is_nothing_to_ask(seen):

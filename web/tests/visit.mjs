@@ -132,13 +132,13 @@ seen.answers = await visit(plan.site, (page) =>
       mistakes: {},
     };
     const takeOut = async (columns) => {
-      const { masked, moved, probabilities } = await worker.call("takeOut", columns);
-      return { masked, moved, probabilities };
+      const { masked, moved, probabilities, next } = await worker.call("takeOut", columns);
+      return { masked, moved, probabilities, next };
     };
     answers.taken = await takeOut([column]);
     answers.most = await takeOut([...Array(prompt.length + steps - 2).keys()]);
     const change = await worker.call("change", position, changed);
-    answers.change = { differences: lists(change.differences), probabilities: change.probabilities };
+    answers.change = { differences: lists(change.differences), probabilities: change.probabilities, next: change.next };
     answers.guess = await worker.call("guess");
     for (const name of mistakes) {
       const { columns, queries, differences, ...mistake } = await worker.call("mistake", name);
@@ -206,6 +206,9 @@ await visit(plan.site, async (page) => {
   await page.locator("#changed").selectOption("q");
   await page.waitForFunction(() => document.getElementById("text").textContent.includes("q"));
   seen.stage.changeLast = await result(page);
+  await page.locator("#text .wrong").hover();
+  seen.stage.changeAbout = await said(page, "#about");
+  await page.mouse.move(1, 1);
   await page.click("#unchange");
   seen.stage.unchanged = await result(page);
 
@@ -226,6 +229,10 @@ await visit(plan.site, async (page) => {
   seen.stage.scale = [await said(page, "#scale-token"), await said(page, "#scale-text")];
   await page.locator("#scale-heads").fill("32");
   seen.stage.scale.push(await said(page, "#scale-token"));
+  await page.locator("#scale-model").selectOption("Llama 3 70B");
+  seen.stage.scale.push(await said(page, "#scale-sharing"));
+  await page.locator("#scale-tokens").fill("");
+  seen.stage.scale.push(await page.locator("#scale-result").isVisible());
   await step(page, 1);
   seen.stage.again = await result(page);
 });
@@ -264,7 +271,7 @@ for (const [width, height, query] of plan.folds) {
     for (const number of [1, 2, 3, 4]) {
       await step(page, number);
       const ends = (each) => each.map((it) => it.getBoundingClientRect().bottom);
-      seen.folds.push(Math.max(...(await page.locator("#row-1, #next").evaluateAll(ends))));
+      seen.folds.push(Math.max(...(await page.locator("#row-1, #next, .go").evaluateAll(ends))));
     }
     await step(page, 2);
     const sizes = (each) => each.map((it) => parseFloat(getComputedStyle(it).fontSize));
@@ -295,8 +302,9 @@ await visit(plan.site + "#step-2", async (page) => {
   await page.click("#run");
   seen.goneOn = await result(page);
 
-  await page.click("#race");
-  await page.click("#race");
+  await page.click("[data-times='8']");
+  await page.click("[data-times='40']");
+  seen.nextInRace = await page.locator("#to-step-3").isVisible();
   seen.race = await result(page);
   seen.race.said = await page.locator("#time-off, #time-on, #speeds").allTextContents();
   await page.click("#run");
@@ -341,7 +349,7 @@ await visit(plan.site + "#step-2", async (page) => {
     };
     watch();
   });
-  await page.click("#race");
+  await page.click("[data-times='8']");
   await idle(page);
   seen.lit = await page.evaluate(() => window.lit);
   await page.close();

@@ -30,6 +30,7 @@ export function drawGuesses(chars, given, { ids, rounds }, same) {
   $("guessed").replaceChildren(...pairs);
   const accepted = rounds.flatMap(({ right }) => right).length;
   const offered = accepted + rounds.flatMap(({ wrong }) => wrong).length;
-  const counts = `${rounds.length} forwards instead of ${ids.length - given}; ${accepted} of ${offered} guesses right.`;
+  const runs = `${rounds.length} model runs instead of ${ids.length - given}`;
+  const counts = `${runs}; ${accepted} of ${offered} guesses right.`;
   $("guess-verdict").textContent = `${counts} ${same ? "The text is the same." : "The text differs."}`;
 }

@@ -5,20 +5,26 @@ const FIELDS = ["layers", "heads", "size", "bytes", "tokens"];
 const LLAMA = "Llama 3 8B";
 
 /** Make the calculator. info: model.json, because the model of this page is one of the choices. */
-export function makeScale({ n_layer, n_kv_head, head_size, block_size }) {
+export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size }) {
   const models = {
     "this page": [n_layer, n_kv_head, head_size, 4, block_size],
     "GPT-2": [12, 12, 64, 2, 1024],
     [LLAMA]: [32, 8, 128, 2, 8192],
     "Llama 3 70B": [80, 8, 128, 2, 8192],
   };
+  const queryHeads = { "this page": n_head, "GPT-2": 12, [LLAMA]: 32, "Llama 3 70B": 64 };
   const field = (name) => $(`scale-${name}`);
   const choose = () => {
     models[field("model").value]?.forEach((value, i) => (field(FIELDS[i]).value = value));
     calculate();
   };
   const calculate = () => {
-    const [layers, heads, size, bytes, tokens] = FIELDS.map((name) => Number(field(name).value));
+    const numbers = FIELDS.map((name) => Number(field(name).value));
+    const isWhole = numbers.every((number) => number > 0);
+    $("scale-result").hidden = !isWhole;
+    $("scale-sharing").textContent = sharing(queryHeads[field("model").value], numbers[1]);
+    if (!isWhole) return ($("scale-formula").textContent = "Each field needs a number above 0.");
+    const [layers, heads, size, bytes, tokens] = numbers;
     const token = 2 * layers * heads * size * bytes;
     const factors = `${layers} layers × ${heads} heads × ${size} numbers × ${bytes} bytes`;
     $("scale-formula").textContent = `A key and a value: 2 × ${factors} = ${inEnglish(token)} bytes.`;
@@ -36,6 +42,16 @@ export function makeScale({ n_layer, n_kv_head, head_size, block_size }) {
     };
   }
   choose();
+}
+
+/** Say how many query heads share a key/value head; nothing if the number of query heads is unknown. */
+function sharing(queryHeads, heads) {
+  if (!queryHeads) return "";
+  const has = `This model has ${queryHeads} query heads in each layer, and`;
+  const ratio = queryHeads / heads;
+  if (ratio === 1) return `${has} each has a key/value head of its own.`;
+  const larger = `Without that, its cache would be ${ratio} times as large.`;
+  return `${has} every ${ratio} of them share one key/value head. ${larger}`;
 }
 
 /** Return a number of bytes in the largest unit that leaves at least 1: 131072 is "128 KiB". */

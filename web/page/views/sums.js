@@ -18,7 +18,7 @@ function drawSteps(name, rows, given, most) {
   $(`rows-${name}`).textContent = inEnglish(sum(rows));
 }
 
-/** run: { on, off, given, request }, with lists of { rows, ms } per step. */
+/** run: { on, off, given, request, racing }, with lists of { rows, ms } per step. */
 export const drawSums = remember((run, blockSize, parameters) => {
   const { given, request } = run;
   const same = Math.min(run.off.length, run.on.length); // in a race, one of them has taken more steps
@@ -26,17 +26,17 @@ export const drawSums = remember((run, blockSize, parameters) => {
     const steps = run[name];
     const [rows, ms] = ["rows", "ms"].map((what) => steps.map((step) => step[what]));
     drawSteps(name, rows, given, blockSize);
-    $(`track-${name}`).style.width = `${(75 * (given + steps.length)) / blockSize}%`;
-    const seconds = `${name === "on" ? "with" : "without"}: ${(sum(ms) / 1e3).toFixed(2)} s`;
-    const there = steps.length === request.steps ? ", finished" : "";
-    $(`time-${name}`).textContent = steps.length ? seconds + there : "";
+    $(`track-${name}`).style.width = `${(30 * steps.length) / request.steps}%`;
+    const progress = `${steps.length} of ${request.steps} characters, ${(sum(ms) / 1e3).toFixed(2)} s`;
+    $(`time-${name}`).textContent = steps.length ? `${name === "on" ? "with" : "without"}: ${progress}` : "";
     return { rows: sum(rows.slice(0, same)), ms: sum(ms.slice(0, same)) };
   });
   const less = same ? without.rows / withIt.rows : 1;
   $("factor").textContent = times(less);
   const faster = times(without.ms / withIt.ms);
-  const why = `With the cache it is ${faster} as fast here, not ${times(less)}. Each step has a fixed price: it reads
-    all ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns share
-    that price. With it, one column pays it alone.`;
+  const guess = run.racing ? `You guessed ${run.racing}×. ` : "";
+  const why = `${guess}With the cache it is ${faster} as fast here, not ${times(less)}. Each step has a fixed price: it
+    reads all ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns
+    share that price. With it, one column pays it alone.`;
   $("speeds").textContent = same > 1 && same === request.steps ? why : "";
 });

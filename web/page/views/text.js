@@ -5,6 +5,7 @@ let drawn = []; // the ids that have an element
 let paired = false; // whether they stand below the right ones
 let shown; // the character that the pane was scrolled to
 onForget(() => (shown = undefined)); // the lines are broken elsewhere
+$("text").onscroll = ({ target }) => target.classList.toggle("cut", target.scrollTop > 0);
 
 /** Draw the text of what is on the stage: { ids, fed, right }. The newest character and the one that follows look as in
  *  the strip. With `right`, the ids of the right text, each of them stands above the character in its place.
@@ -34,7 +35,8 @@ export const drawText = remember((chars, { ids, fed, right }, given, behind, wro
     if (right && i >= given) each.dataset.right = inOneLine(chars[right[i]]);
   });
   const end = wrong ?? ids.length - 1;
-  if (end !== shown) pane.scrollTop = (pane.children[end]?.offsetTop ?? 0) - pane.clientHeight / 2;
+  const { offsetTop = 0, offsetHeight = 0 } = pane.children[end] ?? {};
+  if (end !== shown) pane.scrollTop = offsetTop + (offsetHeight - pane.clientHeight) / 2;
   shown = end;
 });
 
