@@ -151,6 +151,7 @@ function keepAddress() {
       head: head === look.head ? null : head + 1,
       take: answer?.kind === "take" ? answer.masked + 1 : null,
       change: answer?.kind === "change" ? answer.position + 1 : null,
+      to: answer?.kind === "change" ? info.chars[answer.ids[answer.position]] : null,
       mistake: answer?.name,
       projector: "projector" in document.body.dataset ? "on" : null,
     });
@@ -307,7 +308,7 @@ function lookOf(step) {
 }
 
 /** Prepare this step of the lesson, or the moment of it that a link names: see moment.js. */
-async function enter({ at, layer, head, take, change, mistake } = {}) {
+async function enter({ at, layer, head, take, change, to, mistake } = {}) {
   const { run, step } = state;
   const look = lookOf(step);
   setLook("layer", Math.min(layer ? layer - 1 : look.layer, info.n_layer - 1));
@@ -316,7 +317,11 @@ async function enter({ at, layer, head, take, change, mistake } = {}) {
   show(null);
   if (step === 5 || !run) return;
   if (!(await goTo(at ?? prepared(run)))) return;
-  if (step === 1 && take) await takeOut(take - 1);
+  if (step === 1 && take) {
+    turnTo(Math.min(take, run.ids.length) - 1);
+    await takeOut(take - 1);
+  }
+  if (info.ids.has(to)) $("changed").value = info.ids.get(to);
   if (step === 3 && change) await changeCharacter(change - 1);
   if (step === 4) await askMistakes(mistake);
 }
@@ -346,6 +351,7 @@ async function takeOut(index = null) {
   const newest = run.kept.length - 1; // it asks, so it stays
   const from = firstCell(run);
   const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + stage.size.cells));
+  if (index === newest) $("status").textContent = "The newest character asks, so its column stays.";
   if (newest < 1 || index >= newest || !inSight.length) return;
   const most = await ask("takeOut", inSight);
   const answer = most && index !== null ? await ask("takeOut", [index]) : most;
@@ -365,7 +371,9 @@ async function changeCharacter(index = state.answer?.position ?? null) {
   const from = firstCell(run);
   const middle = Math.floor((from + Math.min(run.kept.length, from + stage.size.cells)) / 2);
   const position = Math.min(run.kept.length - 1, index ?? middle);
-  const id = Number($("changed").value);
+  let id = Number($("changed").value);
+  if (id === run.ids[position]) id = (id + 1) % info.chars.length; // else it would be no change
+  $("changed").value = id;
   const answer = await ask("change", position, id);
   if (answer) show({ ...picture("change", answer), ids: run.ids.with(position, id).with(-1, answer.next), position });
 }
@@ -436,7 +444,9 @@ function drawControls() {
   const { phase, run, answer } = state;
   const ready = run && !["loading", "failed"].includes(phase);
   const computed = ready && run.kept.length > 0;
-  for (const id of ["run", "one", "guess"]) $(id).disabled = !ready;
+  for (const id of ["run", "one"]) $(id).disabled = !ready;
+  const asking = phase === "preparing" || (state.step === 4 && state.mistakes.size < NAMES.length);
+  $("guess").disabled = !ready || asking; // a question would cancel the one before
   for (const button of $("race").children) button.disabled = !ready;
   $("to-step-3").hidden = phase === "running" && run.racing; // else its result would be lost
   for (const button of $("guesses").querySelectorAll("button")) button.disabled = !computed;
@@ -535,7 +545,7 @@ function drawCandidates(marked, weights) {
   const probability = step && percent(step.probabilities[ids[marked]]);
   if (marked !== null && marked === answer?.position) about.push("You put it there.");
   else if (marked !== null && marked < run.given) about.push("It is from the prompt.");
-  else if (marked !== null && step) about.push(`It was written with a probability of ${probability}.`);
+  else if (marked !== null && step) about.push(`The model gave it a probability of ${probability}.`);
   if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
   $("about").textContent = about.join(" ");
 }
@@ -598,11 +608,21 @@ function focusInstead(selector) {
 
 const cellIndex = ({ target }) => state.from + [...$("cells").children].indexOf(target);
 
+/** Go to the step that the address names, and to a moment of it. */
+function follow(moment) {
+  const isNext = document.activeElement.matches(".go");
+  state.step = stepOfAddress();
+  drawStep();
+  if (isNext) document.querySelector(`.says.step-${state.step} h2`).focus({ preventScroll: true });
+  scrollTo(0, 0);
+  enter(moment);
+}
+
 function listen() {
   form.onsubmit = (event) => {
     event.preventDefault();
     if (state.phase === "running") pause();
-    else play(Infinity);
+    else if (state.step < 3) play(Infinity); // later the button is hidden, but Enter in a field still submits
   };
   fields.prompt.onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -638,13 +658,12 @@ function listen() {
     keepAddress();
     redraw();
   };
-  window.onhashchange = () => {
-    const isNext = document.activeElement.matches(".go");
-    state.step = stepOfAddress();
-    drawStep();
-    if (isNext) document.querySelector(`.says.step-${state.step} h2`).focus({ preventScroll: true });
-    scrollTo(0, 0);
-    enter();
+  window.onhashchange = () => stepOfAddress() !== state.step && follow();
+  window.onpopstate = ({ state: held }) => {
+    if (!held) return; // a new step, and not one that the reader goes back to
+    readAddress(fields);
+    readForm();
+    follow(readMoment());
   };
   window.onkeydown = ({ key }) => {
     if (key !== "Escape") return;

@@ -3,12 +3,12 @@
 //   at        how many characters the text has
 //   layer, head
 //   take      step 1: the column that is taken out
-//   change    step 3: the character that is changed
+//   change    step 3: the character that is changed; to: what it is changed to
 //   mistake   step 4
 //   projector whether the page is large
 
 const NUMBERS = ["at", "layer", "head", "take", "change"];
-const WORDS = ["mistake", "projector"];
+const WORDS = ["to", "mistake", "projector"];
 
 /** Return the moment that the address names. What it does not name is missing. */
 export function readMoment() {
@@ -24,5 +24,5 @@ export function writeMoment(moment) {
   const query = new URLSearchParams(location.search);
   for (const name of [...NUMBERS, ...WORDS]) query.delete(name);
   for (const [name, value] of Object.entries(moment)) if (value != null) query.set(name, value);
-  history.replaceState(null, "", (query.size ? `?${query}` : location.pathname) + location.hash);
+  history.replaceState({ isMoment: true }, "", (query.size ? `?${query}` : location.pathname) + location.hash);
 }

@@ -359,7 +359,7 @@ def test_the_numbers_that_are_written_on_the_stage_are_those_of_pytorch(seen, mo
     for what in stage["marked"]:
         assert what["name"] == f"character {MARKED + 1}"
         own = percent(probabilities[MARKED - 1, ids[MARKED]].item())
-        assert f"Character {MARKED + 1} is" in what["about"] and f"with a probability of {own}." in what["about"]
+        assert f"Character {MARKED + 1} is" in what["about"] and f"gave it a probability of {own}." in what["about"]
         assert sum(own in item for item in what["next"]) == 1
 
     model(torch.tensor([ids[:-1]]), pos=torch.arange(len(ids) - 1))
@@ -465,6 +465,11 @@ def test_a_mistake_in_the_form_leaves_the_lesson_alive(seen, model):
 def test_the_third_step_answers_by_itself_and_the_text_follows_the_window(seen):
     assert "its own column alone changes" in seen["past"]["straight"]
     assert seen["past"]["scrolled"]
+
+
+def test_back_returns_to_the_moment(seen):
+    before, after, verdict = seen["past"]["back"]
+    assert before == after and after[0] == "3" and verdict.startswith("Character ")
 
 
 def test_a_click_on_an_early_character_pauses_the_run(seen):

@@ -304,6 +304,7 @@ await visit(plan.site + "#step-2", async (page) => {
 
   await page.click("[data-times='8']");
   await page.click("[data-times='40']");
+  await drawn(page);
   seen.nextInRace = await page.locator("#to-step-3").isVisible();
   seen.race = await result(page);
   seen.race.said = await page.locator("#time-off, #time-on, #speeds").allTextContents();
@@ -395,6 +396,20 @@ await visit(plan.site + "#step-3", async (page) => {
     const [pane, newest] = ["#text", "#text .fresh"].map((each) => document.querySelector(each).getBoundingClientRect());
     return document.getElementById("text").scrollTop > 0 && newest.top >= pane.top && newest.bottom <= pane.bottom;
   });
+});
+
+// the browser's Back returns to the moment, and not only to the address
+await visit(plan.site + "#step-3", async (page) => {
+  const where = () => page.evaluate(() => [document.body.dataset.step, location.search]);
+  await page.click("[data-guess=all]");
+  await said(page, "#change-verdict");
+  await page.waitForFunction(() => location.search.includes("change="));
+  const before = await where();
+  await page.click('nav a[href="#step-4"]');
+  await page.waitForFunction(() => document.body.dataset.step === "4" && location.search.includes("mistake="));
+  await page.goBack();
+  await page.waitForFunction(() => document.body.dataset.step === "3" && location.search.includes("change="));
+  seen.past.back = [before, await where(), await said(page, "#change-verdict")];
 });
 
 // moments that a teacher links to, and what their addresses become
