@@ -70,7 +70,7 @@ FOLDS = [(1280, 720, ""), (1280, 590, ""), (1366, 625, ""), (1280, 720, "?projec
 MOMENTS = {
     "?at=30&layer=2&head=3#step-1": (30, ["1", "2"]),
     "?at=30&layer=1&head=2&take=4#step-1": (30, ["0", "1"]),
-    "?layer=2&change=12#step-3": (48, ["1", "0"]),
+    "?layer=2&change=12&to=q#step-3": (48, ["1", "0"]),
     "?layer=2&mistake=mask#step-4": (CONTEXT, ["1", "0", "mask"]),
 }
 
@@ -483,7 +483,7 @@ def test_the_address_holds_the_moment(seen, i):
     assert (length, look) == MOMENTS[wanted]
     # what a step begins with anyway is not in the address
     assert set(address.split("#")[0].strip("?").split("&")) <= set(wanted.split("#")[0].strip("?").split("&"))
-    for name in ("at=", "take=", "change=", "mistake="):
+    for name in ("at=", "take=", "change=", "to=", "mistake="):
         assert (name in address) == (name in wanted)
 
 
