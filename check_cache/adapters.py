@@ -20,7 +20,7 @@ def adapter_of(model, parts):
     if not parts and model is not None:
         parts = {name: getattr(model, name) for name in (*NEEDED, *OPTIONAL) if hasattr(model, name)}
         for name, argument in TAKES.items():  # the object may have a method of that name for another purpose
-            if name in parts and argument not in names_of(parts[name]):
+            if name in parts and not asks_for(parts[name], argument):
                 del parts[name]
         if not {*NEEDED} <= {*parts}:
             if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
@@ -88,11 +88,14 @@ class Adapter:
 
 def on_cache(cache, name, *args):
     """Call a method of a cache, which may not have it."""
+    if not hasattr(cache, name):
+        raise NotImplementedError(f"the cache has no {name}")
     try:
         return getattr(cache, name)(*args)
-    except AttributeError as error:  # a cache of transformers asks each of its layers
-        missing = first_line(error) if hasattr(cache, name) else f"the cache has no {name}"
-        raise NotImplementedError(missing) from None
+    except AttributeError as error:
+        if type(cache).__module__.partition(".")[0] == "transformers":  # it asks each of its layers
+            raise NotImplementedError(first_line(error)) from None
+        raise
 
 
 class Functions(Adapter):
@@ -101,8 +104,8 @@ class Functions(Adapter):
     def __init__(self, model, parts):
         self.parts, self.modules = parts, find_modules(model, *parts.values())
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
-        self.kinds = ("own", "static") if "kind" in names_of(parts["new"]) else ("own",)
-        self.takes_mask, self.full_takes_mask = ("mask" in names_of(parts[name]) for name in ("step", "full"))
+        self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
+        self.takes_mask, self.full_takes_mask = (asks_for(parts[name], "mask") for name in ("step", "full"))
         for name in ("reorder", "reset", "fork"):
             if name in parts:
                 setattr(self, name, parts[name])
@@ -131,17 +134,24 @@ class Functions(Adapter):
 
 
 def names_of(function):
-    """Return the parameters of a function, {name: inspect.Parameter}. A module gets what it needs and no more."""
+    """Return the names of the arguments of a function, or None if it takes them in order: a module, or *args."""
     try:
-        return {} if isinstance(function, nn.Module) else inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins have none
-        return {}
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return None
+    if isinstance(function, nn.Module) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def asks_for(function, name):
+    return name in (names_of(function) or [])
 
 
 def call(function, needed, optional):
     """Call a function with the arguments that it names. The rest of `needed` goes to its others, in order."""
     names = names_of(function)
-    if not names or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.values()):
+    if names is None:
         return function(*needed.values())
     rest = [value for name, value in needed.items() if name not in names]
     given = {name: value for name, value in {**needed, **optional}.items() if name in names}

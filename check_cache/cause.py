@@ -126,14 +126,13 @@ def compare_contents(truth, read, right, row, places, used, new):
     what, be = " and ".join(wrong), "are" if len(wrong) > 1 else "is"
     position = places[i, slot].item()
     whose = f"row {row[i]}, position {position}"
-    heads = sum(truth.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
-    owner = find_owner(truth, right, wrong, heads, slot, row[i].item(), position, not kept)
     if close := distance_if_close(truth, wrong, slot):
         if not kept and "rounded to" not in close:
             text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or of a wrong input"
             return Cause("arrival", text)
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
-    if owner:
+    heads = sum(truth.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
+    if owner := find_owner(truth, right, wrong, heads, slot, row[i].item(), position, not kept):
         return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
     if kept:
         text = "but holds what no token gave: it was changed later, or is a rejected guess"

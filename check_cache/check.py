@@ -63,27 +63,27 @@ def check_cache(
 
     modules = decoder.modules
     device = torch.device(device or next((p.device for module in modules for p in module.parameters()), "cpu"))
-    run = partial(run_all, decoder, ways=chosen, length=length, dtype=dtype, kinds=caches or decoder.kinds, seed=seed)
     draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad(), device:
-        with changed(modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
+
+    def run(weights):
+        with torch.no_grad(), device, changed(modules, weights):
             for module in modules:
                 module.eval().to(device)
-            results, fault, packed = run()
-        if packed:
-            with changed(modules, lambda tensor: tensor.data.to(device, dtype)):
-                for module in modules:
-                    module.eval().to(device)
-                results, fault, _ = run()
-            note = f"the step reads a copy of {packed} from before the check, so we did not perturb the weights"
-            results.append(Result("perturbed weights", "any", None, "not run", note))
+            return run_all(decoder, chosen, length, dtype, caches or decoder.kinds, seed)
+
+    results, fault, packed = run(lambda tensor: revealing(tensor, dtype, draw).to(device))
+    if packed:
+        results, fault, _ = run(lambda tensor: tensor.data.to(device, dtype))
+        note = f"the step reads a copy of {packed} from before the check, so we did not perturb the weights"
+        results.append(Result("perturbed weights", "any", None, "not run", note))
     if not modules:
         note = "no module leads to the weights: pass it as model="
         results.append(Result("perturbed weights, float64", "any", None, "not run", note))
     if decoder.window and length < 2 * decoder.window:
         why = f"takes a length of {3 * decoder.window}"
         results.append(Result(f"past the window of {decoder.window}", "any", None, "not run", why))
-    title = f"{type(model or full).__name__}: texts of {length} tokens, up to 8 rows, {str(dtype)[6:]} on {device}"
+    name = type(model).__name__ if model is not None else type(modules[0]).__name__ if modules else "a decoder"
+    title = f"{name}: texts of {length} tokens, up to 8 rows, {str(dtype)[6:]} on {device}"
     beyond = f"more than {length} tokens or 8 rows, other dtypes, rows of different lengths without padding"
     return Report(title, results, fault, beyond)
 
@@ -111,12 +111,12 @@ def run_all(decoder, ways, length, dtype, kinds, seed):
                 continue
             if packed := find_packed(truth, kind):
                 return results, None, packed
+            fair = truth
             if kind == "quantized":
-                truth = truth.loosened(
-                    run_way(truth, Result("decode", kind, attention), ways_for(None, length)["decode"])
-                )
+                plain = ways_for(decoder.window, length)["decode"]
+                fair = truth.loosened(run_way(truth, Result("decode", kind, attention), plain))
             for name, way in ways.items():
-                results.append(run_way(truth, Result(name, kind, attention), way))
+                results.append(run_way(fair, Result(name, kind, attention), way))
         ways = {name: way for name, way in ways.items() if name in SECOND}
     return results, None, None
 

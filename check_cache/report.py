@@ -67,10 +67,9 @@ class Report:
         for status, label in (("wrong", "WRONG  "), ("right", "right  "), ("not run", "not run")):
             groups = {}  # the results that have the same cause, up to rows and positions
             for result in self.results:
+                cause = re.sub(r"\d+", "", str(result.why))
                 if result.status == status:
-                    groups.setdefault((result.place, result.layer, re.sub(r"\d+", "", str(result.why))), []).append(
-                        result
-                    )
+                    groups.setdefault((result.place, result.layer, cause), []).append(result)
             for (place, _, _), results in groups.items():
                 ways = ", ".join(result.way for result in results)
                 lines.append(f"{label}  {ways}, {place}" + (f": {results[0]}" if results[0].why else ""))

@@ -96,10 +96,15 @@ def in_a_dict(model):
 
 def other_names(model):
     """The arguments that a decoder needs have names of its own."""
-    return functions(model, new=lambda n, room: Cache(), step=lambda x, kv, pos: model(x, kv, None, pos))
+    return functions(model, new=lambda n, room: Cache(), step=lambda x, kv=None, *, pos: model(x, kv, None, pos))
 
 
-@pytest.mark.parametrize("adapter", [functions, without_module, inside, in_a_dict, other_names])
+def no_names(model):
+    """A cache that grows needs neither rows nor length, and a step may take anything else."""
+    return functions(model, new=lambda: Cache(), step=lambda ids, cache, pos, **rest: model(ids, cache, None, pos))
+
+
+@pytest.mark.parametrize("adapter", [functions, without_module, inside, in_a_dict, other_names, no_names])
 def test_functions_are_an_adapter(adapter, monkeypatch):
     modes = ["decode", "chunks of 3", "rollback", "reorder", "reset", "prefix"]
     report = check_cache(**adapter(Decoder()), modes=modes)

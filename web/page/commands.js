@@ -1,5 +1,5 @@
 // What the page can ask for. Each command gets { isStopped, delay } and the arguments of the call.
-import { fetcher, part } from "./files.js";
+import { fetched, part } from "./files.js";
 import {
   begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
 } from "./generate.js";
@@ -14,7 +14,6 @@ let about, table, run;
 export const COMMANDS = {
   /** Load everything. Returns model.json. */
   async load() {
-    const fetched = fetcher((received, total) => postMessage({ event: "loading", received, total }));
     const files = ["model.json", RUNTIME, "model.onnx.gz", "ngrams.bin.gz"];
     const arriving = files.map((name) => part(name, () => fetched(name)));
     const module = part("ort/ort.wasm.min.mjs", () => import("./ort/ort.wasm.min.mjs"));

@@ -24,14 +24,13 @@ export function downloader(onProgress) {
   };
 }
 
-/** In the worker: return (name) => bytes of a file of the page, an ArrayBuffer. */
-export function fetcher() {
-  return (name) =>
-    new Promise((resolve) => {
-      const { port1, port2 } = new MessageChannel();
-      port1.onmessage = ({ data }) => resolve(unpacked(name, data)); // if it cannot be fetched, the page ends the worker
-      postMessage({ event: "file", name }, [port2]);
-    });
+/** In the worker: return the bytes of a file of the page, an ArrayBuffer. */
+export function fetched(name) {
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = ({ data }) => resolve(unpacked(name, data)); // if it cannot be fetched, the page ends the worker
+    postMessage({ event: "file", name }, [port2]);
+  });
 }
 
 /** Return the bytes of a Blob. A gzip file is unpacked here, because a plain server does not say that it is packed. */
