@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -215,6 +216,30 @@ def test_every_command_runs_in_a_fresh_copy(file, tmp_path):
         for command, message in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", content, flags=re.MULTILINE):
             result = bash(command.replace("python ", "command python "))
             assert result.returncode != 0 and (result.stdout, result.stderr) == ("", message), command
+
+
+@pytest.mark.slow
+def test_the_first_command_and_the_edit_that_breaks_the_cache_print_what_the_readme_shows(tmp_path):
+    readme = read(ROOT / "README.md")
+    (_, commands), *_ = blocks(readme, "sh")
+    (_, right), (_, wrong) = [block for block in blocks(readme, "text") if "sample.py: verify:" in block[1]]
+    folder = shutil.copytree(ROOT, tmp_path / "kvgpt", ignore=shutil.ignore_patterns(".*", "out", "node_modules"))
+
+    def compare(shown, exit_code):
+        """The text begins as shown, and the first line about --verify is the one shown, but for its logits."""
+        command = [sys.executable, *shlex.split(commands.splitlines()[-1])[1:]]
+        result = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
+        text, verdict = shown.split("...\n")
+        assert result.returncode == exit_code, result.stderr
+        assert result.stdout.startswith(text)
+        assert verdict.splitlines()[0].partition(". Logits")[0] in result.stderr
+
+    compare(right, 0)
+    start, addition = re.search(r"begins\s+with `(.*?)`,\s+and\s+add `(.*?)` at\s+its\s+end", readme).groups()
+    before, function, after = read(folder / "model.py").partition("def next_logits(")
+    edited = re.sub(rf"^( *{re.escape(start)}.*)$", lambda line: line[0] + addition, after, count=1, flags=re.MULTILINE)
+    (folder / "model.py").write_text(before + function + edited, encoding="utf-8")
+    compare(wrong, 1)
 
 
 def test_requirements_txt_is_enough_for_the_three_commands():

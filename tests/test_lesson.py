@@ -116,10 +116,11 @@ def test_it_reads_what_prepare_wrote(tmp_path):
         assert text.startswith(lesson.read_text()) and len(lesson.read_text()) == int(0.9 * len(text))
 
 
-def test_the_diff_in_its_readme_is_the_diff():
+def test_the_diff_in_the_two_readmes_is_the_diff():
     before, after = (file.read_text(encoding="utf-8").splitlines() for file in (RECOMPUTE, CACHE))
     lines = [line.rstrip() for line in difflib.unified_diff(before, after, n=1)][2:]  # without the names of the files
     assert block("diff").splitlines() == lines
+    assert block("diff") in (ROOT / "README.md").read_text(encoding="utf-8")
     assert len([line for line in lines if re.match(r"\+.", line)]) <= 17
 
 
