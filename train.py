@@ -11,7 +11,6 @@ Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 """
 
-import importlib.util
 import math
 import os
 import shlex
@@ -255,8 +254,11 @@ def setup(flags, ranks, run):
             f"--batch_size {config.batch_size} does not divide among {ranks.world_size} processes: "
             "choose a multiple of their number"
         )
-    if config.plot and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if config.plot:  # before we train, because the package may be missing or broken
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            raise ValueError(f"--plot needs matplotlib ({first_line(error)}): pip install matplotlib") from None
     device = ranks.pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
 

@@ -20,7 +20,6 @@ import json
 import os
 
 import numpy as np
-import requests
 from tqdm import tqdm
 
 from kvgpt.cli import Parser, fail, note, number, one_line_errors, path, run_main
@@ -42,6 +41,8 @@ def download(url):
 
     Raises OSError, like all errors of requests, or ValueError if the response is not the text.
     """
+    import requests  # here, because --input works without it
+
     with requests.get(url, stream=True, timeout=TIMEOUT) as response:
         response.raise_for_status()
         if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
@@ -162,7 +163,11 @@ def parse_args():
     size_help = "vocabulary size of --tokenizer bpe (default: 512)"
     parser.add_argument("--vocab_size", type=number(int, f"[256, {2**20}]"), metavar="N", help=size_help)
     parser.add_argument("--force", action="store_true", help="download again even if the files exist")
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        file = unknown[0]
+        hint = f"; to prepare it, type --input {file}" if Path(file).is_file() else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
     if args.hold_out and args.tokenizer:
@@ -196,7 +201,7 @@ def main():
     # download, or fall back to the stand-in for tiny Shakespeare
     try:
         raw = download(source)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         if args.url or same_text:
             fail(f"cannot download {source}: {reason(error)}; nothing was changed")
         note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
