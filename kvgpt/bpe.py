@@ -7,8 +7,9 @@ from tqdm import tqdm
 from kvgpt.cli import first_line
 
 PIECE = 2**16  # characters per call, because the tokenizer's time and memory grow faster than the text
-# A piece ends after a line that is not empty, if no white space follows. GPT-2's tokens end there too.
-PIECE_END = re.compile(r"(?<=\S\n)(?=\S)")
+# A piece ends where GPT-2's tokens end too: after a line that is not empty, or before a single space. Text without
+# either, such as DNA, is cut anywhere.
+PIECE_END = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)|(?<=\S{1000})")
 
 
 def library():
@@ -53,7 +54,7 @@ class BPETokenizer:
         pieces, ids = pieces_of(text), []
         try:
             for piece in tqdm(pieces, desc="tokenize", unit="piece", disable=None, delay=2):
-                ids += self.tokenizer.encode(piece).ids
+                ids += self.tokenizer.encode(piece, add_special_tokens=len(pieces) == 1).ids  # only around a prompt
         except Exception as error:
             why = "not UTF-8" if isinstance(error, TypeError) else first_line(error)  # a str of broken bytes
             raise ValueError(f"the tokenizer refuses {text[:40]!r}: {why}") from None
@@ -75,7 +76,7 @@ class BPETokenizer:
 
 
 def pieces_of(text):
-    """Cut the text into pieces of PIECE characters plus the rest of a line. Empty text is one piece."""
+    """Cut the text into pieces of at least PIECE characters. Empty text is one piece."""
     pieces, begin = [], 0
     while end := PIECE_END.search(text, begin + PIECE):
         pieces.append(text[begin : end.start()])
@@ -90,6 +91,9 @@ def train_bpe(text, vocab_size):
     """
     hf = library()
     tokenizer = byte_level(hf.models.BPE())
+    # the time for a word grows with the square of its length, so DNA and the like are cut into words of 1,000 letters
+    cut = hf.pre_tokenizers.Split(hf.Regex(r"\S{1000}"), "isolated")
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.Sequence([cut, tokenizer.pre_tokenizer])
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
