@@ -1,7 +1,7 @@
-# make demo    environment, a text with and without the cache (make compare), a short training run, and a sample of it
-# make test    environment, lint, the fast tests
-# make check   make test, and the slow tests
-# make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, by the python3 that has PyTorch for it
+# make demo    environment, output with and without the cache (make compare), a short training run, and a sample
+# make test    environment, lint, fast tests
+# make check   make test, then the slow tests
+# make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
 BIN = .venv/bin
@@ -28,7 +28,7 @@ $(DEMO)/ckpt.pt: .venv/installed $(SOURCES) | data
 	    --log_interval 100 --out_dir $(DEMO)
 
 compare: .venv/installed
-	@echo; echo "1 of 4: the same prompt without and with the KV cache, by the pretrained model, assets/shakespeare.pt"
+	@echo; echo "1 of 4: the same prompt without and with the KV cache, with the pretrained model, assets/shakespeare.pt"
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --no-kv_cache
 	@echo
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --kv_cache --verify
@@ -36,33 +36,33 @@ compare: .venv/installed
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --draft ngram --compile
 
 demo: compare $(DEMO)/ckpt.pt
-	@echo; echo "3 of 4: a text by the model that was just trained"
+	@echo; echo "3 of 4: a sample from the model you just trained"
 	$(BIN)/python sample.py --out_dir $(DEMO) --device cpu --seed 1 --overflow slide --max_new_tokens 400
-	@echo; echo "4 of 4: try next, for example"
+	@echo; echo "4 of 4: what to try next"
 	@echo '  $(BIN)/python sample.py --prompt "O Romeo, " --explain             every shape on the way through the cache'
-	@echo '  $(BIN)/python sample.py --out_dir $(DEMO) --seed 2               another text by the new model'
-	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: two minutes or more, a better text'
+	@echo '  $(BIN)/python sample.py --out_dir $(DEMO) --seed 2               another sample from the new model'
+	@echo '  $(BIN)/python train.py --eval_interval 500                       the default model: a few minutes, better text'
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# a process per core, because torch gains little from a second thread in models this small
+# one process per core, because models this small gain little from a second thread
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
-# slow tests run programs with limits of their own, so theirs is longer than the 300 seconds of pyproject.toml
+# slow tests run whole programs, so their limit is longer than the 300 seconds in pyproject.toml
 LONG = --timeout 900
 
 test: lint
 	$(PYTEST) -m "not slow"
 
 check: test
-	@$(MAKE) -s web/node_modules || echo "npm cannot fetch what the page needs: the page is not tested"
-	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: test_hub.py skips a part"
+	@$(MAKE) -s web/node_modules || echo "npm failed: skipping the tests of the web page"
+	@$(MAKE) -s -k tests/hub/node_modules tests/hub/.packages || echo "npm or pip failed: test_hub.py skips some tests"
 	@$(MAKE) -s check_cache/tests/wild/.packages || echo "pip failed: test_wild.py skips"
-	$(PYTEST) -m slow $(LONG) --dist loadfile # a file's tests share what takes long: an exported page, a trained model
+	$(PYTEST) -m slow $(LONG) --dist loadfile # tests of one file share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) $(LONG) tests/test_gpu.py
 
-# not .venv, because a machine with a GPU often has a PyTorch of its own
+# not .venv, because a machine with a GPU usually has its own PyTorch
 gpu:
 	$(PYTHON) tests/gpu_report.py
 
@@ -70,13 +70,13 @@ web/node_modules: web/package-lock.json
 	npm ci --prefix web --no-audit --no-fund
 	@touch $@
 
-# apart from web/node_modules, because transformers.js takes 0.5 GB and the page does not need it
+# outside web/node_modules, because transformers.js takes 0.5 GB and the page does not need it
 tests/hub/node_modules: tests/hub/package-lock.json
 	npm ci --prefix tests/hub --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-# apart from .venv, because Optimum needs transformers 4, and nothing of ours needs the decoders that check_cache is
-# tried on; torch and the like come from .venv
+# outside .venv, because Optimum needs transformers 4, and only test_wild.py needs the decoders that check_cache found
+# bugs in; torch and the like come from .venv
 tests/hub/.packages check_cache/tests/wild/.packages: %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@

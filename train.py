@@ -1,17 +1,16 @@
-"""Train a GPT on the text that data/prepare.py prepared.
+"""Train a GPT on the data that data/prepare.py wrote.
 
     python train.py --eval_interval 500              a size that suits the device
-    python train.py --preset nanogpt-cpu             nanoGPT's CPU size and number of characters
+    python train.py --preset nanogpt-cpu             nanoGPT's CPU settings: its size and number of characters
     python train.py --recipe nanogpt                 nanoGPT's network and optimizer instead of the modern ones
     python train.py --init_from resume               continue the last run in --out_dir
     python train.py --init_from gpt2 --data_dir data/gpt2    finetune the model of a Hugging Face folder
     torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
-Writes out/ckpt.pt (best val loss, which sample.py reads), out/last.pt (latest step, which a resume reads) and
-out/log.csv. On a CPU the same command gives the same weights to the bit, interrupted and resumed or not.
+Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
+a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 """
 
-import importlib.util
 import math
 import os
 import shlex
@@ -45,10 +44,10 @@ from model import GPT, GPTConfig
 
 @lru_cache(maxsize=2)  # a batch can span two epochs
 def window_starts(length, block_size, seed, epoch):
-    """Return the start of every window of an epoch, in random order.
+    """Return where each window of an epoch starts, in random order.
 
-    The offset of the first window is random too. An epoch predicts every token once, except for less than a window at
-    either end of the text.
+    The offset of the first window is random too. An epoch predicts every token once, apart from less than a window at
+    each end of the text.
     """
     rng = np.random.default_rng((seed, epoch))
     offset = rng.integers(min(block_size, length - block_size))
@@ -58,14 +57,14 @@ def window_starts(length, block_size, seed, epoch):
 def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_size=1):
     """Return x and y, `(batch_size / world_size, block_size)` int64: this rank's rows of batch `number` of the run.
 
-    A batch depends on the seed and its number alone, so a resumed run needs no saved random state, and any number of
-    processes sees the same batches.
+    A batch depends only on the seed and its number. So resuming needs no saved random state, and the batches are the
+    same for any number of processes.
     """
     windows_per_epoch = (len(ids) - 1) // block_size
     starts = []
     for i in range(number * batch_size + rank, (number + 1) * batch_size, world_size):
         windows = window_starts(len(ids), block_size, seed, i // windows_per_epoch)
-        # the offset can leave one window fewer; the epoch then repeats its first window
+        # if the offset leaves one window fewer, the epoch repeats its first window
         starts.append(windows[i % windows_per_epoch % len(windows)])
     windows = torch.from_numpy(ids[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int64))
     windows = to_device(windows, device)
@@ -73,7 +72,7 @@ def get_batch(ids, seed, number, batch_size, block_size, device, rank=0, world_s
 
 
 def to_device(tensor, device):
-    """Return a tensor of the CPU on the device. From pinned memory, a GPU copies while it computes."""
+    """Move a CPU tensor to the device. Pinned memory lets a GPU compute while it copies."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -85,7 +84,7 @@ def to_device(tensor, device):
 def train_step(config, data, state, ranks, measure=False):
     """Run one optimizer step: forward and backward per micro-step, clip, update.
 
-    measure  whether to compute the norm of the gradients even if we do not clip them
+    measure  compute the norm of the gradients even if we do not clip them
     Returns this rank's mean loss, a tensor, and the norm, a tensor or None.
     """
     # forward and backward
@@ -95,7 +94,7 @@ def train_step(config, data, state, ranks, measure=False):
         number = state.step * micro_steps + micro_step
         shape, where = (config.batch_size, config.block_size), (state.device, ranks.rank, ranks.world_size)
         x, y = get_batch(data.train, config.seed, number, *shape, *where)
-        if config.dropout:  # like the batches, the masks depend on the seed and the step alone
+        if config.dropout:  # like the batches, the masks depend only on the seed and the step
             sequence = np.random.SeedSequence((config.seed, state.step, micro_step, ranks.rank))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
         ranks.sync_gradients(state.objective, micro_step == micro_steps - 1)
@@ -136,10 +135,10 @@ def val_loss(config, data, state, ranks, limit=None):
 
 
 class StopSignals:
-    """Notes Ctrl-C and SIGTERM, so that train.py can finish its present step before it stops.
+    """Remembers Ctrl-C and SIGTERM, so that train.py can finish the current step before it stops.
 
     received  the number of the first signal, or 0
-    A second Ctrl-C ends the process at once. A second SIGTERM doesn't, because `timeout` sends it twice.
+    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
     """
 
     def __init__(self):
@@ -148,19 +147,19 @@ class StopSignals:
 
     def receive(self, signum, frame):
         self.received = self.received or signum
-        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun passes on a Ctrl-C that everybody got already
+        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun forwards a Ctrl-C that every process got already
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def train(config, data, state, ranks, run, meter, signals):
-    """Train from state.step until max_iters, a stop signal, or the end of patience.
+    """Train from state.step until max_iters, a stop signal, or until patience runs out.
 
-    Returns the number of the stop signal, or 0. Raises Diverged instead of saving weights whose loss is not finite.
+    Returns the number of the stop signal, or 0. Raises Diverged rather than save weights whose loss is not finite.
     """
     signum = 0
     while state.step < config.max_iters and not signum:
         # one step
-        lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon have peaks of their own
+        lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon each have their own peak
         set_lr(state.optimizers, lr_scale)
         number = state.step + 1
         evaluating = number % config.eval_interval == 0 or number == config.max_iters
@@ -186,10 +185,10 @@ def train(config, data, state, ranks, run, meter, signals):
                 run.save_best(state)
             if state.evals_since_best == 3 and not config.patience:
                 meter.bar.write("no better val loss in 3 evaluations: the run may overfit (--patience 3 would stop it)")
-        elif saving:  # did the last update break the weights? The loss above is from before it
+        elif saving:  # the loss above is from before the update, which may have broken the weights
             val_loss(config, data, state, ranks, limit=config.block_size + 1)
         if ranks.is_main:
-            run.log(row | {"seconds": meter.seconds()})  # first, because a resume drops rows after last.pt's step
+            run.log(row | {"seconds": meter.seconds()})  # before last.pt, because a resume drops the rows after its step
             if saving:
                 run.save_latest(state)
             if config.plot and evaluating:
@@ -201,7 +200,7 @@ def train(config, data, state, ranks, run, meter, signals):
 
 
 def sample(config, data, state):
-    """Return a text of 300 new tokens, or as many as fit the context. The run goes on as if we had not asked."""
+    """Return a sample of 300 new tokens, or as many as fit the context. It does not affect the run."""
     tokenizer = data.tokenizer
     start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=state.device)
     return tokenizer.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
@@ -216,15 +215,15 @@ def load_source(init_from, ranks, run):
         return None
     if init_from == "resume":
         if ranks.is_main and run.path.is_dir():
-            run.lock()  # before we read, so that no other run writes meanwhile
+            run.lock()  # before we read, so that no other process writes meanwhile
         return load_checkpoint(run.path / "last.pt")
     if not Path(init_from, "config.json").is_file():
-        raise ValueError(f"{init_from} is no Hugging Face folder: it has no config.json")
+        raise ValueError(f"{init_from} is not a Hugging Face folder: it has no config.json")
     return load_checkpoint(init_from)
 
 
 def load_text(config, source, run):
-    """Return the Dataset of a run. Raises ValueError if it is not the text that `source` was trained on."""
+    """Return the Dataset of a run. Raises ValueError if it does not match the checkpoint that we start from."""
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
     tokenizer = source.build_tokenizer() if source else None
     data = load_dataset(data_dir, config.block_size)
@@ -233,40 +232,43 @@ def load_text(config, source, run):
     same_tokens = tokenizer.state_dict() == data.tokenizer.state_dict()
     if config.init_from == "resume" and not (same_tokens and source.training.get("data_sha256") == data.sha256):
         raise ValueError(
-            f"{data_dir} holds another text than the run in {run.path} was trained on: "
-            "name the folder of that text by --data_dir, or prepare it again"
+            f"the run in {run.path} was trained on different text than {data_dir} holds: "
+            "point --data_dir to that text, or prepare it again"
         )
     if not same_tokens:
         raise ValueError(
-            f"{data_dir} holds other {tokenizer.unit} than the model in {source.path} was trained on: "
-            f"python data/prepare.py --tokenizer {source.path} prepares a text for it"
+            f"the {tokenizer.unit} in {data_dir} are not those of the model in {source.path}: "
+            f"python data/prepare.py --tokenizer {source.path} prepares text for it"
         )
     return data
 
 
 def setup(flags, ranks, run):
-    """Return (config, data, state) of the run that the flags describe. Raises ValueError with one line for the user."""
+    """Return (config, data, state) for the flags. Raises ValueError with one line for the user."""
     # settings
     source = load_source(flags.get("init_from", TrainConfig.init_from), ranks, run)
     on_gpu = ranks.pick_device(flags.get("device", TrainConfig.device)).type == "cuda"
     config = resolve_config(flags, on_gpu=on_gpu, source=source)
     if config.batch_size % ranks.world_size:
         raise ValueError(
-            f"--batch_size {config.batch_size} cannot be shared by {ranks.world_size} processes: "
+            f"--batch_size {config.batch_size} does not divide among {ranks.world_size} processes: "
             "choose a multiple of their number"
         )
-    if config.plot and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if config.plot:  # before we train, because the package may be missing or broken
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            raise ValueError(f"--plot needs matplotlib ({first_line(error)}): pip install matplotlib") from None
     device = ranks.pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
 
-    # threads: we record their number, because it decides the last bits of a sum
+    # threads: recorded in the checkpoint, because their number decides the last bits of a sum
     if ranks.world_size > 1:  # torchrun decides
         config.threads = flags.get("threads")
     else:
         config.threads, cores = config.threads or torch.get_num_threads(), os.cpu_count()
         if "threads" not in flags and cores and config.threads > cores:
-            note(f"the run has {config.threads} threads and this machine {cores} cores: --threads {cores} is faster")
+            note(f"the run uses {config.threads} threads, but this machine has {cores} cores: --threads {cores} is faster")
     if config.threads:
         torch.set_num_threads(config.threads)
 
@@ -275,7 +277,7 @@ def setup(flags, ranks, run):
     try:
         vocab_size = source.model_args["vocab_size"] if source else len(data.tokenizer.vocab)
         model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
-    except ValueError as error:  # it begins with the name of a field, which is a flag
+    except ValueError as error:  # it starts with the name of a field, which is also a flag
         raise ValueError(f"--{error} (--help lists the flags)") from None
     torch.manual_seed(config.seed)
     if source:
@@ -288,15 +290,15 @@ def setup(flags, ranks, run):
     if config.init_from == "resume":
         state.load_training(source)
         if not (run.path / "ckpt.pt").exists():
-            state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation writes new ones
+            state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation saves new ones
     return config, data, state
 
 
 def compile_module(module):
-    """Return torch.compile(module). Without a working compiler, say so and return the module."""
+    """Return torch.compile(module), or print a note and return the module if there is no working compiler."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=next(module.parameters()).device))
-    except Exception as error:  # a missing compiler shows in many ways
+    except Exception as error:  # a missing compiler raises many kinds of errors
         note(f"--compile: no working compiler ({first_line(error)}): training uncompiled")
         return module
     note("--compile: compiling the training step; the first steps take a while")
@@ -304,7 +306,7 @@ def compile_module(module):
 
 
 def describe(config, state, ranks, unit):
-    """Return the first line of a run's output. unit: what tokens are called."""
+    """Return the first line that a run prints. unit is "characters" or "tokens"."""
     more = f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""
     if state.device.type == "cpu" and config.threads:
         more += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
@@ -326,7 +328,7 @@ def main():
         config, data, state = setup(flags, ranks, run)
     if state.step >= config.max_iters:
         print(
-            f"the run in {run.path} is at step {state.step} of {config.max_iters} already: "
+            f"the run in {run.path} is already at step {state.step} of {config.max_iters}: "
             f"--max_iters {2 * state.step} would continue it"
         )
         return
@@ -334,7 +336,7 @@ def main():
         data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
         if not data.ngram_targets:
             unit = data.tokenizer.unit
-            print(f"the text is too long, or has too many distinct {unit}, for n-gram targets: training without")
+            print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
 
     # other processes
     ranks.connect(state.device)

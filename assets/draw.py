@@ -101,7 +101,7 @@ def step():
     for y in (52, 150, 248):
         arrow((250, 150), (270, 150), (270, y), (288, y))
 
-    # the buffers: slots of the positions so far, the new one last
+    # the buffers: one slot per position so far, the new one last
     for y, name in ((128, "key_cache"), (226, "value_cache")):
         arrow((410, y + 22), (438, y + 22))
         parts.append(text(440, y - 8, f"{name}: slots 0 .. 9", "small"))

@@ -8,8 +8,8 @@ from model import GPT
 class SkipInit(TorchFunctionMode):
     """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing.
 
-    Building on torch.device("meta") avoids that work too, but there normal_ imports torch._dynamo, which takes longer
-    than loading the pretrained model.
+    torch.device("meta") would save that work too, but normal_ then imports torch._dynamo, which takes longer than
+    loading the pretrained model.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -18,12 +18,12 @@ class SkipInit(TorchFunctionMode):
 
 
 def blank_model(config):
-    """Return a GPT whose matrices are uninitialized memory, which takes no time."""
+    """Return a GPT whose matrices are uninitialized memory."""
     with SkipInit():
         return GPT(config)
 
 
 def tie(model):
-    """Make head and embedding one matrix again, if the config says so, after each has received its own tensor."""
+    """Make head and embedding one matrix again if the config says so. Loading gave each its own tensor."""
     if model.config.tie_weights:
         model.transformer["wte"].weight = model.lm_head.weight

@@ -1,4 +1,4 @@
-"""Tokens that are words or parts of words: a tokenizer.json, and how to train one. The library tokenizers runs it."""
+"""Tokens that are words or parts of words: read or train a tokenizer.json. The library tokenizers runs it."""
 
 import re
 
@@ -6,13 +6,14 @@ from tqdm import tqdm
 
 from kvgpt.cli import first_line
 
-PIECE = 2**16  # characters that the tokenizer gets at once: its time and memory grow faster than the text
-# A piece ends after a line that is neither empty nor followed by white space. GPT-2's tokens end there too.
-PIECE_END = re.compile(r"(?<=\S\n)(?=\S)")
+PIECE = 2**16  # characters per call, because the tokenizer's time and memory grow faster than the text
+# A piece ends where GPT-2's tokens end too: after a line that is not empty, or before a single space. Text without
+# either, such as DNA, is cut anywhere.
+PIECE_END = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)|(?<=\S{1000})")
 
 
 def library():
-    """Return the library of Hugging Face. Raises ValueError: who trains on characters may not have it."""
+    """Return the library tokenizers. Raises ValueError if it is missing: characters do not need it."""
     try:
         import tokenizers
     except ImportError:
@@ -23,12 +24,12 @@ def library():
 class BPETokenizer:
     """The tokenizer of a tokenizer.json, with the attributes and methods of CharTokenizer.
 
-    Raises ValueError if the content is no tokenizer.json.
+    Raises ValueError if the content is not a tokenizer.json.
     """
 
     unit = "tokens"
     default_prompt = "\n"
-    padding = 127  # some round the rows of their weights up to a multiple of 128
+    padding = 127  # some models pad the vocabulary of their weights to a multiple of 128
 
     def __init__(self, content):
         from_str = library().Tokenizer.from_str
@@ -38,34 +39,34 @@ class BPETokenizer:
             self.tokenizer.no_padding()
             self.ids = self.tokenizer.get_vocab(with_added_tokens=True)
             by_id = {i: token for token, i in self.ids.items()}
-        except Exception as error:  # tokenizers raises Exception itself
+        except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from None
         self.vocab = [by_id.get(i, f"<{i}>") for i in range(max(by_id, default=-1) + 1)]
 
     @property
     def has_characters_only(self):
-        """Whether each token is a character, as in what CharTokenizer.to_json returns."""
+        """Whether every token is a character, as CharTokenizer.to_json writes them."""
         kind = type(self.tokenizer.model).__name__
         return kind == "WordLevel" and set(map(len, self.ids)) == {1} and len(self.ids) == len(self.vocab)
 
     def encode(self, text):
-        """Return the ids of a text as a list. Raises ValueError for a text that has none."""
+        """Return the ids of a text as a list. Raises ValueError if there are none."""
         pieces, ids = pieces_of(text), []
         try:
             for piece in tqdm(pieces, desc="tokenize", unit="piece", disable=None, delay=2):
-                ids += self.tokenizer.encode(piece).ids
+                ids += self.tokenizer.encode(piece, add_special_tokens=len(pieces) == 1).ids  # only around a prompt
         except Exception as error:
             why = "not UTF-8" if isinstance(error, TypeError) else first_line(error)  # a str of broken bytes
             raise ValueError(f"the tokenizer refuses {text[:40]!r}: {why}") from None
         if not ids:
-            raise ValueError(f"the tokenizer makes no token of {text[:40]!r}")
+            raise ValueError(f"the tokenizer finds no tokens in {text[:40]!r}")
         return ids
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def show(self, id):
-        return self.vocab[id] if id < len(self.vocab) else f"<{id}>"  # weights may have more rows than there are tokens
+        return self.vocab[id] if id < len(self.vocab) else f"<{id}>"  # padded weights have more rows than tokens
 
     def state_dict(self):
         return {"tokenizer": self.tokenizer.to_str()}
@@ -75,7 +76,7 @@ class BPETokenizer:
 
 
 def pieces_of(text):
-    """Return the text in pieces of PIECE characters and the rest of a line. An empty text is one piece."""
+    """Cut the text into pieces of at least PIECE characters. Empty text is one piece."""
     pieces, begin = [], 0
     while end := PIECE_END.search(text, begin + PIECE):
         pieces.append(text[begin : end.start()])
@@ -84,12 +85,15 @@ def pieces_of(text):
 
 
 def train_bpe(text, vocab_size):
-    """Return the tokenizer.json of a byte-level BPE, GPT-2's kind, of vocab_size tokens: 256 bytes, and merged pairs.
+    """Return the tokenizer.json of a byte-level BPE like GPT-2's, with vocab_size tokens: 256 bytes and merged pairs.
 
-    The text decides the merges, the commonest pair first. Raises ValueError if not enough pairs come twice.
+    The most frequent pair is merged first. Raises ValueError if too few pairs occur twice.
     """
     hf = library()
     tokenizer = byte_level(hf.models.BPE())
+    # the time for a word grows with the square of its length, so DNA and the like are cut into words of 1,000 letters
+    cut = hf.pre_tokenizers.Split(hf.Regex(r"\S{1000}"), "isolated")
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.Sequence([cut, tokenizer.pre_tokenizer])
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
@@ -97,12 +101,12 @@ def train_bpe(text, vocab_size):
     tokenizer.train_from_iterator(pieces_of(text), trainer)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
-        raise ValueError(f"--vocab_size {vocab_size} is more than the text can fill: at most {size}")
+        raise ValueError(f"--vocab_size {vocab_size} is too large for this text: at most {size}")
     return tokenizer.to_str()
 
 
 def read_tokenizer(path):
-    """Return the tokenizer.json at `path`: the file, or that of a folder, which may have GPT-2's older files instead.
+    """Return the tokenizer.json at `path`, a file or a folder. A folder may have GPT-2's older files instead.
 
     Raises ValueError if there is none.
     """
@@ -119,7 +123,7 @@ def read_tokenizer(path):
 
 
 def read_gpt2_tokenizer(vocab, merges):
-    """Return the tokenizer.json of GPT-2's own two files."""
+    """Return GPT-2's vocab.json and merges.txt as a tokenizer.json."""
     hf = library()
     try:
         tokenizer = byte_level(hf.models.BPE.from_file(str(vocab), str(merges)))
@@ -130,7 +134,7 @@ def read_gpt2_tokenizer(vocab, merges):
 
 
 def byte_level(model):
-    """Return GPT-2's tokenizer around a BPE: a text is cut into words, and words are bytes, so it knows any text."""
+    """Return GPT-2's tokenizer around a BPE. It splits text into words of bytes, so it can encode any text."""
     hf = library()
     tokenizer = hf.Tokenizer(model)
     tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, and read without running any code that a file may hold."""
+"""Checkpoints: written completely or not at all, and read without running any code in them."""
 
 import io
 import math
@@ -20,12 +20,12 @@ PRETRAINED = Path(__file__).resolve().parent.parent / "assets" / "shakespeare.pt
 
 @dataclass
 class Checkpoint:
-    """What is in a checkpoint file, ours or nanoGPT's, or in a Hugging Face folder.
+    """The content of a checkpoint, ours or nanoGPT's, or of a Hugging Face folder.
 
     weights          the state_dict of a GPT
     model_args       the fields of GPTConfig
-    tokenizer_state  its state_dict; None in a nanoGPT checkpoint
-    ngrams           n-gram counts of the training text, for --draft ngram; None if there are none
+    tokenizer_state  the state_dict of the tokenizer; None in a nanoGPT checkpoint
+    ngrams           n-gram counts of the training text, for --draft ngram, or None
     best_val_loss    NaN if unknown
     training         everything else in the file: what train.py needs to resume
     """
@@ -41,23 +41,23 @@ class Checkpoint:
     def build_model(self):
         """Return the GPT on the CPU. Raises ValueError if the weights do not fit model_args, or are not finite.
 
-        It takes over the tensors in `weights` instead of a copy, so that a model is never in memory twice.
+        The model uses the tensors in `weights` without a copy, so it is never in memory twice.
         """
         try:
             model = blank_model(GPTConfig(**self.model_args))
             model.load_state_dict({name: p.float() for name, p in self.weights.items()}, assign=True)
         except (TypeError, ValueError, RuntimeError) as error:
-            *_, why = str(error).strip().splitlines()  # load_state_dict lists what does not fit, a line for each
+            *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
             raise ValueError(f"the weights in {self.path} do not fit its model_args: {why.strip()[:200]}") from None
         tie(model)
         check_finite(model, self.path)
         return model
 
     def build_tokenizer(self):
-        """Return the tokenizer. Raises ValueError if there is none, or if the weights are of another one."""
+        """Return the tokenizer. Raises ValueError if there is none, or if it does not fit the weights."""
         if self.tokenizer_state is None:
-            where = "nanoGPT keeps it in meta.pkl, and sample.py and export.py take --meta meta.pkl"
-            raise ValueError(f"{self.path} has no vocabulary in it: {where}")
+            where = "nanoGPT keeps it in meta.pkl, so pass --meta meta.pkl to sample.py or export.py"
+            raise ValueError(f"{self.path} contains no vocabulary: {where}")
         try:
             tokenizer = tokenizer_from_state(self.tokenizer_state)
         except ValueError as error:
@@ -66,7 +66,7 @@ class Checkpoint:
         return tokenizer
 
     def build_language_model(self):
-        """Return (model in eval mode, its tokenizer). Raises ValueError if the two do not fit together."""
+        """Return (model in eval mode, tokenizer). Raises ValueError if they do not fit together."""
         tokenizer = self.build_tokenizer()
         return self.build_model().eval(), tokenizer
 
@@ -79,23 +79,23 @@ class Checkpoint:
 
 
 def check_finite(model, path):
-    """Raise ValueError if a parameter of a model, which `path` holds, has an infinite number or NaN."""
+    """Raise ValueError if a parameter of the model from `path` is infinite or NaN anywhere."""
     for name, p in model.named_parameters():
         if not torch.isfinite(torch.stack(p.detach().aminmax())).all():
-            raise ValueError(f"{path} has infinite numbers or NaN in {name}: take an older file, or train again")
+            raise ValueError(f"{path} contains infinity or NaN in {name}: use an older file, or train again")
 
 
 def save_checkpoint(path, content):
     """Write `content`, a dict of tensors and plain values, atomically. Raises OSError."""
-    buffer = io.BytesIO()  # because torch.save itself raises errors of many kinds on a full disk
+    buffer = io.BytesIO()  # because torch.save raises many kinds of errors on a full disk
     torch.save(content, buffer)
     write_atomically({path: buffer.getbuffer()})
 
 
 def load_checkpoint(path, meta=None):
-    """Read a checkpoint, ours or nanoGPT's, or a Hugging Face folder, without running code that it may contain.
+    """Read a checkpoint, ours or nanoGPT's, or a Hugging Face folder, without running any code in it.
 
-    meta  the meta.pkl that belongs to a nanoGPT checkpoint, or the tokenizer of one that was trained on GPT-2's tokens
+    meta  for a nanoGPT checkpoint: its meta.pkl, or the tokenizer if it was trained on GPT-2's tokens
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
@@ -105,9 +105,9 @@ def load_checkpoint(path, meta=None):
         weights, model_args, tokenizer_state = read_folder(path)
         return Checkpoint(path, weights, model_args, tokenizer_state)
     if not path.is_file():
-        hint = "train one first (python train.py), or name another"
+        hint = "train one first (python train.py), or pass a different --ckpt"
         if path.name.startswith("gpt2"):
-            hint = f"hf download openai-community/{path.name} --local-dir {path} makes that folder"
+            hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
     tokenizer_state = read_vocabulary(Path(meta)) if meta else None
     try:
@@ -116,7 +116,7 @@ def load_checkpoint(path, meta=None):
         weights = {
             name.removeprefix("_orig_mod."): tensor  # torch.compile adds this prefix
             for name, tensor in content.pop("model").items()
-            if not name.endswith(".attn.bias")  # the causal masks that nanoGPT once saved
+            if not name.endswith(".attn.bias")  # causal masks, which old versions of nanoGPT saved
         }
         in_file = {name: content.pop(name) for name in ("chars", "tokenizer") if name in content} or None
         return Checkpoint(
@@ -129,14 +129,14 @@ def load_checkpoint(path, meta=None):
             training=content,
         )
     except pickle.UnpicklingError:
-        raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: not loaded") from None
+        raise ValueError(f"{path} is damaged, or contains more than tensors and plain values: not loaded") from None
     except Exception as error:  # a damaged file can raise anything
         what = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{path} is no checkpoint of a GPT, or is damaged ({what})") from None
+        raise ValueError(f"{path} is not a checkpoint of a GPT, or is damaged ({what})") from None
 
 
 def check_crc(path):
-    """Raise BadZipFile if a record of a torch.save file does not have its CRC-32, which torch.load does not check."""
+    """Raise BadZipFile if a CRC-32 in a torch.save file is wrong. torch.load does not check them."""
     if zipfile.is_zipfile(path):  # torch before 1.6 wrote other files
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
@@ -144,10 +144,10 @@ def check_crc(path):
 
 
 def pick_checkpoint(ckpt, out_dir):
-    """Return the path of the checkpoint that --ckpt and --out_dir name. None stands for a flag that is not given.
+    """Return the path of the checkpoint for --ckpt and --out_dir, which are None if not given.
 
-    --ckpt may name a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and if
-    nothing has been trained there yet, we take the pretrained model that comes with the code.
+    --ckpt may be a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and fall
+    back to the pretrained model that comes with the code.
     """
     if ckpt and not Path(ckpt).is_dir():
         return Path(ckpt)
@@ -158,7 +158,7 @@ def pick_checkpoint(ckpt, out_dir):
     if ckpt and (folder / "config.json").exists():
         return folder
     if ckpt or out_dir:
-        return folder / "ckpt.pt"  # load_checkpoint says that it is not there
+        return folder / "ckpt.pt"  # load_checkpoint reports that it is missing
     note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
     return PRETRAINED
 
@@ -166,7 +166,7 @@ def pick_checkpoint(ckpt, out_dir):
 def load_model(path, meta=None):
     """Return (model, tokenizer) of a checkpoint: the GPT on the CPU in eval mode, and its tokenizer.
 
-    It takes the same arguments as load_checkpoint, and raises the same errors.
+    The arguments and errors are those of load_checkpoint.
     """
     return load_checkpoint(path, meta).build_language_model()
 

@@ -1,4 +1,4 @@
-"""Files that are whole at every moment, and one writer per folder."""
+"""Files that are complete at every moment, and one writer per folder."""
 
 import errno
 import hashlib
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 def write_atomically(files):
-    """Write {path: bytes}, so that at any moment each path holds its old bytes or its new ones, even after a power cut.
+    """Write {path: bytes}. At any moment, each file is either the old one or the new one, even after a power cut.
 
-    We write everything beside its path first, and rename only when all of it is on the disk. So a full disk leaves the
-    old files alone. Raises OSError.
+    We write temporary files first, and rename them only when all of them are on the disk. So a full disk leaves the old
+    files alone. Raises OSError.
     """
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
@@ -28,7 +28,7 @@ def write_atomically(files):
 
 @contextmanager
 def name_in_errors(path):
-    """Add the path to an OSError inside the block that names no file, such as that of a write to a full disk."""
+    """Add the path to an OSError in the block that names no file, as when a write fills the disk."""
     try:
         yield
     except OSError as error:
@@ -41,9 +41,9 @@ def sha256(content):
 
 
 def lock_folder(folder, name=".lock"):
-    """Lock a folder for this process by a file in it, and return that open file. The end of the process unlocks it.
+    """Lock a folder through a file in it, and return the open file. The lock ends with the process.
 
-    Raises BlockingIOError if another process holds the lock, and OSError if the folder cannot be written.
+    Raises BlockingIOError if another process holds the lock, and OSError if the folder is not writable.
     """
     lock = open(folder / name, "ab")  # noqa: SIM115
     try:
@@ -59,5 +59,5 @@ def lock_folder(folder, name=".lock"):
         lock.close()
         raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
     except OSError:
-        pass  # a file system that has no locks
+        pass  # this file system has no locks
     return lock

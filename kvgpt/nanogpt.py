@@ -1,4 +1,4 @@
-"""For people who come from nanoGPT."""
+"""What helps people who come from nanoGPT: its meta.pkl, and what to type instead of its flags."""
 
 import pickle
 from pathlib import Path
@@ -9,10 +9,10 @@ from kvgpt.cli import first_line, note
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values only, because a pickle runs code through the classes and functions that it names."""
+    """Unpickles plain values only. A pickle can name classes and functions, and unpickling it calls them."""
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a meta.pkl needs plain values only")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, but a meta.pkl needs plain values only")
 
 
 def read_meta(path):
@@ -27,32 +27,31 @@ def read_meta(path):
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 
-INSTEAD = {  # a flag of nanoGPT's scripts that ours do not have: what to type instead
-    "--init_from": "sample.py reads the run in --out_dir, or what --ckpt names; for GPT-2 name its folder: "
-    "--ckpt FOLDER",
+INSTEAD = {  # flags of nanoGPT that we do not have: what to type instead
+    "--init_from": "sample.py loads the run in --out_dir, or --ckpt; for GPT-2 pass its folder: --ckpt FOLDER",
     "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
-    "--eval_iters": "leave it out: an evaluation here is exact, because it takes the whole val split",
+    "--eval_iters": "leave it out: an evaluation is exact here, because it covers the whole val split",
     "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
     "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
-    "--decay_lr": "leave it out, or for a constant learning rate type --lr_decay none",
-    "--backend": "leave it out: several processes take nccl on GPUs and gloo on CPUs",
+    "--decay_lr": "leave it out, or type --lr_decay none for a constant learning rate",
+    "--backend": "leave it out: several processes use nccl on GPUs and gloo on CPUs",
 }
 INSTEAD |= dict.fromkeys(
     ("--wandb_log", "--wandb_project", "--wandb_run_name"),
     "leave it out: log.csv in --out_dir has the curves, and --plot draws them",
 )
-CONFIGS = {  # a config file of nanoGPT: what to type instead
+CONFIGS = {  # config files of nanoGPT: what to type instead
     "train_shakespeare_char.py": "type python train.py --preset gpu --recipe nanogpt, or on a CPU "
     "--preset nanogpt-cpu --recipe nanogpt",
     "finetune_shakespeare.py": "type python train.py --init_from gpt2 --data_dir DIR",
 }
-ANY_CONFIG = "we have no config files: each line of it is a flag here, --name value"
+ANY_CONFIG = "there are no config files here: pass each line of it as a flag, --name value"
 
 
 def refuse_unknown(parser, unknown):
-    """End the script with a line for each argument that its parser does not know; nanoGPT's get what to type instead.
+    """End the script with a line for each unknown argument. For nanoGPT's it says what to type instead.
 
-    unknown  of parser.parse_known_args
+    unknown  from parser.parse_known_args
     """
     hints, unrecognized, previous = [], [], ""
     for word in unknown:

@@ -1,4 +1,4 @@
-"""The settings of train.py: presets, recipes, all flags in one dataclass, and the rules of which one wins."""
+"""The settings of train.py: presets, recipes, all flags in one dataclass, and the rules for which one wins."""
 
 import argparse
 import math
@@ -9,11 +9,11 @@ from pathlib import Path
 from kvgpt.cli import Parser, boolean, number, path
 from model import GPTConfig
 
-# A preset is a size, a context length and a length of training. A recipe is a network and an optimizer. If both name a
-# setting then the preset wins, an override wins over both, and what you write on the command line wins over all.
+# A preset sets the model size, the context and the length of the run. A recipe sets the network and the optimizer. If
+# both have a setting, the preset wins. An override wins over both, and the command line wins over everything.
 #
-# No recipe may win by size: with every preset, the numbers of parameters differ by less than 3%. Rope has no table of
-# positions, so at a context of 256 a small modern network would be smaller than nanoGPT's without a wider MLP.
+# No recipe may win by size: within each preset, the parameter counts differ by less than 3%. RoPE has no table of
+# positions, so at a context of 256 a small modern network needs a wider MLP to be as large as nanoGPT's.
 
 PRESETS = {
     "lecture": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, max_iters=5000),
@@ -21,7 +21,7 @@ PRESETS = {
     "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=3200),
     "laptop": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=2, max_iters=7000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000, dropout=0.2),
-    # a trained model goes on with nanoGPT's settings for GPT-2 on Shakespeare, whatever the recipe
+    # nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
     "finetune": dict(
         batch_size=1,
         gradient_accumulation_steps=32,
@@ -80,12 +80,12 @@ OVERRIDES |= {("gpu", "modern"): dict(max_iters=2000, dropout=0.3)}
 
 
 def defaults(preset, recipe):
-    """Return {name: value} of the settings that a preset and a recipe choose."""
+    """Return {name: value} of the settings that a preset and a recipe set."""
     return RECIPES[recipe] | PRESETS[preset] | OVERRIDES.get((preset, recipe), {})
 
 
 def network(recipe):
-    """Return {name: value} of the fields of GPTConfig that a recipe chooses: the network without its sizes."""
+    """Return {name: value} of the fields of GPTConfig that a recipe sets: the network without its sizes."""
     return {name: value for name, value in RECIPES[recipe].items() if name in MODEL_FLAGS}
 
 
@@ -93,7 +93,7 @@ def network(recipe):
 
 
 def flag(default, kind, help, none=None):
-    """Return a dataclass field that is a flag. kind: an argparse type, or a tuple of choices. none: what None means."""
+    """Return a dataclass field for a flag. kind is an argparse type or a tuple of choices, none is what None means."""
     return field(default=default, metadata=dict(kind=kind, help=help, none=none))
 
 
@@ -104,19 +104,19 @@ fraction = number(float, "[0, 1)")
 
 
 def beginning(text):
-    """An argparse type: where a run begins. The names of OpenAI's models are folders here, if anything."""
+    """An argparse type: where a run starts. gpt2, gpt2-xl and so on have to be folders here."""
     if text.startswith("gpt2") and not Path(text).exists():
         download = f"hf download openai-community/{text} --local-dir {text}"
-        raise argparse.ArgumentTypeError(f"{text}: there is no such folder, and {download} makes it")
+        raise argparse.ArgumentTypeError(f"there is no folder {text}: {download} downloads it")
     return path(text)
 
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. The defaults here are what no preset, recipe or flag decides.
+    """All settings of a run. A default here applies if no preset, recipe or flag sets it.
 
-    If you add one, let its default be what train.py did before: an earlier run that is resumed has this default. If
-    new runs shall have another value, put that into the recipes.
+    If you add a setting, its default must be what train.py did before, because resumed older runs get it. A better
+    value for new runs goes into the recipes.
     """
 
     preset: str = flag(
@@ -126,7 +126,7 @@ class TrainConfig:
     )
     recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: ours, or nanoGPT's")
     init_from: str = flag("scratch", beginning, "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
-    data_dir: str | None = flag(None, path, "folder that data/prepare.py wrote", none="data, beside train.py")
+    data_dir: str | None = flag(None, path, "folder that data/prepare.py wrote", none="data, next to train.py")
     out_dir: str = flag("out", path, "folder for checkpoints and log.csv")
     eval_interval: int = flag(250, positive, "steps between evaluations on the whole val split")
     save_interval: int = flag(250, positive, "steps between writes of last.pt; an evaluation writes it too")
@@ -149,7 +149,7 @@ class TrainConfig:
     zero_init: bool = flag(False, boolean, "every pre-LN block starts as the identity")
     # optimization
     ngram_targets: float | None = flag(
-        None, number(float, "[0, 1]"), "weight of n-grams in the targets at the first step; falls by half", none="off"
+        None, number(float, "[0, 1]"), "weight of n-grams in the targets at the first step; falls to half of it", none="off"
     )
     mtp_weight: float | None = flag(
         None, rate, "weight of the loss for the three tokens after the next at the first step; falls to 0", none="off"
@@ -169,7 +169,7 @@ class TrainConfig:
     beta1: float = flag(0.9, fraction, "AdamW's beta1")
     beta2: float = flag(0.99, fraction, "AdamW's beta2")
     grad_clip: float = flag(1.0, rate, "largest norm of the gradient; 0 turns clipping off")
-    patience: int | None = flag(None, positive, "stop after so many evaluations without a better val loss", none="off")
+    patience: int | None = flag(None, positive, "stop after this many evaluations without a better val loss", none="off")
     # system
     seed: int = flag(1337, number(int, f"[0, {2**63})"), "seed of weights, batches and dropout")
     device: str = flag("auto", str, "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")
@@ -179,7 +179,7 @@ class TrainConfig:
         "dtype of the forward; auto: bfloat16 on a GPU that has it, float16 on other GPUs, float32 on a CPU",
     )
     threads: int | None = flag(
-        None, number(int, "[1, 1024]"), "CPU threads; a resume takes the number of the run", none="PyTorch's choice"
+        None, number(int, "[1, 1024]"), "CPU threads; a resume uses as many as the run did", none="PyTorch's choice"
     )
     compile: bool = flag(False, boolean, "torch.compile the training step")
     plot: bool = flag(False, boolean, "draw loss.png in --out_dir at each evaluation; needs matplotlib")
@@ -189,7 +189,7 @@ class TrainConfig:
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
     def model_args(self):
-        """Return the fields that GPTConfig has too."""
+        """Return the fields that GPTConfig shares."""
         return {name: getattr(self, name) for name in MODEL_FLAGS}
 
 
@@ -199,7 +199,7 @@ CHOSEN = {name for settings in (*PRESETS.values(), *RECIPES.values(), *OVERRIDES
 
 
 def parse_flags(description, argv=None):
-    """Return {name: value} of the flags that were given. resolve_config fills in the rest."""
+    """Return {name: value} of the given flags. resolve_config fills in the rest."""
     parser = make_parser(description)
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -232,7 +232,7 @@ def shown(name, value):
 
 
 def choices():
-    """Return what each preset and recipe chooses, as text for the end of --help."""
+    """Return the settings of each preset and recipe as text for the end of --help."""
     pairs = {f"{preset} with {recipe}": settings for (preset, recipe), settings in OVERRIDES.items()}
     lines = []
     for title, chosen in (("presets", PRESETS), ("recipes", RECIPES), ("a preset with a recipe", pairs)):
@@ -249,19 +249,19 @@ def choices():
 def resolve_config(flags, *, on_gpu, source=None):
     """Return the TrainConfig of a run.
 
-    flags    {name: value} of the flags that were given
+    flags    {name: value} of the given flags
     on_gpu   whether preset "auto" means "gpu"
     source   the Checkpoint of the run to resume, or of the Hugging Face folder to start from; None: from scratch
     Raises ValueError for flags that contradict `source` or each other, and for a checkpoint that cannot be resumed.
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     if flags.get("preset") == "finetune" and source is None:
-        raise ValueError("--preset finetune begins with a trained model: name its Hugging Face folder with --init_from")
+        raise ValueError("--preset finetune starts from a trained model: pass its Hugging Face folder as --init_from")
     if flags.get("init_from") == "resume":
         earlier = saved_config(source)
         fixed = ["preset", "recipe", "optimizer", *MODEL_FLAGS]
         if bool(flags.get("mtp_weight", earlier.mtp_weight)) != bool(earlier.mtp_weight):
-            fixed.append("mtp_weight")  # its layers are in last.pt or they are not, so it cannot be turned on or off
+            fixed.append("mtp_weight")  # last.pt either has its layers or not, so it cannot be turned on or off
         require_unchanged(f"the run in {source.path.parent}", vars(earlier), flags, fixed)
         config = replace(earlier, **flags)
     else:
@@ -270,10 +270,10 @@ def resolve_config(flags, *, on_gpu, source=None):
         config = TrainConfig(**(defaults(preset, recipe) | flags | dict(preset=preset, recipe=recipe)))
         if source:
             network = {name: source.model_args[name] for name in MODEL_FLAGS if name != "dropout"}
-            # all that you can choose is a shorter context
+            # only a shorter context can be chosen
             network["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
             require_unchanged(f"the model in {source.path}", network, flags, network)
-            # a trained model knows more than n-grams do, so n-gram targets and further tokens are off unless you ask
+            # a trained model knows more than n-grams do, so both auxiliary targets are off unless you ask for them
             targets = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
             config = replace(config, **network, **targets)
     if config.min_lr is not None and config.min_lr > config.learning_rate:
@@ -282,7 +282,7 @@ def resolve_config(flags, *, on_gpu, source=None):
 
 
 def require_unchanged(what, settings, flags, fixed):
-    """Raise ValueError if a flag named in `fixed` differs from the settings of an earlier run or model."""
+    """Raise ValueError if a flag in `fixed` differs from the settings of an earlier run or model."""
     for name in fixed:
         if name != "dropout" and flags.get(name, settings[name]) != settings[name]:
             raise ValueError(
@@ -292,11 +292,11 @@ def require_unchanged(what, settings, flags, fixed):
 
 
 def saved_config(source):
-    """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if another program wrote it.
+    """Return the TrainConfig in the Checkpoint of a run. Raises ValueError if train.py did not write it.
 
-    A flag that came later is not in it, and takes its default.
+    Flags that are newer than the run get their defaults.
     """
     saved = source.training.get("config", {})
-    if "recipe" not in saved:  # nanoGPT saves a config, too
-        raise ValueError(f"{source.path} cannot be resumed, because it is no run of this train.py: start a new run")
+    if "recipe" not in saved:  # nanoGPT saves a config too
+        raise ValueError(f"{source.path} cannot be resumed, because this train.py did not write it: start a new run")
     return TrainConfig(**{name: value for name, value in saved.items() if name in FLAGS})

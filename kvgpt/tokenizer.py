@@ -1,13 +1,13 @@
-"""Text to token ids and back. A token is a character; kvgpt/bpe.py has tokens that are words or parts of words."""
+"""Text to token ids and back. Here a token is a character, and in kvgpt/bpe.py a word or a part of a word."""
 
 
 class CharTokenizer:
-    """Token i is the i-th character. Raises ValueError if a character comes twice.
+    """Token i is the i-th character. Raises ValueError if a character occurs twice.
 
     vocab           the characters in the order of their ids
     unit            what messages call tokens
-    default_prompt  the text that stands for an empty prompt
-    padding         rows without a token that weights may have
+    default_prompt  used instead of an empty prompt
+    padding         how many rows more than tokens the weights may have
     """
 
     unit = "characters"
@@ -17,11 +17,11 @@ class CharTokenizer:
         self.vocab = chars
         self.ids = {char: i for i, char in enumerate(chars)}
         if not chars or len(self.ids) < len(chars):
-            raise ValueError(f"a list of {len(chars)} characters with {len(self.ids)} different characters is damaged")
+            raise ValueError(f"the vocabulary is damaged: of its {len(chars)} characters only {len(self.ids)} are distinct")
         self.default_prompt = "\n" if "\n" in self.ids else chars[0]
 
     def encode(self, text):
-        """Return the ids of a text as a list. Raises ValueError for a character that the vocabulary lacks."""
+        """Return the ids of a text as a list. Raises ValueError for characters outside the vocabulary."""
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
             raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {self.vocab[:200]!r}")
@@ -31,11 +31,11 @@ class CharTokenizer:
         return "".join([self.vocab[i] for i in ids])
 
     def show(self, id):
-        """Return a token as messages show it."""
+        """Return a token as shown in messages."""
         return self.vocab[id]
 
     def state_dict(self):
-        """Return what files keep of the tokenizer: tokenizer_from_state makes it again."""
+        """Return what checkpoints save, for tokenizer_from_state."""
         return {"chars": self.vocab}
 
     def to_json(self):
@@ -49,7 +49,7 @@ class CharTokenizer:
 
 
 def check_vocab_size(tokenizer, vocab_size, path):
-    """Raise ValueError unless weights with vocab_size tokens, read from `path`, can belong to this tokenizer."""
+    """Raise ValueError unless the weights from `path`, with vocab_size tokens, fit this tokenizer."""
     if not 0 <= vocab_size - len(tokenizer.vocab) <= tokenizer.padding:
         raise ValueError(
             f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
@@ -58,14 +58,14 @@ def check_vocab_size(tokenizer, vocab_size, path):
 
 
 def tokenizer_from_state(state):
-    """Return the tokenizer whose state_dict a file holds. Raises ValueError."""
+    """Return the tokenizer for a state_dict. Raises ValueError."""
     return tokenizer_from_json(state["tokenizer"]) if "tokenizer" in state else CharTokenizer(state["chars"])
 
 
 def tokenizer_from_json(content):
     """Return the tokenizer of a tokenizer.json: a CharTokenizer if its tokens are single characters.
 
-    Raises ValueError if the content is no tokenizer.json.
+    Raises ValueError if the content is not a tokenizer.json.
     """
     from kvgpt.bpe import BPETokenizer
 

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 OUT = ROOT / "out" / "gpu"
-LINES = 40  # the report shows so many from the end of a part's output
+LINES = 40  # of each part's output, the report shows the last ones
 
 BENCH = ["bench.py", "--device", DEVICE, "--repeats", "3", "--variants", "uncached", "eager", "hf"]
 SHAPES = ["--shapes", "4/4/128/256", "6/6/384/256", "12/12/768/1024"]
@@ -60,7 +60,7 @@ def main():
     args = parser.parse_args()
     if DEVICE == "cuda" and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} finds no CUDA device here: run this where it does")
-    shutil.rmtree(OUT, ignore_errors=True)  # figures of an earlier report must not pass for new ones
+    shutil.rmtree(OUT, ignore_errors=True)  # old figures must not pass for new ones
     OUT.mkdir(parents=True)
     if not (ROOT / "data" / "train.bin").exists():
         subprocess.run([sys.executable, ROOT / "data" / "prepare.py"], check=True)

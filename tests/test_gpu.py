@@ -32,7 +32,7 @@ DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 ON_GPU = DEVICE != "cpu"
 pytestmark = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = "--n_layer 2 --n_head 4 --n_embd 64 --block_size 64 --batch_size 16 --eval_interval 25".split()
-needs_float16 = pytest.mark.skipif(not ON_GPU, reason="float16 trains on CUDA only")
+needs_float16 = pytest.mark.skipif(not ON_GPU, reason="float16 needs CUDA to train")
 
 # -- training ----------------------------------------------------------------------------------------------------------
 

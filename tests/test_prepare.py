@@ -1,4 +1,4 @@
-"""data/prepare.py: what it writes, when it does nothing, and every way in which a text can be bad or out of reach.
+"""data/prepare.py: what it writes, when it does nothing, and every way in which text can be bad or out of reach.
 
 The network is a server on 127.0.0.1. Nothing leaves the machine.
 """
@@ -8,6 +8,7 @@ import http.server
 import json
 import shutil
 import subprocess
+import sys
 import threading
 from hashlib import sha256
 from pathlib import Path
@@ -185,11 +186,12 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
     [
         ("--input in.txt", "caf\xe9 au lait\n".encode("latin-1"), ["in.txt is not UTF-8 (byte 3"]),
         ("--input in.txt", b"", ["in.txt is empty"]),
-        ("--input none.txt", BODY, ["No such file", "none.txt"]),
+        ("--input none.txt", BODY, ["none.txt: No such file"]),
+        ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare it, type --input in.txt"]),
         ("--hold_out --data_dir none", BODY, ["none", "run python data/prepare.py first"]),
-        ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is more than", "at most"]),
+        ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is too large", "at most"]),
         ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
-        ("--input in.txt --vocab_size 300", BODY, ["--vocab_size goes with --tokenizer bpe"]),
+        ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
         ("--input in.txt --tokenizer none", BODY, ["none has no tokenizer"]),
         ("--input in.txt --tokenizer old", BODY, ["old has no tokenizer", "there is no", "tokenizer.json"]),
         ("--input in.txt --tokenizer in.txt", BODY, ["tokenizer cannot be read"]),
@@ -203,6 +205,12 @@ def test_a_mistake_is_one_line_and_changes_nothing(flags, raw, words, call, text
     assert_refused(call("--data_dir", "old", *flags.split()), tmp_path, before, *words)
 
 
+def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "requests", None)  # importing it raises an ImportError
+    ok(call("--input", text, "--data_dir", tmp_path / "mine"))
+    assert_one_line(call("--url", CLOSED, "--data_dir", tmp_path / "mine"), f"cannot download {CLOSED}", "requests")
+
+
 def test_one_process_at_a_time_writes_to_a_folder(call, text, old):
     before = tree(old)
     with lock_folder(old):
@@ -214,7 +222,7 @@ def test_one_process_at_a_time_writes_to_a_folder(call, text, old):
 
 
 def test_a_url_is_asked_for_again_only_if_it_must_be(call, server, old):
-    """If it is another one, if a file is damaged, or with --force."""
+    """If the URL differs, if a file is damaged, or with --force."""
 
     def assert_asked(num_times, *flags):
         ok(call("--data_dir", old, "--url", *flags))
@@ -261,8 +269,8 @@ def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path
 
 
 def test_what_is_not_the_corpus_is_not_taken_for_it(call, server, tmp_path):
-    """Otherwise the figures of the README would be those of another text."""
+    """Otherwise the figures in the README would be for the wrong text."""
     server.answer = 200, {}, BODY[:-1] + b"!"
     result = ok(call("--data_dir", tmp_path, CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()))
-    assert "are not tiny Shakespeare" in result.stderr
+    assert "is not tiny Shakespeare" in result.stderr
     assert_holds(tmp_path, SAMPLE.read_bytes(), prepare.STAND_IN)

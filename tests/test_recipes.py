@@ -193,5 +193,5 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe):
     assert config.block_size == 256
     with pytest.raises(ValueError, match="--block_size 2048 conflicts with the model in gpt2"):
         resolve_config(dict(init_from="gpt2", block_size=2048), on_gpu=False, source=source)
-    with pytest.raises(ValueError, match=r"--preset finetune begins with a trained model: .* --init_from"):
+    with pytest.raises(ValueError, match=r"--preset finetune starts from a trained model: .* --init_from"):
         resolve_config(dict(preset="finetune"), on_gpu=False)

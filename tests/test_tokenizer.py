@@ -135,7 +135,7 @@ def test_a_damaged_tokenizer_is_one_line(content):
 
 
 def test_a_text_without_tokens_or_of_broken_bytes_is_one_line():
-    with pytest.raises(ValueError, match="makes no token of ''"):
+    with pytest.raises(ValueError, match="finds no tokens in ''"):
         BPE.encode("")
     with pytest.raises(ValueError, match=r"'ab\\udcff' is not UTF-8|refuses 'ab\\udcff': not UTF-8"):
         BPE.encode(b"ab\xff".decode("utf-8", "surrogateescape"))

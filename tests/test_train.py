@@ -268,15 +268,15 @@ DAMAGE = [  # a file of the data, how it changes, and what the line says
     ("train.bin", lambda raw: raw[::-1], "train.bin has changed"),
 ]
 MISTAKES = [  # flags, and what the line says
-    ("--block_size 100000", "a context of 100000 needs 100001: choose a longer text or a smaller --block_size"),
+    ("--block_size 100000", "a context of 100000 needs 100001: use a longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "--n_embd=65: must be a multiple of n_head=4"),
-    ("--dtype float16", "--dtype float16 trains on CUDA only"),
+    ("--dtype float16", "--dtype float16 needs CUDA to train"),
     ("--device nonsense", "--device nonsense cannot be used here"),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
-    ("--init_from out/none", "out/none is no Hugging Face folder"),
+    ("--init_from out/none", "out/none is not a Hugging Face folder"),
     ("--data_dir none", "meta.json is missing; run python data/prepare.py first"),
     ("--data_dir train.py", "cannot read the data: train.py"),
-    ("--plot", "--plot needs matplotlib: pip install matplotlib"),
+    ("--plot", "pip install matplotlib"),
 ]
 
 
@@ -296,7 +296,7 @@ def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_openais_models_are_folders_here_and_a_line_makes_them(tmp_path):
+def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
     result = here("--init_from=gpt2-xl", "--out_dir", tmp_path / "out")
     assert_one_line(result, "hf download openai-community/gpt2-xl --local-dir gpt2-xl", code=2)
     assert not (tmp_path / "out").exists()

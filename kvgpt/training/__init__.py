@@ -1,1 +1,1 @@
-"""What train.py needs: the text, the objective, the optimizers, the state and the folder of a run, processes."""
+"""What train.py needs: data, objective, optimizers, the state and the folder of a run, several processes."""

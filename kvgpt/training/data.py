@@ -1,4 +1,4 @@
-"""The prepared text: train.bin and val.bin hold token ids, meta.json the vocabulary and SHA-256 hashes."""
+"""The training data: token ids in train.bin and val.bin, vocabulary and SHA-256 hashes in meta.json."""
 
 import json
 import math
@@ -12,12 +12,12 @@ from kvgpt.tokenizer import tokenizer_from_state
 
 @dataclass
 class Dataset:
-    """A prepared text.
+    """The training data of a run.
 
     tokenizer   a CharTokenizer or a BPETokenizer
     train, val  arrays of ids
-    sha256      of train.bin and val.bin, by split
-    val_bytes   of the val text in UTF-8; None if tokens are characters
+    sha256      the hashes of train.bin and val.bin, by split
+    val_bytes   the length of the val text in UTF-8; None if tokens are characters
     """
 
     tokenizer: object
@@ -28,7 +28,7 @@ class Dataset:
     ngram_targets: object = None  # objective.NgramTargets of train, if the run uses them
 
     def bits_per_byte(self, loss):
-        """Return the loss over val, nats per token, in a unit that does not depend on the tokens."""
+        """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
         return loss / math.log(2) * len(self.val) / self.val_bytes
 
 
@@ -40,9 +40,9 @@ def id_type(tokenizer):
 def load_dataset(data_dir, block_size):
     """Return the Dataset in data_dir, a Path.
 
-    Raises ValueError if files are missing or damaged, or if the train text is too short for a context of block_size.
+    Raises ValueError if files are missing or damaged, or if the train split is too short for a context of block_size.
     """
-    # read all of it, because the file may be written again while we train
+    # read everything into memory, because the files may be replaced while we train
     meta_file = data_dir / "meta.json"
     try:
         meta = json.loads(meta_file.read_bytes())
@@ -52,7 +52,7 @@ def load_dataset(data_dir, block_size):
         hashes = {name: sha256(content) for name, content in {**raw, kind: content.encode()}.items()}
         changed = [name for name in hashes if recorded[name] != hashes[name]]
     except FileNotFoundError as error:
-        hint = "run python data/prepare.py first, or give another --data_dir"
+        hint = "run python data/prepare.py first, or pass a different --data_dir"
         raise ValueError(f"no data: {error.filename} is missing; {hint}") from None
     except OSError as error:
         raise ValueError(f"cannot read the data: {error.filename}: {error.strerror}") from None
@@ -67,25 +67,25 @@ def load_dataset(data_dir, block_size):
     for split, ids in (("train", train), ("val", val)):
         if len(ids) and ids.max() >= len(tokenizer.vocab):
             raise ValueError(
-                f"{data_dir / split}.bin has the id {ids.max()}, and {meta_file} a vocabulary of "
+                f"{data_dir / split}.bin contains the id {ids.max()}, but {meta_file} has only "
                 f"{len(tokenizer.vocab):,} {tokenizer.unit}: run data/prepare.py again"
             )
     if len(train) < block_size + 1:
         raise ValueError(
-            f"the train text has {len(train)} {tokenizer.unit}, and a context of {block_size} needs {block_size + 1}: "
-            "choose a longer text or a smaller --block_size"
+            f"the train split has {len(train)} {tokenizer.unit}, but a context of {block_size} needs {block_size + 1}: "
+            "use a longer text or a smaller --block_size"
         )
     return Dataset(tokenizer, train, val, {split: hashes[split] for split in raw}, meta.get("val_bytes"))
 
 
 def write_prepared(data_dir, tokenizer, train, val, source, text, **more):
-    """Write the files of a text into data_dir, a Path: all of them or none.
+    """Write the training data into data_dir, a Path: all files or none.
 
     train, val  arrays of ids, of id_type(tokenizer)
-    source      where the text is from
+    source      where the text comes from
     text        its bytes, UTF-8
-    more        further entries of meta.json
-    Raises OSError, which is a BlockingIOError if another process is writing there.
+    more        additional entries for meta.json
+    Raises OSError; BlockingIOError if another process is writing there.
     """
     splits, state = {"train": train.tobytes(), "val": val.tobytes()}, tokenizer.state_dict()
     hashed = {"text": text, **{name: content.encode() for name, content in state.items()}, **splits}

@@ -1,4 +1,4 @@
-"""One run on several processes, which torchrun starts."""
+"""One run on several processes, started by torchrun."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from kvgpt.cli import pick_device, torchrun_ranks
 class Ranks:
     """The processes of a run. Without torchrun there is one.
 
-    Every process runs all of train.py, but rank 0 alone prints, evaluates and writes.
+    Every process runs all of train.py, but only rank 0 prints, evaluates and writes files.
     """
 
     def __init__(self):
@@ -29,21 +29,21 @@ class Ranks:
         return pick_device(name)
 
     def connect(self, device):
-        """Wait until all processes are there."""
+        """Wait until all processes have started."""
         if self.world_size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
     def wrap(self, objective):
-        """Return the module to call in training. With several processes, it averages gradients over them."""
+        """Return the module to call in training. It averages gradients over the processes."""
         return DistributedDataParallel(objective) if self.world_size > 1 else objective
 
     def sync_gradients(self, objective, sync):
-        """Set whether the next forward and backward average the gradients. Only the last micro-step of a step does."""
+        """Set whether the next backward averages the gradients, as only the last micro-step of a step must."""
         if self.world_size > 1:
             objective.require_backward_grad_sync = sync
 
     def all_reduce(self, value, op=dist.ReduceOp.SUM):
-        """Return a number reduced over all processes, by default its sum."""
+        """Reduce a number over all processes, by default to the sum."""
         if self.world_size == 1:
             return value
         value = torch.tensor(value, dtype=torch.float64)
@@ -51,9 +51,9 @@ class Ranks:
         return value.item()
 
     def finish(self, exit_code):
-        """Wait for all processes. All but rank 0 end here."""
+        """Wait for all processes, and end all but rank 0."""
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
         if not self.is_main:
-            os._exit(exit_code)  # a thread of gloo can abort the process during the interpreter's own exit
+            os._exit(exit_code)  # during a normal exit, a thread of gloo can abort the process

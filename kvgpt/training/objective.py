@@ -1,6 +1,6 @@
-"""The loss that training minimizes: cross-entropy with the text, n-gram targets, and the tokens after the next.
+"""The loss that training minimizes: cross-entropy with the text, n-gram targets, and multi-token prediction.
 
-A validation loss is plain cross-entropy with the text. The other two parts help training, and they fade during the run.
+The validation loss is plain cross-entropy with the text. The other two parts help training, and fade during the run.
 """
 
 import itertools
@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from model import eval_mode
 
-NUM_AHEAD = 3  # tokens after the next that are predicted too
-NGRAM_END = 0.5  # how much of the n-gram distributions' first weight in the targets is left at the end
+NUM_AHEAD = 3  # extra tokens to predict, after the next one
+NGRAM_END = 0.5  # fraction of the n-grams' initial weight in the targets that remains at the end
 
 
 class Objective(nn.Module):
-    """A GPT and the loss that its training minimizes.
+    """A GPT and the loss that training minimizes.
 
     mtp  NUM_AHEAD Linear layers `(C, C)`, or none if multi-token prediction is off. Layer j predicts the hidden state j
-         positions ahead, which lm_head maps to logits. The layers begin as the identity and exist in training only.
+         positions ahead, which lm_head maps to logits. The layers start as the identity and exist only in training.
 
-    Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737) has a block per further token. We use a matrix.
+    Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737) uses a block per extra token. We use a matrix.
     """
 
     def __init__(self, model, config):
@@ -37,10 +37,10 @@ class Objective(nn.Module):
     def forward(self, x, y, mtp_weight=None, ngram_weight=None, expected=None):
         """Return (objective, loss), 0-d tensors. loss is the plain cross-entropy, without a gradient.
 
-        x, y          (B, T) int64: tokens, and the token after each
+        x, y          (B, T) int64: tokens, and the next token of each
         mtp_weight    0-d tensor: weight of the loss for the token after the next; layer j has this weight / j
         ngram_weight  0-d tensor: weight of `expected` in the targets
-        expected      (B, T, V): the n-gram distribution of the token after each; None: the text alone
+        expected      (B, T, V): the n-gram distribution of the next token; None: targets are the text alone
         """
         hidden = self.model.hidden_states(x)  # (B, T, C)
         logits = self.model.unembed(hidden).flatten(0, 1).float()
@@ -59,8 +59,8 @@ class Objective(nn.Module):
 def loss_weights(step, config):
     """Return mtp_weight and ngram_weight at a step, a float32 tensor `(2,)`.
 
-    Both fall along a line until lr_decay_iters. It is a tensor because torch.compile would compile the step again for
-    every new number.
+    Both fall linearly until lr_decay_iters. We return a tensor because torch.compile would recompile the step for every
+    new number.
     """
     left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
     mtp_weight, ngram_weight = config.mtp_weight or 0.0, config.ngram_targets or 0.0
@@ -74,8 +74,8 @@ def loss_weights(step, config):
 def evaluate(model, ids, block_size, device, autocast):
     """Return the mean cross-entropy in nats over every token of `ids` but the first.
 
-    The windows of block_size tokens do not overlap, and the last one is short. We draw no random numbers, so a run
-    trains the same however often you evaluate it.
+    The windows of block_size tokens do not overlap, and the last one may be shorter. We draw no random numbers, so
+    evaluating more often does not change a run.
     model     a Module that maps (x, y) to (logits, loss)
     autocast  a context manager around the forwards
     """
@@ -96,15 +96,15 @@ def evaluate(model, ids, block_size, device, autocast):
 # -- n-gram targets ----------------------------------------------------------------------------------------------------
 
 # The next character of the text is one sample of what could follow, so its gradient is noisy. The average over all
-# places with the same few characters before is less noisy. But an n-gram sees only those few, so we let its weight
-# fall. Malagutti et al. 2024 (arXiv:2403.17240) regularize by n-grams too; that the weight falls is ours.
+# places where the same few characters come before is less noisy. But an n-gram sees only those few, so its weight
+# falls during training. Malagutti et al. 2024 (arXiv:2403.17240) regularize with n-grams too; the decay is ours.
 
-NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur once, and nothing is averaged
-DISCOUNT = 0.9  # what each follower's count loses to the next shorter context
-STRENGTH = 1.0  # the counts that the next shorter context is worth in any case
-MIN_ORDER = 3  # a table of shorter contexts is not worth using
-MAX_ENTRIES = 2**25  # of the table: 128 MiB
-MAX_LENGTH = 2**24  # of the text; a longer one takes minutes and gigabytes
+NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur only once, which averages nothing
+DISCOUNT = 0.9  # subtracted from each follower's count, in favour of the next shorter context
+STRENGTH = 1.0  # counts that the next shorter context is always worth
+MIN_ORDER = 3  # shorter contexts are not worth using
+MAX_ENTRIES = 2**25  # in the table: 128 MiB
+MAX_LENGTH = 2**24  # tokens of text; more would take minutes and gigabytes
 
 
 @dataclass
@@ -116,16 +116,16 @@ class NgramTargets:
 
 
 def ngram_targets(ids, vocab_size, device):
-    """Return the NgramTargets of a text, or None if the text is too long or has too many distinct characters.
+    """Return the NgramTargets of a text, or None if it is too long or has too many distinct tokens.
 
     ids  (N,) integers below vocab_size
-    The longest context has NGRAM_ORDER tokens, or fewer if the table would be too large. Its distribution is that of
-    Kneser and Ney (1995), interpolated as by Teh (2006). With n counts of m distinct followers,
+    The longest context has NGRAM_ORDER tokens, or fewer if the table would be too large. Distributions are those of
+    Kneser and Ney (1995), interpolated as in Teh (2006). With n counts of m distinct followers,
 
         P(w) = (count(w) - DISCOUNT + (DISCOUNT m + STRENGTH) P_shorter(w)) / (n + STRENGTH)
 
-    where a follower that never came has neither count nor discount. A shorter context does not count how often a
-    follower came, but how many distinct tokens came before both.
+    where a follower that never occurs has neither count nor discount. In a shorter context we do not count how often a
+    follower occurs, but how many distinct tokens precede the two.
     """
     if len(ids) > MAX_LENGTH:
         return None
@@ -134,7 +134,7 @@ def ngram_targets(ids, vocab_size, device):
     # number the contexts of each length, from short to long
     rows = np.zeros(len(ids), np.int64)
     parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
-    for k in range(1, NGRAM_ORDER + 1):  # add the token k - 1 back; the first ones take it from the end
+    for k in range(1, NGRAM_ORDER + 1):  # add the token k - 1 back; at the start of the text it comes from the end
         found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
         if len(found) * vocab_size > MAX_ENTRIES:
             if k <= MIN_ORDER:
@@ -150,7 +150,7 @@ def ngram_targets(ids, vocab_size, device):
         pairs, counts = np.unique(parent[pairs // vocab_size] * vocab_size + pairs % vocab_size, return_counts=True)
         followers.append((pairs, counts))
 
-    # average, from short to long; in place, because a table can have 128 MiB
+    # average, from short to long; in place, because a table can be 128 MiB large
     table = np.full((1, vocab_size), 1 / vocab_size, np.float32)
     for parent, (pairs, counts) in zip(parents, reversed(followers)):
         row, follower = divmod(pairs, vocab_size)

@@ -1,22 +1,22 @@
-"""Optimizers and learning rate: Muon for the matrices of the blocks, AdamW for all other parameters.
+"""Optimizers and learning rate: Muon for the matrices of the blocks, AdamW for everything else.
 
-Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the update of a matrix orthogonal: it moves all
-singular values towards 1, so that directions with a small gradient are learned as fast as those with a large one.
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes the update of a matrix nearly orthogonal: it moves
+all singular values towards 1, so that directions with small gradients are learned as fast as those with large ones.
 """
 
 import math
 
 import torch
 
-# A polynomial maps a singular value s to a s + b s^3 + c s^5. The three in turn bring every s in (1e-3, 1] near 1 as
-# fast as polynomials of this form can: the first steps of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
+# A polynomial maps a singular value s to a s + b s^3 + c s^5. One after the other, these three bring every s in
+# (1e-3, 1] close to 1, as fast as possible: the first steps of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
 POLYNOMIALS = ((8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518))
 
 
 def orthogonalize(x):
-    """Return the matrices x `(n, rows, cols)` with their singular values moved towards 1, by matrix products alone.
+    """Move the singular values of the matrices x `(n, rows, cols)` towards 1, with matrix products alone.
 
-    We apply the polynomials to gram = x x^T and multiply x only once at the end, because gram is the smaller one.
+    We apply the polynomials to gram = x x^T, which is smaller, and multiply x only once at the end.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
@@ -34,10 +34,10 @@ def orthogonalize(x):
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonal updates, in float32, with one batched computation per matrix shape.
 
-    params  groups; group["parts"] are the sizes along dim 0 of the matrices that lie in one parameter, as q, k and v do
-            in c_attn. Each part is made orthogonal by itself, because q, k and v learn less from one joint update
+    params  groups; group["parts"] are the sizes along dim 0 of the matrices in one parameter, such as q, k and v in
+            c_attn. Each gets its own orthogonal update, because a joint one learns less
     A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. We do not use
-    torch.optim.Muon because it works in bfloat16, which most CPUs emulate, and does not know parts.
+    torch.optim.Muon, because it works in bfloat16, which most CPUs emulate, and cannot split a parameter.
     """
 
     def __init__(self, params, lr, momentum=0.9):
@@ -67,8 +67,8 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(objective, config, device):
     """Return [AdamW] or [AdamW, Muon], with every parameter of an Objective in exactly one group.
 
-    group["peak_lr"] is the learning rate that the schedule multiplies. AdamW's matrices and embeddings decay, but not
-    biases and norms, and nothing of Muon's.
+    group["peak_lr"] is the learning rate that the schedule scales. Weight decay applies to AdamW's matrices and
+    embeddings, but not to biases and norms, and not to Muon.
     """
     muon = []
     if config.optimizer == "muon":
@@ -102,8 +102,8 @@ def muon_groups(model, peak_lr):
 def lr_multiplier(step, config):
     """Return the learning rate of a step as a fraction of its peak, 0 to 1.
 
-    It warms up linearly over warmup_iters, stays for the fraction lr_stable_frac of the steps that remain until
-    lr_decay_iters, and then falls to min_lr / learning_rate along a cosine or a line, or not at all.
+    It warms up linearly over warmup_iters. Of the remaining steps until lr_decay_iters, it stays at the peak for the
+    fraction lr_stable_frac, and then falls to min_lr / learning_rate along a cosine or a line, or not at all.
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, checkpoints, log, samples and figure, and the runs that were there before."""
+"""The folder of a run: its lock, checkpoints, log, samples, plot, and earlier runs."""
 
 import csv
 import io
@@ -22,19 +22,18 @@ class RunFolder:
         self.columns = COLUMNS
 
     def lock(self):
-        """Lock the folder, which exists, until the process ends. Raises ValueError if another process has locked it."""
+        """Lock the folder, which must exist, until the process ends. Raises ValueError if it is already locked."""
         try:
             self.lock_file = self.lock_file or lock_folder(self.path)
         except BlockingIOError:
-            raise ValueError(f"another training writes to {self.path}: stop it, or choose another --out_dir") from None
+            raise ValueError(f"another run is writing to {self.path}: stop it, or choose a different --out_dir") from None
 
     def begin(self, step, header, bits_per_byte):
-        """Prepare for a run that starts at `step`. If that is 0, set aside the run that the folder holds.
+        """Prepare for a run that starts at `step`. At step 0, move an earlier run in the folder out of the way.
 
         header         the part of a checkpoint that stays the same during the run
-        bits_per_byte  whether val losses are also logged in this unit, which does not depend on the tokenizer
-        Returns (tokens, seconds) that the log of this run has counted so far. Raises OSError, or ValueError if the
-        log is damaged.
+        bits_per_byte  whether to log val losses in bits per byte too
+        Returns (tokens, seconds), what the log has counted so far. Raises OSError, or ValueError if the log is damaged.
         """
         self.header, self.columns = header, COLUMNS + (("val_bpb",) if bits_per_byte else ())
         if not step:
@@ -42,7 +41,7 @@ class RunFolder:
         return self.trim_log(step)
 
     def set_aside(self):
-        """Move the files of an earlier run to a new folder. last.pt goes last, and nothing is ever replaced."""
+        """Move the files of an earlier run to a new folder, last.pt last. Nothing is ever overwritten."""
         files = [self.path / name for name in FILES if (self.path / name).exists()]
         if not {"last.pt", "ckpt.pt"} & {file.name for file in files}:  # a log alone is not worth keeping
             return
@@ -57,8 +56,8 @@ class RunFolder:
     def trim_log(self, step):
         """Cut log.csv back to the rows up to `step`. Returns the tokens and seconds of the last row.
 
-        A killed run has rows that are newer than its last.pt, and a resume makes them again. A full disk can cut the
-        last row short. The header is written again, because it said `chars` once where it says `tokens` now.
+        A killed run has rows newer than its last.pt, which the resumed run will write again. A full disk can cut the
+        last row short. We rewrite the header because older versions called the column `tokens` `chars`.
         """
         file = self.path / "log.csv"
         lines = file.read_bytes().splitlines(keepends=True) if step and file.is_file() else []
@@ -69,7 +68,7 @@ class RunFolder:
                 _, tokens, seconds, *_ = rows[-1].split(b",")
                 counted = (int(tokens), float(seconds))
         except ValueError:
-            raise ValueError(f"{file} is damaged: remove it, and the run begins a new one") from None
+            raise ValueError(f"{file} is damaged: remove it to start a new one") from None
         header = ",".join(self.columns) + "\r\n"
         write_atomically({file: header.encode() + b"".join(rows)})
         return counted

@@ -1,4 +1,4 @@
-"""State of a run: weights, optimizers and counters."""
+"""The state of a run: weights, optimizers and counters."""
 
 import math
 from contextlib import nullcontext
@@ -25,19 +25,19 @@ def pick_dtype(name, device):
     if name == "auto":
         if device.type != "cuda":
             return torch.float32
-        # without including_emulation=False a T4 says yes, and computes bfloat16 several times slower than float16
+        # a T4 only emulates bfloat16, which is several times slower than float16
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if name == "float16" and device.type != "cuda":
-        raise ValueError(f"--dtype float16 trains on CUDA only, not on {device.type}: use float32 or bfloat16")
+        raise ValueError(f"--dtype float16 needs CUDA to train, not {device.type}: use float32 or bfloat16")
     return getattr(torch, name)
 
 
 class TrainState:
-    """The weights and everything that goes with them from step to step.
+    """The weights and everything else that changes from step to step.
 
     model       the GPT, for evaluation and checkpoints
-    objective   the Objective of the same GPT, which training calls; train.py may compile or wrap it
-    mtp         the layers of the objective that are not the model's
+    objective   the Objective of the same GPT, for training; train.py may compile or wrap it
+    mtp         the layers of the objective for multi-token prediction
     optimizers  AdamW, or AdamW and Muon
     step        steps done; `iter_num` in a checkpoint, which is nanoGPT's name
     """
@@ -64,7 +64,7 @@ class TrainState:
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
-        with_optimizers  a resume needs them; to generate text, half of the bytes are enough
+        with_optimizers  needed to resume; without them the file is half the size
         """
         state = dict(model=self.model.state_dict(), iter_num=self.step, best_val_loss=self.best_val_loss)
         if with_optimizers:
@@ -81,14 +81,14 @@ class TrainState:
         saved = ckpt.training
         try:
             for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
-                # with our settings instead of the saved ones, because a resume may change --weight_decay or --beta2
+                # keep our settings, because a resume may change --weight_decay or --beta2
                 settings = optimizer.state_dict()["param_groups"]
                 optimizer.load_state_dict(dict(state=state["state"], param_groups=settings))
-            self.mtp.load_state_dict(saved.get("mtp", {}))  # older versions had no such layers
+            self.mtp.load_state_dict(saved.get("mtp", {}))  # older versions had no mtp
             if self.scaler.is_enabled() and saved["scaler"]:
                 self.scaler.load_state_dict(saved["scaler"])
             self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
             self.best_val_loss = ckpt.best_val_loss
-        except Exception as error:  # torch raises many kinds
+        except Exception as error:  # torch raises many kinds of errors
             why = " ".join(str(error).split())[:200]
-            raise ValueError(f"{ckpt.path} does not hold the state of this run ({why}): start a new run") from None
+            raise ValueError(f"{ckpt.path} does not contain the state of this run ({why}): start a new run") from None

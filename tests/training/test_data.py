@@ -49,5 +49,5 @@ def test_ids_of_another_tokenizer_are_one_line(tmp_path):
     meta = json.loads((tmp_path / "meta.json").read_bytes())
     meta["sha256"]["val"] = hashlib.sha256(other).hexdigest()
     (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"val\.bin has the id 50256, and .* a vocabulary of 300 tokens"):
+    with pytest.raises(ValueError, match=r"val\.bin contains the id 50256, but .* has only 300 tokens"):
         load_dataset(tmp_path, 4)

@@ -105,7 +105,7 @@ def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir,
             if line.startswith("step 4/"):
                 break
         for more in (flags, ["--init_from", "resume", "--out_dir", tmp_path]):
-            assert_one_line(child(*more), tmp_path, "another training")
+            assert_one_line(child(*more), tmp_path, "another run is writing")
         assert not (tmp_path / "previous").exists()
         process.kill()
     ok(child("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", load(tmp_path / "last.pt")["iter_num"] + 2))
