@@ -1,4 +1,4 @@
-"""A GPT that writes the slow way: for each new character it reads the whole text again."""
+"""A GPT that generates the slow way: it rereads the whole text for each new character."""
 
 import json
 import time
@@ -31,7 +31,7 @@ class Head(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """All heads, one after the other, and a matrix that mixes what they found."""
+    """All heads, one after the other, and a matrix that mixes their outputs."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class FeedForward(nn.Sequential):
-    """What each position does by itself with what it found."""
+    """What each position computes by itself from what it found."""
 
     def __init__(self):
         super().__init__(nn.Linear(n_embd, 4 * n_embd), nn.ReLU(), nn.Linear(4 * n_embd, n_embd))
@@ -110,7 +110,7 @@ if __name__ == "__main__":
     chars = sorted(set(text))
     data = torch.tensor([chars.index(char) for char in text])
 
-    torch.set_default_dtype(torch.float64)  # so precise that rounding decides no character
+    torch.set_default_dtype(torch.float64)  # so that rounding never changes a character
     torch.manual_seed(1337)
     model = GPT(len(chars))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))

@@ -37,7 +37,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class FeedForward(nn.Sequential):
-    """What each position does by itself with what it found."""
+    """What each position computes by itself from what it found."""
 
     def __init__(self):
         super().__init__(nn.Linear(n_embd, 4 * n_embd), nn.ReLU(), nn.Linear(4 * n_embd, n_embd))
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     chars = sorted(set(text))
     data = torch.tensor([chars.index(char) for char in text])
 
-    torch.set_default_dtype(torch.float64)  # so precise that rounding decides no character
+    torch.set_default_dtype(torch.float64)  # so that rounding never changes a character
     torch.manual_seed(1337)
     model = GPT(len(chars))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))

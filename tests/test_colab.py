@@ -1,6 +1,6 @@
-"""docs/colab.ipynb: its stored outputs are what its cells give today, and its exercises judge an answer rightly.
+"""docs/colab.ipynb: its saved outputs are what its cells print today, and its exercises judge answers correctly.
 
-python tests/test_colab.py    runs the notebook and stores its outputs in it
+python tests/test_colab.py    runs the notebook and saves its outputs in it
 
 The script needs tiny Shakespeare in data/, from data/prepare.py, and works on a copy of it.
 """
@@ -122,7 +122,7 @@ DECIMAL = r"\d+\.\d+"
 
 
 def assert_same_print(ours, stored):
-    """The texts are equal, but for the last digits of decimals, which another machine may round differently."""
+    """The texts are equal, apart from the last digits of decimals, which may round differently elsewhere."""
     assert re.sub(DECIMAL, "#", ours) == re.sub(DECIMAL, "#", stored)
     assert list(map(float, re.findall(DECIMAL, ours))) == pytest.approx(
         list(map(float, re.findall(DECIMAL, stored))), abs=1e-3
@@ -130,7 +130,7 @@ def assert_same_print(ours, stored):
 
 
 def without_numbers(text):
-    """The text with "#" in the place of each number and of the spaces before it, which align it with others."""
+    """The text with "#" for each number and the spaces that align it."""
     return re.sub(r" *[\d.,]*\d", "#", text)
 
 
@@ -198,7 +198,7 @@ def test_it_names_no_address_and_pictures_show_no_blank(lesson):
     assert not {" ", "\n"} & set("".join(lesson[1]["labels"])) and {"␣", "⏎"} < set(lesson[1]["labels"])
 
 
-# -- the first cell, where only the notebook is ------------------------------------------------------------------------
+# -- the first cell, without the code around it ------------------------------------------------------------------------
 
 
 def setup_error(folder, repo):
@@ -214,15 +214,17 @@ def test_without_the_code_and_an_address_the_first_cell_says_what_to_do(tmp_path
     assert "git cannot clone nowhere: " in setup_error(tmp_path, "nowhere")
 
 
-def test_with_an_address_the_first_cell_fetches_the_code(tmp_path):
+def test_with_an_address_the_first_cell_fetches_the_code_and_an_upload_is_found(tmp_path):
     copy_project(tmp_path / "origin")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
         subprocess.run([*git, *command], check=True)
     (tmp_path / "colab").mkdir()
-    repo = (tmp_path / "origin").as_uri()
-    notebook = execute(tmp_path / "colab", [('REPO = ""', f"REPO = {repo!r}")], only=["setup", "model"], timeout=100)
-    assert printed(notebook)["model"] == printed(nbformat.read(NOTEBOOK, 4))["model"]
+    shutil.copy(ROOT / "data" / "sample.txt", tmp_path / "colab" / "mine.txt")
+    answers = [('REPO = ""', f"REPO = {(tmp_path / 'origin').as_uri()!r}"), ('TEXT_FILE = ""', 'TEXT_FILE = "mine.txt"')]
+    text = printed(execute(tmp_path / "colab", answers, only=["setup", "model", "prepare"], timeout=100))
+    assert text["model"] == printed(nbformat.read(NOTEBOOK, 4))["model"]
+    assert "characters to learn from" in text["prepare"]
 
 
 # -- the exercises -----------------------------------------------------------------------------------------------------
@@ -242,15 +244,28 @@ def test_with_an_address_the_first_cell_fetches_the_code(tmp_path):
         ((206 * 256, 1), ["not the whole context: 50 positions at first, 255 at last", "Too few"]),
         ((206 * 255, 300), ["not the whole context", "Too many"]),
         ((255, 255), ["one position per step", "Right."]),
-        ((30000, 255), ["Too few.", "50 + 51 + ... + 255 = 31,415"]),
+        ((32604, 255), ["the number in the README, whose prompt has 9 characters. This one has 50."]),
+        ((30000, 255), ["Too few. Change your guess"]),
     ],
 )
 def test_a_guess_is_explained(lesson, guesses, expected):
+    for wrong in lesson[1]["wrong_guesses"].values():
+        wrong.clear()
     text = run_cell(f"judge(*{guesses})", lesson[1])
     for words in expected:
         assert words in text
-    if len(expected) == 1:
-        assert "31,415" not in text  # the answer is not given away
+    assert ("31,415" in text) == (guesses[0] == 31415 and "Write" not in text)  # a wrong guess gets a hint only
+    assert ("a factor of" in text) == (guesses == (31415, 255))
+
+
+def test_the_second_wrong_guess_gets_the_answer(lesson):
+    for wrong in lesson[1]["wrong_guesses"].values():
+        wrong.clear()
+    for _ in range(2):  # the same guess again is no second try
+        assert "31,415" not in run_cell("judge(30000, 255)", lesson[1])
+    run_cell(sources()["count"].replace("judge(guess_without, guess_with)", ""), lesson[1])  # the cell runs again
+    text = run_cell("judge(30001, 255)", lesson[1])
+    assert "50 + 51 + ... + 255 = 31,415" in text and "a factor of 123" in text
 
 
 WRITE = "self.key_cache[pos], self.value_cache[pos] = k, v"
@@ -278,7 +293,7 @@ def numpy_head(lesson, write="...", read="keys, values = ...", mix="output = ...
         ((WRITE, READ), "Lines 1 and 2 are right. Line 3 is still to do."),
         # 1
         (("self.key_cache[pos] = k", READ, MIX), "Line 1: value_cache is still empty"),
-        (("self.key_cache[pos], self.value_cache[pos] = v, k",), "Line 1: row 0 of key_cache has got the value."),
+        (("self.key_cache[pos], self.value_cache[pos] = v, k",), "Line 1: row 0 of key_cache holds the value."),
         (
             ("self.key_cache[pos + 1], self.value_cache[pos] = k, v",),
             "the key of position 0 is in row 1 instead of row 0",
@@ -287,15 +302,15 @@ def numpy_head(lesson, write="...", read="keys, values = ...", mix="output = ...
             ("self.key_cache[pos], self.value_cache[pos - 1] = k, v",),
             "value of position 0 is in row 255 instead of row 0",
         ),
-        (("self.key_cache[0], self.value_cache[0] = k, v", READ, MIX), "position 1 has changed row 0, where the key"),
-        (("self.key_cache[:], self.value_cache[:] = k, v",), "the step at position 0 has written more than row 0"),
+        (("self.key_cache[0], self.value_cache[0] = k, v", READ, MIX), "position 1 changed row 0, which held the key"),
+        (("self.key_cache[:], self.value_cache[:] = k, v",), "the step at position 0 wrote more than row 0"),
         (("self.key_cache[pos], self.value_cache[pos] = 2 * k, v",), "the key of position 0 is in no row"),
-        (("self.key_cache = np.append(self.key_cache, [k], 0)",), "has the shape (257, 32) now instead of (256, 32)"),
-        (("self.key_cache, self.value_cache = k, v",), "key_cache has the shape (32,) now"),
+        (("self.key_cache = np.append(self.key_cache, [k], 0)",), "now has the shape (257, 32) instead of (256, 32)"),
+        (("self.key_cache, self.value_cache = k, v",), "key_cache now has the shape (32,)"),
         (("self.keys[pos] = k",), "still empty after the step at position 0. Python says: AttributeError"),
         # 2
         ((WRITE, "keys, values = self.key_cache[:pos], self.value_cache[:pos]", MIX), "position 0 sees no row at all"),
-        ((WRITE, "keys, values = self.key_cache, self.value_cache", MIX), "sees all 256 rows, and only 1 have been"),
+        ((WRITE, "keys, values = self.key_cache, self.value_cache", MIX), "sees all 256 rows, but only 1 have been"),
         (
             (WRITE, "keys, values = self.key_cache[[pos]], self.value_cache[[pos]]", MIX),
             "position 1 sees 1 rows instead",
@@ -303,16 +318,25 @@ def numpy_head(lesson, write="...", read="keys, values = ...", mix="output = ...
         ((WRITE, READ.replace("+ 1", "+ 2"), MIX), "the query of position 0 sees 2 rows instead of 1"),
         ((WRITE, READ.replace("keys, values", "values, keys"), MIX), "`keys` are the values. Have you swapped"),
         ((WRITE, READ.replace("[: pos + 1]", "[pos::-1]"), MIX), "but not the rows 0 to 1"),
-        ((WRITE, "keys, values = key_cache, value_cache", MIX), "at position 0, Python says: NameError"),
+        ((WRITE, "keys, values = key_cache, value_cache", MIX), "Line 2, at position 0: Python says: NameError"),
+        ((WRITE, "keys, values = self.key_cache[pos], self.value_cache[pos]", MIX), "Line 2: `keys` is a single row."),
+        (
+            (WRITE, READ.replace("self.key_cache[", "self.key_cache.T[")),
+            "Line 2, at position 0: `keys` has the shape (1, 256)",
+        ),
         # 3
-        ((WRITE, READ, "output = weights @ keys"), "Line 3: this is the sum of the keys"),
-        ((WRITE, READ, "output = values.sum(0)"), "Line 3: here all values count the same"),
-        ((WRITE, READ, "output = weights * values"), "Python says: ValueError"),
+        ((WRITE, READ, "output = weights @ keys"), "Line 3: this is the weighted sum of the keys"),
+        ((WRITE, READ, "output = values.sum(0)"), "Line 3: all values count the same here"),
+        (
+            (WRITE, READ, "output = weights * values"),
+            "Line 3: `weights` has the shape (2,) and `values` (2, 32). Python says: ValueError",
+        ),
+        ((WRITE, READ, f"{MIX}; return output"), "returns `output, weights`. Python says: ValueError"),
         (
             (WRITE, READ, "output = weights[:, None] * values"),
             "Line 3: the output has the shape (2, 32) instead of (32,)",
         ),
-        ((WRITE, READ, "output = values[pos]"), "Line 3: the output of position 2 is not the sum"),
+        ((WRITE, READ, "output = values[pos]"), "Line 3: the output of position 2 is not the weighted sum"),
     ],
 )
 def test_a_wrong_line_is_named_in_words(lesson, lines, expected):
