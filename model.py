@@ -115,8 +115,8 @@ class Head(nn.Module):
 class KVCache:
     """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, block_size, hs)`.
 
-    Make a cache for each generation, pass it to every forward, and drop it at the end. Two generations on one model have
-    two caches, so they cannot disturb each other.
+    Make a cache for each generation, pass it to every forward, and drop it at the end. Two generations on one model
+    have two caches, so they cannot disturb each other.
 
     lengths  filled slots per row, as Python integers, so that no step waits for a GPU. Lower one to forget the slots
              beyond it
@@ -257,7 +257,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation. SwiGLU needs a third, so its width is 2/3 for the same number of parameters."""
+    """Two matrices around an activation. SwiGLU needs a third, so for the same size its hidden layer is 2/3 as wide."""
 
     def __init__(self, config):
         super().__init__()
