@@ -4,8 +4,8 @@
     python export.py --format hf         out/hf, for transformers, Optimum, transformers.js and vLLM
     python export.py --format web        out/web, a page that generates in the browser, for any static server
 
-Every export ends with a check. The library that will read the files computes logits and greedy text, and both are
-compared with PyTorch's.
+Every export ends with a check: the library that will read the files computes logits and greedy text, and we compare
+both with PyTorch's.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ def parse_args():
         "--format",
         choices=PACKAGES,
         required=True,
-        help="output format; the files go to a folder of that name in --out_dir",
+        help="output format, and the name of the folder in --out_dir",
     )
     add("--out_dir", type=path, help="default: out")
-    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir; without both, the pretrained model")
-    add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint, or its tokenizer's folder")
+    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
+    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
     return parser.parse_args()
 
 
@@ -44,7 +44,7 @@ def main():
         model, tokenizer = checkpoint.build_language_model()
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # the lock is beside the folder and not in it, because people publish all that is in there
+    # the lock is next to the folder, because people publish everything inside it
     with lock_folder(folder.parent, f".{args.format}.lock"):
         if args.format == "onnx":
             from kvgpt.interop.onnx import export_onnx
