@@ -30,7 +30,8 @@ def parse_args():
     )
     add("--out_dir", type=path, help="default: out")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
-    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
+    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
+    add("--meta", type=path, metavar="FILE", help=meta_help)
     return parser.parse_args()
 
 

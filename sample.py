@@ -35,7 +35,7 @@ def parse_args(argv=None):
     parser = Parser(__doc__)
     add, count = parser.add_argument, number(int, f"[1, {2**31})")
     # text and cache
-    add("--prompt", action="append", help="text to continue, or FILE:path; repeat the flag for a batch (default: a newline)")
+    add("--prompt", action="append", help="text to continue, or FILE:path; repeat for a batch (default: a newline)")
     add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name for --prompt")
     add(
         "--kv_cache",
@@ -49,7 +49,7 @@ def parse_args(argv=None):
         metavar="N",
         help="new tokens per sample (default: until the context is full; 1000 with --overflow slide; 64 with hf)",
     )
-    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat the flag for several")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat for several")
     # sampling
     add(
         "--temperature",
@@ -83,7 +83,7 @@ def parse_args(argv=None):
     add("--weights", choices=("float32", "int8"), default="float32", help=weights_help)
     # files and device
     add("--out_dir", type=path, help="folder with ckpt.pt, onnx/model.onnx or hf (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="a checkpoint, a Hugging Face folder, or a .onnx file, if not from --out_dir")
+    add("--ckpt", type=path, metavar="FILE", help="a checkpoint, Hugging Face folder or .onnx file from elsewhere")
     meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
     add("--meta", type=path, metavar="FILE", help=meta_help)
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if there is one, else cpu (default: auto)")
@@ -166,7 +166,7 @@ def model_to_verify(args, engine):
     checkpoint = pick_checkpoint(None, args.out_dir)
     model, _ = load_model(checkpoint)
     if weights_sha256(model) != engine.weights_sha256:
-        raise ValueError(f"--verify compares with {checkpoint}, but {engine.file} was exported from a different model: export it again")
+        raise ValueError(f"--verify needs {engine.file} to be exported from {checkpoint}: export it again")
     return model
 
 

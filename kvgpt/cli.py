@@ -121,7 +121,7 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    if not torchrun_ranks():  # torchrun sends SIGTERM, and Python handlers do not run while a process waits in a library
+    if not torchrun_ranks():  # torchrun's SIGTERM has to end a process that waits in a library
         handle_signals(leave)
     try:
         main()

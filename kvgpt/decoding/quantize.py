@@ -28,7 +28,7 @@ def round_weights(model):
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            for rows in module.weight.split(4096):  # a few rows at a time, because this needs several times their memory
+            for rows in module.weight.split(4096):  # not all at once, because this takes several times the memory
                 numbers, scales = quantize(rows)
                 rows.copy_((numbers * scales.float()[..., None]).flatten(1)[:, : rows.size(1)])
     return model

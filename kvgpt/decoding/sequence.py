@@ -30,7 +30,7 @@ class Sequence:
             return self.known
         window = self.decode(self.ids[self.begin :])
         text = self.known + window[self.skip :]
-        if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete, and change with the next tokens
+        if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete
             self.begin, self.end = self.end, len(self.ids)
             self.known, self.skip = text, len(self.decode(self.ids[self.begin :]))
         return text

@@ -219,7 +219,7 @@ class OnnxGPT:
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
 
     def new_cache(self, batch_size):
-        """Return an empty cache: its `length` in tokens, and `past`, alternating keys and values `(B, nkv, length, hs)`."""
+        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn."""
         empty = np.zeros((batch_size, self.config.num_kv_heads, 0, self.config.head_size), np.float32)
         return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
 
