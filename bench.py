@@ -21,7 +21,6 @@ import tempfile
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -327,8 +326,13 @@ def parse_args():
     args.variants = [*names, "llama2c"] if args.llama2c else names
     if args.recipe and not args.shapes:
         parser.error("--recipe needs --shapes: a checkpoint has its own network")
-    if args.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if args.plot:  # before we measure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            parser.error(f"--plot needs matplotlib ({first_line(error)}): pip install matplotlib")
+        if (Path(args.plot).suffix[1:] or "png") not in Figure().canvas.get_supported_filetypes():
+            parser.error(f"--plot {args.plot}: matplotlib cannot write this format, use .png or .svg")
     return args
 
 

@@ -8,12 +8,13 @@ Every export ends with a check: the library that will read the files computes lo
 both with PyTorch's.
 """
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
-from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
+from kvgpt.cli import Parser, fail, first_line, one_line_errors, path, run_main
 from kvgpt.files import lock_folder
+from kvgpt.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors", *ONNX), "web": ONNX}
@@ -38,8 +39,11 @@ def parse_args():
 def main():
     args = parse_args()
     packages = PACKAGES[args.format]
-    if not all(map(importlib.util.find_spec, packages)):
-        fail(f"--format {args.format} needs more packages: pip install {' '.join(packages)}")
+    try:
+        for package in packages:
+            importlib.import_module(package)
+    except ImportError as error:  # it is missing or broken
+        fail(f"--format {args.format} needs more packages ({first_line(error)}): pip install {' '.join(packages)}")
     with one_line_errors():
         checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, tokenizer = checkpoint.build_language_model()
@@ -48,8 +52,6 @@ def main():
     # the lock is next to the folder, because people publish everything inside it
     with lock_folder(folder.parent, f".{args.format}.lock"):
         if args.format == "onnx":
-            from kvgpt.interop.onnx import export_onnx
-
             export_onnx(model, tokenizer, folder)
         elif args.format == "hf":
             from kvgpt.interop.transformers import export_hf

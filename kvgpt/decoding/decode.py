@@ -59,7 +59,7 @@ class Decoder:
             rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
             sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
             blocks = list(self.generation(rows, max_new_tokens, sampling))
-        rows = [torch.cat([row, *(block[i] for block in blocks)]) for i, row in enumerate(rows)]
+        rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
     def stream(
@@ -83,7 +83,7 @@ class Decoder:
 
 
 class Generation:
-    """One generation of a Decoder. Iterating over it gives the new tokens of each step, a block `(B, n)`.
+    """One generation of a Decoder. Iterating over it gives the new tokens of each step, a block `(B, n)` on the CPU.
 
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
@@ -110,7 +110,7 @@ class Generation:
         self.state = new_state(contexts, sampling, self.model.config)
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
         self.cache = None  # for steps in PyTorch; the first one makes it
-        self.noise_of = noise_window(self.state, sampling.seed, decoder.num_drafts + 1, self.model.config.vocab_size)
+        self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
         if decoder.program:
             self.run, self.copy_slots = decoder.program(self.state)
 
@@ -130,7 +130,7 @@ class Generation:
                 step()
                 after = state.end.tolist()
                 if after != before:  # a step may have fed only known tokens
-                    yield new_tokens(state, before, after).to(self.model.lm_head.weight.device)
+                    yield new_tokens(state, before, after)
                 before = after
             if torch.equal(state.end, goal):
                 return
@@ -214,12 +214,12 @@ def new_tokens(state, before, after):
     return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
 
 
-def noise_window(state, seed, chunk, vocab_size):
-    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on.
+def noise_window(model, state, seed, chunk):
+    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on, on the device of the model.
 
     steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
     """
-    B = len(state.end)
+    B, vocab_size, device = len(state.end), model.config.vocab_size, model.lm_head.weight.device
     width = max(chunk, min(64, 2**22 // (B * vocab_size)))
     first, noise = None, None  # the step where each row's window starts, and its noise
 
@@ -228,10 +228,11 @@ def noise_window(state, seed, chunk, vocab_size):
         offsets = None if noise is None else (steps - first).tolist()
         if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
             first, offsets = steps, [0] * B
-            noise = gumbel_noise(seed, state.sample, first[:, None] + torch.arange(width), vocab_size)
+            window = (first[:, None] + torch.arange(width)).to(device)
+            noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
         if len(set(offsets)) == 1:
             return noise[:, offsets[0] : offsets[0] + chunk]
-        at = torch.tensor(offsets)[:, None] + torch.arange(chunk)
+        at = (torch.tensor(offsets)[:, None] + torch.arange(chunk)).to(device)
         return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
 
     return noise_of

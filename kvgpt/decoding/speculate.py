@@ -83,7 +83,7 @@ def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
     known = slots[:, 1:] < state.end[:, None]
     noise = noise_of(first + 1 - state.first_new)
     if num_drafts and table is not None:
-        guess_from_ngrams(state, slots, chunk, known, noise, sampling, *table)
+        guess_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
     elif num_drafts:
         guess_from_text(state, slots, chunk, known)
 
@@ -91,8 +91,8 @@ def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
     fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
     starts = first.tolist()
     cache.extend(starts, num_drafts + 1)
-    logits = model.unembed(model.hidden_states(fed, pos, cache)).cpu()
-    picks = sample_token(logits, noise, sampling)
+    logits = model.unembed(model.hidden_states(fed, pos, cache))
+    picks = sample_token(logits, noise, sampling).cpu()
 
     # accept: a pick is final if every token fed before it was right. The last pick has no guess to compare with
     right = known | (picks == chunk[:, 1:])

@@ -5,6 +5,7 @@ queries and keys, and any number of key/value heads.
 """
 
 import json
+import pickle
 from dataclasses import asdict
 from functools import partial
 
@@ -146,10 +147,17 @@ def tensor_readers(folder):
                 return opened.get_tensor(name)
 
         for file in files:
+            with open(file, "rb") as raw:
+                pointer = raw.read(8) == b"version "
+            if pointer:
+                raise ValueError(f"{file.name} is a Git LFS pointer and not the weights: run git lfs pull")
             with safe_open(file, "pt") as opened:
                 readers |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118
     else:
-        loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # torch's advice would be to load it in an unsafe way
+            raise ValueError("pytorch_model.bin is damaged, or contains more than tensors") from None
         readers = {name: partial(loaded.__getitem__, name) for name in loaded}
 
     # old files contain causal masks, and OpenAI's are from the class without a head
@@ -172,6 +180,8 @@ def read_config(settings, tensors):
     # as in transformers, an lm_head in the file overrides tie_word_embeddings in config.json
     embedding = tensors["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
     tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"](), embedding())
+    if "lm_head.weight" not in tensors and settings.get("tie_word_embeddings") is False:
+        raise ValueError("it lacks lm_head.weight, although its tie_word_embeddings is false")
     config |= dict(vocab_size=settings["vocab_size"], tie_weights=tied)
     # the ratio that gives this hidden size: MLP rounds down, but for SwiGLU it takes 2/3 and rounds up
     if kind == "stablelm":
