@@ -1,14 +1,14 @@
-"""Measure how fast each way to decode is, beside other implementations.
+"""Measure how fast each way to decode is, compared with other implementations.
 
-    python bench.py                                     the model in out, or else the pretrained one
+    python bench.py                                     the model in out, or the pretrained one
     python bench.py --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python bench.py --shapes 6/8/256/256 --batch 16     random weights; a shape is layers/heads/width/context
-    python bench.py --shapes 12/12/768/1024/50257       and if you like, tokens of the vocabulary (default: 65)
-    python bench.py --busy                              our rows once more, while train.py runs in another process
+    python bench.py --shapes 12/12/768/1024/50257       ... or layers/heads/width/context/vocabulary (default: 65)
+    python bench.py --busy                              measure again while train.py runs in another process
 
-Every variant writes whole texts, from one token to the end of the context. After a warm-up the variants take turns,
---repeats times, and the figures are medians. Our own variants must give the tokens of a forward without a cache, or
-bench.py fails. A variant that cannot run here is left out, and a line says why.
+Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
+the figures are medians. Our own variants must give the tokens of a forward without a cache, or bench.py fails. If a
+variant cannot run here, it is left out, and bench.py says why.
 """
 
 import copy
@@ -21,7 +21,6 @@ import tempfile
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -50,7 +49,7 @@ VARIANTS = {
     "hf": "transformers' generate",
     "llama2c": "llama2.c",
 }
-BASELINES = ("hf", "llama2c")  # they draw their own random numbers, so we cannot compare their tokens with ours
+BASELINES = ("hf", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
     "shape": ("shape", "{}"),
     "variant": ("variant", "{}"),
@@ -68,9 +67,9 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
 
 
 def warm_runs(names, model, ngrams, llama2c, idx):
-    """Return {name: run} of the variants that can continue idx `(B, T)`, after each of them has done so once.
+    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once.
 
-    run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as soon as it is there.
+    run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
     """
     work = len(idx) * sum(p.numel() for p in model.parameters())  # multiply-adds that torch does per fed token
     makers = {
@@ -90,13 +89,13 @@ def warm_runs(names, model, ngrams, llama2c, idx):
             run = makers[name]()
             timed(run, idx, model.config.block_size - idx.size(1), seed=0)
             runs[name] = run
-        except Exception as error:  # a missing package or compiler, or an edited network, can raise anything
+        except Exception as error:  # a missing package or compiler, or an edited network, may raise anything
             note(f"no {name} row: {first_line(error)}")
     return runs
 
 
 def recorded(stream, multiply_adds=0):
-    """Return the run of a stream(idx, steps, seed=seed). It has as many threads as in sample.py."""
+    """Return the run of a stream(idx, steps, seed=seed), with as many threads as sample.py uses."""
 
     def run(idx, steps, seed, record):
         before = torch.get_num_threads()
@@ -153,8 +152,8 @@ def measure(runs, idx, steps, repeats):
 
 
 @contextmanager
-def training_beside():
-    """Train on data/sample.txt in another process while the block runs, by train.py as a user would start it."""
+def busy_training():
+    """Run train.py on data/sample.txt in another process while the block runs."""
     here, endless = Path(__file__).resolve().parent, str(10**9)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prepare = [sys.executable, "data/prepare.py", "--input", "data/sample.txt", "--data_dir", folder]
@@ -164,7 +163,7 @@ def training_beside():
         with subprocess.Popen(train, cwd=here, stdout=subprocess.PIPE, encoding="utf-8") as process:
             try:
                 if not any(line.startswith("step") for line in process.stdout):  # until the first step is done
-                    fail("--busy: train.py has ended")
+                    fail("--busy: train.py ended early")
                 yield
             finally:
                 process.kill()
@@ -172,10 +171,10 @@ def training_beside():
 
 @torch.no_grad()
 def check_tokens(name, model, idx, tokens):
-    """Exit with one line unless the tokens of a variant are the picks of one forward over the whole text, uncached.
+    """Exit with one line unless the tokens of a variant are the picks of one forward without a cache.
 
     tokens  the new tokens `(B, steps)` of each seed
-    Rounding may decide between two picks, so a near-tie is no difference.
+    A near-tie, where rounding decides between two picks, is no difference.
     """
     for seed, new in enumerate(tokens):
         sampling = Sampling(seed=seed)
@@ -190,7 +189,7 @@ def check_tokens(name, model, idx, tokens):
 
 
 def bench(file, model, ngrams, idx, args):
-    """Measure one model, which came from `file`, with the prompts idx `(B, T)`, and print the table.
+    """Measure one model, from `file`, with the prompts idx `(B, T)`, and print the table.
 
     Returns its rows, a dict per variant.
     """
@@ -211,21 +210,21 @@ def bench(file, model, ngrams, idx, args):
         for row in rows.values():
             row["speedup_over_uncached"] = row["tokens_per_s"] / rows["uncached"]["tokens_per_s"]
     if args.busy:
-        with training_beside():
-            beside = measure(ours, idx, steps, args.repeats)
+        with busy_training():
+            busy = measure(ours, idx, steps, args.repeats)
         for name in ours:
-            rows[name]["busy_share"] = figures(beside[name], T)["tokens_per_s"] / rows[name]["tokens_per_s"]
+            rows[name]["busy_share"] = figures(busy[name], T)["tokens_per_s"] / rows[name]["tokens_per_s"]
 
     print(table(rows.values()))
     print(f"\nthe same tokens as a forward without a cache, up to rounding: {', '.join(ours) or 'not compared'}")
     if args.busy:
-        print("busy: the speed beside a default train.py, as a share of the speed alone")
+        print("busy: the speed while a default train.py is running, as a share of the speed alone")
     print(flush=True)
     return list(rows.values())
 
 
 def figures(results, T):
-    """Return the medians of what `timed` gave after T tokens: {figure of Timing.summary: value}, and ms_per_token.
+    """Return the medians of results of `timed` after T tokens: the figures of Timing.summary, and ms_per_token.
 
     ms_per_token  {position: milliseconds per token of the steps that ended there}, without the prefill
     """
@@ -247,7 +246,7 @@ def table(rows):
     """Return the rows as aligned text. A column in which no row has a value is left out."""
     columns = {key: column for key, column in COLUMNS.items() if any(row.get(key) for row in rows)}
     lines = [[title for title, _ in columns.values()]]
-    for row in rows:  # a text that comes as one block has 0 for the times between blocks, so we show none
+    for row in rows:  # a single block has no times between blocks, so we show none instead of 0
         lines.append([form.format(row[key]) if row.get(key) else "" for key, (_, form) in columns.items()])
     return aligned(lines, num_left=2)
 
@@ -278,7 +277,7 @@ def plot(measured, format):
             if times:
                 smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
                 axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
-            else:  # llama2.c gives its text as one block, so all we know is the mean
+            else:  # llama2.c returns one block, so we only know the mean
                 axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
         axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
         axis.set_xlabel("position of the token")
@@ -291,7 +290,7 @@ def plot(measured, format):
 
 
 def write(file, content):
-    """Write bytes to a path, whose folder need not exist yet."""
+    """Write bytes to a path, and make its folder if needed."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     write_atomically({Path(file): content})
 
@@ -300,7 +299,7 @@ def write(file, content):
 
 
 def shape(text):
-    """An argparse type: layers/heads/width/context, as four integers, and a fifth for another vocabulary than 65."""
+    """An argparse type: layers/heads/width/context, and optionally /vocabulary, which is 65 otherwise."""
     names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
     sizes = [int(part) for part in text.split("/")]
     return dict(zip(names, sizes if len(sizes) == 5 else [*sizes, 65], strict=True))
@@ -311,14 +310,14 @@ def parse_args():
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
     add, add_model = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
-    add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S", help="random weights of these shapes instead")
+    add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
     add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
-    add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c, too: a clone of its repository")
+    add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
-    add("--busy", action="store_true", help="measure our variants again while a training runs")
-    add("--device", default="auto", help="cpu, cuda; auto: cuda where there is one (default: auto)")
+    add("--busy", action="store_true", help="measure our variants again while a training run uses the machine")
+    add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
     args = parser.parse_args()
@@ -326,9 +325,14 @@ def parse_args():
     names = args.variants or [name for name in VARIANTS if name != "llama2c"]
     args.variants = [*names, "llama2c"] if args.llama2c else names
     if args.recipe and not args.shapes:
-        parser.error("--recipe goes with --shapes: a checkpoint has its own network")
-    if args.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+        parser.error("--recipe needs --shapes: a checkpoint has its own network")
+    if args.plot:  # before we measure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            parser.error(f"--plot needs matplotlib ({first_line(error)}): pip install matplotlib")
+        if (Path(args.plot).suffix[1:] or "png") not in Figure().canvas.get_supported_filetypes():
+            parser.error(f"--plot {args.plot}: matplotlib cannot write this format, use .png or .svg")
     return args
 
 
@@ -350,9 +354,9 @@ def main():
     share_cores()
     with one_line_errors():
         device = pick_device(args.device)
-        found = list(models(args))  # reads every file now, so that a bad one costs no minutes
+        found = list(models(args))  # read every file before measuring, so that a bad one fails at once
 
-    idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is the newline of most texts
+    idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
     measured = [bench(file, model.to(device), ngrams, idx, args) for file, model, ngrams in found]
     if args.json:
         rows = [row for rows in measured for row in rows]
@@ -360,7 +364,7 @@ def main():
     if args.plot:
         write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
     print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
-    print(f"medians of {args.repeats} whole texts{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
+    print(f"medians of {args.repeats} runs{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
 
 
 if __name__ == "__main__":

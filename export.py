@@ -4,16 +4,17 @@
     python export.py --format hf         out/hf, for transformers, Optimum, transformers.js and vLLM
     python export.py --format web        out/web, a page that generates in the browser, for any static server
 
-Every export ends with a check. The library that will read the files computes logits and greedy text, and both are
-compared with PyTorch's.
+Every export ends with a check: the library that will read the files computes logits and greedy text, and we compare
+both with PyTorch's.
 """
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
-from kvgpt.cli import Parser, fail, one_line_errors, path, run_main
+from kvgpt.cli import Parser, fail, first_line, one_line_errors, path, run_main
 from kvgpt.files import lock_folder
+from kvgpt.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors", *ONNX), "web": ONNX}
@@ -26,29 +27,31 @@ def parse_args():
         "--format",
         choices=PACKAGES,
         required=True,
-        help="output format; the files go to a folder of that name in --out_dir",
+        help="output format, and the name of the folder in --out_dir",
     )
     add("--out_dir", type=path, help="default: out")
-    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir; without both, the pretrained model")
-    add("--meta", type=path, metavar="FILE", help="the meta.pkl of a nanoGPT checkpoint, or its tokenizer's folder")
+    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
+    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
+    add("--meta", type=path, metavar="FILE", help=meta_help)
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
     packages = PACKAGES[args.format]
-    if not all(map(importlib.util.find_spec, packages)):
-        fail(f"--format {args.format} needs more packages: pip install {' '.join(packages)}")
+    try:
+        for package in packages:
+            importlib.import_module(package)
+    except ImportError as error:  # it is missing or broken
+        fail(f"--format {args.format} needs more packages ({first_line(error)}): pip install {' '.join(packages)}")
     with one_line_errors():
         checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, tokenizer = checkpoint.build_language_model()
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # the lock is beside the folder and not in it, because people publish all that is in there
+    # the lock is next to the folder, because people publish everything inside it
     with lock_folder(folder.parent, f".{args.format}.lock"):
         if args.format == "onnx":
-            from kvgpt.interop.onnx import export_onnx
-
             export_onnx(model, tokenizer, folder)
         elif args.format == "hf":
             from kvgpt.interop.transformers import export_hf

@@ -1,8 +1,8 @@
-"""A GPT with a key/value cache, in one file that needs only torch: the network, the cache, the loop and the sampler.
+"""A GPT with a KV cache, in one file that needs only torch.
 
-Read it from top to bottom: GPTConfig, then Head and KVCache (what we keep, and how attention reads it),
-CausalSelfAttention, MLP, Block and GPT (GPT-2's network with a few modern options), then stream_tokens (prefill, decode
-and slide), and the sampler, whose noise makes a seed give the same tokens on every path.
+Read it from top to bottom. Head and KVCache are the cache: what we keep, and how attention reads it. Then comes the
+network, GPT-2's with a few modern options. stream_tokens is the loop: prefill, decode, slide. The sampler comes last.
+Its noise is the reason why a seed gives the same tokens on every path.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
@@ -27,7 +27,7 @@ def require(settings, name, condition, why):
 class GPTConfig:
     """The shape of the network. The defaults are GPT-2's, so nanoGPT's `model_args` build the same network here.
 
-    Raises ValueError, with the field and its value, for a shape that no network can have.
+    Raises ValueError, with the field and its value, for an impossible shape.
     """
 
     block_size: int = 1024  # the context length: positions per forward, and slots in the cache
@@ -72,14 +72,14 @@ class GPTConfig:
 
 
 class Head(nn.Module):
-    """One key/value head: what it keeps of all tokens so far, and attention over that.
+    """One key/value head: its cache, and attention over it.
 
-    `key_cache` and `value_cache` are None while empty, else `(B, t, hs)`: slot s holds the key or value of the token at
-    position s. Attention is causal, so a later token never changes an earlier slot, and we may keep them: a new token
-    adds one slot and reads them all.
+    `key_cache` and `value_cache` are `(B, t, hs)`, or None while empty. Slot s holds the key or value of the token at
+    position s. Attention is causal, so a later token never changes an earlier slot, and we may keep them all: a new
+    token adds one slot and reads every slot so far.
 
-    A Head has no weights of its own, because a layer computes all its heads in one batched call. Its two caches are
-    views of the KVCache that the model used last. There are n_layer * n_kv_head Heads.
+    A Head has no weights, because a layer computes all its heads in one batched call. Its two caches are views of the
+    KVCache that the model used last. There are n_layer * n_kv_head Heads.
     """
 
     def __init__(self, layer, index):
@@ -100,10 +100,10 @@ class Head(nn.Module):
         return getattr(self.cache, kind)[self.layer][:, self.index, : self.cache.length]
 
     def forward(self, q, pos):
-        """Attend with queries q `(B, T, hs)` at positions pos `(B, T)`, one head spelled out.
+        """Attend with queries q `(B, T, hs)` at positions pos `(B, T)`: one head, spelled out.
 
         Returns the output `(B, T, hs)` and the attention weights `(B, T, t)`. The model itself runs
-        CausalSelfAttention.forward, which does the same for all heads at once; --explain and the tests call this one.
+        CausalSelfAttention.forward, which does the same for all heads at once. --explain and the tests call this one.
         """
         k, v = self.key_cache, self.value_cache  # (B, t, hs)
         scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))  # (B, T, t)
@@ -115,11 +115,11 @@ class Head(nn.Module):
 class KVCache:
     """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, block_size, hs)`.
 
-    A cache is a value. Make one, pass it to every forward of one generation, and drop it at the end. Two generations
-    on one model have two caches, so neither can disturb the other.
+    Make a cache for each generation, pass it to every forward, and drop it at the end. Two generations on one model
+    have two caches, so they cannot disturb each other.
 
-    lengths  filled slots per row, as Python integers, so that no step has to wait for a GPU. Lower one to forget the
-             slots beyond it
+    lengths  filled slots per row, as Python integers, so that no step waits for a GPU. Lower one to forget the slots
+             beyond it
     """
 
     def __init__(self, config, batch_size):
@@ -129,17 +129,17 @@ class KVCache:
 
     @property
     def length(self):
-        """The filled slots of the longest row."""
+        """The number of filled slots in the longest row."""
         return max(self.lengths)
 
     def extend(self, starts, T):
         """Make room for T tokens per row, from slot starts[i] on, before the forward that writes them.
 
-        Slots beyond them are forgotten. Raises ValueError if slots before them are missing, because attention would
-        read zeros there.
+        Slots beyond them are forgotten. Raises ValueError if slots before them are empty, because attention would read
+        zeros there.
         """
         if len(starts) != len(self.lengths):
-            raise ValueError(f"the cache is for {len(self.lengths)} rows, and idx has {len(starts)}")
+            raise ValueError(f"the cache is for {len(self.lengths)} rows, but idx has {len(starts)}")
         for row, (start, length) in enumerate(zip(starts, self.lengths)):
             if start > length:
                 raise ValueError(
@@ -149,11 +149,11 @@ class KVCache:
         self.lengths = [start + T for start in starts]
 
     def update(self, layer, pos, k, v):
-        """Write a layer's k and v `(B, nkv, T, hs)` at positions pos `(B, T)`. Returns all t slots of both."""
+        """Write k and v `(B, nkv, T, hs)` of a layer at positions pos `(B, T)`. Returns all t slots of both."""
         if self.key is None:
             self.key, self.value = self._buffers(k), self._buffers(v)
         key, value = self.key[layer], self.value[layer]
-        if len(k) == 1:  # one operation where the general case takes several
+        if len(k) == 1:  # a single operation; the general case takes several
             key.index_copy_(2, pos[0], k)
             value.index_copy_(2, pos[0], v)
         else:
@@ -165,8 +165,8 @@ class KVCache:
     def _buffers(self, x):
         """Return an empty buffer per layer for keys or values like x `(B, nkv, T, hs)`, in its dtype.
 
-        We allocate the full length at once, because growing with torch.cat would copy the cache at every step. It
-        begins as zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
+        We allocate the full length at once, because growing with torch.cat would copy the cache at every step. We fill
+        it with zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
         """
         B, nkv, _, hs = x.shape
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
@@ -179,9 +179,9 @@ class KVCache:
         self.lengths = [self.lengths[row] for row in rows]
 
     def mask(self, pos):
-        """Return what each query may see, `(B, 1, T, t)`: the slots up to its own position. None: all of them.
+        """Return what each query may see, `(B, 1, T, t)`: the slots up to its own position. None means all of them.
 
-        One rule serves a prefill, a chunk and a single token, and it hides the padding of shorter rows.
+        This one rule is right for a prefill, a chunk and a single token, and it hides the padding of shorter rows.
         """
         if pos.size(1) == 1 and min(self.lengths) == self.length:
             return None
@@ -191,7 +191,7 @@ class KVCache:
 def clear_kv_cache(model):
     """Empty the key_cache and value_cache of every Head in `model`, and forget the model's own cache.
 
-    Needed by hand only after changing weights in place in eval mode, which nothing here can notice.
+    You only need it after changing weights in place in eval mode, which we cannot notice.
     """
     for module in model.modules():
         if isinstance(module, (Head, GPT)):
@@ -204,8 +204,8 @@ def clear_kv_cache(model):
 def rotate(x, cos, sin):
     """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(B, 1, T, hs)` of GPT.rope.
 
-    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is negated already, so a
-    rotation is x * cos + swapped * sin: few operations, because in eager mode each of them costs time.
+    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, so a
+    rotation is x * cos + swapped * sin. In eager mode every operation costs time, so we want few.
     """
     first, second = x.float().chunk(2, dim=-1)  # rotate in float32, whatever the dtype of x
     swapped = torch.cat((second, first), dim=-1)
@@ -236,7 +236,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = qkv.split_with_sizes((nh, nkv, nkv), dim=1)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:  # queries and keys together, because each operation costs time
+        if rope is not None:  # queries and keys together, to save operations
             q, k = rotate(torch.cat((q, k), dim=1), *rope).split_with_sizes((nh, nkv), dim=1)
         return q, k, v
 
@@ -257,7 +257,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation. SwiGLU needs a third, so each gets 2/3 of the width: as many parameters."""
+    """Two matrices around an activation. SwiGLU needs a third, so for the same size its hidden layer is 2/3 as wide."""
 
     def __init__(self, config):
         super().__init__()
@@ -301,12 +301,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. Modules and parameters have nanoGPT's names, so nanoGPT's checkpoints load."""
+    """The language model. Modules and parameters have nanoGPT's names, so its checkpoints load."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.cache = None  # the model's own, for calls that pass pos and no cache
+        self.cache = None  # the model's own, for calls with pos but without a cache
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -318,7 +318,7 @@ class GPT(nn.Module):
             self.transformer["wte"].weight = self.lm_head.weight
         self._make_rope()
 
-        # GPT-2's initialization; c_proj is smaller, because 2 * n_layer outputs of c_proj add up in the residual stream
+        # GPT-2's initialization; c_proj is smaller, because 2 * n_layer of its outputs add up in the residual stream
         residual_std = 0.02 / math.sqrt(2 * config.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -345,7 +345,7 @@ class GPT(nn.Module):
             self.rope = torch.stack((angle.cos(), angle.sin() * sign))
 
     # Changed weights must never meet old keys. So we empty the cache wherever weights change or move: when training
-    # begins, when weights are loaded, and in _apply, which to(), half() and cuda() all call.
+    # starts, when weights are loaded, and in _apply, which to(), half() and cuda() call.
 
     def train(self, mode=True):
         if mode:
@@ -367,11 +367,11 @@ class GPT(nn.Module):
 
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
-        pos      None: positions 0 to T - 1, and no cache is read or written, so an evaluation cannot fill one.
-                 Else absolute positions, int64, (T,) for all rows or (B, T), rising by one. In eval mode the call then
-                 goes through the cache: it writes at pos, each query sees the slots up to its own, and what lay beyond
-                 the newest pos is forgotten. Such a call has no gradient. In train mode pos only places the tokens.
-        cache    the KVCache to go through; None: the model's own, which a call with pos from 0 begins anew
+        pos      None: positions 0 to T - 1, without a cache, so evaluation cannot fill one.
+                 Otherwise absolute positions, int64, (T,) for all rows or (B, T), rising by one. In eval mode the call
+                 then uses the cache: it writes at pos, each query sees the slots up to its own, and slots beyond the
+                 newest pos are forgotten. Such a call has no gradient. In train mode pos only places the tokens.
+        cache    the KVCache to use; None: the model's own, which starts empty at pos 0
         Raises ValueError for positions beyond block_size, and for a pos that would leave a gap in the cache.
         """
         B, T = idx.shape
@@ -390,7 +390,7 @@ class GPT(nn.Module):
             try:
                 with torch.no_grad():
                     logits = self.unembed(self.hidden_states(idx, pos, cache))
-            except BaseException:  # some layers are written and some are not, so nothing in the cache counts
+            except BaseException:  # not all layers are written, so the cache is invalid
                 cache.lengths = [0] * B
                 raise
         loss = None
@@ -414,11 +414,11 @@ class GPT(nn.Module):
     def hidden_states(self, idx, pos=None, cache=None):
         """Return `(B, T, C)`: all of the network but lm_head.
 
-        pos    (B, T) int64, which we trust; None: positions 0 to T - 1
-        cache  the KVCache to go through, extended to pos already; None: attention within idx
+        pos    (B, T) int64, not checked; None: positions 0 to T - 1
+        cache  the KVCache to use, already extended to pos; None: attention within idx
         """
         if pos is None and not 1 <= idx.size(1) <= self.config.block_size:
-            raise ValueError(f"{idx.size(1)} positions; this model takes 1 to {self.config.block_size} (block_size)")
+            raise ValueError(f"{idx.size(1)} positions; this model accepts 1 to {self.config.block_size} (block_size)")
         places = torch.arange(idx.size(1), device=idx.device)[None] if pos is None else pos  # (1 or B, T)
         x = self.transformer["wte"](idx)
         rope = None
@@ -437,7 +437,7 @@ class GPT(nn.Module):
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
     def _show(self, cache):
-        """Let key_cache and value_cache of all Heads be views of this cache."""
+        """Make key_cache and value_cache of all Heads views of this cache."""
         heads = self.transformer["h"][0].attn.heads
         if heads[0].cache is not cache:
             for block in self.transformer["h"]:
@@ -445,7 +445,7 @@ class GPT(nn.Module):
                     head.cache = cache
 
     def unembed(self, x):
-        """Return the logits `(..., V)` of hidden states `(..., C)`: the one place where they are made."""
+        """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""
         return self.lm_head(x)
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -464,14 +464,17 @@ class GPT(nn.Module):
     ):
         """Return the prompts and their continuations, in the form of the prompts.
 
-        prompts         ids `(B, T)`, one list of ids, or a list of prompts that have the same length
-        max_new_tokens  at most; unless overflow is "slide", the text ends where the context is full
-        kv_cache        False recomputes the whole context for every token, which gives the same tokens more slowly
-        The rest is explained at Sampling. Raises ValueError for arguments that make no sense.
+        prompts         ids `(B, T)`, a list of ids, or a list of prompts of the same length
+        max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
+        kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
+        The other arguments are those of Sampling. Raises ValueError for invalid arguments.
+
+        A model this small runs best on one thread: torch.set_num_threads(1). While another program is busy, a second
+        thread can make it many times slower.
         """
         rows, restore = rows_of(prompts, self.lm_head.weight.device)
         if len({len(row) for row in rows}) > 1:
-            raise ValueError("the prompts have different lengths: kvgpt.decoding.decode.Decoder takes such a batch")
+            raise ValueError("the prompts have different lengths: use kvgpt.decoding.decode.Decoder for such a batch")
         idx = torch.stack(rows)
         sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
         with eval_mode(self):
@@ -504,7 +507,7 @@ class GPT(nn.Module):
 
         cache  a KVCache, to which idx is appended; None: idx is the whole context
         """
-        if self.training:  # somebody trains between our steps
+        if self.training:  # the caller may train between our steps
             with eval_mode(self):
                 return self.next_logits(idx, cache)
         if cache is None:
@@ -522,10 +525,10 @@ class GPT(nn.Module):
 
 
 def rows_of(prompts, device):
-    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and the way back to the form that they had.
+    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
 
-    prompts  ids `(B, T)`, one list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
-    restore  takes the rows again, which may have grown
+    prompts  ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
+    restore  gets rows, which may be longer by then, and returns them in the form of the prompts
     """
     if isinstance(prompts, torch.Tensor):
         return list(prompts), lambda rows: torch.stack(list(rows))
@@ -538,7 +541,7 @@ def rows_of(prompts, device):
 
 @contextmanager
 def eval_mode(model):
-    """Put the model in eval mode inside the block. Each module gets its own mode back afterwards."""
+    """Put the model in eval mode inside the block, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     was_training = any(training for _, training in modes)
     if was_training:
@@ -555,11 +558,11 @@ def eval_mode(model):
 def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
     """Yield the continuation of idx `(B, T)`, a block of new tokens `(B, 1)` per step.
 
-    This is the loop that samples a token per step, with and without the cache, for this model and for others.
+    This is the loop that samples one token per step, with or without the cache, for any model.
 
-    model     needs config.block_size, config.vocab_size, new_cache(B) and next_logits(idx, cache); see GPT
+    model     needs config.block_size, config.vocab_size, new_cache(B) and next_logits(idx, cache), as GPT has them
     sampling  a Sampling
-    kv_cache  False: compute the whole context again for every token
+    kv_cache  False: recompute the whole context for every token
     Raises ValueError for a prompt that does not fit the context.
     """
     (B, T), block_size = idx.shape, model.config.block_size
@@ -568,13 +571,13 @@ def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
     tokens, start, cache = F.pad(idx, (0, num_new)), 0, None  # start: index of the first token of the context
     for end, noise in zip(range(T, T + num_new), noises):  # end: index of the new token
         if end == T or end - start > block_size:
-            # prefill: feed the whole prompt at once. When the context is full it slides: we cut it to its newest half,
-            # which begins at position 0 again, so we have to fill the cache anew
+            # prefill: feed the whole prompt at once. A full context slides: we cut it to its newest half, which starts
+            # at position 0 again, so its keys and values have to be recomputed
             start = context_start(start, end, block_size)
             cache = model.new_cache(B) if kv_cache else None
             logits = model.next_logits(tokens[:, start:end], cache)
         elif kv_cache:
-            # decode: feed the newest token alone, because the cache holds the keys and values of all before it
+            # decode: feed only the newest token, because the cache holds the keys and values of all earlier ones
             logits = model.next_logits(tokens[:, end - 1 : end], cache)
         else:
             logits = model.next_logits(tokens[:, start:end])
@@ -586,8 +589,8 @@ def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
 def context_start(start, end, block_size):
     """Return the index of the first token that the model sees when it predicts token `end`.
 
-    A context keeps its start while it fits. A full one is cut to its newest half, so that the cache has to be filled
-    anew only once every half context.
+    A context keeps its start while it fits. A full one is cut to its newest half, so that we prefill again only once
+    every half context.
     """
     return start if end - start <= block_size else end - max(1, block_size // 2)
 
@@ -597,15 +600,15 @@ def context_start(start, end, block_size):
 
 @dataclass
 class Sampling:
-    """The settings of one generation. Raises ValueError, with the field and its value, for one that makes no sense.
+    """The settings of one generation. Raises ValueError, with the field and its value, for an invalid one.
 
-    temperature  0 is greedy (the largest logit, ties to the lowest id), 1 the model's own distribution; less than 1
-                 favours likely tokens
-    top_k        sample from the k likeliest tokens
-    top_p        sample from the fewest likeliest tokens whose probabilities add up to top_p
+    temperature  0 is greedy (the largest logit, ties to the lowest id), 1 is the model's distribution; below 1 favours
+                 likely tokens
+    top_k        sample from the k most likely tokens
+    top_p        sample from the smallest set of most likely tokens whose probabilities add up to top_p
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
     samples      row i uses the noise of sample samples[i]; None: of sample i
-    overflow     "stop" ends at a full context, "slide" goes on: see context_start
+    overflow     "stop" ends when the context is full, "slide" continues: see context_start
     """
 
     temperature: float = 0.8
@@ -625,7 +628,7 @@ class Sampling:
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
 
     def sample_ids(self, B, device):
-        """Return `samples` as an int64 tensor (B,). Raises ValueError if it does not name B samples."""
+        """Return `samples` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
         samples = range(B) if self.samples is None else self.samples
         samples = torch.as_tensor(samples, dtype=torch.int64, device=device)
         if B < 1 or samples.shape != (B,):
@@ -635,11 +638,11 @@ class Sampling:
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""
         if T < 1 or (self.overflow == "stop" and T > block_size):
-            raise ValueError(f"a prompt of {T} tokens; this model takes 1 to {block_size} (block_size)")
+            raise ValueError(f"a prompt of {T} tokens; this model accepts 1 to {block_size} (block_size)")
         return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
 
     def noise(self, sample_ids, steps, vocab_size):
-        """Yield the noise of steps 0, 1, ..., `(B, V)` each. Making it for 64 steps at once is cheaper."""
+        """Yield the noise of steps 0, 1, ..., `(B, V)` each. We compute 64 steps at once, which is cheaper."""
         at_once = max(1, min(64, 2**22 // (len(sample_ids) * vocab_size)))
         for first in range(0, steps, at_once):
             some_steps = torch.arange(first, min(first + at_once, steps), device=sample_ids.device)
@@ -651,7 +654,7 @@ def sample_token(logits, noise, sampling):
 
     argmax(logits / temperature + noise) is a sample of softmax(logits / temperature): the Gumbel-max trick. We multiply
     the noise by the temperature instead, which needs no division and is greedy at 0. top_k keeps exactly k tokens, ties
-    to the lowest id. top_p then keeps the likeliest of them, up to and including the one that crosses top_p.
+    to the lowest id. top_p then keeps the most likely of them, up to and including the one that crosses top_p.
     """
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     logits = logits.float()
@@ -678,9 +681,9 @@ def gumbel_noise(seed, samples, steps, vocab_size):
 
     samples  (B,) int64
     steps    (S,) int64 for all rows, or (B, S)
-    The noise is a hash of (seed, sample, step, token id) and nothing else. So every way to decode draws the same noise,
-    and picks the same token from the same logits. The hash applies the 32-bit finalizer "lowbias32" of Chris Wellons to
-    one counter after the other.
+    The noise is a hash of (seed, sample, step, token id) and nothing else. So every way to decode gets the same noise
+    and picks the same token from the same logits. The hash applies the 32-bit finalizer "lowbias32" by Chris Wellons to
+    one counter after another.
     """
     low32 = 0xFFFFFFFF
 
@@ -693,7 +696,7 @@ def gumbel_noise(seed, samples, steps, vocab_size):
     h = 0
     for counter in (seed & low32, seed >> 32, samples[:, None, None], steps[..., None], ids):
         h = mix(h ^ mix(counter + 0x9E3779B9 & low32))  # mix(0) is 0, hence the constant
-    # float32 is finest near 0, and the largest noise comes from there; exactly 1 would give infinite noise
+    # the largest noise comes from values near 0, where float32 is finest; exactly 1 would give infinite noise
     uniform = ((h.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -701,8 +704,8 @@ def gumbel_noise(seed, samples, steps, vocab_size):
 def make_first_calls():
     """Call a few functions on one number.
 
-    In a new process, PyTorch with Intel's MKL may compute these with few correct digits if the first call runs on
-    several threads (pytorch issue 188792).
+    With Intel's MKL, PyTorch may compute these with few correct digits if the first call in a process runs on several
+    threads (pytorch issue 188792).
     """
     for function in (torch.cos, torch.sin, torch.log, torch.log1p):
         function(torch.ones(1))

@@ -4,11 +4,11 @@
     python sample.py --prompt "O Romeo, " --no-kv_cache            the same text without the cache
     python sample.py --prompt FILE:start.txt --verify              both, compared token by token
     python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as we can
-    python sample.py --prompt "O Romeo, " --engine onnx            the same text by ONNX Runtime
-    python sample.py --ckpt gpt2 --prompt "To be, or"              a text by GPT-2, from the folder of its files
-    python sample.py --engine hf --ckpt FOLDER --verify            a model of transformers, its text compared likewise
+    python sample.py --prompt "O Romeo, " --engine onnx            the same text, run by ONNX Runtime
+    python sample.py --ckpt gpt2 --prompt "To be, or"              GPT-2, from its Hugging Face folder
+    python sample.py --engine hf --ckpt FOLDER --verify            any causal model, run and cached by transformers
 
-A token is a character, unless the model has a tokenizer. The text goes to stdout, the report of time and memory to
+A token is a character, unless the model has a tokenizer. The text goes to stdout, and a report on time and memory to
 stderr.
 """
 
@@ -35,13 +35,13 @@ def parse_args(argv=None):
     parser = Parser(__doc__)
     add, count = parser.add_argument, number(int, f"[1, {2**31})")
     # text and cache
-    add("--prompt", action="append", help="text to continue, or FILE:path; repeat it for a batch (default: a newline)")
-    add("--start", action="append", dest="prompt", metavar="PROMPT", help="the same as --prompt, under nanoGPT's name")
+    add("--prompt", action="append", help="text to continue, or FILE:path; repeat for a batch (default: a newline)")
+    add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name for --prompt")
     add(
         "--kv_cache",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="decode from the cache, or recompute the whole text for every token (default: --kv_cache)",
+        help="decode from the cache, or recompute everything for every token (default: --kv_cache)",
     )
     add(
         "--max_new_tokens",
@@ -49,7 +49,7 @@ def parse_args(argv=None):
         metavar="N",
         help="new tokens per sample (default: until the context is full; 1000 with --overflow slide; 64 with hf)",
     )
-    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat it for several")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat for several")
     # sampling
     add(
         "--temperature",
@@ -57,8 +57,8 @@ def parse_args(argv=None):
         default=Sampling.temperature,
         help=f"0 is greedy, 1 the model's own distribution (default: {Sampling.temperature})",
     )
-    add("--top_k", type=count, metavar="K", help="sample from the K likeliest tokens")
-    top_p_help = "sample from the fewest tokens whose probabilities add up to P"
+    add("--top_k", type=count, metavar="K", help="sample from the K most likely tokens")
+    top_p_help = "sample from the most likely tokens whose probabilities add up to P"
     add("--top_p", type=number(float, "(0, 1]"), metavar="P", help=top_p_help)
     seed_help = "the same seed gives the same text (default: 1337)"
     add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help=seed_help)
@@ -66,31 +66,31 @@ def parse_args(argv=None):
         "--overflow",
         choices=("stop", "slide"),
         default="stop",
-        help="at a full context: stop, or keep its newest half and go on (default: stop)",
+        help="when the context is full: stop, or keep its newest half and continue (default: stop)",
     )
     add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="per prompt (default: 1)")
     # speed
-    add("--draft", choices=("ngram",), help="guess the next tokens from n-grams and check them in one forward")
-    compile_help = "decode by the step in C, which takes a second to compile (default: False)"
+    add("--draft", choices=("ngram",), help="guess the next tokens from n-grams, and check them in one forward")
+    compile_help = "decode with the step in C, which takes a second to compile (default: False)"
     add("--compile", type=boolean, nargs="?", const=True, default=False, metavar="True|False", help=compile_help)
     add(
         "--engine",
         choices=("torch", "onnx", "hf"),
         default="torch",
-        help="onnx: ONNX Runtime, a file of export.py; hf: a causal model of transformers (default: torch)",
+        help="onnx: ONNX Runtime, with a file from export.py; hf: a causal model of transformers (default: torch)",
     )
-    weights_help = "int8: round the weights, which makes --compile faster, and the text another (default: float32)"
+    weights_help = "int8: round the weights, which makes --compile faster but changes the text (default: float32)"
     add("--weights", choices=("float32", "int8"), default="float32", help=weights_help)
     # files and device
-    add("--out_dir", type=path, help="folder of ckpt.pt, onnx/model.onnx and hf (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="another checkpoint, a Hugging Face folder, or a .onnx file")
-    meta_help = "the meta.pkl that belongs to a nanoGPT checkpoint, or the folder of its tokenizer"
+    add("--out_dir", type=path, help="folder with ckpt.pt, onnx/model.onnx or hf (default: out)")
+    add("--ckpt", type=path, metavar="FILE", help="a checkpoint, Hugging Face folder or .onnx file from elsewhere")
+    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
     add("--meta", type=path, metavar="FILE", help=meta_help)
-    add("--device", default="auto", help="cpu, cuda or mps; auto takes cuda if there is one (default: auto)")
+    add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if there is one, else cpu (default: auto)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
     # checks
-    add("--verify", action="store_true", help="also generate the other way, with or without the cache, and compare")
+    add("--verify", action="store_true", help="generate again the other way, with or without the cache, and compare")
     add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -103,7 +103,7 @@ def parse_args(argv=None):
 
 
 def refuse_conflicts(args, error):
-    """Call error(message) if two flags exclude each other."""
+    """Call error(message) if flags contradict each other."""
     num_prompts = len(args.prompt or [""])
     need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": num_prompts > 1}
     if not args.kv_cache and any(need_cache.values()):
@@ -111,26 +111,26 @@ def refuse_conflicts(args, error):
     if args.verify and args.dtype != "float32":
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if args.meta and not (args.ckpt or args.out_dir):
-        error("--meta goes with a checkpoint of nanoGPT: add --ckpt FILE")
+        error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
     if "" in args.stop:
-        error("--stop needs a text, and this one is empty")
+        error("--stop needs a text that is not empty")
     not_plain = (args.draft, args.compile, args.verify, args.stop, args.overflow != "stop", args.engine != "torch")
     if args.explain and (any(not_plain) or args.num_samples > 1 or num_prompts > 1 or not args.kv_cache):
-        error("--explain shows one prompt and the plain cache: leave out flags that change either")
+        error("--explain shows one prompt with the plain cache: leave out flags that change that")
     if args.engine != "torch":
         torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
         torch_only += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
         torch_only += ["--weights int8"] * (args.weights == "int8")
         torch_only += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
         if torch_only:
-            error(f"{torch_only[0]} goes with --engine torch, not with {args.engine}")
+            error(f"{torch_only[0]} works with --engine torch, not with {args.engine}")
 
 
 # -- model and prompts -------------------------------------------------------------------------------------------------
 
 
 def open_engine(args):
-    """Return (engine, tokenizer, ngrams): a model that stream_tokens takes, and n-gram counts for --draft, or None.
+    """Return (engine, tokenizer, ngrams): a model for stream_tokens, and n-gram counts for --draft, or None.
 
     Raises FileNotFoundError or ValueError with one line.
     """
@@ -155,7 +155,7 @@ def open_engine(args):
 
 
 def model_to_verify(args, engine):
-    """Return the model that --verify generates with again: for a file of ONNX, the GPT that it was exported from.
+    """Return the model for --verify to generate with: for an ONNX file, the GPT that it was exported from.
 
     Raises FileNotFoundError or ValueError with one line.
     """
@@ -166,14 +166,14 @@ def model_to_verify(args, engine):
     checkpoint = pick_checkpoint(None, args.out_dir)
     model, _ = load_model(checkpoint)
     if weights_sha256(model) != engine.weights_sha256:
-        raise ValueError(f"--verify compares with {checkpoint}, and {engine.file} is of another model: export it again")
+        raise ValueError(f"--verify needs {engine.file} to be exported from {checkpoint}: export it again")
     return model
 
 
 def read_prompt(prompt, tokenizer):
-    """Return the prompt's token ids. Exits with one line for a file that cannot be read, or an unknown character."""
+    """Return the token ids of the prompt. Exits with one line if a file cannot be read or a character is unknown."""
     if prompt.startswith("FILE:"):
-        name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs the name of a file after the colon")
+        name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs a file name after the colon")
         try:
             prompt = Path(name).read_bytes().decode("utf-8-sig")
         except OSError as error:
@@ -188,33 +188,34 @@ def read_prompt(prompt, tokenizer):
 
 
 def choose_num_new(args, lengths, block_size, unit):
-    """Return how many new tokens to ask for. The model stops earlier in a row whose context is full.
+    """Return how many new tokens to ask for. A row whose context is full stops earlier.
 
-    lengths  of the prompts, in tokens, which messages call `unit`
-    Exits with one line for prompts that the context cannot hold.
+    lengths  of the prompts in tokens
+    unit     what messages call tokens
+    Exits with one line for prompts that do not fit the context.
     """
     asked, longest, most = args.max_new_tokens, max(lengths), block_size - min(lengths)
     equal = ["--overflow slide"] * (args.overflow == "slide") + [f"--engine {args.engine}"] * (args.engine != "torch")
     if equal and len(set(lengths)) > 1:
         counts = " and ".join(str(n) for n in sorted(set(lengths)))
-        fail(f"{equal[0]} takes prompts of one length in a batch, and these have {counts} {unit}")
+        fail(f"{equal[0]} needs prompts of equal length in a batch, but these have {counts} {unit}")
     if args.overflow == "slide":
         return asked or 1000
     if longest >= block_size:
         fail(
-            f"the prompt has {longest} {unit} and the context {block_size}: at most {block_size - 1} leave room "
-            f"for a new one (--overflow slide takes the newest {max(1, block_size // 2)} of a longer prompt)"
+            f"the prompt has {longest} {unit}, but a context of {block_size} needs room for a new one: use at most "
+            f"{block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
         )
     if asked and asked > most:
-        note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide goes on)")
-    return asked or (min(64, most) if args.engine == "hf" else most)  # contexts of 131,072 tokens are common in hf
+        note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide continues)")
+    return asked or (min(64, most) if args.engine == "hf" else most)  # hf models often have a context of 131,072 tokens
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
 def make_decoder(args, model, ngrams):
-    """Return a Decoder for guesses, the step in C or several prompts. None: the plain loop, stream_tokens."""
+    """Return a Decoder for guesses, the step in C or several prompts. None means the plain loop, stream_tokens."""
     if not (args.draft or args.compile or len(args.prompt) > 1):
         return None
     from kvgpt.decoding.decode import Decoder
@@ -231,17 +232,17 @@ def make_decoder(args, model, ngrams):
 
 
 def write_stream(stream, sequences, timing):
-    """Write the first sequence to stdout as its tokens arrive, then the others. Extends `sequences`.
+    """Write the first sequence to stdout as its tokens arrive, then the rest. Extends `sequences`.
 
-    stream  of stream_tokens, or a Generation, which leaves a row that has met a stop text
-    Returns the number of new tokens in the longest sequence, those of a stop text included.
+    stream  from stream_tokens, or a Generation, which can leave a row that has reached a stop text
+    Returns the number of new tokens in the longest sequence, including those of a stop text.
     """
     first, written, num_new = sequences[0], len(sequences[0].text), [0] * len(sequences)
     sys.stdout.write(first.text)
     sys.stdout.flush()
     for block in stream:
         # append
-        new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1: fewer for this row
+        new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1 pads shorter rows
         timing.record(sum(map(len, new)) / len(new))
         for i, sequence in enumerate(sequences):
             if not sequence.ended:
@@ -267,7 +268,7 @@ def write_stream(stream, sequences, timing):
 
 
 def step_work(args, engine, decoder, num_rows):
-    """Return the multiply-adds that torch does per step, about one per weight and token."""
+    """Return the number of multiply-adds that torch does per step, about one per weight and token."""
     if args.engine == "onnx" or (decoder and decoder.program):
         return 0
     tokens = 1 + (decoder.num_drafts if decoder else 0) if args.kv_cache else engine.config.block_size
@@ -275,9 +276,10 @@ def step_work(args, engine, decoder, num_rows):
 
 
 def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
-    """Generate again, without the cache or with it, and compare. Returns whether the texts are the same.
+    """Generate again, with the cache if it was without and vice versa. Returns whether the texts are the same.
 
-    seconds  that the texts, lists of ids, took
+    texts    the generated ids, a list per row
+    seconds  how long they took
     """
     from kvgpt.decoding.verify import verify
 
@@ -289,7 +291,7 @@ def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
     cached, uncached = both if args.kv_cache else both[::-1]
     if args.engine == "hf":
         folder = args.ckpt or "FOLDER"
-        note(f"verify: this compared texts. python -m check_cache {folder} compares logits, in many more ways")
+        note(f"verify: this compared tokens. python -m check_cache {folder} compares logits, in many more ways")
     if same and num_new > 1:
         speedup = f"{uncached / cached:.1f} times as fast"
         note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
@@ -306,7 +308,7 @@ def main():
     args.prompt = args.prompt or [tokenizer.default_prompt]
     prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt]
     with one_line_errors():
-        for stop in args.stop:  # one that the model cannot write would never end a text
+        for stop in args.stop:  # the model could never generate an unknown character
             tokenizer.encode(stop)
     num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size, tokenizer.unit)
 

@@ -1,4 +1,4 @@
-"""What bench.py compares us with: transformers and llama2.c."""
+"""The baselines of bench.py: transformers and llama2.c."""
 
 import ctypes
 import subprocess
@@ -14,9 +14,9 @@ from model import Sampling
 
 
 def transformers_run(model):
-    """Return run(idx, max_new_tokens, seed, record): a generation by transformers' class for the same network.
+    """Return run(idx, max_new_tokens, seed, record): `generate` of transformers' class for the same network.
 
-    `generate` draws its own random numbers. Raises ValueError if no class of transformers computes this network.
+    It draws its own random numbers. Raises ValueError if no class of transformers computes this network.
     """
     import transformers
 
@@ -24,10 +24,10 @@ def transformers_run(model):
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)
-    with torch.no_grad():  # an edited model.py may compute another network than the class of transformers
+    with torch.no_grad():  # an edited model.py may compute a different network
         idx = torch.arange(model.config.block_size, device=hf.device)[None] % model.config.vocab_size
         if not torch.allclose(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3):
-            raise ValueError("transformers' class computes another network than this model.py")
+            raise ValueError("transformers' class computes a different network than this model.py")
 
     def run(idx, max_new_tokens, seed, record):
         def after_step(ids, scores, **_):  # a stopping criterion that never stops
@@ -50,7 +50,7 @@ def transformers_run(model):
 
 # -- llama2.c ----------------------------------------------------------------------------------------------------------
 
-# the functions of llama2.c in a loop over one text, without its tokenizer and its printing
+# the functions of llama2.c in a loop, without its tokenizer and its printing
 LLAMA2C_LOOP = """
 #define TESTING
 #include "run.c"
@@ -62,7 +62,7 @@ void load(char *file, float temperature) {
     build_sampler(&sampler, transformer.config.vocab_size, temperature, 1.0f, 1);
 }
 void run(int *tokens, int length, int threads) {
-    int before = omp_get_max_threads(); /* torch's number, too */
+    int before = omp_get_max_threads(); /* torch uses it, too */
     omp_set_num_threads(threads);
     for (int pos = 0; pos < length - 1; pos++)
         tokens[pos + 1] = sample(&sampler, forward(&transformer, tokens[pos], pos));
@@ -74,11 +74,11 @@ void run(int *tokens, int length, int threads) {
 def llama2c_run(config, folder):
     """Return llama2.c's run(idx, max_new_tokens, seed, record): it continues one token, and records a single block.
 
-    llama2.c computes another network, with RMSNorm and interleaved rotary positions, so we give it random weights and
-    an MLP that makes its parameters as many as those of `config`. Raises ValueError without a clone of it in `folder`.
+    llama2.c computes a different network, with RMSNorm and interleaved rotary positions. So we give it random weights,
+    and an MLP that matches the number of parameters of `config`. Raises ValueError if `folder` is not a clone of it.
     """
     if not folder or not Path(folder, "run.c").is_file():
-        raise ValueError("--llama2c must name a clone of llama2.c, which holds run.c")
+        raise ValueError("--llama2c needs the folder of a clone of llama2.c, with run.c")
     C, L, V, S = config.n_embd, config.n_layer, config.vocab_size, config.block_size
     kv_width = config.num_kv_heads * config.head_size
     hidden = int(config.mlp_ratio * C * 2 / 3 / 8 + 0.999) * 8
@@ -90,7 +90,7 @@ def llama2c_run(config, folder):
         source.write_text(LLAMA2C_LOOP, encoding="utf-8")
         flags = ["-Ofast", "-march=native", "-fopenmp", "-w", "-fPIC", f"-I{Path(folder).resolve()}"]
         subprocess.run(["cc", *flags, "-c", source, "-o", compiled], check=True)
-        # linked without -Ofast, which would make the whole process round subnormal numbers to 0
+        # link without -Ofast, which would make the whole process flush subnormal numbers to 0
         subprocess.run(["cc", "-shared", "-fopenmp", compiled, "-o", program, "-lm"], check=True)
         weights.write_bytes(header.numpy().tobytes() + (0.02 * torch.randn(num_weights)).numpy().tobytes())
         library = ctypes.CDLL(str(program))
@@ -108,7 +108,7 @@ def llama2c_run(config, folder):
 
     def run(idx, max_new_tokens, seed, record):
         if idx.numel() > 1:
-            raise ValueError("llama2.c writes one text at a time, from one token: leave out --batch")
+            raise ValueError("llama2.c generates one sequence at a time: leave out --batch")
         record(torch.tensor([generate(idx.item(), 1 + max_new_tokens, threads)]))
 
     return run

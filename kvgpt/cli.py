@@ -1,4 +1,4 @@
-"""What every script does around its work: read the command line, say what went wrong in one line, obey a signal."""
+"""What every script needs around its work: the command line, one-line errors, signals."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description and reports a mistake in one line."""
+    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
 
     def __init__(self, description, epilog=None):
         lines_as_they_are = argparse.RawDescriptionHelpFormatter
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, interval):
-    """Return an argparse type: an int or a float in an interval that is written like "[0, 1)"."""
+    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
     low, high = (float(bound) for bound in interval[1:-1].split(","))
 
     def parse(text):
@@ -44,18 +44,18 @@ def boolean(text):
 
 
 def path(text):
-    """An argparse type: a path. We refuse an empty one, because it is most likely a shell variable that is not set."""
+    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return text
 
 
 def pick_device(name):
-    """Return the torch.device for --device. "auto" is a GPU if there is one. Raises ValueError if we cannot use it.
+    """Return the torch.device for --device. "auto" is a GPU if there is one. Raises ValueError if it does not work.
 
-    A GPU with a number becomes PyTorch's current one, because pinned memory and NCCL go by that.
+    A numbered GPU becomes PyTorch's current device, because pinned memory and NCCL use that.
     """
-    import torch  # here, because data/prepare.py does without torch
+    import torch  # here, because data/prepare.py does not need torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,18 +74,20 @@ def pick_device(name):
 
 
 def note(message):
-    """Print a line on stderr that begins with the name of the script."""
+    """Print a line on stderr that starts with the name of the script."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
 
 
 def fail(message):
-    """Exit with code 1 and one line on stderr. Every process of torchrun says its own."""
+    """Exit with code 1 and one line on stderr: a message or an error. With torchrun every process prints its own."""
+    if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
+        message = f"{message.filename}: {message.strerror}"
     note(message)
     sys.exit(1)
 
 
 def torchrun_ranks():
-    """Return (rank, local rank, number of processes) if torchrun has started this process, otherwise None."""
+    """Return (rank, local rank, number of processes) if torchrun started this process, otherwise None."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if all(name in os.environ for name in names):
         return tuple(int(os.environ[name]) for name in names)
@@ -93,7 +95,7 @@ def torchrun_ranks():
 
 
 def first_line(error):
-    """Return the first line of an error's message, or its kind if the message is empty."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -101,7 +103,7 @@ def first_line(error):
 def one_line_errors():
     """Turn a ValueError or an OSError inside the block into one line and exit code 1.
 
-    Wrap code that reads the user's files in it. Anywhere else a ValueError is a bug, and its traceback helps.
+    It is for code that reads the user's files. Anywhere else a ValueError is a bug, and needs its traceback.
     """
     try:
         yield
@@ -113,19 +115,19 @@ def one_line_errors():
 
 
 def run_main(main, *, memory_hint="a smaller model or batch would fit"):
-    """Run a script's main(). If anything but a bug ends it, the user sees one line or none.
+    """Run a script's main(). Whatever ends it, short of a bug, the user sees at most one line.
 
-    memory_hint  end of the line about memory that ran out
+    memory_hint  what to suggest when memory runs out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    if not torchrun_ranks():  # torchrun sends SIGTERM, and no handler of ours runs while a process waits in a library
+    if not torchrun_ranks():  # torchrun's SIGTERM has to end a process that waits in a library
         handle_signals(leave)
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:  # `head` has read enough
-        sys.stdout = None  # the interpreter would flush it once more, and complain
+        sys.stdout = None  # the interpreter would flush it again, and complain
         sys.exit(1)
     except OSError as error:
         fail(error)
@@ -137,11 +139,11 @@ def run_main(main, *, memory_hint="a smaller model or batch would fit"):
 
 
 def leave(signum, frame):
-    """Exit as a shell expects of a process that a signal has ended, but clean up first: `with` and `finally` run."""
+    """Exit with the code that shells expect after a signal, but let `with` and `finally` blocks clean up."""
     sys.exit(128 + signum)
 
 
 def handle_signals(handler):
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & ignores Ctrl-C for us
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
             signal.signal(number, handler)

@@ -1,13 +1,13 @@
-"""Fewer threads for small steps, and threads that sleep instead of spinning on a busy machine.
+"""Fewer threads for small steps, and threads that sleep instead of spinning when the machine is busy.
 
 On Linux PyTorch splits an operation over threads with GNU OpenMP. A thread that finishes early spins: it checks 300,000
-times whether the rest are done before it sleeps. That is fastest while every thread has a core. But next to another
-busy process, the spinning thread keeps the core from the very thread that all wait for, so two training runs at once
+times whether the rest are done before it sleeps. That is fastest as long as every thread has a core. But if another
+process is busy, the spinning thread occupies the core that the slowest thread needs, and two training runs at once
 would each be 100 times slower.
 
-The number of spins is fixed once torch is imported. But GNU OpenMP spins only 100 times while it has more threads than
-there are cores. So while the machine is busy, we start extra ones that do nothing. They take no part in any sum, so the
-weights stay the same to the bit. Without this watcher, a few spins for good would cost 7% of the speed of training.
+The number of spins is fixed once torch is imported. But GNU OpenMP spins only 100 times if it has more threads than
+there are cores. So while the machine is busy, we start extra threads that do nothing. They take no part in any sum, so
+the weights stay bit-identical. Always spinning this little would be simpler, but training would be 7% slower.
 """
 
 import os
@@ -20,11 +20,11 @@ import torch
 
 SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
 INTERVAL = 0.1  # seconds between two looks at the machine
-BUSY = 0.1  # fraction of their time that our threads wait for a core; it is 0.001 when we are alone on the machine
+BUSY = 0.1  # fraction of time that our threads wait for a core; it is 0.001 when we are alone on the machine
 
 
 def num_threads(multiply_adds):
-    """Return how many threads a step with so many multiply-adds is worth: one, or all that torch may use."""
+    """Return how many threads to use for a step with this many multiply-adds: one, or all that torch may use."""
     return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
 
 

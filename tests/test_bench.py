@@ -75,7 +75,7 @@ def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_p
     variants = [name for name in VARIANTS if name != "llama2c"]
     assert [row["variant"] for row in rows] == variants, result.stderr
     assert SAME + ", ".join(name for name in variants if name != "hf") + "\n" in result.stdout
-    assert "medians of 2 whole texts; --llama2c adds a row for llama2.c" in result.stdout
+    assert "medians of 2 runs; --llama2c adds a row for llama2.c" in result.stdout
     for row in rows:
         assert row["shape"] == "2/2/32/32" and row["batch"] == 2 and row["tokens_per_s"] > 0 and row["ttft_ms"] > 0
         assert list(row["ms_per_token"])[-1] == "32" and "busy_share" not in row
@@ -104,7 +104,7 @@ def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
     result = ok(run("bench.py", *flags, "--json", tmp_path / "b.json"))
     (row,) = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
     assert row["busy_share"] > 0
-    assert "beside a default train.py" in result.stdout
+    assert "while a default train.py is running" in result.stdout
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
     assert not [command for command in commands if b"--max_iters\x001000000000" in command]
 

@@ -407,7 +407,7 @@ def test_two_caches_of_one_model_hold_two_texts(model):
         for idx, cache, right in zip((ours, theirs), caches, expected):
             logits, _ = model(idx[:, begin:end], pos=torch.arange(begin, end), cache=cache)
             torch.testing.assert_close(logits, right[:, begin:end], atol=2e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="the cache is for 1 rows, and idx has 2"):
+    with pytest.raises(ValueError, match="the cache is for 1 rows, but idx has 2"):
         model(prompts(2, 1), pos=torch.tensor([3]), cache=caches[0])
     with pytest.raises(ValueError, match="a cache needs pos"):
         model(ours, cache=caches[0])

@@ -202,7 +202,7 @@ MISTAKES = [  # what is wrong with the folder, and words of the line
     (config(model_type="llama"), ["it is a llama", "--engine hf"]),
     (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "--engine hf"]),
     (config(activation_function="relu"), ["relu", "--engine hf"]),
-    (config(n_layer=3), ["it lacks 'transformer.h.2"]),
+    (config(n_layer=3), ["'transformer.h.2"]),
     (config(n_embd=64), ["transformer.wte.weight does not fit its config.json"]),
     (partial(another_tokenizer, 600), ["512 tokens", "600 tokens", "do not belong together"]),
     (partial(another_tokenizer, 300), ["512 tokens", "300 tokens", "do not belong together"]),
@@ -311,7 +311,7 @@ def test_a_model_with_a_tokenizer_goes_to_onnx_but_not_to_the_page(gpt2, tmp_pat
     flags = ["--engine", "onnx", "--ckpt", tmp_path / "onnx" / "model.onnx", "--prompt", PROMPT, "--num_samples", "2"]
     assert ok(run("sample.py", *flags)).stdout == text
     result = run("export.py", "--format", "web", "--ckpt", gpt2, "--out_dir", tmp_path)
-    assert_one_line(result, "the page takes models whose tokens are characters")
+    assert_one_line(result, "the page needs a model whose tokens are characters")
     assert not (tmp_path / "web").exists()
 
 

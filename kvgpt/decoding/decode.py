@@ -1,7 +1,7 @@
-"""Decoder: generation with guesses, with the step in C, and for prompts of different lengths, in any combination.
+"""Decoder: generation with guesses, with the step in C, with prompts of different lengths, or all of these.
 
-The tokens are those of GPT.generate for the same seed. speculate.py has the step in PyTorch, step.c the one in C, and
-this is the loop around either.
+The tokens are those of GPT.generate for the same seed. The step in PyTorch is in speculate.py and the one in C in
+step.c. This is the loop around them.
 """
 
 import torch
@@ -10,20 +10,20 @@ from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.speculate import DecodeState, decode_step, prefill, rows_by_prompt
 from model import Sampling, context_start, eval_mode, gumbel_noise, rows_of
 
-WORK_PER_CALL = 2**25  # multiply-adds: the step in C returns after some milliseconds, so that a stream flows
-NUM_DRAFTS = 3  # guesses per step; with the newest token a product has 4 rows, which fill one tile of its kernel
-MOST_DRAFTS = 7  # guesses per step in C, which makes fewer where they are unlikely
+WORK_PER_CALL = 2**25  # multiply-adds; so the step in C returns every few milliseconds, and output streams
+NUM_DRAFTS = 3  # guesses per step; with the newest token that makes 4 rows, one tile of the matrix kernel
+MOST_DRAFTS = 7  # guesses per step in C, which makes fewer when they are unlikely
 
 
 class Decoder:
     """Continues prompts with a model.
 
-    draft    None: one token per step. "ngram": guess by `ngrams`, the counts in a checkpoint (see count_ngrams), or by
-             looking up the text so far if there are no counts
-    compile  decode by the step in C. It copies the weights, so make a new Decoder after you change them. From 2^25
-             parameters on it reads the model's own, and raises RuntimeError if they have changed. Raises CompileError
-             where it cannot
-    weights  "int8": the step in C reads int8, for a model whose weights have been rounded by round_weights
+    draft    None: one token per step. "ngram": guess from `ngrams`, the counts in a checkpoint (see count_ngrams), or
+             from the text so far if there are no counts
+    compile  use the step in C, or raise CompileError if that is impossible. It copies the weights, so make a new
+             Decoder after you change them. From 2^25 parameters on it reads the model's own weights, and raises
+             RuntimeError if they have changed
+    weights  "int8": the step in C reads int8, for a model whose weights were rounded by round_weights
     """
 
     def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
@@ -51,15 +51,15 @@ class Decoder:
         samples=None,
         overflow="stop",
     ):
-        """Return the prompts and their continuations, in the form of the prompts, which may have different lengths.
+        """Return the prompts and their continuations, in the form of the prompts, which may differ in length.
 
-        The arguments are those of GPT.generate. With overflow="slide", the prompts need one length.
+        The arguments are those of GPT.generate. With overflow="slide", the prompts need equal lengths.
         """
         with eval_mode(self.model):
             rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
             sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
             blocks = list(self.generation(rows, max_new_tokens, sampling))
-        rows = [torch.cat([row, *(block[i] for block in blocks)]) for i, row in enumerate(rows)]
+        rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
     def stream(
@@ -78,21 +78,21 @@ class Decoder:
         return self.generation(rows, max_new_tokens, Sampling(temperature, top_k, top_p, seed, samples, overflow))
 
     def generation(self, prompts, max_new_tokens, sampling):
-        """Return the Generation of prompts, int64 tensors of one dimension, with a Sampling."""
+        """Return the Generation for prompts, int64 tensors of one dimension, with a Sampling."""
         return Generation(self, prompts, max_new_tokens, sampling)
 
 
 class Generation:
-    """One generation of a Decoder. Iterate over it for the new tokens of each step, a block `(B, n)`.
+    """One generation of a Decoder. Iterating over it gives the new tokens of each step, a block `(B, n)` on the CPU.
 
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
-    Rows move at their own pace, because a step accepts more guesses in some than in others, and a longer prompt fills
-    its context earlier. A row that got fewer than n tokens is padded with -1.
+    Rows advance at their own pace, because a step accepts more guesses in some of them, and a longer prompt fills its
+    context earlier. A row with fewer than n new tokens is padded with -1.
 
-    forwards  of the model so far
-    offered   guesses that were checked in them
-    accepted  guesses that were right
+    forwards  how many forwards there were so far
+    offered   how many guesses they checked
+    accepted  how many of those were right
     Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
     """
 
@@ -108,19 +108,19 @@ class Generation:
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
         contexts = [prompt[context_start(0, len(prompt), block_size) :] for prompt in prompts]
         self.state = new_state(contexts, sampling, self.model.config)
-        self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, also beyond the context
-        self.cache = None  # of the steps in PyTorch; begins with the first one
-        self.noise_of = noise_window(self.state, sampling.seed, decoder.num_drafts + 1, self.model.config.vocab_size)
+        self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
+        self.cache = None  # for steps in PyTorch; the first one makes it
+        self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
         if decoder.program:
             self.run, self.copy_slots = decoder.program(self.state)
 
     def leave(self, row):
-        """End a row here, because nobody needs the rest of it."""
+        """End a row here, because the caller does not need the rest."""
         self.goal[row] = self.state.limit[row] = self.state.end[row]
 
     def __iter__(self):
         state, goal, block_size = self.state, self.goal, self.model.config.block_size
-        full = block_size + 1 if self.slides else block_size  # a sliding context gives one token more, then moves
+        full = block_size + 1 if self.slides else block_size  # a sliding context gives one more token before it moves
         step = self._step_in_c if self.decoder.program else self._step_in_torch
         while True:
             # steps, until every row is done or its context is full
@@ -129,8 +129,8 @@ class Generation:
             while any(end < limit for end, limit in zip(before, state.limit.tolist())):
                 step()
                 after = state.end.tolist()
-                if after != before:  # a step may only have fed known tokens
-                    yield new_tokens(state, before, after).to(self.model.lm_head.weight.device)
+                if after != before:  # a step may have fed only known tokens
+                    yield new_tokens(state, before, after)
                 before = after
             if torch.equal(state.end, goal):
                 return
@@ -140,17 +140,17 @@ class Generation:
             state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
             state.first_new -= shift
             for end in (state.end, goal):
-                end.sub_(shift).clamp_(min=1)  # a row that met its stop text may be shorter than what we drop
+                end.sub_(shift).clamp_(min=1)  # a row that reached its stop text may be shorter than what we drop
             state.cached.zero_()
 
     def _step_in_c(self):
-        """Make steps in C: one at first, because somebody waits for a token, then many."""
+        """Run steps in C: a single one at first, to show a token soon, then many per call."""
         state, decoder = self.state, self.decoder
         if self.forwards:
             work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
             counters = self.run(max(1, WORK_PER_CALL // work))
         else:
-            # the first row of each prompt reads it; the other rows wait, and then get its keys and values
+            # the first row of each prompt reads it; the other rows wait, and then copy its keys and values
             copies = [(first, rows) for first, *rows in rows_by_prompt(state) if rows and state.end[first] > 1]
             limit = state.limit.clone()
             for _, rows in copies:
@@ -168,10 +168,10 @@ class Generation:
     @torch.inference_mode()
     def _step_in_torch(self):
         model, state, num_drafts = self.model, self.state, self.decoder.num_drafts
-        if model.training:  # somebody trains between our steps
+        if model.training:  # the caller may train between our steps
             with eval_mode(model):
                 return self._step_in_torch()
-        if not state.cached.any():  # at first, and after the context has moved
+        if not state.cached.any():  # at the start, and after the context has moved
             self.cache = prefill(model, state)
         before = state.end.tolist()
         fed = decode_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
@@ -183,13 +183,13 @@ class Generation:
 
 
 def new_state(contexts, sampling, config):
-    """Return the DecodeState that continues `contexts`, int64 tensors of one dimension, a row for each."""
+    """Return the DecodeState for `contexts`, int64 tensors of one dimension, one per row."""
     end = torch.tensor([len(context) for context in contexts])
     tokens = torch.zeros(len(contexts), config.block_size + 1, dtype=torch.int64)
     for row, context in zip(tokens, contexts):
         row[: len(context)] = context
     if not ((tokens >= 0) & (tokens < config.vocab_size)).all():  # step.c would read beyond its tables
-        raise ValueError(f"a prompt holds tokens outside 0..{config.vocab_size - 1}")
+        raise ValueError(f"a prompt contains tokens outside 0..{config.vocab_size - 1}")
     return DecodeState(
         tokens=tokens,
         end=end,
@@ -205,8 +205,8 @@ def new_state(contexts, sampling, config):
 
 
 def new_tokens(state, before, after):
-    """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`; -1 pads the shorter ones."""
-    if len(set(before)) == len(set(after)) == 1:  # no operation more than needed, because each costs time
+    """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`, padded with -1."""
+    if len(set(before)) == len(set(after)) == 1:  # the common case, with few operations
         return state.tokens[:, before[0] : after[0]].clone()
     longest = max(end - begin for begin, end in zip(before, after))
     slots = torch.tensor(before)[:, None] + torch.arange(longest)
@@ -214,24 +214,25 @@ def new_tokens(state, before, after):
     return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
 
 
-def noise_window(state, seed, chunk, vocab_size):
-    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on.
+def noise_window(model, state, seed, chunk):
+    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on, on the device of the model.
 
-    steps is (B,) int64. We make the noise of up to 64 steps at once, because that is cheaper than a little each time.
+    steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
     """
-    B = len(state.end)
+    B, vocab_size, device = len(state.end), model.config.vocab_size, model.lm_head.weight.device
     width = max(chunk, min(64, 2**22 // (B * vocab_size)))
-    first, noise = None, None  # the step where each row's window begins, and the noise in it
+    first, noise = None, None  # the step where each row's window starts, and its noise
 
     def noise_of(steps):
         nonlocal first, noise
         offsets = None if noise is None else (steps - first).tolist()
         if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
             first, offsets = steps, [0] * B
-            noise = gumbel_noise(seed, state.sample, first[:, None] + torch.arange(width), vocab_size)
+            window = (first[:, None] + torch.arange(width)).to(device)
+            noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
         if len(set(offsets)) == 1:
             return noise[:, offsets[0] : offsets[0] + chunk]
-        at = torch.tensor(offsets)[:, None] + torch.arange(chunk)
+        at = (torch.tensor(offsets)[:, None] + torch.arange(chunk)).to(device)
         return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
 
     return noise_of

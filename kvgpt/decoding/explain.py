@@ -1,4 +1,4 @@
-"""Tensor shapes of one layer during a real generation, and its attention weights."""
+"""The tensor shapes of one layer during a real generation, and its attention weights."""
 
 from contextlib import contextmanager
 
@@ -9,7 +9,7 @@ from model import stream_tokens
 
 @contextmanager
 def watch(model, layer=0):
-    """Yield a dict into which every forward inside the block puts its tensors.
+    """Yield a dict that every forward inside the block fills with its tensors.
 
     "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "attn_args" are the arguments of the layer's
     attention: x, rope, pos, mask, cache.
@@ -35,9 +35,9 @@ def watch(model, layer=0):
 
 @torch.no_grad()
 def layer_weights(attn, x, rope, pos):
-    """Return the attention weights of a layer's queries, `(B, nh, T, t)`, by Head.forward over its caches.
+    """Return the attention weights of a layer's queries, `(B, nh, T, t)`, computed by Head.forward over its caches.
 
-    x, rope, pos  arguments of the layer's attention in a cached forward that has ended
+    x, rope, pos  the arguments of the layer's attention in a cached forward
     """
     q, _, _ = attn.project(x, rope)  # (B, nh, T, hs)
     queries_per_head = attn.n_head // attn.n_kv_head
@@ -56,14 +56,14 @@ def attention_weights(model, idx, layer=0):
 def explain(model, tokenizer, idx, steps, sampling):
     """Print the shapes in the first layer during the prefill of idx `(1, T)` and the decode steps after it.
 
-    steps     prefill and decode steps together; fewer where the context ends before
+    steps     prefill and decode steps together, at most up to the end of the context
     sampling  a Sampling
     """
     T, attn = idx.size(1), model.transformer["h"][0].attn
     steps = min(steps, model.config.block_size - T)
     text, unit = tokenizer.decode(idx[0].tolist()), tokenizer.unit
     print(f"prompt {text!r}: {T} {unit}, layer 1 of {model.config.n_layer}\n")
-    held = None  # shape of a Head's key_cache before the step
+    held = None  # the shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, block in enumerate(stream_tokens(model, idx, steps, sampling)):
             x, rope, pos, mask, _ = seen["attn_args"]

@@ -1,21 +1,21 @@
-"""N-grams of the training text: counted by train.py, kept in the checkpoint, used as a draft model."""
+"""N-grams of the training text: counted by train.py, saved in the checkpoint, used as a draft model."""
 
 import numpy as np
 import torch
 
-MAX_ORDER = 4  # tokens of the longest context; longer ones guess no better for a text of a million characters
-TABLE_SIZE = 2**23  # entries of the table of contexts and tokens: at most 32 MB each for its two halves
-LOOK_UP_ORDER = 3  # tokens of the longest match with the text so far, where there are no counts
+MAX_ORDER = 4  # tokens of the longest context; with a million characters of text, longer ones guess no better
+TABLE_SIZE = 2**23  # entries of the table of contexts and tokens: at most 32 MB for each of its two arrays
+LOOK_UP_ORDER = 3  # without counts: tokens of the longest match with the text so far
 
 
 def count_ngrams(ids, vocab_size, limit):
     """Return the `limit` most frequent n-grams of `ids` as {"order", "codes", "counts"}, sorted by code.
 
-    ids  the text, integers; only the first 2**24 are read
-    An n-gram is `order` tokens, its context, and the token that follows them. Its code is a number in base vocab_size
-    whose digits are the tokens, the last token last. `order` is as large as 32-bit codes allow, at most MAX_ORDER.
-    Returns None if there are none, if no order fits, or if there are more than 2,895 tokens: a table with that many
-    columns has no room for a row per token, and without contexts it guesses worse than the text so far.
+    ids  the text as integers; we read at most the first 2**24
+    An n-gram is a context of `order` tokens and the token that follows. Its code is a number in base vocab_size whose
+    digits are the tokens, the last token last. `order` is as large as 32-bit codes allow, at most MAX_ORDER.
+    Returns None if there are no n-grams, if no order fits, or if the vocabulary has more than 2,895 tokens: then the
+    table has no room for a row per token, and without contexts the text so far guesses better.
     """
     if vocab_size * (vocab_size + 1) > TABLE_SIZE:
         return None
@@ -36,16 +36,16 @@ def count_ngrams(ids, vocab_size, limit):
 
 
 def order_of(ngrams):
-    """Return the order of `ngrams`. Older checkpoints do not say it, because it was always 3."""
+    """Return the order of `ngrams`. Older checkpoints do not record it, because it was always 3."""
     return ngrams.get("order", 3)
 
 
 def ngram_table(ngrams, vocab_size):
-    """Return (logits, after): the n-grams as an automaton whose state is a context, the longest known one.
+    """Return (logits, after): the n-grams as an automaton whose state is the longest known context.
 
-    logits  (R, vocab_size) float32 log-probabilities of the next token, a row per known context. Row 0 is the empty one
-    after   (R, vocab_size) int32: the row for a context and one more token. Contexts that are not known fall back on
-            their longest known ending
+    logits  (R, vocab_size) float32 log-probabilities of the next token, a row per known context; row 0 is the empty one
+    after   (R, vocab_size) int32: the row for a context plus one more token. An unknown context falls back to its
+            longest known suffix
     The estimate is interpolated absolute discounting with discount 0.75 (Ney, Essen and Kneser 1994).
     """
     base, order = vocab_size + 1, order_of(ngrams)
@@ -54,7 +54,7 @@ def ngram_table(ngrams, vocab_size):
     # A context is a number in base vocab_size + 1 whose digits are the tokens + 1, the newest token last. `known` is
     # ascending, because a longer context is a larger number.
     known = torch.zeros(0, dtype=torch.int64)
-    # the empty context falls back on the uniform distribution, and stays empty
+    # the empty context falls back to the uniform distribution
     probs = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64)
     after = torch.zeros(1, vocab_size, dtype=torch.int32)
     for length in range(order + 1):
@@ -70,7 +70,7 @@ def ngram_table(ngrams, vocab_size):
         discount, total = 0.75 * (seen > 0), seen.sum(1, keepdim=True)
         estimate = (seen - discount + discount.sum(1, keepdim=True) * probs[suffix_row]) / total
         probs = torch.cat((probs, estimate)) if length else estimate
-        # a context follows the one without its newest token, if that is known, and goes on as its suffix does
+        # a context follows the one without its newest token, if that is known, and continues like its suffix
         if length:
             before = torch.searchsorted(known, contexts // base).clamp(max=len(known) - 1)
             exists = known[before] == contexts // base

@@ -1,4 +1,4 @@
-"""A sequence of the batch as text: its characters as they arrive, and the stop text that ends it."""
+"""A sequence as text: its characters as they arrive, and the stop string that ends it."""
 
 from model import context_start
 
@@ -6,18 +6,18 @@ from model import context_start
 class Sequence:
     """A prompt and its continuation, as tokens and as text.
 
-    ids    the tokens. Those that reach into a stop text are left out
-    ended  whether a stop text has ended the sequence
+    ids    the tokens, without those that reach into a stop string
+    ended  whether a stop string has ended the sequence
 
-    The text ends before the stop text that is complete first, at the same place whether its tokens arrive singly or in
-    blocks. Only the continuation counts, so a prompt may contain a stop text. Of two that are complete at the same
-    character, the longer wins.
+    The text ends before the first stop string to be completed. It makes no difference whether tokens arrive one by one
+    or in blocks. If two stop strings are completed by the same character, the longer one wins. A prompt may contain a
+    stop string, because only the continuation counts.
     """
 
     def __init__(self, ids, tokenizer, stops=()):
         self.ids, self.decode, self.stops, self.ended = list(ids), tokenizer.decode, stops, False
-        # known is the text of ids[:end]. The text of a token depends on those before it: they may be the first bytes of
-        # its character, for example. So we decode the next tokens together with ids[begin:end], and skip their text.
+        # known is the text of ids[:end]. The text of a token depends on earlier tokens, which may hold the first bytes
+        # of its character. So we decode new tokens together with ids[begin:end], and skip the text of those.
         self.known, self.end = self.decode(self.ids), len(self.ids)
         self.begin = max(0, self.end - 4)
         self.skip = len(self.decode(self.ids[self.begin :]))
@@ -30,13 +30,13 @@ class Sequence:
             return self.known
         window = self.decode(self.ids[self.begin :])
         text = self.known + window[self.skip :]
-        if not window.endswith("\ufffd"):  # else the last character may lack bytes, and the next tokens change it
+        if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete
             self.begin, self.end = self.end, len(self.ids)
             self.known, self.skip = text, len(self.decode(self.ids[self.begin :]))
         return text
 
     def add(self, tokens):
-        """Append tokens, up to a stop text. Returns itself."""
+        """Append tokens, up to a stop string. Returns self."""
         self.ids += tokens
         text = self.text if self.stops else ""
         places = [(stop, text.find(stop, self.prompt_length)) for stop in self.stops]
@@ -48,21 +48,20 @@ class Sequence:
         return self
 
     def final(self, begin):
-        """Return text[begin:] without the characters at its end that the next tokens may change or cut off."""
+        """Return text[begin:] without characters at the end that the next tokens may still change or cut off."""
         text = self.text[begin:]
         if self.ended:
             return text
-        # A character that lacks bytes has decoded to one replacement character, or to one per byte, of which it has at
-        # most three.
+        # an incomplete character decodes to one replacement character, or to one per byte, at most three
         text = text[: len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))]
         return text[: len(text) - num_undecided(text, self.stops)]
 
 
 def num_undecided(text, stops):
-    """Return how many characters at the end of `text` may be the beginning of a stop text.
+    """Return how many characters at the end of `text` may be the beginning of a stop string.
 
-    These characters wait until the next ones decide. A stop text that has another one before its last character is
-    never the first to be complete, so nothing waits for it.
+    They have to wait for the next characters. A stop string that contains another one before its last character is
+    never completed first, so nothing waits for it.
     """
     first = [stop for stop in stops if not any(other in stop[:-1] for other in stops)]
     lengths = [k for stop in first for k in range(1, len(stop)) if text.endswith(stop[:k])]
@@ -70,7 +69,7 @@ def num_undecided(text, stops):
 
 
 def text_context_start(block_size, prompt_length, end):
-    """Return where the context of token `end` starts in a text that has grown from prompt_length tokens."""
+    """Return where the context of token `end` starts in a text that started with prompt_length tokens."""
     start = 0
     for i in range(prompt_length, end + 1):
         start = context_start(start, i, block_size)

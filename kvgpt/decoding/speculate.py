@@ -1,11 +1,11 @@
-"""Speculative decoding: guess the next tokens, check all guesses in one forward, keep those that are right.
+"""Speculative decoding: guess the next tokens, check all guesses in one forward, keep the right ones.
 
-The tokens are those of GPT.generate for the same seed. The sampler's noise fixes the token that the model picks at each
-position, so a guess is either that token or it is not, and everything before the first wrong guess is final.
+The tokens are those of GPT.generate for the same seed. The sampler's noise determines which token the model picks at
+each position. A guess either is that token or it is not, and everything before the first wrong guess is final.
 
-We know the noise before we know the logits. So a guess from n-grams is the token that the n-gram table picks with the
-model's own noise, which is right more often than the likeliest token of the table. Prior art: Daliri, Musco and Suresh,
-"Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
+We know the noise before we know the logits. So we let the n-gram table pick its guess with the same noise, which is
+right more often than the most likely token of the table. Prior art: Daliri, Musco and Suresh, "Coupling without
+Communication and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from model import sample_token
 
 @dataclass
 class DecodeState:
-    """Rows that are being continued, each at its own position: tensors on the CPU, whatever device the model is on.
+    """The rows of a generation, each at its own position. All tensors are on the CPU, wherever the model is.
 
-    A step reads all of it and writes tokens, end and cached. Its field names are those of `State` in compile.py.
+    A step reads all fields and writes tokens, end and cached. Their names are those of `State` in compile.py.
     """
 
     tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s
@@ -36,7 +36,7 @@ class DecodeState:
 
 
 def prefill(model, state):
-    """Return a KVCache that holds the known tokens of all rows but the newest of each. Sets state.cached.
+    """Return a KVCache with the known tokens of all rows, except the newest of each. Sets state.cached.
 
     Rows with the same tokens share one prefill.
     """
@@ -50,7 +50,7 @@ def prefill(model, state):
     cache = model.new_cache(len(firsts))
     cache.extend([0] * len(firsts), max(lengths))
     model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
-    cache.lengths = lengths  # a shorter row was padded on the right
+    cache.lengths = lengths  # shorter rows were padded on the right
     if len(firsts) < len(state.end):
         prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
         cache.select([prompt_of[row] for row in range(len(state.end))])
@@ -58,7 +58,7 @@ def prefill(model, state):
 
 
 def rows_by_prompt(state):
-    """Return the rows that have the same tokens as lists, in the order of their first rows."""
+    """Group the rows by their tokens: lists, in the order of their first rows."""
     same = {}
     for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
         same.setdefault(tuple(tokens[:end]), []).append(row)
@@ -66,25 +66,24 @@ def rows_by_prompt(state):
 
 
 def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
-    """Feed the newest token and num_drafts guesses per row; append the 1 to num_drafts + 1 tokens that are right.
+    """Feed the newest token and num_drafts guesses per row, and append the 1 to num_drafts + 1 tokens that are right.
 
-    Known tokens that are not cached yet go first, in place of guesses, so such a step may append nothing. Near
-    block_size the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit
-    does not change.
+    Known tokens that are not cached yet take the place of guesses, so a step may append nothing. Near block_size the
+    chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not change.
 
     cache     the KVCache of the rows
-    table     from ngram_table; None: guess by looking up the text so far
+    table     from ngram_table; None: guess from the text so far
     noise_of  noise_of(steps) is the noise `(B, num_drafts + 1, V)` from each row's own step on
-    Returns the slot of the first token that was fed, per row.
+    Returns the slot of the first fed token of each row.
     """
-    # the chunk: fed tokens, known or guessed, and one slot more for the last prediction
+    # the chunk: fed tokens, known or guessed, and one more slot for the last prediction
     first = state.cached.clamp(max=model.config.block_size - 1 - num_drafts)
     slots = first[:, None] + torch.arange(num_drafts + 2)  # (B, num_drafts + 2)
     chunk = state.tokens.gather(1, slots)
     known = slots[:, 1:] < state.end[:, None]
     noise = noise_of(first + 1 - state.first_new)
     if num_drafts and table is not None:
-        guess_from_ngrams(state, slots, chunk, known, noise, sampling, *table)
+        guess_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
     elif num_drafts:
         guess_from_text(state, slots, chunk, known)
 
@@ -92,16 +91,16 @@ def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
     fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
     starts = first.tolist()
     cache.extend(starts, num_drafts + 1)
-    logits = model.unembed(model.hidden_states(fed, pos, cache)).cpu()
-    picks = sample_token(logits, noise, sampling)
+    logits = model.unembed(model.hidden_states(fed, pos, cache))
+    picks = sample_token(logits, noise, sampling).cpu()
 
-    # accept: a pick is final if every token fed before it was right. The last pick has no guess to compare with.
+    # accept: a pick is final if every token fed before it was right. The last pick has no guess to compare with
     right = known | (picks == chunk[:, 1:])
     index = torch.arange(num_drafts + 1)
     first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
 
-    # append: the pick of index i belongs to slot first + i + 1, and `end` is one past the last final pick. The cache
-    # forgets the slots past `cached`, which hold keys of wrong guesses.
+    # append: pick i goes to slot first + i + 1, and `end` is one past the last final pick. The cache forgets the slots
+    # past `cached`, which hold keys of wrong guesses
     state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
     state.end.copy_(torch.minimum(first + first_wrong + 2, state.limit).maximum(state.end))
     state.cached.copy_(torch.minimum(first + num_drafts + 1, state.end - 1))
@@ -110,7 +109,7 @@ def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
 
 
 def guess_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after):
-    """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after the other."""
+    """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after another."""
     # the row of the table for the newest tokens: the context
     before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
     text, row = state.tokens.gather(1, before.clamp(min=0)), torch.zeros_like(state.end)
@@ -125,7 +124,7 @@ def guess_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after
 def guess_from_text(state, slots, chunk, known):
     """Fill the unknown tokens of chunk[:, 1:-1] with the continuation of an earlier match of the newest tokens.
 
-    The longest match of up to LOOK_UP_ORDER tokens wins, and the latest of equally long ones. This is prompt lookup
+    The longest match of up to LOOK_UP_ORDER tokens wins, and among equally long ones the latest. This is prompt lookup
     decoding (Saxena 2023).
     """
     text, end = state.tokens, state.end[:, None]

@@ -1,4 +1,4 @@
-"""What a generation cost: its times in the terms of serving (TTFT, TPOT, ITL, E2E), and the bytes of its cache."""
+"""What a generation costs: its times in the terms of serving (TTFT, TPOT, ITL, E2E), and the bytes of its cache."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from model import GPTConfig
 
 
 class Timing:
-    """Arrival times of the blocks of one generation. The clock starts when the object is made.
+    """Arrival times of the blocks of one generation. The clock starts with the object.
 
     times  seconds from the start to the arrival of each block
     sizes  new tokens per row in each block, on average over the rows
@@ -28,12 +28,12 @@ class Timing:
         return time.perf_counter()
 
     def record(self, size=1):
-        """Record a step that has just ended and gave every row `size` new tokens."""
+        """Record the end of a step that gave every row `size` new tokens."""
         self.times.append(self.now() - self.start)
         self.sizes.append(size)
 
     def summary(self, num_tokens):
-        """Return the figures of a generation of num_tokens tokens in all rows together.
+        """Return the figures of a generation with num_tokens tokens in all rows together.
 
         ttft_ms                 time to first token: from the start to the end of the first step
         tpot_ms                 time per output token: mean over the tokens per row after the first step

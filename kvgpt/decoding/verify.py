@@ -1,4 +1,4 @@
-"""Comparison of two ways to decode: the same tokens, a near-tie, or a difference."""
+"""Compare two ways to decode: the same tokens, a near-tie, or a difference."""
 
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ NEAR_TIE = 1e-4
 def near_tie(model, context, sample, step, picks, sampling):
     """Return whether rounding alone can explain two different picks after the same context.
 
-    context   token ids that the model sees
-    sample    index of the noise; step: index of the new token
-    picks     the two token ids
-    sampling  a Sampling
-    The picks are a near-tie if each of them wins after the logits move by at most NEAR_TIE in its favour.
+    context       token ids that the model sees
+    sample, step  indices of the noise and of the new token
+    picks         the two token ids
+    sampling      a Sampling
+    The picks are a near-tie if each of them wins once the logits move by at most NEAR_TIE in its favour.
     """
     with eval_mode(model):
         logits = model(torch.tensor([context], device=next(model.parameters()).device))[0][:, -1].float()
@@ -30,7 +30,7 @@ def near_tie(model, context, sample, step, picks, sampling):
     top_p, temperature = sampling.top_p, sampling.temperature
     edges = {top_p}
     if top_p is not None and temperature > 0:
-        slack = NEAR_TIE / temperature + 1e-6  # and so does a sum of many probabilities in float32
+        slack = NEAR_TIE / temperature + 1e-6  # 1e-6 for the sum of many probabilities in float32
         edges |= {min(1.0, top_p + slack), max(1e-9, top_p - slack)}
     winners = set()
     for favoured, other in (picks, picks[::-1]):
@@ -64,13 +64,13 @@ def first_difference(ours, theirs):
 def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=()):
     """Compare texts with those of the plain loop, stream_tokens, on the same prompts.
 
-    model       a GPT, or another model that stream_tokens takes
+    model       a GPT, or any model that works with stream_tokens
     prompts     B int64 tensors of one dimension
     texts       B lists of ids: the prompts and their continuations
     kv_cache    whether the plain loop uses the cache: the opposite of what made the texts
     sampling    the Sampling that made the texts
     tokenizer   the model's tokenizer
-    stops       the stop texts that ended the texts
+    stops       the stop strings of the texts
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
     how = "with" if kv_cache else "without"
@@ -100,7 +100,7 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
             if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
                 return False, [*lines, f"DIFFERENT at {where}"]
             lines.append(
-                f"near-tie at {where}. Rounding decides between logits this close. All tokens before are equal."
+                f"near-tie at {where}. Rounding decides between logits this close. All earlier tokens are equal."
             )
     num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
     summary = f"{num_new} new tokens, compared with those {how} the cache: {num_equal} of {len(texts)} samples match"

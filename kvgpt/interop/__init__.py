@@ -1,1 +1,1 @@
-"""Other formats and libraries: Hugging Face folders, transformers, ONNX and the web page, each loaded when needed."""
+"""Other formats and libraries: Hugging Face folders, transformers, ONNX and the web page."""

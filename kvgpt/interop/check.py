@@ -1,4 +1,4 @@
-"""Is an exported model still the model? Its logits and its greedy text, compared with PyTorch's."""
+"""Is an exported model still the same model? We compare its logits and its greedy text with PyTorch's."""
 
 import torch
 
@@ -8,19 +8,19 @@ from model import Sampling
 
 
 def own_text(model):
-    """Return a text that the model itself writes, `(2, block_size)` ids, for the comparison of logits."""
+    """Return text that the model generates, `(2, block_size)` ids, on which to compare logits."""
     start = torch.zeros(2, 1, dtype=torch.int64)
     return model.generate(start, model.config.block_size - 1, temperature=1, seed=0)
 
 
 @torch.no_grad()
 def compare(name, model, tokenizer, ids, logits, greedy):
-    """Print how far an exported model is from `model`, and exit with one line if it is not the same.
+    """Print how far the logits of an exported model are from those of `model`. Exit with one line if they differ.
 
     name    what to call the exported model
     ids     own_text(model)
     logits  the exported model's for ids, `(2, block_size, V)`
-    greedy  a function that continues a prompt `(1, T)` by the exported model: a list of block_size ids
+    greedy  a function that continues a prompt `(1, T)` with the exported model: a list of block_size ids
     """
     block_size, T = model.config.block_size, max(1, model.config.block_size // 16)
     difference = (model(ids)[0] - logits).abs().max().item()
@@ -28,4 +28,4 @@ def compare(name, model, tokenizer, ids, logits, greedy):
     same, lines = verify(model, [ids[0, :T]], [text], block_size - T, True, sampling, tokenizer)
     print(f"{name}: logits within {difference:.1e} of PyTorch's; greedy text: {lines[-1]}", flush=True)
     if not (same and difference <= NEAR_TIE):  # NaN is not below
-        fail(f"{name} is not the model: the logits must be within {NEAR_TIE}, and the greedy text the same")
+        fail(f"{name} differs from the model: logits must be within {NEAR_TIE}, and the greedy text the same")

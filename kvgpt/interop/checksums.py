@@ -1,10 +1,10 @@
-"""Folders that carry checksums: what export.py writes, and a check for everybody who reads such a folder."""
+"""Folders with checksums: export.py writes them, and whatever reads such a folder checks them."""
 
 from pathlib import Path
 
 from kvgpt.files import sha256, write_atomically
 
-SUMS = "SHA256SUMS"  # what sha256sum writes, so that `sha256sum -c SHA256SUMS` checks a folder too
+SUMS = "SHA256SUMS"  # in the format of sha256sum, so `sha256sum -c SHA256SUMS` checks a folder too
 
 
 def read_tree(folder):
@@ -15,7 +15,7 @@ def read_tree(folder):
 def write_tree(folder, files):
     """Write {name inside the folder, with slashes: bytes} and their SUMS atomically.
 
-    SUMS comes last, so that a folder whose files are half old and half new does not fit its checksums. Raises OSError.
+    SUMS comes last, so a folder with both old and new files does not match its checksums. Raises OSError.
     """
     sums = "".join(f"{sha256(content)}  {name}\n" for name, content in sorted(files.items()))
     paths = {folder / name: content for name, content in (files | {SUMS: sums.encode()}).items()}

@@ -1,10 +1,11 @@
-"""Hugging Face folders: a GPT-2 or a StableLM read as ours, and which part of our weights is which of theirs.
+"""Hugging Face folders: read a GPT-2 or a StableLM as our GPT, and map their weights to ours.
 
-GPT-2's class computes learned positions with GELU. StableLM's computes rotary positions with SwiGLU, with or without
-normalized queries and keys, and with any number of key/value heads.
+GPT-2's class has learned positions and GELU. StableLM's has rotary positions and SwiGLU, with or without normalized
+queries and keys, and any number of key/value heads.
 """
 
 import json
+import pickle
 from dataclasses import asdict
 from functools import partial
 
@@ -30,7 +31,7 @@ SETTINGS = {
     ),
 }
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-# What is a setting in transformers, and fixed in model.py.
+# Settings of transformers that are fixed in model.py.
 FIXED = {
     "gpt2": dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     "stablelm": dict(
@@ -46,7 +47,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh"}  # GPT-2's and ours
 
 
 def their_parts(model):
-    """Return {name in transformers: the part of our weights that has this name, a view}. A tied head has none."""
+    """Return {name in transformers: a view of our weights}. A tied head has no entry."""
     config, parts = model.config, {}
     if config.pos_emb == "learned":  # nanoGPT's names are GPT-2's, which transposes the matrices of its layers
         for name, p in model.state_dict().items():
@@ -68,7 +69,7 @@ def their_parts(model):
                 "mlp.up_proj": up,
                 "mlp.down_proj": block.mlp.c_proj.weight,
             }
-            if config.qk_norm:  # StableLM has a norm per head and we have one for all heads, so each gets a copy
+            if config.qk_norm:  # StableLM has a norm per head, we share one, so each gets a copy
                 for head in range(config.n_head):
                     layer[f"self_attn.q_layernorm.norms.{head}"] = block.attn.q_norm.weight
                 for head in range(config.num_kv_heads):
@@ -87,9 +88,8 @@ def their_parts(model):
 def read_folder(folder):
     """Return (weights, model_args, tokenizer_state) of a folder with a GPT-2, or with a StableLM as we export it.
 
-    They are those of a Checkpoint: the state_dict, the fields of GPTConfig, and what a file keeps of the tokenizer.
-    We read the files without transformers, so a network that model.py does not have is an error, not an approximation.
-    Raises ValueError, with one line that says why, for such a network and for a folder that cannot be read.
+    They are the fields of a Checkpoint. We read the files without transformers, and refuse a network that model.py does
+    not compute exactly. Raises ValueError, with one line that says why, for such a network and for a bad folder.
     """
     try:
         check_folder(folder)
@@ -100,37 +100,37 @@ def read_folder(folder):
         weights = from_transformers(tensors, config)
         tokenizer_state = tokenizer_from_json(read_tokenizer(folder)).state_dict()
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no Hugging Face folder: {first_line(error)}") from None
+        raise ValueError(f"{folder} is not a Hugging Face folder: {first_line(error)}") from None
     except KeyError as error:
-        raise ValueError(f"{folder} cannot be read: it lacks {error}") from None
+        raise ValueError(f"{folder} cannot be read: {error} is missing") from None
     except Exception as error:  # a damaged file can raise nearly anything
         raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
     return weights, asdict(config), tokenizer_state
 
 
 def flat_settings(settings):
-    """Return the content of config.json, with the settings of rotary positions where transformers 4 has them."""
+    """Return the content of config.json, with the rotary settings at the top level, as in transformers 4."""
     return {"partial_rotary_factor": 0.25} | settings | (settings.get("rope_parameters") or {})
 
 
 def check_settings(settings):
     """Raise ValueError unless model.py has the network that config.json describes."""
-    kind, other = settings["model_type"], "python sample.py --engine hf --ckpt FOLDER runs it by transformers"
+    kind, other = settings["model_type"], "python sample.py --engine hf --ckpt FOLDER runs it with transformers"
     if kind not in SETTINGS:
-        raise ValueError(f"it is a {kind}, and model.py computes only gpt2 and stablelm; {other}")
+        raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; {other}")
     flat = flat_settings(settings)
     for name, value in FIXED[kind].items():
         if flat.get(name, value) != value:
-            raise ValueError(f"its {name} is {flat[name]!r}, and that of model.py is {value!r}; {other}")
+            raise ValueError(f"its {name} is {flat[name]!r}, but that of model.py is {value!r}; {other}")
     if kind == "gpt2" and settings.get("activation_function", "gelu_new") not in ACTIVATIONS:
         name = settings["activation_function"]
         raise ValueError(f"its activation_function {name!r} is neither gelu nor gelu_new; {other}")
 
 
 def tensor_readers(folder):
-    """Return {name: function that reads this tensor}, with the names that GPT2LMHeadModel or StableLmForCausalLM has.
+    """Return {name: function that reads this tensor}, with the names of GPT2LMHeadModel or StableLmForCausalLM.
 
-    One tensor at a time, so that a large model is never in memory twice.
+    We read one tensor at a time, so that a large model is never in memory twice.
     """
     files = sorted(folder.glob("model-*-of-*.safetensors"))
     if (folder / "model.safetensors").exists() or not (files or (folder / "pytorch_model.bin").exists()):
@@ -142,18 +142,25 @@ def tensor_readers(folder):
         except ImportError:
             raise ValueError("it needs safetensors: pip install safetensors") from None
 
-        def read(file, name):  # opened for each tensor, because an open file keeps all that was read in memory
+        def read(file, name):  # opened for each tensor, because an open file keeps everything it read in memory
             with safe_open(file, "pt") as opened:
                 return opened.get_tensor(name)
 
         for file in files:
+            with open(file, "rb") as raw:
+                pointer = raw.read(8) == b"version "
+            if pointer:
+                raise ValueError(f"{file.name} is a Git LFS pointer and not the weights: run git lfs pull")
             with safe_open(file, "pt") as opened:
                 readers |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118
     else:
-        loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # torch's advice would be to load it in an unsafe way
+            raise ValueError("pytorch_model.bin is damaged, or contains more than tensors") from None
         readers = {name: partial(loaded.__getitem__, name) for name in loaded}
 
-    # GPT-2 once saved its causal masks, and OpenAI's weights are those of the class without a head
+    # old files contain causal masks, and OpenAI's are from the class without a head
     readers = {name: read for name, read in readers.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
     if "wte.weight" in readers:
         readers = {name if name == "lm_head.weight" else f"transformer.{name}": read for name, read in readers.items()}
@@ -161,20 +168,22 @@ def tensor_readers(folder):
 
 
 def read_config(settings, tensors):
-    """Return the fields of GPTConfig that describe a folder's network.
+    """Return the fields of GPTConfig for the network in a folder.
 
     settings  the content of config.json
-    tensors   from tensor_readers; they tell whether biases are used, and whether the head is tied
-    Raises KeyError for a setting that is missing.
+    tensors   from tensor_readers; they show whether biases are used, and whether the head is tied
+    Raises KeyError for a missing setting.
     """
     kind = settings["model_type"]
     config = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
     n_embd = config["n_embd"]
-    # as in transformers, an lm_head in the file counts more than tie_word_embeddings in config.json
+    # as in transformers, an lm_head in the file overrides tie_word_embeddings in config.json
     embedding = tensors["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
     tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"](), embedding())
+    if "lm_head.weight" not in tensors and settings.get("tie_word_embeddings") is False:
+        raise ValueError("it lacks lm_head.weight, although its tie_word_embeddings is false")
     config |= dict(vocab_size=settings["vocab_size"], tie_weights=tied)
-    # the ratio from which MLP computes this hidden size: it rounds down, but takes 2/3 for SwiGLU and rounds up
+    # the ratio that gives this hidden size: MLP rounds down, but for SwiGLU it takes 2/3 and rounds up
     if kind == "stablelm":
         mlp_ratio = (1.5 * settings["intermediate_size"] - 1) / n_embd
         return config | dict(activation="swiglu", mlp_ratio=mlp_ratio, pos_emb="rope", bias=False)
@@ -189,7 +198,7 @@ def read_config(settings, tensors):
 def from_transformers(tensors, config):
     """Return the state_dict of a GPT from the tensors of transformers: the inverse of to_transformers.
 
-    Raises KeyError for a tensor that is missing, ValueError for one that the network has no place for.
+    Raises KeyError for a missing tensor, ValueError for one that does not fit the network.
     """
     model = blank_model(config)
     parts = their_parts(model)
@@ -201,8 +210,8 @@ def from_transformers(tensors, config):
         if "layernorm.norms" in name:
             layer, _, head = name.removesuffix(".weight").rpartition(".")
             if head != "0" and (tensor != tensors[f"{layer}.0.weight"]()).any():
-                raise ValueError(f"{name}: every head has a norm of its own, and here a layer's heads share one")
-    for name in sorted(tensors.keys() - parts.keys() - {"lm_head.weight"}):  # a tied head can be there or not
+                raise ValueError(f"{name}: each head has its own norm, but in model.py the heads of a layer share one")
+    for name in sorted(tensors.keys() - parts.keys() - {"lm_head.weight"}):  # a tied head may be in the file or not
         if tensors[name]().any():  # zeros add nothing
-            raise ValueError(f"it has {name}, which the network of its config.json has no place for")
+            raise ValueError(f"it has {name}, which does not belong to the network in its config.json")
     return model.state_dict()

@@ -1,4 +1,4 @@
-"""ONNX files: a GPT as a graph that takes its KV cache as an input and returns it longer, written and run."""
+"""Write and run ONNX files: a GPT as a graph with the KV cache as input and output."""
 
 import hashlib
 import itertools
@@ -24,14 +24,14 @@ from kvgpt.interop.checksums import check_folder, write_tree
 from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
 from model import GPTConfig, Sampling, stream_tokens
 
-# before any import of ONNX Runtime, which otherwise reports to its makers and writes to ~/.cache
+# set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # -- the network that becomes a graph ----------------------------------------------------------------------------------
 
 
 class ConcatCache:
-    """The cache inside a graph, in the place of KVCache. It appends to the past, because a graph writes no slots.
+    """The cache inside a graph, instead of a KVCache. It appends to the past, because a graph cannot write slots.
 
     past  n_layer pairs (key, value), `(B, nkv, past, hs)` each
     """
@@ -96,12 +96,12 @@ def write_onnx(model, tokenizer, file, queries=False):
 
     model    a GPT on the CPU
     file     a Path
-    queries  also return each layer's query of the last token, `query.{i}`, which shows what the token looks at
-    The cache goes in as `past_key_values.{i}.key|value` and comes out as `present.{i}.key|value`. Inputs, outputs and
-    axes have the names that Optimum and transformers.js use. The metadata holds the vocabulary and the sizes, so the
-    file alone is enough to generate text. Raises OSError.
+    queries  also return each layer's query of the last token, `query.{i}`, from which the page computes attention
+    Inputs, outputs and axes have the names that Optimum and transformers.js expect: the cache is
+    `past_key_values.{i}.key|value` as input and `present.{i}.key|value` as output. The metadata contains the vocabulary
+    and the sizes, so the file alone is enough to generate text. Raises OSError.
     """
-    # example inputs, names and dynamic axes; no example size is 1, because the exporter would take 1 for a constant
+    # example inputs, names and dynamic axes; no example size is 1, which the exporter would treat as a constant
     config = model.config
     batch, length, past = "batch_size", "sequence_length", "past_sequence_length"
     past_shape = (2, config.num_kv_heads, 5, config.head_size)
@@ -109,7 +109,7 @@ def write_onnx(model, tokenizer, file, queries=False):
     ids, places = torch.zeros(2, 3, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1)
     slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
-    # export, without the warnings for people who write graphs by hand
+    # export, without warnings that are for people who write graphs by hand
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(action="ignore"):
         proto = torch.onnx.export(
@@ -133,7 +133,7 @@ def write_onnx(model, tokenizer, file, queries=False):
         ).model_proto
     logging.disable(logging.NOTSET)
 
-    # clear the metadata of nodes: its stack traces hold absolute paths of this machine
+    # clear the metadata of nodes, whose stack traces contain local paths
     for node in proto.graph.node:
         del node.metadata_props[:]
 
@@ -145,7 +145,7 @@ def write_onnx(model, tokenizer, file, queries=False):
 
 
 def weights_sha256(model):
-    """Return a hash of the weights of a GPT on the CPU, which says whether a file was made from this very model."""
+    """Return a hash of the weights of a GPT on the CPU, to recognize the model that a file was made from."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
@@ -153,17 +153,17 @@ def weights_sha256(model):
 
 
 def fits_one_file(model):
-    """Return whether ONNX can write the model as one file, which cannot have more than 2 GB."""
+    """Return whether the model fits into a single ONNX file, which has a limit of 2 GB."""
     return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
 
 
 def export_onnx(model, tokenizer, folder):
     """Write model.onnx into `folder`, a Path.
 
-    Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
+    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
     """
     if not fits_one_file(model):
-        fail("a model of more than 2 GB does not fit into the one file of --format onnx: see --format hf")
+        fail("--format onnx writes a single file, which cannot hold more than 2 GB: use --format hf")
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
         write_onnx(model, tokenizer, file)
@@ -179,10 +179,10 @@ def export_onnx(model, tokenizer, folder):
 class OnnxGPT:
     """A file of write_onnx, run by ONNX Runtime on the CPU.
 
-    file            its path, as it was given
+    file            its path
     tokenizer       its tokenizer
     config          the GPTConfig of the exported model
-    weights_sha256  of the exported model; None in files of the first versions
+    weights_sha256  the hash of its weights; None in files of the first versions
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
 
@@ -195,8 +195,8 @@ class OnnxGPT:
         if not file.is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # an error is raised too, and we do not want to see it twice
-        # its threads sleep soon, and leave the cores to PyTorch between two calls and to other processes within one
+        options.log_severity_level = 4  # errors are raised, so it need not print them too
+        # let its threads sleep early, which leaves the cores to PyTorch between calls and to other processes
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
         try:
@@ -215,22 +215,22 @@ class OnnxGPT:
         check_vocab_size(self.tokenizer, self.config.vocab_size, file)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         names = [output.name for output in self.session.get_outputs()]
-        self.outputs = [name for name in names if not name.startswith("query")]  # these are for the web page
+        self.outputs = [name for name in names if not name.startswith("query")]  # for the web page
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
 
     def new_cache(self, batch_size):
-        """Return an empty cache: its `length` in tokens, and `past`, keys and values `(B, nkv, length, hs)` in turn."""
+        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn."""
         empty = np.zeros((batch_size, self.config.num_kv_heads, 0, self.config.head_size), np.float32)
         return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
 
     def next_logits(self, idx, cache=None):
-        """Return the logits `(B, V)` of the token after idx: the last of `logits`."""
+        """Return the logits `(B, V)` of the token after idx, the last of `logits`."""
         return self.logits(idx, cache)[:, -1]
 
     def logits(self, idx, cache=None):
-        """Return the logits `(B, T, V)` of idx `(B, T)` int64, which continues what the cache holds.
+        """Return the logits `(B, T, V)` of idx `(B, T)` int64, which continues the text in the cache.
 
-        The cache then holds idx too. None: idx begins the text.
+        It is appended to the cache. Without a cache, idx is the whole text.
         """
         B, T = idx.shape
         cache = cache or self.new_cache(B)

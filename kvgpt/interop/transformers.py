@@ -1,4 +1,4 @@
-"""What needs transformers: writing a model as one of its classes, and running any of its models by our own loop."""
+"""What needs transformers: write a model as one of its classes, and run any of its models with our loop."""
 
 import json
 import tempfile
@@ -24,7 +24,7 @@ GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum 
 def hf_settings(model):
     """Return the settings of config.json with which transformers computes the same as a GPT.
 
-    Raises ValueError, naming field and value, if no class of transformers does.
+    Raises ValueError, with field and value, if no class of transformers does.
     """
     config, hidden = model.config, model.transformer["h"][0].mlp.c_proj.in_features
     if config.pos_emb == "learned":
@@ -34,7 +34,7 @@ def hf_settings(model):
         kind, allowed = "stablelm", dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
     for name, values in allowed.items():
         if getattr(config, name) not in values:
-            nearest = f"{kind} is the nearest class of transformers, and has {name}={values[-1]} only"
+            nearest = f"the closest class of transformers, {kind}, only has {name}={values[-1]}"
             raise ValueError(f"{name}={getattr(config, name)}: {nearest}")
 
     settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
@@ -71,9 +71,9 @@ def write_folder(model, tokenizer, folder):
     Raises ValueError if no class of transformers computes what this model does.
     """
     block_size, hf = model.config.block_size, to_transformers(model)
-    hf.generation_config.max_length = block_size  # else a pipeline adds 256 tokens to any prompt
+    hf.generation_config.max_length = block_size  # otherwise a pipeline adds 256 tokens to any prompt
     if model.config.pos_emb == "rope":
-        hf.config.update(ROPE)  # transformers 5 has moved them elsewhere, and 4 reads them here
+        hf.config.update(ROPE)  # transformers 4 expects them here, 5 has moved them
     hf.save_pretrained(folder)
     write_tokenizer(tokenizer, block_size, folder)
 
@@ -81,8 +81,8 @@ def write_folder(model, tokenizer, folder):
 def write_tokenizer(tokenizer, block_size, folder):
     """Write the tokenizer.
 
-    It names no pad token, because transformers would make that character special, and a pipeline leaves special tokens
-    out of the text.
+    It has no pad token, because transformers would make that character special, and pipelines remove special tokens
+    from the text.
     """
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     settings = dict(
@@ -98,18 +98,19 @@ def write_tokenizer(tokenizer, block_size, folder):
 def export_hf(model, tokenizer, folder):
     """Write the files of write_folder and GRAPH into `folder`, a Path.
 
-    Exits with one line, and leaves the folder as it was, if transformers has no class for this network, or if what it
-    reads does not compute what the model does.
+    If transformers has no class for this network, or does not compute what the model does, it exits with one line and
+    does not touch the folder.
     """
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5:
-        fail("--format hf needs transformers 5 or newer (version 4 can read its folders): pip install -U transformers")
-    transformers.logging.set_verbosity_error()  # it warns about the length of a text that we only tokenize
+        fail("--format hf needs transformers 5 or newer (4 can only read the folder): pip install -U transformers")
+    transformers.logging.set_verbosity_error()  # it would warn about the length of text that we only tokenize
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows keeps a file that is mapped
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows cannot delete a mapped file
         # the folder of transformers
         made, ids = Path(made), own_text(model)
+        note(f"writing {folder} for transformers")
         with one_line_errors():
             write_folder(model, tokenizer, made)
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
@@ -117,7 +118,7 @@ def export_hf(model, tokenizer, folder):
         text = tokenizer.decode(range(len(tokenizer.vocab)))
         there = tokenizer.encode(text)
         if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
-            fail(f"the tokenizer for {folder} does not read and write as ours")
+            fail(f"the tokenizer for {folder} does not encode and decode like ours")
 
         def greedy(prompt):
             return hf.generate(prompt, max_length=ids.size(1), do_sample=False)[0].tolist()
@@ -127,11 +128,12 @@ def export_hf(model, tokenizer, folder):
 
         # the graph
         if fits_one_file(model):
+            note(f"writing {folder / GRAPH}, which takes longest")
             (made / GRAPH).parent.mkdir()
             write_onnx(model, tokenizer, made / GRAPH)
             compare_onnx(made / GRAPH, model, ids)
         else:
-            note(f"{folder} has no {GRAPH}: one file cannot hold more than 2 GB")
+            note(f"leaving out {GRAPH}: one file cannot hold more than 2 GB")
         files = read_tree(made)
     write_tree(folder, files)
 
@@ -140,7 +142,7 @@ def export_hf(model, tokenizer, folder):
 
 
 class HuggingFaceGPT(nn.Module):
-    """The model and the tokenizer in a folder of transformers.
+    """A causal language model in a folder of transformers, with its tokenizer.
 
     config     block_size and vocab_size of the model
     tokenizer  the folder's tokenizer
@@ -155,16 +157,16 @@ class HuggingFaceGPT(nn.Module):
             raise ValueError("transformers is not installed: pip install transformers") from None
         if not Path(folder, "config.json").is_file():
             raise FileNotFoundError(
-                f"no model of transformers at {folder}, because config.json is missing: name its folder with --ckpt"
+                f"{folder} has no config.json: pass the folder of a transformers model as --ckpt"
             )
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        options = dict(local_files_only=True, trust_remote_code=False)  # a model that needs code of its own is refused
+        options = dict(local_files_only=True, trust_remote_code=False)  # refuse a model that brings its own code
         try:
             check_folder(folder)
             read = transformers.AutoModelForCausalLM.from_pretrained
             self.hf, found = read(folder, output_loading_info=True, **options)
-            if found["missing_keys"]:  # transformers fills them with random numbers
+            if found["missing_keys"]:  # transformers would fill them with random numbers
                 raise ValueError(f"its weights lack {min(found['missing_keys'])}")
             self.hf.float().eval()
             theirs = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -176,11 +178,11 @@ class HuggingFaceGPT(nn.Module):
             output = self.hf(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
         if getattr(output, "past_key_values", None) is None:
             name = type(self.hf).__name__
-            raise ValueError(f"{folder} has no cache that we could use: {name} returns no past_key_values")
+            raise ValueError(f"{folder} has no usable cache: {name} returns no past_key_values")
         settings = self.hf.config.get_text_config()
         limits = (getattr(settings, name, None) for name in ("max_position_embeddings", "max_seq_len"))
         self.config = SimpleNamespace(
-            block_size=next(filter(None, limits), 2048),  # Bloom and its like name no limit
+            block_size=next(filter(None, limits), 2048),  # Bloom, for example, has no limit
             vocab_size=self.hf.get_output_embeddings().weight.size(0),
         )
 
@@ -189,14 +191,14 @@ class HuggingFaceGPT(nn.Module):
         return self.hf(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False).logits, None
 
     def new_cache(self, batch_size):
-        """Return an empty cache: its `length` in tokens, and the `past` that transformers has returned."""
+        """Return an empty cache: its `length` in tokens, and the `past` that transformers returned."""
         return SimpleNamespace(length=0, past=None)
 
     @torch.inference_mode()
     def next_logits(self, idx, cache=None):
-        """Return the logits `(B, V)` of the token after idx `(B, T)`, which continues what the cache holds.
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, which continues the text in the cache.
 
-        The cache then holds idx too. None: idx begins the text.
+        It is appended to the cache. Without a cache, idx is the whole text.
         """
         (B, T), start, past = idx.shape, 0, None
         if cache is not None:

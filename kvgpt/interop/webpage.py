@@ -1,4 +1,4 @@
-"""The web page: the model, the n-grams and ONNX Runtime for browsers, for any static server."""
+"""The web page: the model, its n-grams and ONNX Runtime for browsers, as files for any static server."""
 
 import gzip
 import json
@@ -19,16 +19,16 @@ WEB = Path(__file__).resolve().parent.parent.parent / "web"
 
 
 def export_web(model, tokenizer, checkpoint, folder):
-    """Write the page of a Checkpoint, whose GPT is `model`, into `folder`. The page reads and writes characters only.
+    """Write the page for a Checkpoint, whose GPT is `model`, into `folder`. Tokens must be characters.
 
-    Exits with one line, and leaves the folder as it was, if the graph does not compute what the model does.
+    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
     """
     chars = tokenizer.state_dict().get("chars") or fail(
-        "the page takes models whose tokens are characters, and this one has a tokenizer: see --format onnx and hf"
+        "the page needs a model whose tokens are characters, but this one has a tokenizer: see --format onnx and hf"
     )
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
-        fail(f"the page needs onnxruntime-web, and {runtime} is not there: make web fetches it (npm ci in web)")
+        fail(f"the page needs onnxruntime-web, but {runtime} is missing: make web installs it (npm ci in web)")
 
     # make and check the graph
     config = model.config
@@ -48,7 +48,7 @@ def export_web(model, tokenizer, checkpoint, folder):
         parameters=sum(p.numel() for p in model.parameters()),
     )
 
-    # add the page, and pack what is large, because a plain server packs nothing
+    # add the page, and compress large files, because a plain server compresses nothing
     packed = {
         "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
         "ngrams.bin.gz": ngrams_bytes(checkpoint.ngrams),
@@ -58,7 +58,7 @@ def export_web(model, tokenizer, checkpoint, folder):
     for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
         files[f"ort/{name}"] = (runtime / name).read_bytes()
     files["model.json"] = json.dumps(about).encode()
-    files["page.png"] = (WEB.parent / "assets" / "page.png").read_bytes()  # for those who link to the page
+    files["page.png"] = (WEB.parent / "assets" / "page.png").read_bytes()  # the preview of links to the page
     files["index.html"] = with_versions(files["index.html"].decode(), files).encode()
     write_tree(folder, files)
     print(f"{folder}: {sum(map(len, files.values())) / 1e6:.1f} MB")
@@ -66,7 +66,7 @@ def export_web(model, tokenizer, checkpoint, folder):
 
 
 def with_versions(html, files):
-    """Return the page with a hash in the address of each file that it fetches: no browser mixes two exports then."""
+    """Add a hash to the address of each file that the page fetches, so that no browser mixes two exports."""
     fetched = r'(?<=href=")[^"]+(?=" as="fetch")'
     return re.sub(fetched, lambda name: f"{name[0]}?{sha256(files[name[0]])[:8]}", html)
 
@@ -76,5 +76,5 @@ def ngrams_bytes(ngrams):
     if ngrams is None:
         return b""
     codes, counts = (ngrams[name].numpy().astype("<u4") for name in ("codes", "counts"))
-    differences = np.diff(codes, prepend=np.uint32(0))  # small, so gzip makes them smaller
+    differences = np.diff(codes, prepend=np.uint32(0))  # small numbers, which gzip compresses well
     return np.concatenate(([np.uint32(order_of(ngrams))], differences, counts)).astype("<u4").tobytes()

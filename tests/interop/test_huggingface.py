@@ -164,7 +164,7 @@ def test_heads_with_norms_of_their_own_are_refused(tmp_path):
     with torch.no_grad():
         hf.model.layers[0].self_attn.q_layernorm.norms[1].weight[0] = 2
     hf.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="every head has a norm of its own"):
+    with pytest.raises(ValueError, match="each head has its own norm"):
         load_checkpoint(tmp_path)
 
 

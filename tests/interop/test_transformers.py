@@ -136,5 +136,5 @@ def test_a_model_without_such_a_cache_is_refused_in_one_line(tokenizer, tmp_path
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=400)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no cache that we could use: MambaForCausalLM returns no past_key_values"):
+    with pytest.raises(ValueError, match="no usable cache: MambaForCausalLM returns no past_key_values"):
         HuggingFaceGPT(tmp_path)
