@@ -14,12 +14,12 @@ from check_cache.report import first_line, plot
 
 
 def load(name):
-    """Return what the function of a module returns, or the model in a folder of transformers."""
+    """Return what module:function returns, or the model in a transformers folder."""
     module, _, function = name.rpartition(":")
     if module and function.isidentifier():
         return getattr(importlib.import_module(module), function)()
     if not Path(name, "config.json").is_file():
-        raise ValueError("it is neither a folder of transformers, which has a config.json, nor module:function")
+        raise ValueError("neither a transformers folder with a config.json, nor module:function")
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -30,13 +30,13 @@ def load(name):
 def main():
     parser = argparse.ArgumentParser(prog="check_cache", description="Is the KV cache of a model right?")
     add = parser.add_argument
-    add("model", help="a folder of transformers, or module:function, which returns a model or an adapter")
+    add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", help="for example cuda (default: where the model is)")
-    add("--modes", nargs="+", metavar="WORD", help="only the ways whose name contains a word: chunks padding")
-    add("--length", type=int, help="tokens per text (default: 300, or three sliding windows, at most the context)")
+    add("--modes", nargs="+", metavar="WORD", help="only the ways whose name contains one of these: chunks padding")
+    add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
     add("--json", action="store_true", help="print JSON")
-    add("--plot", metavar="FILE", help="draw how far each way is off over position")
+    add("--plot", metavar="FILE", help="plot how far off each way is at each position")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     try:

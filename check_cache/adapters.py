@@ -1,4 +1,4 @@
-"""What the check needs to know about a decoder: given as functions, or a model of transformers or of this kit."""
+"""What the check needs to know about a decoder: functions, a transformers model, or a GPT of kvGPT."""
 
 import copy
 import functools
@@ -19,25 +19,25 @@ def adapter_of(model, parts):
     parts = {name: part for name, part in parts.items() if part is not None}
     if not parts and model is not None:
         parts = {name: getattr(model, name) for name in (*NEEDED, *OPTIONAL) if hasattr(model, name)}
-        for name, argument in TAKES.items():  # the object may have a method of that name for another purpose
+        for name, argument in TAKES.items():  # the object may use that name for something else
             if name in parts and not asks_for(parts[name], argument):
                 del parts[name]
         if not {*NEEDED} <= {*parts}:
             if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
                 return Transformers(model)
             if hasattr(model, "new_cache") and hasattr(getattr(model, "config", None), "block_size"):
-                return Kit(model)
+                return KvGPT(model)
             raise TypeError(
-                f"{type(model).__name__} is no causal language model of transformers, no GPT of this kit, and no "
+                f"{type(model).__name__} is not a causal language model of transformers, a GPT of kvGPT, or an "
                 f"adapter, which has {', '.join(NEEDED)}"
             )
     if missing := [name for name in NEEDED if name not in parts]:
-        raise TypeError(f"check_cache needs the functions {', '.join(NEEDED)}: there is no {' and no '.join(missing)}")
+        raise TypeError(f"check_cache needs the functions {', '.join(NEEDED)}. Missing: {', '.join(missing)}")
     return Functions(model, parts)
 
 
 def copies_of(model, setup=lambda model, rows, length: None):
-    """Return the function `new` for a decoder that keeps its cache inside: a cache is a copy of the module.
+    """Return the function `new` for a decoder that keeps its cache inside: each cache is a copy of the module.
 
     setup(copy, rows, length)  prepares a copy, for example copy.setup_caches(rows, length). Copies share parameters
     """
@@ -55,7 +55,7 @@ def fork_module(module):
 
 
 class Adapter:
-    """What all adapters have. The methods of a cache have the names and arguments that transformers gives them."""
+    """What all adapters have. The cache's methods have the same names and arguments as in transformers."""
 
     kinds = ("own",)  # of caches
     context = window = None
@@ -63,11 +63,11 @@ class Adapter:
     takes_mask = full_takes_mask = True
 
     def attentions(self):
-        """Yield (name, None or why it cannot be used) of each implementation of attention, while it is in use."""
+        """Switch to each implementation of attention and yield (name, None, or why it cannot be used)."""
         yield None, None
 
     def crop(self, cache, length, removed):
-        """Keep the first `length` tokens, so that the newest `removed` are gone. May return a new cache, as all may."""
+        """Keep the first `length` tokens and drop the newest `removed`. May return a new cache, like all of these."""
         return on_cache(cache, "crop", -removed)
 
     def reorder(self, cache, rows):
@@ -87,7 +87,7 @@ class Adapter:
 
 
 def on_cache(cache, name, *args):
-    """Call a method of a cache, which may not have it."""
+    """Call a method that the cache may or may not have."""
     if not hasattr(cache, name):
         raise NotImplementedError(f"the cache has no {name}")
     try:
@@ -99,7 +99,7 @@ def on_cache(cache, name, *args):
 
 
 class Functions(Adapter):
-    """The adapter of a decoder that the user gave as functions, or as an object that has them."""
+    """The adapter of a decoder given as functions, or as an object with these methods."""
 
     def __init__(self, model, parts):
         self.parts, self.modules = parts, find_modules(model, *parts.values())
@@ -134,7 +134,7 @@ class Functions(Adapter):
 
 
 def names_of(function):
-    """Return the names of the arguments of a function, or None if it takes them in order: a module, or *args."""
+    """Return the names of a function's arguments, or None if we must pass them in order: a module, or *args."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
@@ -149,7 +149,7 @@ def asks_for(function, name):
 
 
 def call(function, needed, optional):
-    """Call a function with the arguments that it names. The rest of `needed` goes to its others, in order."""
+    """Pass the arguments that a function has by name. The rest of `needed` fills its other arguments, in order."""
     names = names_of(function)
     if names is None:
         return function(*needed.values())
@@ -162,7 +162,7 @@ def call(function, needed, optional):
 
 
 def find_modules(*things):
-    """Return the modules that things are, have as an attribute, are a method of, or name as functions."""
+    """Return the modules that we can reach: things themselves, their attributes, owners, closures and globals."""
     found = {}
     for thing in things:
         if isinstance(thing, functools.partial):
@@ -180,7 +180,7 @@ def find_modules(*things):
 
 
 class Transformers(Adapter):
-    """The adapter of a causal language model of transformers. It does what generate() does."""
+    """The adapter of a causal language model of transformers. It calls the model as generate() does."""
 
     kinds = ("own", "static")
 
@@ -221,7 +221,7 @@ class Transformers(Adapter):
             return transformers.StaticCache(config=self.config, max_cache_len=length)
         if kind == "quantized":
             return transformers.QuantizedCache("fp8", config=self.config)
-        raise NotImplementedError("transformers offers none for this model (_can_compile_fullgraph)")
+        raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
     def step(self, ids, cache, mask, pos):
         make_mask = getattr(self.model, "create_masks_for_generate", None)
@@ -234,23 +234,23 @@ class Transformers(Adapter):
         return output.logits, held
 
     def placed(self, mask, pos):
-        """Return the arguments for mask and positions. Without a mask the model has to find the positions itself."""
+        """Return the arguments for mask and positions. Without a mask, the model has to work out positions itself."""
         given = {"attention_mask": mask, "position_ids": pos} if mask is not None else {}
         return {name: value for name, value in given.items() if name in self.takes}
 
     def generated_logits(self, ids, mask, count):
-        """Return the logits (B, count, V) of generate(), which we make choose the last `count - 1` tokens of `ids`."""
+        """Return the logits (B, count, V) of generate(), forced to choose the last `count - 1` tokens of `ids`."""
         import transformers
 
         if getattr(type(self.model), "generate", None) is not transformers.GenerationMixin.generate:
-            raise NotImplementedError("the model has no generate of transformers")
+            raise NotImplementedError("the model does not use generate() of transformers")
 
         def force(seen, scores):
-            place = min(seen.size(1), ids.size(1) - 1)  # the last choice has no logits that we look at
+            place = min(seen.size(1), ids.size(1) - 1)  # we do not look at any logits after the last choice
             return nn.functional.one_hot(ids[:, place], self.vocab_size).to(scores)
 
         end = ids.size(1) - count + 1
-        no_token = self.vocab_size  # None would end a text at the token that the model itself ends at
+        no_token = self.vocab_size  # None would mean the model's own end-of-text token
         settings = transformers.GenerationConfig(
             max_new_tokens=count,
             eos_token_id=no_token,
@@ -267,8 +267,8 @@ class Transformers(Adapter):
         return torch.stack(said.logits, 1)
 
 
-class Kit(Adapter):
-    """The adapter of this kit's GPT, whose cache is a value that is passed along."""
+class KvGPT(Adapter):
+    """The adapter of kvGPT's GPT, whose cache is a value that is passed along."""
 
     takes_mask = full_takes_mask = False  # it pads on the right
 

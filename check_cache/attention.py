@@ -1,4 +1,4 @@
-"""What attention reads, seen from outside: every decoder in PyTorch ends in a few functions that we can watch."""
+"""What attention reads, seen from outside: every PyTorch decoder ends up in a few functions that we can watch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ class Read:
 
     weights  (B, heads, T, slots), after the softmax
     query    (B, heads, T, size)
-    key      (B, heads, slots, size); value: the same. They may have fewer heads
+    key      (B, heads, slots, size), and value too. They may have fewer heads
     """
 
     weights: torch.Tensor
@@ -27,7 +27,7 @@ class Read:
 
 
 def shaped(read, B):
-    """Return a read of B rows in full shape, as numbers that later steps cannot change."""
+    """Return a read of B rows in full shape, copied so that later steps cannot change it."""
     read = read() if callable(read) else read
     parts = read.weights, read.query, read.key, read.value
     return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
@@ -36,7 +36,7 @@ def shaped(read, B):
 class Watch(TorchFunctionMode):
     """Collects a Read, or a function that returns one, per call of attention.
 
-    That is a scaled_dot_product_attention, or a softmax, which mostly stands between two products of matrices.
+    A call is a scaled_dot_product_attention, or a softmax, which usually lies between two matrix products.
     """
 
     def __init__(self):
@@ -48,7 +48,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
-            self.reads.append(partial(read_sdpa, *args, **kwargs))  # later, if at all: it costs as much again
+            self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:
             self.reads.append(Read(result))
             if self.product and self.product[2][-2:] == result.shape[-2:]:
@@ -61,12 +61,12 @@ class Watch(TorchFunctionMode):
             if isinstance(newest, Read) and newest.key is not None and newest.value is None:
                 weights, value = operands
                 if weights.shape[-2:] == newest.weights.shape[-2:]:
-                    newest.weights, newest.value = weights, value  # those after a dropout
+                    newest.weights, newest.value = weights, value  # after dropout, if any
         return result
 
 
 def operands_of(function, args):
-    """Return the two operands of a product of matrices, as torch.matmul would take them, or None."""
+    """Return the two operands of a matrix product, in the layout of torch.matmul, or None."""
     if function in MATMUL:
         return args if len(args) == 2 and min(args[0].dim(), args[1].dim()) > 1 else None
     if function in (torch.baddbmm, torch.Tensor.baddbmm):
@@ -86,7 +86,7 @@ def operands_of(function, args):
 
 
 def read_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Compute the weights that scaled_dot_product_attention keeps to itself."""
+    """Compute the weights, which scaled_dot_product_attention does not return."""
     keys = repeat_heads(key, query.size(-3)) if enable_gqa else key
     scores = query @ keys.mT * (query.size(-1) ** -0.5 if scale is None else scale)
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
@@ -101,5 +101,5 @@ def read_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 
 
 def repeat_heads(x, heads):
-    """Return keys or values (B, some heads, t, size) with as many heads as the queries have."""
+    """Repeat keys or values (B, some heads, t, size) until there are `heads` heads, as the queries have."""
     return x.repeat_interleave(heads // x.size(-3), -3)

@@ -1,7 +1,7 @@
-"""Where a wrong logit comes from: the first thing that attention reads and should not.
+"""Where a wrong logit comes from: the first thing that attention reads but should not.
 
-We ask the questions in the order in which a decoder computes. Is what comes in right, the key, the value and the query
-of the new tokens? Is what was kept right, the keys and values of earlier tokens? Is what is seen right, the weights?
+We ask in the order in which a decoder computes. Are the keys, values and queries of the new tokens right? Are the keys
+and values kept from earlier tokens right? Are the weights right, that is, does each token see what it should?
 """
 
 from typing import NamedTuple
@@ -24,13 +24,13 @@ class Cause(NamedTuple):
     layer: int | None = None
 
     def certain(self, truth):
-        """Whether rounding cannot have done it, not even by making a router choose another expert before."""
+        """Whether this cannot be rounding, not even rounding that made an earlier router choose another expert."""
         wrong_content = self.what in ("changed", "arrival") and self.layer is not None
         return self.what in ("kept", "hidden") or (wrong_content and truth.steady[self.layer])
 
 
 def find_cause(stream, reads, T, rows, positions, guesses):
-    """Return the Cause of wrong logits, from the reads of a step of T tokens, of which the last are guesses.
+    """Return the Cause of wrong logits, from the reads of a step of T tokens, the last of which are guesses.
 
     rows, positions  (B, T) of the new tokens. A position below 0 is padding
     """
@@ -47,7 +47,7 @@ def find_cause(stream, reads, T, rows, positions, guesses):
                 break
         return cause
     if len(reads) != calls:
-        return Cause("arrival", f"a step calls attention {len(reads)} times, without a cache {calls} times")
+        return Cause("arrival", f"a step calls attention {len(reads)} times, but {calls} times without a cache")
     return compare_layers(stream, reads, stream.fed, rows, positions, guesses)
 
 
@@ -57,18 +57,18 @@ def compare_layers(stream, reads, fed, rows, positions, guesses):
     for layer, (call, right) in enumerate(stream.truth.reads):
         cause = compare_layer(stream, shaped(reads[call], len(rows)), right, fed, rows, positions, guesses)
         if cause and cause.what == "arrival" and before is not None:
-            text = f"attention of layer {before} reads and sees what it should, so the mistake is between: {cause.text}"
+            text = f"attention in layer {before} is right, so the mistake is between the two layers: {cause.text}"
             cause = cause._replace(text=text)
         if cause:
             return cause._replace(layer=layer)
         before = layer
     if any(right.key is None or right.value is None for _, right in stream.truth.reads):
-        return Cause("after", "attention sees what it should. We could not see all keys and values, so it may be these")
-    return Cause("after", "attention reads and sees what it should in all layers, so the mistake follows it")
+        return Cause("after", "attention sees what it should, but we could not see all keys and values: check those")
+    return Cause("after", "attention reads and sees what it should in all layers, so the mistake comes after it")
 
 
 def compare_layer(stream, read, right, fed, rows, positions, guesses):
-    """Return the Cause of what is wrong in the attention of one layer, or None."""
+    """Return the Cause if the attention of one layer is wrong, or None."""
     truth, T = stream.truth, positions.size(1)
     count = T - guesses
     rows, positions = rows[:, :count], positions[:, :count]
@@ -76,7 +76,7 @@ def compare_layer(stream, read, right, fed, rows, positions, guesses):
     heads, slots, needed = right.weights.size(1), read.weights.size(-1), min(fed, truth.window or fed)
     if slots < needed:
         return Cause("kept", f"attention reads {slots} slots and needs {needed}")
-    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some lay the heads of a group side by side
+    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some put the heads of a group into that dim
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if read.weights.size(2) != T:
         return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
@@ -84,7 +84,7 @@ def compare_layer(stream, read, right, fed, rows, positions, guesses):
     # which position is in which slot, and how should the new tokens weigh it?
     by_position = right.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
     places = place(read, right, by_position, row, fed, stream.pads)
-    known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses are not of this text
+    known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
     absent = (by_position.sum(3) - weights.sum(3) > truth.coarse).any(1) & real  # (B, count)
@@ -106,8 +106,9 @@ def compare_layer(stream, read, right, fed, rows, positions, guesses):
 def compare_contents(truth, read, right, row, places, used, new):
     """Return the Cause if a slot that is used holds a wrong key or value.
 
-    row     (B,) the text of each row, and `places` (B, slots) which of its positions each slot should hold
-    new     (B, slots) whether the token of a slot has just come in
+    row     (B,) the sequence in each row
+    places  (B, slots) which of its positions each slot should hold
+    new     (B, slots) whether the token of a slot has just arrived
     """
     found = {}  # name: which slots are wrong (B, slots), what they hold, what they should hold (B, heads, slots, size)
     for name in ("key", "value"):
@@ -119,7 +120,7 @@ def compare_contents(truth, read, right, row, places, used, new):
     if not bad.any():
         return None
 
-    # the first of the wrong slots: what is kept comes before what is new, because it has been in use for longer
+    # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
     kept = (bad.bool() & ~new).any()
     slot, i = (bad * ~new if kept else bad).T.nonzero()[0].tolist()
     wrong = {name: (got[i], wanted[i, :, slot]) for name, (off, got, wanted) in found.items() if off[i, slot]}
@@ -128,18 +129,18 @@ def compare_contents(truth, read, right, row, places, used, new):
     whose = f"row {row[i]}, position {position}"
     if close := distance_if_close(truth, wrong, slot):
         if not kept and "rounded to" not in close:
-            text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or of a wrong input"
+            text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or from a wrong input"
             return Cause("arrival", text)
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
     heads = sum(truth.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
     if owner := find_owner(truth, right, wrong, heads, slot, row[i].item(), position, not kept):
         return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
     if kept:
-        text = "but holds what no token gave: it was changed later, or is a rejected guess"
+        text = "but holds something that no token produced: it was changed later, or is a rejected guess"
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
     which = "only the new key" if what == "key" and "value" in found else f"the new {what}"
     reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
-    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}, or what the cache does to it")
+    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}, or changed by the cache")
 
 
 def compare_queries(truth, got, right, rows, positions):
@@ -154,14 +155,14 @@ def compare_queries(truth, got, right, rows, positions):
 
 
 def compare_weights(truth, got, right, row, positions, places):
-    """Return the Cause if queries at `positions` weigh slots, which have `places`, in another way than `right`."""
+    """Return the Cause if queries at `positions` weigh the slots, which hold `places`, differently from `right`."""
     got, right = same_heads(got, right)
     wrong = ((got - right).abs() > truth.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
     if not wrong.any():
         return None
     got, right = got.amax(1), right.amax(1)
     seen, hidden = wrong & (right == 0), wrong & (got == 0)
-    for bad, text in ((seen, "sees {}, and should not"), (hidden, "does not see {}, and should"), (wrong, None)):
+    for bad, text in ((seen, "sees {}, but should not"), (hidden, "does not see {}, but should"), (wrong, None)):
         if bad.any():
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
             where = f"slot {slot}" + ("" if places[i, slot] == slot else f" (position {places[i, slot]})")
@@ -172,7 +173,7 @@ def compare_weights(truth, got, right, row, positions, places):
 
 
 def place(read, right, weights, row, fed, pads):
-    """Return the position (B, slots) in each slot, in the layout in which most is right: keys, or else weights."""
+    """Return the position (B, slots) in each slot, in the layout that fits best: by keys, or else by weights."""
     B, slots = len(row), read.weights.size(-1)
     slot = torch.arange(slots)
     layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
@@ -189,7 +190,7 @@ def place(read, right, weights, row, fed, pads):
 
 
 def at_places(x, dim, places):
-    """Take from x (B, heads, ...) the positions `places` (B, slots) along `dim`, 2 or 3."""
+    """Select the positions `places` (B, slots) from x (B, heads, ...) along `dim`, 2 or 3."""
     at = places.clamp(0, x.size(dim) - 1)
     at = at[:, None, :, None] if dim == 2 else at[:, None, None]
     shape = list(x.shape)
@@ -198,13 +199,13 @@ def at_places(x, dim, places):
 
 
 def same_heads(x, y):
-    """Return both with the heads of the one that has more."""
+    """Return x and y with equally many heads."""
     heads = max(x.size(1), y.size(1))
     return repeat_heads(x, heads), repeat_heads(y, heads)
 
 
 def distance_if_close(truth, wrong, slot):
-    """Say how far off a slot is if it holds nearly what it should, as after rounding, or return None."""
+    """If a slot holds nearly what it should, as after rounding, return how far off it is in words. Otherwise None."""
     pairs = [(got[:, slot], right) for got, right in wrong.values()]
     if any(cosine_similarity(got, right, dim=-1).min() < 0.98 for got, right in pairs):
         return None
@@ -216,17 +217,17 @@ def distance_if_close(truth, wrong, slot):
 
 
 def find_owner(truth, own, wrong, heads, slot, row, position, new):
-    """Say what is in a slot instead of what belongs there, or return None if it is nothing that we know.
+    """Return in words what is in a slot instead of what belongs there, or None if we do not recognize it.
 
     own    the Read of this layer without a cache
     wrong  {"key" or "value": (what is in all slots, (heads, slots, size); what belongs in this one, (heads, size))}
     heads  (heads,) which of them are wrong
-    new    whether the token has just come in. Then a key at a wrong position may be that of the same token elsewhere
+    new    whether the token has just arrived. Then a key at a wrong position may be that of the same token elsewhere
     """
     pairs = [(got[heads, slot], right[heads]) for got, right in wrong.values()]
     where = [~truth.differ(got[heads], right[heads, None]).any(0) for got, right in wrong.values()]
     if len(elsewhere := torch.stack(where).all(0).nonzero()):
-        return f"something else, while slot {elsewhere[0].item()} holds it"
+        return f"something else: what belongs there is in slot {elsewhere[0].item()}"
     if not any(got.any() for got, _ in pairs):
         return "zeros, as in an empty slot"
     if all(~truth.differ(got[heads, slot][:, None], right).all(1).any() for got, right in wrong.values()):
@@ -250,11 +251,11 @@ def find_owner(truth, own, wrong, heads, slot, row, position, new):
         if new and read is own:
             same &= truth.ids != truth.ids[row, position]
         if same.any():
-            # the same token may be in many places: name the nearest, and better in its own row
+            # the same token may be in many places: name the nearest, preferably in the same row
             steps, another = (torch.arange(truth.length) - position).abs(), torch.arange(len(truth.ids)) != row
             nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
             text, there = divmod(nearest, truth.length)
-            whose = f"row {text}" if text in (0, 1, 2, row) else "another text or a rejected guess"
+            whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected guess"
             layer = "" if read is own else f"layer {layer}, "
             return f"that of {layer}{whose}, position {there}"
     return None

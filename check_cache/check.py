@@ -1,4 +1,4 @@
-"""The check itself: every way, with each kind of cache and each implementation of attention."""
+"""The check itself: every way to feed a cache, for each kind of cache and each implementation of attention."""
 
 import sys
 from functools import partial
@@ -35,14 +35,14 @@ def check_cache(
 ):
     """Check the cache of a decoder, and return a Report.
 
-    model   a model of transformers, a GPT of this kit, or an adapter: an object with the functions below as methods
-    full to pad   the parts of an adapter, which check_cache.__doc__ explains. `model` then may name the module whose
-                  weights we perturb, if the functions do not lead to it. It is restored afterwards
-    length  tokens per text. None: 300, or three sliding windows, and at most the context or 1024
-    dtype   of weights and cache; device: where to run, None stays where the model is
+    model   a transformers model, a GPT of kvGPT, or an adapter: an object with the functions below as methods
+    full to pad   the parts of an adapter, see check_cache.__doc__. If we cannot find the module from these functions,
+                  pass it as `model`: we perturb its weights and restore them afterwards
+    length  tokens per row. None: 300, or three sliding windows, and at most the context or 1024
+    dtype   of weights and cache; device: where to run, None: where the model is
     caches  the kinds of cache to ask for: "own", "static", and "quantized", which rounds on purpose. None: own, static
     modes   only the ways whose name contains one of these words
-    Raises TypeError for another object, and ValueError for a length or words that do not work.
+    Raises TypeError for any other object, and ValueError for a length or words that do not work.
     """
     parts = dict(full=full, new=new, step=step, crop=crop, reorder=reorder, reset=reset, fork=fork, generate=generate)
     parts |= dict(vocab_size=vocab_size, context=context, window=window, pad=pad)
@@ -74,22 +74,22 @@ def check_cache(
     results, fault, packed = run(lambda tensor: revealing(tensor, dtype, draw).to(device))
     if packed:
         results, fault, _ = run(lambda tensor: tensor.data.to(device, dtype))
-        note = f"the step reads a copy of {packed} from before the check, so we did not perturb the weights"
+        note = f"the step reads a copy of {packed} made before the check, so we did not perturb the weights"
         results.append(Result("perturbed weights", "any", None, "not run", note))
     if not modules:
-        note = "no module leads to the weights: pass it as model="
+        note = "we found no module with the weights: pass it as model="
         results.append(Result("perturbed weights, float64", "any", None, "not run", note))
     if decoder.window and length < 2 * decoder.window:
-        why = f"takes a length of {3 * decoder.window}"
+        why = f"needs a length of {3 * decoder.window}"
         results.append(Result(f"past the window of {decoder.window}", "any", None, "not run", why))
     name = type(model).__name__ if model is not None else type(modules[0]).__name__ if modules else "a decoder"
-    title = f"{name}: texts of {length} tokens, up to 8 rows, {str(dtype)[6:]} on {device}"
+    title = f"{name}: {length} tokens per row, up to 8 rows, {str(dtype)[6:]} on {device}"
     beyond = f"more than {length} tokens or 8 rows, other dtypes, rows of different lengths without padding"
     return Report(title, results, fault, beyond)
 
 
 def run_all(decoder, ways, length, dtype, kinds, seed):
-    """Return the results, why no cache can be judged, and which weights a step does not read."""
+    """Return the results, why no cache can be judged (or None), and which weights a step does not read (or None)."""
     results = []
     for attention, why_not in decoder.attentions():
         not_run = partial(Result, "every way", attention=attention, status="not run")
@@ -98,7 +98,7 @@ def run_all(decoder, ways, length, dtype, kinds, seed):
                 raise NotImplementedError(why_not)
             truth = Truth(decoder, decoder.modules, length, dtype, seed)
         except (Exception, SystemExit) as error:
-            hint = "" if decoder.context else f". If it takes no texts of {length} tokens, pass context= or length="
+            hint = "" if decoder.context else f". If {length} tokens are too many for it, pass context= or length="
             results.append(not_run(cache="any", why=said(error) + hint))
             continue
         if truth.fault:
@@ -149,14 +149,14 @@ def judge(truth, result):
     if not result.errors:
         if "generate" in result.way:
             return  # it compared tokens
-        raise NotImplementedError("the steps of this way return no logits to compare")
+        raise NotImplementedError("the steps return no logits to compare")
     rows, positions, error, differs = (torch.cat(column) for column in zip(*result.errors))
     result.off, result.allowed, result.argmaxes = error.max().item(), truth.limit.item(), int(differs.sum())
     coarse = error.median() > MEDIAN * truth.rounding[rows, positions].median()
     if not (coarse or result.why or result.off > result.allowed):
         return
     if "left padding" in result.way and padding_matters(truth):
-        raise NotImplementedError("not the cache's fault: padding changes logits without a cache, too")
+        raise NotImplementedError("not the cache's fault: padding changes logits even without a cache")
     if not result.why:
         result.why = "no logit is far off, but most are less precise than without a cache"
     limit = result.allowed if result.off > result.allowed else min(truth.suspicious.item(), 0.99 * result.off)
@@ -165,7 +165,7 @@ def judge(truth, result):
 
 
 def padding_matters(truth):
-    """Whether left padding changes logits even without a cache. We can only ask a `full` that takes a mask."""
+    """Whether left padding changes logits even without a cache. We can only tell if `full` accepts a mask."""
     result = Result("left padding", None, None)
     if truth.decoder.full_takes_mask:
         Stream(truth, result, pads=PADS).feed(truth.length)
@@ -173,9 +173,9 @@ def padding_matters(truth):
 
 
 def find_packed(truth, kind):
-    """Return the name of a parameter that moves the logits of `full`, and not at all those of a step, or None.
+    """Return the name of a parameter that moves the logits of `full` but not those of a step, or None.
 
-    Some engines pack their weights when they are built. Then a step computes with others than those that we perturb.
+    Some engines pack their weights when they are built. Then a step does not use the weights that we perturb.
     """
     decoder, T, draw = truth.decoder, 24, torch.Generator().manual_seed(0)
     ids, pos = truth.ids[:3, :T], torch.arange(T).expand(3, T)
@@ -196,4 +196,4 @@ def find_packed(truth, kind):
             if unread:
                 return name
     except (Exception, SystemExit):
-        return None  # the ways will say so
+        return None  # the ways will report it

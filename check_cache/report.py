@@ -1,4 +1,4 @@
-"""What came of each way, for people and for programs."""
+"""The results, for people and for programs."""
 
 import re
 import textwrap
@@ -8,7 +8,7 @@ from functools import partial
 
 @dataclass
 class Result:
-    """What came of one way."""
+    """The result of one way to feed the cache."""
 
     way: str
     cache: str | None
@@ -18,7 +18,7 @@ class Result:
     off: float | None = None  # how far the worst logit is off
     allowed: float | None = None  # how far rounding might move it
     argmaxes: int | None = None  # at how many positions the argmax differs
-    row: int | None = None  # the text of the first wrong logit
+    row: int | None = None  # where the first wrong logit is
     position: int | None = None
     layer: int | None = None  # counts the calls of attention
     errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs
@@ -40,9 +40,9 @@ class Result:
 
 @dataclass(repr=False)
 class Report:
-    """repr() and str() are for people, `results` for programs.
+    """repr() and str() are for people, `results` is for programs.
 
-    fault   None, or why nothing can be said about the cache
+    fault   None, or why we cannot judge the cache
     beyond  what no way covers
     """
 
@@ -65,7 +65,7 @@ class Report:
     def __repr__(self):
         lines = [self.fault] if self.fault else []
         for status, label in (("wrong", "WRONG  "), ("right", "right  "), ("not run", "not run")):
-            groups = {}  # the results that have the same cause, up to rows and positions
+            groups = {}  # results with the same cause, apart from rows and positions
             for result in self.results:
                 cause = re.sub(r"\d+", "", str(result.why))
                 if result.status == status:
@@ -83,7 +83,7 @@ def first_line(error):
 
 
 def plot(report, file):
-    """Draw how far each way is off over position, and what is allowed. Needs matplotlib."""
+    """Plot how far off each way is at each position, and what is allowed. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -10,17 +10,19 @@ from torch import nn
 from check_cache.attention import Watch, shaped
 
 # How far off a right cache may be, in units of what rounding alone does to logits: the largest error, and the median.
-# The right caches of 43 families reached 1.9 and 1.0 in three dtypes. Most bugs are a thousand times as far off.
+# The 43 families of transformers that are right reached 1.9 and 1.0, in three dtypes. Most bugs are a thousand times as
+# far off.
 LARGEST, MEDIAN = 4, 1.25
-# How much earlier tokens must matter, in units of the typical rounding: below that we would not see a wrong cache.
+# How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
 
 
 @contextmanager
 def changed(modules, change):
-    """Lend weights, each replaced by change(tensor).
+    """Replace each weight by change(tensor) for a while.
 
-    Afterwards the modules are what they were. Some make a table of angles in the dtype of the moment and keep it.
+    Afterwards we restore attributes and buffers too, because some modules keep a table of angles in the dtype in which
+    they first ran.
     """
     parts = {part for module in modules for part in module.modules()}
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
@@ -41,9 +43,9 @@ def changed(modules, change):
 def revealing(tensor, dtype, draw):
     """Return weights in which no bug can hide.
 
-    A norm with weights of exactly 1 may be applied twice, and a bias of 0 forgotten, so we jitter what has one
-    dimension. The matrices of an untrained model are so small that attention sees all positions alike, so we scale
-    them up, and a matrix of zeros, as many recipes begin with, would hide whatever comes before it.
+    A norm with weights of exactly 1 could be applied twice, and a bias of 0 forgotten, so we jitter everything with one
+    dimension. The matrices of an untrained model are so small that attention treats all positions alike, so we scale
+    them up. A matrix of zeros, with which many recipes start, would hide whatever comes before it, so we fill it.
     """
     data = tensor.data
     if not isinstance(tensor, nn.Parameter):
@@ -62,19 +64,19 @@ def normal(tensor, draw):
 
 
 class Truth:
-    """Texts, their logits without a cache, and what rounding does to these.
+    """Random sequences, their logits without a cache, and how far rounding moves these logits.
 
-    Most ways feed texts 0 to 2. Texts 3 to 5 begin like them and differ from the middle on, and two more make a batch
-    of eight. Some tokens have the padding id, because a cache must not take them for padding.
+    Most ways feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on, and two more make a batch of
+    eight. Some tokens have the padding id, because a cache must not mistake them for padding.
 
-    fault  None, or why these logits say nothing about a cache
+    fault  None, or why these logits cannot judge a cache
     """
 
     def __init__(self, decoder, modules, length, dtype, seed):
         self.decoder, self.modules, self.length, self.eps = decoder, modules, length, torch.finfo(dtype).eps
         self.pad, self.window = decoder.pad, decoder.window
-        self.coarse = self.eps**0.6  # what keys, values and weights may differ by, relative to the largest
-        self.inspects = self.eps > 1e-4  # logits alone tell too little in half precision
+        self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
+        self.inspects = self.eps > 1e-4  # in half precision, logits alone show too little
         self.room = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (8, length), generator=draw, device="cpu")
@@ -90,7 +92,7 @@ class Truth:
             self.exact = dtype
             self.set_right_logits()
 
-        # Rounding moves logits if the batch has another shape, or if the last digits of some weights are others.
+        # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
         plain = decoder.full(self.ids)
         self.argmax = plain.argmax(-1)
         least = self.logits.std() * self.eps * (1 if modules else 64)  # a guess for weights that we cannot change
@@ -109,13 +111,13 @@ class Truth:
             self.logits = self.decoder.full(self.ids).double()
             if self.logits.shape != (*self.ids.shape, self.decoder.vocab_size):
                 shape, needed = tuple(self.logits.shape), (*self.ids.shape, self.decoder.vocab_size)
-                raise ValueError(f"full returns logits of shape {shape}, where we need one per token, {needed}")
+                raise ValueError(f"full returns logits of shape {shape}, but we need one per token: {needed}")
             self.fault = self.find_fault()
 
     def set_limits(self):
-        """Set how far off a logit may be, and from where on we ask for the cause.
+        """Set how far off a logit may be, and how far off it must be before we look for a cause.
 
-        They are far apart where rounding lets a router choose another expert: that moves a few logits by much.
+        The two are far apart if rounding makes a router choose a different expert, which moves a few logits a lot.
         """
         self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
 
@@ -127,10 +129,10 @@ class Truth:
         return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
 
     def loosened(self, result):
-        """Return a Truth for a cache that rounds on purpose. result: what came of plain decoding with it."""
+        """Return a Truth for a cache that rounds on purpose. result: that of plain decoding with this cache."""
         off = torch.cat([error for _, _, error, _ in result.errors]) if result.errors else self.logits.new_zeros(1)
         if off.mean() > self.logits.std() / 4:
-            return self  # that is no rounding
+            return self  # too far off to be rounding
         other = copy.copy(self)
         other.rounding = self.rounding.clamp(min=off.max())
         other.set_limits()
@@ -138,7 +140,7 @@ class Truth:
         return other
 
     def find_fault(self):
-        """Return why no cache can give these logits, or None: they must not depend on later tokens or other rows."""
+        """Return why no cache can give these logits, or None. They must not depend on later tokens or other rows."""
         no_cache = "NOT THE CACHE'S FAULT  logits without a cache {}, so no cache can give the same logits"
         if not self.logits.isfinite().all():
             return no_cache.format("are not finite")
@@ -153,7 +155,7 @@ class Truth:
                 return no_cache.format(change)
 
     def find_blindness(self):
-        """Return why a wrong cache could not show in these logits, or None: they must depend on earlier tokens."""
+        """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
         shifted = (self.ids + 1) % self.decoder.vocab_size
         matters = self.error(self.decoder.full(self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
@@ -165,7 +167,7 @@ class Truth:
             )
 
     def watch(self):
-        """Return (how often a forward calls attention, [(which call, its Read)] of the calls over all tokens)."""
+        """Return (how often a forward calls attention, [(index of a call, its Read)] for calls over all tokens)."""
         with Watch() as watch:
             self.decoder.full(self.ids)
         reads = [read() if callable(read) else read for read in watch.reads]
@@ -188,11 +190,11 @@ class Truth:
 
     @cached_property
     def steady(self):
-        """Whether rounding leaves the keys and values of each layer about as they are. A router may change that."""
+        """Whether rounding barely moves the keys and values, per layer. After a router it may move them a lot."""
         pairs = [(read, right) for (_, read), (_, right) in zip(self.watch()[1], self.reads)]
         parts = [[(getattr(x, name), getattr(y, name)) for name in ("key", "value")] for x, y in pairs]
         return [not any(y is not None and self.differ(2 * x - y, y).any() for x, y in part) for part in parts]  # half
 
     def differ(self, x, right):
-        """Whether keys, values or queries (..., size) differ from the right ones by more than rounding."""
+        """Whether keys, values or queries (..., size) differ from the right ones by more than rounding explains."""
         return (x - right).abs().amax(-1) > self.coarse * right.abs().max()

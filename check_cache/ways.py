@@ -15,7 +15,7 @@ IN_GENERATE = "what generate() feeds, if all other ways are right: prepare_input
 
 
 class Stream:
-    """A batch of texts on its way through one cache. What comes of it goes into a Result."""
+    """A batch of sequences on its way through one cache. Its errors go into a Result."""
 
     def __init__(self, truth, result, rows=(0, 1, 2), pads=(0,), masked=False):
         self.truth, self.result, self.decoder, self.fed = truth, result, truth.decoder, 0
@@ -32,7 +32,7 @@ class Stream:
         return self.rows[:, None].expand(B, T), positions, mask
 
     def feed(self, count, guesses=0):
-        """Feed the next `count` tokens of each row, and compare their logits. Guesses are tokens of another text."""
+        """Feed the next `count` tokens of each row and compare their logits. Guesses come from another sequence."""
         decoder, result, T = self.decoder, self.result, count + guesses
         rows, positions, mask = self.next(T)
         pos = positions.clamp(min=0)
@@ -50,15 +50,15 @@ class Stream:
             logits = logits[:, None]
         given = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         if not isinstance(given, tuple) or given not in [(len(rows), t, decoder.vocab_size) for t in (1, T)]:
-            raise TypeError(f"step returns {given} and not logits of shape {(len(rows), T, decoder.vocab_size)}")
+            raise TypeError(f"step returns {given} instead of logits of shape {(len(rows), T, decoder.vocab_size)}")
         self.fed += T
-        missing = T - logits.size(1)  # some decoders give the logits of the last token alone
+        missing = T - logits.size(1)  # some decoders only return the logits of the last token
         suspect, sure = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
         if (suspect or (self.truth.inspects and self.fed % 8 < T)) and not result.why:
             try:
                 cause = find_cause(self, watch.reads, T, rows, positions, guesses)
-            except Exception as error:  # attention that is built in another way than we know
-                cause = Cause(None, f"cause unknown, because {first_line(error)}")
+            except Exception as error:  # a kind of attention that we do not know
+                cause = Cause(None, f"cause unknown: {first_line(error)}")
             if sure or cause.certain(self.truth):
                 result.why, result.layer = cause.text, cause.layer
         return self
@@ -66,7 +66,7 @@ class Stream:
     def compare(self, logits, rows, positions):
         """Note the errors of logits by position and then by row.
 
-        Returns (whether one is larger than rounding mostly makes it, whether one is larger than it ever makes it).
+        Returns (whether an error is larger than typical rounding, whether one is larger than any rounding).
         """
         places = (positions >= 0).T.nonzero(as_tuple=True)[::-1]
         logits, rows, positions = logits[places], rows[places], positions[places]
@@ -80,7 +80,7 @@ class Stream:
         return self
 
     def crop(self, count):
-        """Take the newest `count` tokens back."""
+        """Take back the newest `count` tokens."""
         self.fed -= count
         return self.use(self.decoder.crop(self.cache, self.fed, count))
 
@@ -88,17 +88,17 @@ class Stream:
         return self.use(self.decoder.reorder(self.cache, torch.tensor(rows)), self.rows[[*rows]])
 
     def use(self, cache, rows=None):
-        """Go on with what an operation returned, a cache or None, and with other rows."""
+        """Continue with what an operation returned, a cache or None, and with these rows."""
         self.cache = self.cache if cache is None else cache
         self.rows = self.rows if rows is None else torch.as_tensor(rows)
         return self
 
 
 def ways_for(window, L):
-    """Return {name: way} for texts of L tokens. A way takes `start`, which makes a Stream."""
+    """Return {name: way} for sequences of L tokens. A way is called with `start`, which makes a Stream."""
     half, third, n = L // 2, L // 3, min(24, L // 4)  # n single tokens are enough to see a mistake
     sizes = (3, window - 1, window + 2) if window and 4 < window < L else (3,)
-    beams = (2, 0, 0)  # the rows of the best beams
+    beams = (2, 0, 0)  # the rows that the best beams continue
 
     def decode(start, P=third, end=third + n, **options):
         start(**options).feed(P).feed_until(end)
@@ -112,7 +112,7 @@ def ways_for(window, L):
             stream.feed(min(stream.fed or 1, L - stream.fed))
 
     def generate(start, pads=(0,)):
-        """Let the decoder's own loop or search choose tokens: generate() of transformers chooses those that we want."""
+        """Let the decoder's own loop or search choose tokens. In transformers, we force generate() to choose ours."""
         padded = any(pads)
         stream = start(masked=padded, pads=pads)
         truth, decoder = stream.truth, stream.decoder
@@ -124,15 +124,15 @@ def ways_for(window, L):
             stream.result.why = IN_GENERATE if wrong else None
             return
         if padded:
-            raise NotImplementedError("we know the mask of transformers alone, with its own cache")
+            raise NotImplementedError("only for transformers models, with their own cache")
         prompts = truth.ids[:3, :third]
         try:
             with truth.exactly():  # so that rounding decides nothing
                 with_cache, without = (decoder.generate(prompts, n, use_cache) for use_cache in (True, False))
-        except RuntimeError:  # it cannot
+        except RuntimeError:  # it cannot run in float64
             with_cache, without = (decoder.generate(prompts, n, use_cache) for use_cache in (True, False))
         if without.size(1) not in (n, third + n):
-            raise TypeError(f"generate returns {without.size(1)} tokens per row, where we asked for {n} new ones")
+            raise TypeError(f"generate returns {without.size(1)} tokens per row, but we asked for {n} new ones")
         if not torch.equal(with_cache, without):
             differ = (with_cache != without).nonzero() if with_cache.shape == without.shape else []
             where = f", first in row {differ[0][0]} at {differ[0][1]}" if len(differ) else ""
@@ -157,8 +157,8 @@ def ways_for(window, L):
         """Speculative decoding: feed a token and some guesses, then take the guesses back."""
         stream = start().feed(P)
         if getattr(stream.cache, "is_croppable", True) is False:
-            raise NotImplementedError("the cache says that it cannot be cropped (is_croppable)")
-        if hasattr(stream.cache, "activate_past_recording"):  # in transformers a window has to know before
+            raise NotImplementedError("the cache cannot be cropped (is_croppable)")
+        if hasattr(stream.cache, "activate_past_recording"):  # a window of transformers must be told in advance
             stream.cache.activate_past_recording()
         if everything:
             stream.crop(P).feed(P, 4).crop(4)
@@ -193,18 +193,18 @@ def ways_for(window, L):
         "generate": generate,
         "generate with left padding": partial(generate, pads=PADS),
         "prefix used twice": prefix_twice,
-        "two texts at once": two_at_once,
+        "two caches at once": two_at_once,
         "speculative rollback": rollback,
         "rollback of everything": partial(rollback, P=min(half, (window or L) - 1), everything=True),
         "rollback, then reorder": partial(rollback, then=beams[::-1]),
         "reorder": reorder,
         "repeat": partial(rearrange, method="batch_repeat_interleave", argument=2, rows=(0, 3, 1, 4, 2, 5)),
         "select": partial(rearrange, method="batch_select_indices", argument=torch.tensor(beams[:2]), rows=(2, 0)),
-        "second text after reset": reset,
+        "reuse after reset": reset,
         "eight rows": partial(decode, rows=range(8)),
         "one row": partial(decode, rows=(1,)),
     }
 
 
-# what a second implementation of attention may compute in another way
+# what a second implementation of attention may compute differently
 SECOND = ("decode", "chunks of 3", "mask of ones in chunks", "left padding", "left padding in chunks")

@@ -142,7 +142,7 @@ def test_the_exercise_calls_the_cache_right():
     report = exercise()
     report.assert_right()
     right = {result.way for result in report.results if result.status == "right"}
-    assert {"decode", "chunks of 3", "two texts at once", "eight rows", "generate"} <= right
+    assert {"decode", "chunks of 3", "two caches at once", "eight rows", "generate"} <= right
 
 
 POSITION_0 = ("pos + torch.arange(idx.size(1))", "torch.arange(idx.size(1))")
@@ -176,7 +176,7 @@ def preallocated(*edits):
         new=copies_of(model),
         step=lambda ids, cache, pos: cache(ids, int(pos[0, 0])),
         context=200,
-        modes=["decode", "chunks", "two texts", "eight rows"],
+        modes=["decode", "chunks", "two caches", "eight rows"],
     )
 
 

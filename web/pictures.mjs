@@ -1,8 +1,8 @@
-// Pictures of the exported page, and an animation: it runs, then it breaks. Serve out/web first.
+// Pictures of the exported page, and an animation in which it runs and then breaks. Serve out/web first.
 //
 //     CHROMIUM=/usr/bin/chromium node web/pictures.mjs http://localhost:8000 out/pictures
 //
-// The animation needs ffmpeg. Nothing here is timed: every picture waits for what it shows.
+// The animation needs ffmpeg. Nothing here depends on time: every picture waits for what it shows.
 import { execFileSync } from "node:child_process";
 import { mkdir, writeFile } from "node:fs/promises";
 import { chromium } from "playwright-core";
@@ -13,12 +13,12 @@ const LOOKS = {
   dark: { viewport: { width: 1280, height: 720 }, colorScheme: "dark" },
 };
 const SHOWN = 120; // characters in a picture
-const FIRST = 60; // characters at the beginning of the animation: the stage is full
+const FIRST = 60; // characters at the start of the animation: enough to fill the stage
 const FULL = 256;
 const MISTAKES = ["never moves", "another prompt", "overwritten"];
 
-// what the pictures need of the page
-const STEP = "#one"; // the button that writes one character
+// the parts of the page that the pictures need
+const STEP = "#one"; // the button that adds one character
 const TEXT = "#text > *"; // the characters of the text
 const ANSWERS = "#mistakes small"; // empty until the page knows what a mistake does
 const MISTAKE = (name) => `[value="${name}"]:enabled`; // its radio button
@@ -28,7 +28,7 @@ await mkdir(`${folder}/frames`, { recursive: true });
 const args = ["--headless", "--no-sandbox"];
 const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, args });
 
-/** Open the page at a step of the lesson. It does not play by itself, so that each picture is of a step that we took. */
+/** Open the page at a step of the lesson. It does not play by itself, so each picture shows a step that we took. */
 async function open({ step, ...options }) {
   const page = await browser.newPage({ reducedMotion: "reduce", ...options });
   await page.goto(`${site}#step-${step}`);
@@ -63,7 +63,7 @@ async function shoot(seconds) {
   frames.push(`file '${file}'`, `duration ${seconds}`);
 }
 await write(page, FIRST);
-await shoot(1); // what is seen of an animation that does not play
+await shoot(1); // what readers see if the animation does not play
 const first = await page.locator(TEXT).count();
 for (let count = first + 1; count < FULL; count += count < first + 32 ? 1 : 6) {
   await write(page, count);

@@ -1,6 +1,6 @@
-"""A small decoder with a right cache, and many ways to make a cache wrong, for the tests.
+"""For the tests: a small decoder with a right cache, and many ways to break a cache.
 
-Each bug is a function that breaks one thing, with pytest's monkeypatch, and returns what check_cache gets.
+Each bug is a function that breaks one thing with pytest's monkeypatch and returns the argument of check_cache.
 """
 
 import math
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
 
-# what the report says of each kind of bug; a | separates words that all have to be there
+# what the report says about each kind of bug; a | separates words that must all appear
 WRONG_VALUE, WRONG_KEY = "wrong on arrival: wrong input", "only the new key"
 HOLDS, TOO_FEW, SEEN = "should hold the", "slots and needs", "the token of row"
 IN_GENERATE, RAISES = "what generate() feeds", "raises"
@@ -21,7 +21,7 @@ IN_GENERATE, RAISES = "what generate() feeds", "raises"
 
 
 class Cache:
-    """Keys and values `(B, KV_HEADS, t, SIZE)` of each layer, that grow, or lie in a buffer of `room` slots."""
+    """Keys and values `(B, KV_HEADS, t, SIZE)` of each layer, which grow, or lie in a buffer of `room` slots."""
 
     def __init__(self, room=None):
         self.room = room
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """It is its own adapter. positions: "rope", "learned" or "alibi"."""
+    """A decoder that is its own adapter. positions: "rope", "learned" or "alibi"."""
 
     def __init__(self, positions="rope", window=None):
         super().__init__()
@@ -158,11 +158,11 @@ class Decoder(nn.Module):
 
 # -- the bugs ----------------------------------------------------------------------------------------------------------
 
-BUGS = {}  # name: (function, cause, caches, where it comes from: a number is a public thread of that project)
+BUGS = {}  # name: (function, cause, caches, source: a number is a public thread of that project)
 
 
 def bug(cause, source, caches=("own",)):
-    """Register a bug. It takes pytest's monkeypatch.setattr, and returns what check_cache gets."""
+    """Register a bug: a function of pytest's monkeypatch.setattr that returns the argument of check_cache."""
 
     def register(function):
         BUGS[function.__name__] = function, cause, caches, source
@@ -172,7 +172,7 @@ def bug(cause, source, caches=("own",)):
 
 
 def tiny(kind, **settings):
-    """A random model of transformers."""
+    """Return a random transformers model."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -191,7 +191,7 @@ def tiny(kind, **settings):
 # what a layer gives to its cache
 
 
-@bug(WRONG_KEY, "positions of a step begin at 0")
+@bug(WRONG_KEY, "the positions of each step start at 0")
 def rope_begins_at_0_in_each_step(patch):
     rotate = Attention.rotate
     patch(
@@ -211,7 +211,7 @@ def rope_of_the_start_of_a_chunk(patch):
     return Decoder()
 
 
-@bug(WRONG_KEY, "unsloth 3699: slots of the cache for positions, in rows with padding")
+@bug(WRONG_KEY, "unsloth 3699: slots of the cache used as positions, in rows with padding")
 def slots_for_positions(patch):
     forward = Decoder.forward
 
@@ -250,7 +250,7 @@ def table_is_one_too_far(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, in the prefill, too")
+@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, even in the prefill")
 def table_with_another_offset(patch):
     forward = Decoder.forward
     patch(
@@ -260,7 +260,7 @@ def table_with_another_offset(patch):
 
 
 @bug(
-    "a step calls attention 6 times, without a cache 3 times",
+    "a step calls attention 6 times, but 3 times without a cache",
     "the last token of the prompt is fed again with the first new one",
 )
 def a_token_is_fed_twice(patch):
@@ -276,7 +276,7 @@ def a_token_is_fed_twice(patch):
     return Decoder("learned")
 
 
-@bug("a step feeds 2 tokens to attention, not 1", "each step feeds the token before again, together with the new one")
+@bug("a step feeds 2 tokens to attention, not 1", "each step feeds the previous token again, with the new one")
 def a_step_feeds_two_tokens(patch):
     step = Decoder.step
 
@@ -304,7 +304,7 @@ def angles_end_at_64(patch):
     return Decoder()
 
 
-@bug(WRONG_KEY, "the same in a model of transformers")
+@bug(WRONG_KEY, "the same in a transformers model")
 def llama_begins_at_0_in_each_step(patch):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as Rotary
 
@@ -326,7 +326,7 @@ def gpt2_ignores_position_ids(patch):
     return tiny("gpt2")
 
 
-@bug(WRONG_KEY, "a chunk of two tokens is taken for one")
+@bug(WRONG_KEY, "a chunk of two tokens is mistaken for one token")
 def chunk_of_two(patch):
     rotate = Attention.rotate
     patch(
@@ -351,7 +351,7 @@ def chunk_of_more_than_thirty(patch):
 
 
 def generate_feeds(patch, change):
-    """Let generate() feed a llama what change(what it would feed, what it has) returns."""
+    """Make generate() feed a llama the result of change(what it would feed, all ids so far)."""
     from transformers import LlamaForCausalLM
 
     prepare = LlamaForCausalLM.prepare_inputs_for_generation
@@ -373,7 +373,7 @@ def generate_feeds_a_token_twice(patch):
     return generate_feeds(patch, change)
 
 
-@bug(IN_GENERATE, "unsloth 3795: generate() counts positions with the padding")
+@bug(IN_GENERATE, "unsloth 3795: generate() counts the padding as positions")
 def generate_counts_the_padding(patch):
     def change(inputs, ids):
         end, T = ids.size(1), inputs["input_ids"].size(1)
@@ -466,7 +466,7 @@ def growth_moves_layers(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|while slot", "a write index that is one too far", caches=("static",))
+@bug(f"{HOLDS}|belongs there is in slot", "a write index that is one too far", caches=("static",))
 def one_slot_too_far(patch):
     def change(self, k, v, key, layer):
         if self.room and key.size(2) < 10:
@@ -480,7 +480,7 @@ def one_slot_too_far(patch):
     return Decoder()
 
 
-@bug(TOO_FEW, "attention sees the cache before the new token is in it")
+@bug(TOO_FEW, "attention reads the cache before the new token is in it")
 def newest_token_is_dropped(patch):
     patched_update(
         patch,
@@ -516,7 +516,7 @@ def middle_is_dropped(patch):
     return Decoder()
 
 
-@bug(HOLDS, "keys that are rotated already are rotated again when they are read")
+@bug(HOLDS, "rotated keys are rotated again when they are read")
 def keys_rotated_twice(patch):
     def change(self, k, v, key, layer):
         return torch.cat((k[:, :, :1], k[:, :, 1:].flip(-1)), 2) if key.size(2) == 1 else k, v
@@ -525,7 +525,7 @@ def keys_rotated_twice(patch):
     return Decoder()
 
 
-@bug(HOLDS, "the norm of keys is applied to the cached ones again")
+@bug(HOLDS, "the norm of keys is applied again to cached keys")
 def keys_normed_twice(patch):
     norm = lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt()  # noqa: E731
     patched_update(patch, lambda self, k, v, key, layer: (norm(k), v) if key.size(2) < 10 else (k, v))
@@ -588,7 +588,7 @@ def chunk_cut_to_the_window(patch):
 # rollback, beams, copies, resets
 
 
-@bug(f"{HOLDS}|while slot", "crop leaves one rejected guess")
+@bug(f"{HOLDS}|belongs there is in slot", "crop leaves one rejected guess")
 def crop_leaves_one(patch):
     crop = Cache.crop
     patch(Cache, "crop", lambda self, count: crop(self, count + 1) if count < -1 else None)
@@ -657,13 +657,13 @@ def rows_repeated_in_blocks(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|row", "the first rows stay in place of the chosen ones")
+@bug(f"{HOLDS}|row", "the first rows are kept instead of the chosen ones")
 def first_rows_selected(patch):
     patch(Cache, "batch_select_indices", lambda self, rows: self.each(lambda x: x[: len(rows)]))
     return Decoder()
 
 
-@bug(HOLDS, "the second text sees the first")
+@bug(HOLDS, "the second sequence sees the first")
 def reset_keeps_the_text(patch):
     patch(
         Cache,
@@ -735,7 +735,7 @@ def padding_is_seen(patch):
     return Decoder()
 
 
-@bug(SEEN, "padding is hidden in the prefill, and seen in later steps")
+@bug(SEEN, "padding is hidden in the prefill but seen in later steps")
 def padding_is_seen_in_later_steps(patch):
     from transformers.models.llama import modeling_llama
 
@@ -773,7 +773,7 @@ def decode_ignores_the_window(patch):
     return Decoder(window=12)
 
 
-@bug(SEEN, "a token that has the padding id is taken for padding")
+@bug(SEEN, "a token with the padding id is mistaken for padding")
 def padding_id_is_hidden(patch):
     forward = Decoder.forward
 
@@ -810,7 +810,7 @@ def heads_in_blocks(patch):
     return Decoder()
 
 
-@bug(SEEN, "another scale in decode steps")
+@bug(SEEN, "a different scale in decode steps")
 def another_scale(patch):
     patch(Attention, "scale", lambda self, T: 1 / math.sqrt(SIZE if T > 1 else C))
     return Decoder()

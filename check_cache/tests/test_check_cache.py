@@ -1,4 +1,4 @@
-"""check_cache: right caches pass, broken ones are found, and the cause is named."""
+"""check_cache: right caches pass, and broken ones are found with their cause."""
 
 import json
 import os
@@ -23,13 +23,13 @@ def assert_found(name, patch, **options):
     wrong = [result.why for result in report.results if result.status == "wrong"]
     assert report.exit_code == 1 and wrong, "not found"
     right = [all(words in why for words in cause.split("|")) for why in wrong]
-    # once the cause is named, a way that raises has said enough
+    # if one way names the cause, it is enough that others raise
     assert any(right) and sum(named or "raises" in why for named, why in zip(right, wrong)) >= 0.8 * len(wrong), report
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
-def test_a_broken_cache_is_found_and_the_cause_is_named(name, monkeypatch):
+def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
     assert_found(name, monkeypatch, length=96)
 
 
@@ -46,7 +46,7 @@ def test_six_broken_caches(name, monkeypatch):
 
 
 @pytest.mark.parametrize("network", [dict(), dict(pos_emb="rope", n_kv_head=2, qk_norm=True, activation="swiglu")])
-def test_the_cache_of_this_kit_is_right(network):
+def test_the_cache_of_kvgpt_is_right(network):
     model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32, **network))
     report = check_cache(model)
     report.assert_right()
@@ -56,14 +56,14 @@ def test_the_cache_of_this_kit_is_right(network):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_right_adapter_and_a_model_of_transformers(dtype):
+def test_a_right_adapter_and_a_right_transformers_model(dtype):
     for model in (Decoder(window=12), tiny("llama")):
         report = check_cache(model, length=48, dtype=dtype, modes=["decode", "padding", "rollback", "repeat"])
         report.assert_right()
 
 
 def functions(model, **more):
-    """A decoder as the functions that check_cache takes."""
+    """Return a decoder as the functions that check_cache accepts."""
     step = lambda ids, cache, mask, pos: model(ids, cache, mask, pos)  # noqa: E731
     return dict(full=model.full, new=lambda rows, length: Cache(), step=step, context=128, length=48) | more
 
@@ -76,7 +76,7 @@ def without_module(model):
 
 
 def inside(model):
-    """The module keeps its one cache itself."""
+    """The module keeps its only cache itself."""
     setup = lambda model, rows, length: setattr(model, "held", Cache())  # noqa: E731
     return functions(
         model,
@@ -89,23 +89,23 @@ def inside(model):
 
 
 def in_a_dict(model):
-    """The cache is a dict, which has an update of its own, and the step gives the logits of the last token alone."""
+    """The cache is a dict, which has its own update method, and the step returns only the logits of the last token."""
     step = lambda ids, cache, pos: model(ids, cache["cache"], None, pos)[:, -1:]  # noqa: E731
     return functions(model, new=lambda rows, length: {"cache": Cache()}, step=step)
 
 
 def other_names(model):
-    """The arguments that a decoder needs have names of its own."""
+    """The required arguments have different names."""
     return functions(model, new=lambda n, room: Cache(), step=lambda x, kv=None, *, pos: model(x, kv, None, pos))
 
 
 def no_names(model):
-    """A cache that grows needs neither rows nor length, and a step may take anything else."""
+    """A cache that grows needs neither rows nor length, and a step may accept anything else."""
     return functions(model, new=lambda: Cache(), step=lambda ids, cache, pos, **rest: model(ids, cache, None, pos))
 
 
 @pytest.mark.parametrize("adapter", [functions, without_module, inside, in_a_dict, other_names, no_names])
-def test_functions_are_an_adapter(adapter, monkeypatch):
+def test_functions_make_an_adapter(adapter, monkeypatch):
     modes = ["decode", "chunks of 3", "rollback", "reorder", "reset", "prefix"]
     report = check_cache(**adapter(Decoder()), modes=modes)
     report.assert_right()
@@ -117,7 +117,7 @@ def test_functions_are_an_adapter(adapter, monkeypatch):
     assert report.exit_code == 1 and cause in report.results[0].why, report
 
 
-def test_the_ways_that_need_rows_pads_and_search_are_named_when_they_cannot_run():
+def test_ways_that_cannot_run_are_listed_with_the_reason():
     report = check_cache(**other_names(Decoder()), modes=["left padding", "generate"])
     assert report.exit_code == 2 and {result.why for result in report.results} == {
         "the step takes no mask",
@@ -128,8 +128,8 @@ def test_the_ways_that_need_rows_pads_and_search_are_named_when_they_cannot_run(
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_search_of_ones_own(forgets):
-    """As beam search in x-transformers did: the rows change places, and the cache does not follow."""
+def test_your_own_search(forgets):
+    """Rows change places and the cache does not follow, as once in the beam search of x-transformers."""
     model = Decoder()
 
     def generate(ids, count, use_cache):
@@ -156,7 +156,7 @@ def test_projections_of_zeros_hide_nothing(monkeypatch):
     update = KVCache.update
     monkeypatch.setattr(KVCache, "update", lambda *args: [x.flip(-1) for x in update(*args)])
     assert check_cache(model, modes=["decode"]).exit_code == 1
-    assert not model.transformer.h[0].attn.c_proj.weight.any()  # as it was
+    assert not model.transformer.h[0].attn.c_proj.weight.any()  # restored
 
 
 def test_a_model_that_does_not_look_back_cannot_be_judged():
@@ -165,7 +165,7 @@ def test_a_model_that_does_not_look_back_cannot_be_judged():
     assert report.exit_code == 2 and "CANNOT SEE THE CACHE" in str(report)
 
 
-def test_weights_that_were_packed_before_are_noticed():
+def test_weights_packed_before_the_check_are_noticed():
     model = Decoder()
     packed = [block.q.weight.detach().clone() for block in model.blocks]
 
@@ -183,8 +183,8 @@ def test_weights_that_were_packed_before_are_noticed():
     assert "the step reads a copy of blocks.0.q.weight" in " ".join(str(report).split())
 
 
-def test_a_dtype_that_a_decoder_refuses_and_a_table_that_it_makes(monkeypatch):
-    """float64 may fail in any way, and what a module makes in float64 does not stay."""
+def test_a_decoder_that_refuses_float64_and_one_that_keeps_a_table(monkeypatch):
+    """float64 may fail in any way, and nothing that a module makes in float64 may stay."""
     model, forward = Decoder(), Decoder.forward
 
     def picky(self, *args):
@@ -218,7 +218,7 @@ def test_a_cache_that_rounds_on_purpose_is_judged_by_plain_decoding(monkeypatch)
 
 
 def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
-    """In bfloat16 another expert moves a few logits by more than most bugs do, so we look at what attention reads."""
+    """In bfloat16, a different expert moves a few logits more than most bugs do, so we look at what attention reads."""
     from transformers.cache_utils import DynamicLayer
 
     model = family("qwen3_moe")
@@ -238,7 +238,7 @@ def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
     assert report.exit_code == 1 and "position 15, but holds that of row " in report.results[0].why, report
 
 
-def test_a_program_that_ends_itself_is_not_right():
+def test_a_decoder_that_exits_is_not_right():
     def full(ids):
         raise SystemExit(0)
 
@@ -246,7 +246,7 @@ def test_a_program_that_ends_itself_is_not_right():
     assert report.exit_code == 2 and "raises SystemExit" in str(report)
 
 
-def test_the_model_is_afterwards_what_it_was():
+def test_the_model_is_restored_afterwards():
     model = tiny("llama").train().to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     check_cache(model, length=24, modes=["one row"])
@@ -259,7 +259,7 @@ def test_the_model_is_afterwards_what_it_was():
 
 
 def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monkeypatch):
-    """As with dynamic NTK, whose angles depend on the length of the text."""
+    """As with dynamic NTK, whose angles depend on the length of the sequence."""
     rotate = Attention.rotate
     stretched = lambda self, x, pos: rotate(self, x, pos * 20 / max(20, x.size(2)))  # noqa: E731
     monkeypatch.setattr(Attention, "rotate", stretched)
@@ -277,11 +277,11 @@ def test_padding_that_changes_logits_without_a_cache_is_not_its_fault(monkeypatc
     report = check_cache(tiny("gpt2"), length=48, modes=["decode", "padding"], caches=("own",))
     report.assert_right()
     said = {result.way: result.why for result in report.results}
-    assert "padding changes logits without a cache" in said["left padding"]
+    assert "padding changes logits even without a cache" in said["left padding"]
 
 
 def test_a_wrong_argument_is_named():
-    with pytest.raises(TypeError, match="Linear is no causal language model"):
+    with pytest.raises(TypeError, match="Linear is not a causal language model"):
         check_cache(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"length=500.*the context, 128"):
         check_cache(Decoder(), length=500)
@@ -315,7 +315,7 @@ class Sums(torch.nn.Module):  # the cache is one vector per row: the sum of all 
 
 
 def test_the_folder_can_be_copied_and_needs_only_torch(tmp_path):
-    """And it takes a cache that a step makes anew, in a process that knows neither this kit nor transformers."""
+    """A step may also return a new cache. The process can import neither kvGPT nor transformers."""
     shutil.copytree(ROOT / "check_cache", tmp_path / "check_cache", ignore=shutil.ignore_patterns("tests"))
     (tmp_path / "mine.py").write_text(SUMS, encoding="utf-8")
     result = run("-m", "check_cache", "mine:Sums", "--length", "24", "--json", cwd=tmp_path)
@@ -354,8 +354,8 @@ def test_the_command_says_right_wrong_or_cannot_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_check_says(tmp_path):
-    """Each block of Python that is followed by a block of text, up to rounding."""
+def test_the_readme_shows_what_the_check_prints(tmp_path):
+    """For each Python block that is followed by a text block, up to rounding."""
     page = (ROOT / "check_cache" / "README.md").read_text(encoding="utf-8")
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE).group(1)
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The caches of the families of transformers are right, but for known defects.
+"""The caches of all these families of transformers are right, except for known defects.
 
-python -m check_cache.tests.test_families     the seconds that each family takes, for README.md
+python -m check_cache.tests.test_families     prints how many seconds each family takes, for README.md
 """
 
 import time
@@ -123,7 +123,7 @@ FAMILIES = {
     ),
     "rwkv": dict(hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, vocab_size=61),
 }
-# Unmodified models of transformers 5.23 whose cache really is wrong, with a word that all their wrong lines contain:
+# Unmodified models of transformers 5.23 whose cache really is wrong, with words of which each wrong line contains one.
 # README.md has the causes.
 DEFECTS = {
     "falcon with ALiBi": "static cache",
@@ -142,8 +142,8 @@ def family(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_caches_of_transformers_are_right_but_for_known_defects(name, dtype):
-    """All ways in float32. Half precision differs in its rounding alone, so some ways are enough there."""
+def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dtype):
+    """All ways in float32. Half precision only rounds differently, so a few ways are enough there."""
     half = dict(modes=["decode", "padding", "chunks of 3", "generate"], caches=("own",))
     report = check_cache(family(name), length=48, dtype=dtype, **({} if dtype == torch.float32 else half))
     assert report.fault is None
@@ -152,7 +152,7 @@ def test_the_caches_of_transformers_are_right_but_for_known_defects(name, dtype)
         assert report.exit_code == 0, report
     for result in wrong:
         assert any(word in f"{result.way}, {result.cache} cache" for word in DEFECTS[name].split("|")), report
-    assert wrong or name not in DEFECTS or dtype != torch.float32, "transformers has repaired it"
+    assert wrong or name not in DEFECTS or dtype != torch.float32, "transformers has fixed it"
     assert report.exit_code == bool(wrong)
 
 

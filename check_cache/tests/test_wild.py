@@ -1,4 +1,4 @@
-"""Real decoders from the package index, right and wrong. repros.py shows each bug without check_cache."""
+"""Real decoders from published packages, right and wrong. repros.py shows each bug without check_cache."""
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -29,14 +29,14 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs make check_cache/tests/wild/.packages"),
 ]
-# what these libraries import for text, sound, data and training. Their decoders compute nothing with it
+# what these libraries import for text, sound, data and training. Their decoders do not compute with it
 UNUSED = {"curated_tokenizers", "dacite", "datasets", "fairscale", "lightning", "lightning_utilities", "mlstm_kernels"}
 UNUSED |= {"omegaconf", "sentencepiece", "sphn", "tiktoken", "timm", "torchao", "torchdata"}
 WINDOW = 16
 
 
 class Unused(MetaPathFinder, Loader):
-    """Makes `import` find an empty module for each that nothing is computed with."""
+    """Makes `import` find an empty module for each name in UNUSED."""
 
     def find_spec(self, name, path=None, target=None):
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in UNUSED else None
@@ -50,7 +50,7 @@ class Unused(MetaPathFinder, Loader):
 
 @pytest.fixture(scope="module", autouse=True)
 def packages():
-    """Let these tests, and no others, import the libraries."""
+    """Let these tests import the libraries, and no other tests."""
     unused = Unused()
     sys.path.append(str(PACKAGES))
     sys.meta_path.append(unused)
@@ -67,7 +67,7 @@ def seed():
 
 
 WINDOWED = dict(sliding_window_size=WINDOW, sliding_window_indices=[1, 1], rope_indices=[1, 1])
-GEMMA_2 = dict(sliding_window_size=64, sliding_window_indices=[1, 0])  # the window is longer than the texts
+GEMMA_2 = dict(sliding_window_size=64, sliding_window_indices=[1, 0])  # the window is longer than the sequences
 PER_ROW = dict(attn_data_dependent_alibi=True, attn_data_dependent_alibi_per_row=True)
 
 RIGHT = {
@@ -99,12 +99,12 @@ RIGHT = {
     "x-transformers: ALiBi": lambda: x_transformers(alibi_pos_bias=True),
 }
 
-# what is wrong: (the adapter, whether it is wrong without check_cache, what the report says of it)
+# what is wrong: (the adapter, a proof without check_cache, what the report says about it)
 WRONG = {
     "litgpt: Gemma 2": (
         lambda: litgpt("Gemma-2-2b", **GEMMA_2),
         lambda: (repros.litgpt_logits("Gemma-2-2b", [10] + [1] * 30, **GEMMA_2) > 0.01).all(),
-        "sees slot 1, and should not",
+        "sees slot 1, but should not",
     ),
     "litgpt: Gemma 3, chunks over a full window": (
         lambda: litgpt("Gemma-3-1b-it", most=8, **WINDOWED),
@@ -144,7 +144,7 @@ WRONG = {
     "torchtune: Gemma 2 past its window": (
         lambda: torchtune("gemma2", head_dim=16, sliding_window_size=WINDOW),
         lambda: repros.torchtune_gemma2_greedy(8) > 10,
-        "position 16 sees slot 0, and should not",
+        "position 16 sees slot 0, but should not",
     ),
     "x-transformers: shift_tokens": (
         lambda: x_transformers(shift_tokens=1),
@@ -171,7 +171,7 @@ def raises(error, function, **options):
 
 
 def said(report):
-    """Return the text of a report as one line, whatever its line breaks are."""
+    """Return a report as one line, without its line breaks."""
     return " ".join(str(report).split())
 
 
@@ -203,7 +203,7 @@ def test_repros_find_nothing_in_right_decoders():
 
 @pytest.mark.parametrize("option", ["attn_orthog_projected_values", "orthog_residual"])
 def test_a_decoder_that_sees_later_tokens_without_a_cache(option):
-    """No cache can be right then, so the report blames the decoder."""
+    """Then no cache can be right, so the report blames the decoder."""
     assert repros.x_transformers_leak(**{option: True}) > 1e-3
     report = check_cache(**x_transformers(**{option: True}), length=48)
     assert report.exit_code == 2

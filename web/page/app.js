@@ -15,9 +15,9 @@ import { characterAt, drawText } from "./views/text.js";
 
 const form = $("form");
 const fields = form.elements;
-const ROUNDING = 1e-3; // right columns that are computed in another way differ by less
-const PREPARED = 71; // new characters that a step of the lesson begins with, if the run is long enough
-const LOOKS = [{ layer: 1, head: 3 }, { layer: 1, head: 3 }, {}, {}, {}]; // of each step; the first, if it says nothing
+const ROUNDING = 1e-3; // right columns differ by less when they are computed differently
+const PREPARED = 71; // new characters at the start of a step of the lesson, if the run is long enough
+const LOOKS = [{ layer: 1, head: 3 }, { layer: 1, head: 3 }, {}, {}, {}]; // layer and head of each step, by default 0
 
 const worker = startWorker(onEvent);
 let info; // model.json, and `ids`: Map(character => id)
@@ -26,27 +26,27 @@ let [runs, questions, versions] = [0, 0, 0];
 const state = {
   phase: "loading", // or ready, preparing, running, paused, done, failed
   step: 1, // of the lesson, 1 to 5
-  layer: 0, // from 0, as the head
+  layer: 0, // from 0, like the head
   head: 0,
   run: null, // see reset; null until the form describes one
   answer: null, // what is on the stage instead of the run, see show
   mistakes: new Map(), // name => answer
-  guess: null, // what the reader thinks that a change changes: "left", "right" or "all"
+  guess: null, // which columns the reader expects to change: "left", "right" or "all"
   from: 0, // the first character on the stage
-  page: null, // the same if the reader turned to it; null: the newest characters are on the stage
+  page: null, // the same if the reader chose it; null: the newest characters are on the stage
   pointed: null, // the character below the pointer, or with the focus
   clicked: null,
 };
 
 // -- the state ----------------------------------------------------------------------------------------------------------
 
-/** Let the worker end what it does. Returns the number of the question that comes next. */
+/** Make the worker end its current work. Returns the number of the next question. */
 function cancel() {
   worker.stop();
   return ++questions;
 }
 
-/** Begin another run, with nothing computed. Whatever belongs to the one before is gone. */
+/** Start a new run, with nothing computed. Everything of the previous run is dropped. */
 function reset(request) {
   cancel();
   const { ids, steps, sampling } = request;
@@ -64,7 +64,7 @@ function reset(request) {
   setPhase("ready");
 }
 
-/** Say that a run has got or lost steps. */
+/** Note that a run has gained or lost steps. */
 function changed(run) {
   run.version = ++versions;
   run.fed = run.on.length ? run.kept.length : run.given; // how many characters have a cell
@@ -81,7 +81,7 @@ function setPhase(name) {
   render();
 }
 
-/** Stop where the run is. */
+/** End a run where it is now. */
 function settle() {
   setPhase(isWhole(state.run) ? "done" : state.run.on.length ? "paused" : "ready");
   keepAddress();
@@ -98,13 +98,13 @@ function show(answer) {
   choose(answer?.name);
   $("take-verdict").textContent = answer?.kind === "take" ? answer.verdict : "";
   $("mistake-verdict").textContent = answer?.kind === "mistake" ? answer.verdict : "";
-  if (answer) $("status").textContent = ""; // it is about the run
+  if (answer) $("status").textContent = ""; // the status is about the run
   keepAddress();
   render();
 }
 
-/** Read the form, and begin another run if it describes another one. A mistake in it leaves the run as it is. Returns
- *  whether it has none. */
+/** Read the form, and start a new run if it describes a different one. A mistake in the form leaves the run alone.
+ *  Returns whether the form is valid. */
 function readForm() {
   say("");
   let request;
@@ -119,7 +119,7 @@ function readForm() {
   if (request.key === run?.request.key) return true;
   reset(request);
   if (!run) enter(readMoment());
-  else if (state.step > 2) enter(); // these steps have no button that writes
+  else if (state.step > 2) enter(); // these steps have no button to run it
   return true;
 }
 
@@ -136,7 +136,7 @@ function failed(error) {
 
 let writing;
 
-/** Let the address hold what is on the page, a little later: browsers limit how often it may change. */
+/** Put what is on the page into the address, a little later: browsers limit how often it may change. */
 function keepAddress() {
   clearTimeout(writing);
   writing = setTimeout(() => {
@@ -190,7 +190,7 @@ async function load() {
   readForm();
 }
 
-/** Make radio buttons that choose a layer or a head. */
+/** Make radio buttons for the layers or the heads. */
 function makeSegments(name, count) {
   for (let i = 0; i < count; i++) {
     const label = element("label");
@@ -199,7 +199,7 @@ function makeSegments(name, count) {
   }
 }
 
-/** On GitHub Pages the address says where the code is. */
+/** On GitHub Pages, the address tells where the code is. */
 function linkToCode() {
   const owner = location.hostname.match(/^([\w-]+)\.github\.io$/)?.[1];
   if (!owner) return;
@@ -225,7 +225,7 @@ function onEvent(event, { run: name, on, off, received, total }) {
   }
 }
 
-/** Ask the worker. A newer question, or another run, cancels this one: then the answer is null. */
+/** Ask the worker. A newer question or another run cancels this one, and then the answer is null. */
 async function ask(name, ...args) {
   const question = cancel();
   if (["running", "preparing"].includes(state.phase)) settle();
@@ -237,9 +237,9 @@ async function ask(name, ...args) {
 
 const isWhole = ({ request, on, off }) => on.length === request.steps && off.length === request.steps;
 
-/** Take `count` steps of the run that the form describes. A race, and a run after a whole one, begin at the start.
+/** Take `count` steps of the run that the form describes. A race starts over, and so does a finished run.
  *
- *  racing: how many times as fast the reader thinks that the cache is; 0: no race
+ *  racing: how many times as fast the cache is, by the reader's guess; 0: no race
  */
 async function play(count, racing = 0) {
   if (!readForm()) return form.querySelector("[aria-invalid]").focus();
@@ -258,7 +258,7 @@ function pause() {
   settle();
 }
 
-/** Take the run to where its text has `length` characters, forth or back. Returns whether nothing else came between. */
+/** Move the run, forward or back, to a text of `length` characters. Returns whether it got there uninterrupted. */
 async function goTo(length) {
   const { run } = state;
   const steps = Math.max(0, Math.min(length - run.given, run.request.steps));
@@ -288,26 +288,26 @@ function verdict(run) {
   const { on, off, given } = run;
   const same = Math.min(on.length, off.length);
   const different = off.findIndex(({ id }, i) => i < same && id !== on[i].id);
-  const rounding = "Rounding may choose between two candidates closer than 0.0001. Anything else is a bug.";
+  const rounding = "Rounding can decide between two candidates closer than 0.0001. Anything else is a bug.";
   if (different >= 0) return `The texts differ from character ${given + different + 1} on. ${rounding}`;
   const all = isWhole(run) && same > 1 ? "all " : "";
-  return same ? `With and without the cache the text is the same, ${all}${characters(same)}.` : "";
+  return same ? `The text is the same with and without the cache: ${all}${characters(same)}.` : "";
 }
 
 // -- the lesson ---------------------------------------------------------------------------------------------------------
 
 const stepOfAddress = () => Number(location.hash.match(/^#step-([1-5])$/)?.[1] ?? 1);
 
-/** The length of the text that a step begins with: never the whole, because the next character is what it is about. */
+/** The length of the text at the start of a step. Never the whole text: the step is about the next character. */
 const prepared = ({ given, request }) => given + Math.min(PREPARED, Math.ceil(0.7 * request.steps));
 
-/** The layer and the head that a step begins with. */
+/** The layer and the head at the start of a step. */
 function lookOf(step) {
   const { layer = 0, head = 0 } = LOOKS[step - 1];
   return { layer: Math.min(layer, info.n_layer - 1), head: Math.min(head, info.n_head - 1) };
 }
 
-/** Prepare this step of the lesson, or the moment of it that a link names: see moment.js. */
+/** Prepare this step of the lesson, or the moment in it that a link points to: see moment.js. */
 async function enter({ at, layer, head, take, change, to, mistake } = {}) {
   const { run, step } = state;
   const look = lookOf(step);
@@ -339,19 +339,19 @@ function setProjector(on) {
   $("projector").ariaPressed = on;
 }
 
-/** Return what the worker answered as something that the stage can show. */
+/** Turn the worker's answer into something that the stage can show. */
 function picture(kind, answer) {
   const kept = keptColumns(info).add(answer.columns);
   return { kind, version: ++versions, fed: kept.length, ...answer, kept };
 }
 
-/** Take a column out: `index`, or the one in sight that moves the prediction most. */
+/** Take out a column: `index`, or the visible one that moves the prediction most. */
 async function takeOut(index = null) {
   const { run } = state;
-  const newest = run.kept.length - 1; // it asks, so it stays
+  const newest = run.kept.length - 1; // it is the one asking, so it stays
   const from = firstCell(run);
   const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + stage.size.cells));
-  if (index === newest) $("status").textContent = "The newest character asks, so its column stays.";
+  if (index === newest) $("status").textContent = "The newest character is the one asking, so its column stays.";
   if (newest < 1 || index >= newest || !inSight.length) return;
   const most = await ask("takeOut", inSight);
   const answer = most && index !== null ? await ask("takeOut", [index]) : most;
@@ -360,11 +360,11 @@ async function takeOut(index = null) {
   const points = ({ moved }) => `${percent(moved).slice(0, -1)} percentage points`;
   const moved = `Without ${name(answer)}, the prediction changes by ${points(answer)}`;
   const isMost = answer.masked === most.masked;
-  const rank = isMost ? ", the most of the columns shown." : `. For ${name(most)}, it is ${points(most)}.`;
+  const rank = isMost ? ", more than for any other column shown." : `. For ${name(most)}, it is ${points(most)}.`;
   show({ ...picture("take", answer), ids: run.ids.with(-1, answer.next), verdict: moved + rank });
 }
 
-/** Change a character: `index`, or one in the middle of those in sight. */
+/** Change a character: `index`, or one in the middle of the visible ones. */
 async function changeCharacter(index = state.answer?.position ?? null) {
   const { run } = state;
   if (!run.kept.length) return;
@@ -372,24 +372,24 @@ async function changeCharacter(index = state.answer?.position ?? null) {
   const middle = Math.floor((from + Math.min(run.kept.length, from + stage.size.cells)) / 2);
   const position = Math.min(run.kept.length - 1, index ?? middle);
   let id = Number($("changed").value);
-  if (id === run.ids[position]) id = (id + 1) % info.chars.length; // else it would be no change
+  if (id === run.ids[position]) id = (id + 1) % info.chars.length; // otherwise nothing would change
   $("changed").value = id;
   const answer = await ask("change", position, id);
   if (answer) show({ ...picture("change", answer), ids: run.ids.with(position, id).with(-1, answer.next), position });
 }
 
-/** Say what a change changed in a layer. The first layer is the surprise, so the reason waits for the second. */
+/** Describe what changed in a layer. The first layer is the surprise, so the reason waits for the second. */
 const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const [keys, values] = differences.slice(2 * layer, 2 * layer + 2);
   const moved = keys.filter((x, i) => x > 0 || values[i] > 0).length;
   const left = Math.max(0, ...keys.subarray(0, position), ...values.subarray(0, position));
   const there = `Character ${position + 1} was ${quoted(info.chars[was])}. In layer ${layer + 1}`;
-  const first = `${there} its own column alone changes: there, a key and a value depend on one character. Deeper
-    layers are also made of what a character looked at, so there those to its right can change too.`;
+  const first = `${there}, only its own column changes, because keys and values there depend on a single character. In
+    deeper layers they also depend on what a character has looked at, so columns to the right can change too.`;
   const from = keys.length - position;
   const which = moved === from ? `all ${from} columns` : `${moved} of the ${from} columns`;
   const later = `${there}, ${which} from there on change, because their characters looked at it. All ${position} to its
-    left stay: the difference is ${left || "exactly 0"}.`;
+    left stay the same: the difference is ${left || "exactly 0"}.`;
   const verdicts = { right: "You were right. ", left: "It is the other way round. ", all: "Not all of them change. " };
   const reason = `${verdicts[guess] ?? ""}No character may look to its right. And writing only ever appends on the
     right, so nothing that comes later can change a column, and we may keep it.`;
@@ -398,7 +398,7 @@ const drawChange = remember(({ position, differences }, was, layer, guess) => {
   $("deeper").hidden = isLast;
 });
 
-/** Answer all mistakes, one after the other, and show one of them as soon as it is there. */
+/** Get the answers for all mistakes, one after the other, and show `first` as soon as it is there. */
 async function askMistakes(first = NAMES[0]) {
   const { run } = state;
   if (state.mistakes.has(first)) showMistake(first);
@@ -439,16 +439,16 @@ function render() {
   });
 }
 
-/** Enable what can be done now. Where nothing has been computed, there is nothing to take out or to change. */
+/** Enable what can be done now. Before anything is computed, there is nothing to take out or change. */
 function drawControls() {
   const { phase, run, answer } = state;
   const ready = run && !["loading", "failed"].includes(phase);
   const computed = ready && run.kept.length > 0;
   for (const id of ["run", "one"]) $(id).disabled = !ready;
   const asking = phase === "preparing" || (state.step === 4 && state.mistakes.size < NAMES.length);
-  $("guess").disabled = !ready || asking; // a question would cancel the one before
+  $("guess").disabled = !ready || asking; // a question would cancel the previous one
   for (const button of $("race").children) button.disabled = !ready;
-  $("to-step-3").hidden = phase === "running" && run.racing; // else its result would be lost
+  $("to-step-3").hidden = phase === "running" && run.racing; // otherwise the result would be lost
   for (const button of $("guesses").querySelectorAll("button")) button.disabled = !computed;
   for (const input of $("mistakes").querySelectorAll("input")) input.disabled = !state.mistakes.has(input.value);
   $("back").disabled = !computed;
@@ -466,8 +466,8 @@ function drawStep() {
   }
 }
 
-/** Return the first character on the stage. The strip turns by a quarter of its width, so that columns mostly stay where
- *  they are. In a race it follows whoever is behind. */
+/** Return the first character on the stage. The strip moves by a quarter of its width at a time, so columns mostly stay
+ *  in place. In a race it follows the slower text. */
 function firstCell({ fed, on, off }) {
   const { cells } = stage.size;
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
@@ -479,7 +479,7 @@ function firstCell({ fed, on, off }) {
 /** Return the key/value head that serves a query head. */
 const keyHead = (head) => Math.floor((head * info.n_kv_head) / info.n_head);
 
-/** What the newest character looks at, in a layer and a head, and how strongly the values are drawn that it gets. */
+/** What the newest character looks at, in a layer and a head, and how strongly to draw the values that it gets. */
 const attentionOf = remember(({ kept, queries, masked }, layer, head) => {
   if (!queries) return {};
   const [keys, values] = [0, 1].map((kind) => kept.lane(layer, kind, keyHead(head)));
@@ -489,7 +489,7 @@ const attentionOf = remember(({ kept, queries, masked }, layer, head) => {
   return { query, weights, mix, strengths: weights.map((weight) => 0.12 + 0.88 * Math.sqrt(weight / most)) };
 });
 
-/** Whether the keys and the values of a layer are not what they were, or what they should be. */
+/** Whether the keys and values of a layer differ from what they were, or from what they should be. */
 const marksOf = remember((answer, layer) => {
   const most = answer?.kind === "change" ? 0 : ROUNDING;
   return answer?.differences?.slice(2 * layer, 2 * layer + 2).map((each) => [...each].map((x) => x > most)) ?? null;
@@ -530,7 +530,7 @@ function draw() {
   if (answer?.kind === "change") drawChange(answer, run.ids[answer.position], layer, state.guess);
 }
 
-/** Draw the probabilities of the marked character, else of the next one, and say what the marked one is. */
+/** Draw the probabilities of the marked character, or else of the next one, and describe the marked one. */
 function drawCandidates(marked, weights) {
   const { run, answer } = state;
   const { chars } = info;
@@ -546,7 +546,8 @@ function drawCandidates(marked, weights) {
   if (marked !== null && marked === answer?.position) about.push("You put it there.");
   else if (marked !== null && marked < run.given) about.push("It is from the prompt.");
   else if (marked !== null && step) about.push(`The model gave it a probability of ${probability}.`);
-  if (weights?.[marked] !== undefined) about.push(`The newest gives it ${percent(weights[marked])} of its attention.`);
+  const share = weights?.[marked];
+  if (share !== undefined) about.push(`The newest character gives it ${percent(share)} of its attention.`);
   $("about").textContent = about.join(" ");
 }
 
@@ -555,11 +556,11 @@ function drawCandidates(marked, weights) {
 function setSpeed() {
   const value = Number($("speed").value);
   const perSecond = value < 100 ? 2 ** (value / 14) : Infinity;
-  $("speed").ariaValueText = value < 100 ? `${characters(Math.round(perSecond))} per second` : "as fast as it goes";
+  $("speed").ariaValueText = value < 100 ? `${characters(Math.round(perSecond))} per second` : "as fast as possible";
   worker.setDelay(1000 / perSecond);
 }
 
-/** Mark a character, the one that is "pointed" at or "clicked", or none. */
+/** Mark the character that is "pointed" at or "clicked", or none. */
 function mark(how, index) {
   if (!state.run) return;
   const { ids } = state.answer ?? state.run;
@@ -569,7 +570,7 @@ function mark(how, index) {
   render();
 }
 
-/** Do with a character what this step is about, or mark it. */
+/** Respond to a click on a character: do what this step is about, or mark the character. */
 function click(index) {
   const { run, answer, step } = state;
   if (index === null || !run) return;
@@ -580,7 +581,7 @@ function click(index) {
   else mark("clicked", state.clicked === index ? null : index);
 }
 
-/** Let the strip show a character. A run would turn it back at once, so it pauses. */
+/** Move the strip to a character. A run would move it back at once, so pause the run. */
 function turnTo(index) {
   const { cells } = stage.size;
   if (index >= state.from && index < state.from + cells) return;
@@ -590,7 +591,7 @@ function turnTo(index) {
   draw();
 }
 
-/** Move the focus along the strip, which follows. */
+/** Move the focus along the strip, and the strip with it. */
 function moveFocus(event) {
   const last = (state.answer ?? state.run).fed - 1;
   const index = cellIndex(event);
@@ -601,14 +602,14 @@ function moveFocus(event) {
   $("cells").children[to - state.from].focus();
 }
 
-/** Move the focus, because the button that had it goes away with the next drawing. */
+/** Move the focus, because the focused button disappears with the next drawing. */
 function focusInstead(selector) {
   requestAnimationFrame(() => document.querySelector(selector).focus());
 }
 
 const cellIndex = ({ target }) => state.from + [...$("cells").children].indexOf(target);
 
-/** Go to the step that the address names, and to a moment of it. */
+/** Go to the step in the address, and to a moment in it. */
 function follow(moment) {
   const isNext = document.activeElement.matches(".go");
   state.step = stepOfAddress();
@@ -622,7 +623,7 @@ function listen() {
   form.onsubmit = (event) => {
     event.preventDefault();
     if (state.phase === "running") pause();
-    else if (state.step < 3) play(Infinity); // later the button is hidden, but Enter in a field still submits
+    else if (state.step < 3) play(Infinity); // in later steps the button is hidden, but Enter still submits
   };
   fields.prompt.onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -660,7 +661,7 @@ function listen() {
   };
   window.onhashchange = () => stepOfAddress() !== state.step && follow();
   window.onpopstate = ({ state: held }) => {
-    if (!held) return; // a new step, and not one that the reader goes back to
+    if (!held) return; // a new step, not one that the reader returns to
     readAddress(fields);
     readForm();
     follow(readMoment());

@@ -1,6 +1,6 @@
-// Attention of one head, for one query. It is Head.forward of model.py for the newest character.
+// Attention of one head, for one query: Head.forward of model.py for the newest character.
 
-/** Return { weights, mix }: how much the query looks at each column, and the values mixed by these weights.
+/** Return { weights, mix }: how much the query looks at each column, and the values mixed with these weights.
  *
  *  query         Float32Array (size)
  *  keys, values  Float32Arrays (columns, size)

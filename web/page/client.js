@@ -1,7 +1,7 @@
 // The page's end of the worker: calls that return promises, and events.
 import { downloader, unreachable } from "./files.js";
 
-const NEEDED = ["WebAssembly", "DecompressionStream"]; // the youngest of what the page needs, in 2023
+const NEEDED = ["WebAssembly", "DecompressionStream"]; // the newest features that the page needs, from 2023
 
 /** Start the worker. Returns { call(name, ...args), stop(), setDelay(ms) }. onEvent gets the worker's events. */
 export function startWorker(onEvent) {
@@ -17,7 +17,7 @@ export function startWorker(onEvent) {
 
   const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
   const missing = NEEDED.find((name) => !(name in globalThis));
-  if (missing) fail(new Error(`This browser is too old, or set to block ${missing}, which the page needs.`));
+  if (missing) fail(new Error(`This browser is too old or blocks ${missing}, which the page needs.`));
   const download = downloader((received, total) => waiting.size && onEvent("loading", { received, total })); // no failure yet
   worker.onmessage = ({ data: { call, event, result, error, ...rest }, ports: [port] }) => {
     if (event === "file") return download(rest.name).then((blob) => port.postMessage(blob), fail);
@@ -38,7 +38,7 @@ export function startWorker(onEvent) {
         waiting.set(++calls, { resolve, reject });
         worker.postMessage({ call: calls, name, args });
       }),
-    /** End all calls that were made before. */
+    /** End all earlier calls. */
     stop: () => worker.postMessage({ name: "stop" }),
     setDelay: (ms) => worker.postMessage({ name: "delay", args: [ms] }),
   };

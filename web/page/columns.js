@@ -19,11 +19,11 @@ export function keptColumns({ n_layer, n_kv_head, head_size, block_size }) {
       kept.length += count;
       return kept;
     },
-    /** Keep the first `count` columns alone. */
+    /** Keep only the first `count` columns. */
     truncate(count) {
       kept.length = Math.min(kept.length, count);
     },
-    /** Return the columns of a layer's keys (kind 0) or values (kind 1) in one head, one after the other. */
+    /** Return a layer's keys (kind 0) or values (kind 1) in one head, column by column. */
     lane(layer, kind, head) {
       const begin = head * block_size * head_size;
       return slots[2 * layer + kind].subarray(begin, begin + kept.length * head_size);

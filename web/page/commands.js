@@ -1,4 +1,4 @@
-// What the page can ask for. Each command gets { isStopped, delay } and the arguments of the call.
+// What the page can ask for. Each command is called with { isStopped, delay } and the arguments of the call.
 import { fetched, part } from "./files.js";
 import {
   begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
@@ -21,7 +21,7 @@ export const COMMANDS = {
     about = await part("model.json", () => JSON.parse(new TextDecoder().decode(json)));
     about.chars = [...about.chars]; // by code points, as Python counts
     ort.env.logLevel = "error";
-    ort.env.wasm.numThreads = 1; // more would ask the server for headers that http.server does not send
+    ort.env.wasm.numThreads = 1; // more would need headers that http.server does not send
     ort.env.wasm.wasmPaths = new URL("ort/", import.meta.url).href;
     ort.env.wasm.wasmBinary = wasm;
     await part("The model", () => createNetwork(ort, new Uint8Array(model), about));
@@ -29,12 +29,12 @@ export const COMMANDS = {
     return { ...about, guesses: Boolean(table) };
   },
 
-  /** Begin a run, called `name` in its events. */
+  /** Start a run, called `name` in its events. */
   begin(_, name, prompt, steps, sampling) {
     run = { name, ...begin(prompt, steps, sampling) };
   },
 
-  /** Let the two texts of the run take `count` steps, or race, or hurry. An event "step" reports each. */
+  /** Take `count` steps with the two texts of the run, or race, or hurry. An event "step" reports each. */
   async advance({ isStopped, delay }, count, { racing = false, hurrying = false } = {}) {
     for (let i = 0; i < count; i++) {
       const began = performance.now();
@@ -44,14 +44,14 @@ export const COMMANDS = {
       for (const name of names) event[name] = await step(run, name);
       postMessage(event);
       await breathe();
-      // the delay may change meanwhile
+      // the delay may change in the meantime
       while (!racing && !hurrying && i + 1 < count && performance.now() - began < delay() && !isStopped()) {
         await new Promise((resolve) => setTimeout(resolve, 5));
       }
     }
   },
 
-  /** Take steps back, until the run has at most `steps`. */
+  /** Take back steps until the run has at most `steps`. */
   rewind(_, steps) {
     rewind(run, steps);
   },
@@ -73,7 +73,7 @@ export const COMMANDS = {
   },
 };
 
-/** Let messages in, such as "stop". setTimeout would wait for four milliseconds. */
+/** Let messages such as "stop" in. setTimeout would wait for four milliseconds. */
 function breathe() {
   return new Promise((resolve) => {
     const { port1, port2 } = new MessageChannel();

@@ -1,14 +1,14 @@
-// The files that index.html preloads. Only the page itself can use what its HTML preloads, so the page fetches them, and
-// its worker asks for them and unpacks them.
+// The files that index.html preloads. Only the page itself can use what its HTML preloads, so it fetches the files for
+// its worker, which unpacks them.
 
-/** In the page: return (name) => Blob of a file. onProgress(received, total) is called while files arrive. */
+/** In the page: return (name) => Blob of a file. Calls onProgress(received, total) while files arrive. */
 export function downloader(onProgress) {
   let [received, total] = [0, 0];
   return async (name) => {
     const { href } = document.querySelector(`link[href^="${name}"]`); // with the "?..." that the exporter adds
     try {
       const response = await fetch(href);
-      if (!response.ok) throw incomplete(`The server answers ${response.status} for ${name}`);
+      if (!response.ok) throw incomplete(`The server answered ${response.status} for ${name}`);
       total += Number(response.headers.get("Content-Length") ?? 0);
       const parts = [];
       const reader = response.body.getReader();
@@ -24,16 +24,16 @@ export function downloader(onProgress) {
   };
 }
 
-/** In the worker: return the bytes of a file of the page, an ArrayBuffer. */
+/** In the worker: return the bytes of one of the page's files, an ArrayBuffer. */
 export function fetched(name) {
   return new Promise((resolve) => {
     const { port1, port2 } = new MessageChannel();
-    port1.onmessage = ({ data }) => resolve(unpacked(name, data)); // if it cannot be fetched, the page ends the worker
+    port1.onmessage = ({ data }) => resolve(unpacked(name, data)); // if the fetch fails, the page ends the worker
     postMessage({ event: "file", name }, [port2]);
   });
 }
 
-/** Return the bytes of a Blob. A gzip file is unpacked here, because a plain server does not say that it is packed. */
+/** Return the bytes of a Blob. We unpack gzip files here, because a plain server does not declare them as packed. */
 async function unpacked(name, blob) {
   const magic = new Uint8Array(await blob.slice(0, 2).arrayBuffer());
   if (magic[0] !== 0x1f || magic[1] !== 0x8b) return blob.arrayBuffer(); // a server may have unpacked it
@@ -43,20 +43,20 @@ async function unpacked(name, blob) {
 
 // -- errors, with the way out -------------------------------------------------------------------------------------------
 
-/** Do `work`, a part of loading. An error names the part and says what to do. */
+/** Run `work`, a part of loading. An error names the part and says what to do. */
 export async function part(name, work) {
   try {
     return await work();
   } catch (error) {
     if (error.said) throw error;
     const reason = String(error?.message ?? error).trim().replace(/\.$/, "");
-    const isModule = /import/i.test(reason); // "dynamically imported module", or how else a browser says it
+    const isModule = /import/i.test(reason); // "dynamically imported module", however a browser words it
     throw isModule ? unreachable(name) : incomplete(`${name} did not load: ${reason}`);
   }
 }
 
 export function unreachable(name) {
-  return said(`${name} did not arrive. Check the connection and reload.`);
+  return said(`${name} could not be downloaded. Check your connection and reload.`);
 }
 
 function incomplete(what) {

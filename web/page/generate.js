@@ -1,11 +1,11 @@
-// Generation: with the cache and without, by guesses, and with a mistake. Ids in, ids out. No part of the page is here.
+// Generation: with the cache and without, with guesses, and with a mistake. Ids in, ids out, and nothing of the page.
 import { guess } from "./ngrams.js";
 import { columns, columnsOf, differences, emptyCache, forward } from "./network.js";
 import { gumbelNoise, pick, softmax } from "./sampler.js";
 
 const NUM_GUESSES = 3;
 
-/** Begin a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
+/** Start a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
 export function begin(prompt, steps, sampling) {
   const noise = gumbelNoise(sampling.seed);
   const choose = (logits, step) => pick(logits, (id) => noise(step, id), sampling.temperature, sampling.topK);
@@ -13,10 +13,10 @@ export function begin(prompt, steps, sampling) {
   return { prompt, sampling, noise, choose, total: prompt.length + steps, on: text(true), off: text(false) };
 }
 
-/** Return which texts take the next step, a list of "on" and "off"; empty at the end.
+/** Return which texts take the next step, a list of "on" and "off", empty at the end.
  *
- *  Both go side by side: whoever is behind steps. In a race each goes at its own speed: whoever has computed for less
- *  time steps, so both get the same share of the one processor that they have.
+ *  They go side by side: the one behind steps. In a race, each goes at its own speed: the one with less computing time
+ *  steps, so both get the same share of their one processor.
  */
 export function whoseTurn(run, racing) {
   const unfinished = ["on", "off"].filter((name) => run[name].ids.length < run.total);
@@ -25,7 +25,7 @@ export function whoseTurn(run, racing) {
   return unfinished.filter((name) => run[name].ids.length === least);
 }
 
-/** Add one token to run.on or run.off, by one forward of what its cache does not have.
+/** Add one token to run.on or run.off, with one forward of the tokens that its cache does not hold.
  *
  *  Returns { id, ms, rows, shapes, probabilities } and, with the cache, its new `columns` and the `queries` of the
  *  newest token. rows is how many columns were computed.
@@ -47,7 +47,7 @@ export async function step(run, name) {
   return { id, ms, rows: fed.length, shapes, probabilities: softmax(logits), columns: added, queries };
 }
 
-/** Take steps back until each text has at most `steps` new tokens. The prompt has no columns before the first step. */
+/** Take back steps until each text has at most `steps` new tokens. The prompt has no columns before the first step. */
 export function rewind(run, steps) {
   for (const text of [run.on, run.off]) {
     text.ids.length = Math.min(text.ids.length, run.prompt.length + steps);
@@ -58,7 +58,7 @@ export function rewind(run, steps) {
 
 // -- questions about a run ----------------------------------------------------------------------------------------------
 
-/** What a forward shows: all columns, what the newest token looks for, and the probabilities of the next one. */
+/** What a forward shows: all columns, the queries of the newest token, and the probabilities of the next one. */
 function picture({ logits, cache, queries }) {
   return { columns: cache, queries, probabilities: softmax(logits) };
 }
@@ -68,8 +68,8 @@ const drawAgain = ({ on, prompt, choose }, logits) => choose(logits, on.ids.leng
 
 /** Take the last step again with one of the columns `candidates` masked: the one that moves the prediction most.
  *
- *  Returns a picture with `masked`, the column; `moved`, the total variation distance of the probabilities; and `next`,
- *  the token that is drawn now.
+ *  Returns a picture with `masked`, the column; `moved`, the total variation distance between the probabilities; and
+ *  `next`, the token that is drawn now.
  */
 export async function takeColumnOut(run, candidates, isStopped, breathe) {
   const { on } = run;
@@ -91,13 +91,13 @@ export async function takeColumnOut(run, candidates, isStopped, breathe) {
   return most;
 }
 
-/** Compute the whole text again with another character. Returns a picture with `differences`, see network.js, and
+/** Compute the whole text again with one character changed. Returns a picture with `differences`, see network.js, and
  *  `next`, the token that is drawn now. */
 export async function changedText(run, position, id) {
-  const ids = run.on.ids.slice(0, -1); // those that have columns
+  const ids = run.on.ids.slice(0, -1); // those with columns
   if (run.again?.length !== ids.length) {
     const { cache } = await forward(ids, emptyCache(), { keep: true });
-    run.again = { cache, length: ids.length }; // the next changes need it too
+    run.again = { cache, length: ids.length }; // for the next changes
   }
   const changed = await forward(ids.with(position, id), emptyCache(), { keep: true });
   const next = drawAgain(run, changed.logits);
@@ -106,7 +106,7 @@ export async function changedText(run, position, id) {
 
 // -- guesses ----------------------------------------------------------------------------------------------------------
 
-/** Generate `steps` tokens by guesses. Returns { ids, rounds, forwards }.
+/** Generate `steps` tokens with guesses. Returns { ids, rounds }.
  *
  *  A round is one forward: the newest token and up to NUM_GUESSES guesses. It has `right`, the guesses that were kept,
  *  `wrong`, those that were thrown away, and `picked`, the token that the model picked itself.
@@ -134,12 +134,12 @@ export async function generateWithGuesses({ prompt, sampling, noise, choose }, s
 
 // -- mistakes ---------------------------------------------------------------------------------------------------------
 
-// Each mistake is made at one place of the loop below. T is the length of the prompt.
-//   position(i, T)  where the new token i of the text is said to stand
+// Each mistake is made in one place of the loop below. T is the length of the prompt.
+//   position(i, T)  the claimed position of the new token i of the text
 //   again           feed the last token of the prompt twice
 //   overwrite       write every new column into the slot after the prompt
 //   mask            hide from each new token the one before it
-//   other           decode with the cache of another prompt: of the same length, and no character is the same
+//   other           decode with the cache of another prompt, as long but without a character in common
 const MISTAKES = {
   none: {},
   "one too far": { position: (i) => i + 1 },
@@ -150,7 +150,7 @@ const MISTAKES = {
   "another prompt": { other: true },
 };
 
-/** Generate `steps` tokens with a mistake, through the cache.
+/** Generate `steps` tokens with the cache and a mistake.
  *
  *  Returns a picture of the last step with `ids`, `logits` of every step, and `masked`: the column that its mask hides.
  */
@@ -184,13 +184,13 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
   return { ...picture(result), ids, masked, logits };
 }
 
-/** Generate with a mistake and without, and compare them while both have been fed the same text.
+/** Generate with a mistake and without, and compare for as long as both have been fed the same text.
  *
- *  Returns the picture of the step that wrote the token `at`, and
+ *  Returns the picture of the step that picked the token `at`, and
  *    ids, right     the whole text with the mistake, and the right one
  *    first          the index of the first wrong token, or -1
- *    at, should     that index, or the one of the most wrong logits; and the token that should be there
- *    largest        the largest difference of a logit until then
+ *    at, should     that index, or that of the most wrong logits; and the token that should be there
+ *    largest        the largest error in a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
  *    differences    of the columns, see network.js
  */

@@ -1,4 +1,4 @@
-// The moment of the lesson in the address, so that a teacher can link to it. Everything in it counts from 1.
+// A moment of the lesson in the address, so that a teacher can link to it. All numbers count from 1.
 //
 //   at        how many characters the text has
 //   layer, head
@@ -10,7 +10,7 @@
 const NUMBERS = ["at", "layer", "head", "take", "change"];
 const WORDS = ["to", "mistake", "projector"];
 
-/** Return the moment that the address names. What it does not name is missing. */
+/** Return the moment in the address, without the entries that the address does not have. */
 export function readMoment() {
   const query = new URLSearchParams(location.search);
   const moment = {};
@@ -19,7 +19,7 @@ export function readMoment() {
   return moment;
 }
 
-/** Put a moment into the address, next to the form. What is null or undefined is left out. */
+/** Put a moment into the address, next to the form. Entries that are null or undefined are left out. */
 export function writeMoment(moment) {
   const query = new URLSearchParams(location.search);
   for (const name of [...NUMBERS, ...WORDS]) query.delete(name);

@@ -1,7 +1,7 @@
 // The network: one forward of the exported graph, with a cache as its argument and its result.
 //
-// A cache is a list of Float32Arrays, one per name in `slots`: the keys of layer 0, its values, the keys of layer 1, ...
-// Each has the shape (heads, columns, head size). A column is one position: a key and a value per layer and head.
+// A cache is a list of Float32Arrays: the keys of layer 0, its values, the keys of layer 1, and so on. Their shape is
+// (heads, columns, head size). A column is one position: a key and a value per layer and head.
 
 let ort, session, info;
 
@@ -9,12 +9,12 @@ export async function createNetwork(runtime, bytes, about) {
   ort = runtime;
   info = about;
   session = await ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] });
-  // A full context shows a file that does not fit its model.json. The browser also compiles the code that will be timed.
+  // A full context fails if the file does not match model.json. It also makes the browser compile what will be timed.
   const most = info.block_size - 1;
   const { cache } = await forward(Array(most).fill(0), emptyCache(), { keep: true });
   const { logits } = await forward([0], cache);
-  if (logits.length !== info.chars.length) throw new Error("model.onnx and model.json are of different models");
-  if (!logits.every(Number.isFinite)) throw new Error("its outputs are no finite numbers");
+  if (logits.length !== info.chars.length) throw new Error("model.onnx and model.json belong to different models");
+  if (!logits.every(Number.isFinite)) throw new Error("its outputs are not finite");
 }
 
 export function emptyCache() {
@@ -30,7 +30,7 @@ export function columnsOf(cache) {
  *
  *  positions  of the ids; by default they continue the cache
  *  masked     a column that no query may see (attention_mask 0)
- *  keep       whether to return the cache, longer by the new columns, and the queries of the last id
+ *  keep       whether to return the cache, extended by the new columns, and the queries of the last id
  *  every      whether to return the logits after every id, one array per id, instead of those after the last
  *  Returns { logits, cache, queries, shapes }. queries: a Float32Array (query heads, head size) per layer; shapes:
  *  [direction, name, dimensions] per input and output of the graph.
@@ -64,7 +64,7 @@ export async function forward(ids, cache, { positions, masked, keep = false, eve
   };
 }
 
-/** Return the columns [begin, end) of a cache: a list like a cache. */
+/** Return the columns [begin, end) of a cache, as a cache. */
 export function columns(cache, begin, end) {
   const size = info.head_size;
   const width = columnsOf(cache) * size;
@@ -77,7 +77,7 @@ export function columns(cache, begin, end) {
   });
 }
 
-/** Return how far the first `count` columns of two caches differ: a list like a cache, with one number per column. */
+/** Return how far the first `count` columns of two caches differ: like a cache, but with one number per column. */
 export function differences(a, b, count) {
   const size = info.head_size;
   const [from, to] = [columns(a, 0, count), columns(b, 0, count)];

@@ -1,11 +1,11 @@
-// Guesses from the n-grams of the training text, for drafts. The estimate is that of kvgpt/decoding/ngrams.py.
+// Guesses from the n-grams of the training text. The estimate is the same as in kvgpt/decoding/ngrams.py.
 import { pick } from "./sampler.js";
 
 const DISCOUNT = 0.75;
 
-/** Return (ids) => log-probabilities of the next token, from a context's longest known ending.
+/** Return (ids) => log-probabilities of the next token, from the longest known ending of the context.
  *
- *  file  little-endian uint32: order, then the codes as differences, then the counts. A code is a number in base
+ *  file  little-endian uint32: order, then the differences between codes, then the counts. A code is a number in base
  *        vocabSize whose digits are the `order` tokens of a context and the token after them.
  */
 export function readNgrams(file, vocabSize) {
@@ -40,7 +40,7 @@ export function readNgrams(file, vocabSize) {
   };
 }
 
-/** Return `count` guesses after `ids`: the picks from n-grams with the noise that the model's picks will use. */
+/** Return `count` guesses after `ids`, picked from n-grams with the noise that the model's picks will use. */
 export function guess(logProbabilities, ids, count, step, noise, { temperature, topK }) {
   const text = [...ids];
   for (let i = 0; i < count; i++) {

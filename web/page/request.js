@@ -1,8 +1,8 @@
-// What the reader asks for: the form, checked; and the address, which holds the same.
+// What the reader asks for: the form, checked, and the address, which holds the same.
 
 export const FIELDS = ["prompt", "temperature", "top_k", "seed", "max_new_tokens"];
 
-// Phones type these characters instead of those that are on a keyboard. The first counterpart that the model knows wins.
+// Phones type these characters instead of those on a keyboard. The first counterpart that the model knows wins.
 const COUNTERPARTS = new Map(
   Object.entries({
     "‘": ["'"], "’": ["'"], "‚": [","], "“": ['"', "'"], "”": ['"', "'"], "„": ['"', "'"],
@@ -10,12 +10,12 @@ const COUNTERPARTS = new Map(
   }),
 );
 
-/** Return { ids, steps, sampling, notes, key } of the form. Throws an Error with the `field` that cannot be. */
+/** Return { ids, steps, sampling, notes, key } of the form. Throws an Error with the `field` that is wrong. */
 export function readRequest(fields, info) {
   const notes = [];
   const prompt = readPrompt(fields.prompt, info, notes);
   const room = info.block_size - prompt.length;
-  if (room < 1) refuse(fields.prompt, `The prompt has ${characters(prompt.length)}: at most ${info.block_size - 1} fit.`);
+  if (room < 1) refuse(fields.prompt, `The prompt has ${characters(prompt.length)}. At most ${info.block_size - 1} fit.`);
   const decimal = /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
   const typed = fields.temperature.value;
   if (/^\s*\d*,\d+\s*$/.test(typed)) {
@@ -23,19 +23,19 @@ export function readRequest(fields, info) {
     notes.push(`Read ${typed.trim()} as ${fields.temperature.value}.`);
   }
   const sampling = {
-    temperature: Number(number(fields.temperature, decimal, (text) => text < 1e30, "a number from 0 to below 1e30")),
+    temperature: Number(number(fields.temperature, decimal, (text) => text < 1e30, "a number from 0 to 1e30")),
     topK: count(fields.top_k),
     seed: BigInt(number(fields.seed, /^\d+$/, (text) => BigInt(text) < 2n ** 64n, "a whole number from 0 to 2⁶⁴ − 1")),
   };
   const asked = count(fields.max_new_tokens) ?? room;
   if (asked > room) {
-    notes.push(`${characters(asked)} would pass the end of the context of ${info.block_size}. ${room} fit.`);
+    notes.push(`The context of ${info.block_size} has no room for ${characters(asked)}: only ${room} fit.`);
   }
   const [ids, steps] = [prompt.map((char) => info.ids.get(char)), Math.min(asked, room)];
   return { ids, steps, sampling, notes, key: [ids, steps, ...Object.values(sampling)].join() };
 }
 
-/** Return the characters of the prompt, with counterparts for those that the model does not know. */
+/** Return the characters of the prompt, with counterparts for characters that the model does not know. */
 function readPrompt(field, info, notes) {
   const replaced = new Set();
   let prompt = [...field.value].flatMap((char) => {
@@ -48,7 +48,7 @@ function readPrompt(field, info, notes) {
   if (replaced.size) notes.push(`Read ${[...replaced].join(", ")}.`);
   if (!prompt.length) {
     prompt = [info.ids.has("\n") ? "\n" : info.chars[0]];
-    notes.push(`The prompt is empty. The text starts after ${JSON.stringify(prompt[0])}.`);
+    notes.push(`The prompt is empty, so the text starts after ${JSON.stringify(prompt[0])}.`);
   }
   const unknown = [...new Set(prompt)].filter((char) => !info.ids.has(char)).sort();
   if (unknown.length) {
@@ -65,14 +65,14 @@ function refuse(field, message) {
 function number(field, pattern, fits, must) {
   const text = field.value.trim();
   const label = field.ariaLabel ?? field.labels[0].textContent.trim();
-  if (!pattern.test(text) || !fits(text)) refuse(field, `${label} is “${text}”: it must be ${must}.`);
+  if (!pattern.test(text) || !fits(text)) refuse(field, `${label} is “${text}”, but must be ${must}.`);
   return text;
 }
 
 /** Return a positive whole number, or null for an empty field. */
 function count(field) {
   const fits = (text) => !text || (text >= 1 && text < 2 ** 31);
-  return Number(number(field, /^\d*$/, fits, "empty, or a whole number from 1 to 2³¹ − 1")) || null;
+  return Number(number(field, /^\d*$/, fits, "empty or a whole number from 1 to 2³¹ − 1")) || null;
 }
 
 export function characters(count) {
@@ -81,14 +81,14 @@ export function characters(count) {
 
 // -- the address --------------------------------------------------------------------------------------------------------
 
-/** Put the form into the address, so that a run can be linked and a reload loses nothing. */
+/** Put the form into the address, so that you can link to a run and a reload loses nothing. */
 export function writeAddress(fields) {
   const values = FIELDS.filter((name) => fields[name].value !== fields[name].defaultValue);
   const query = new URLSearchParams(values.map((name) => [name, fields[name].value]));
   history.replaceState(null, "", (query.size ? `?${query}` : location.pathname) + location.hash);
 }
 
-/** Fill the form from the address. Returns whether the address names a prompt. */
+/** Fill the form from the address. Returns whether the address has a prompt. */
 export function readAddress(fields) {
   const query = new URLSearchParams(location.search);
   for (const name of FIELDS) if (query.has(name)) fields[name].value = query.get(name);

@@ -1,6 +1,6 @@
 // The sampler: the same picks as sample_token and gumbel_noise in model.py, in the same float32.
 
-/** The id that wins: argmax of logits + temperature * noise among the topK likeliest, or among all. */
+/** Return the winning id: argmax of logits + temperature * noise among the topK likeliest, or among all. */
 export function pick(logits, noise, temperature, topK) {
   let candidates = [...logits.keys()];
   // a stable sort: ties go to the lowest id
@@ -16,7 +16,7 @@ export function pick(logits, noise, temperature, topK) {
   return best;
 }
 
-/** (step, id) => standard Gumbel noise of the first sample of a seed, a BigInt below 2**64. */
+/** Return (step, id) => standard Gumbel noise, for the first sample of a seed, a BigInt below 2**64. */
 export function gumbelNoise(seed) {
   const mix = (h) => {
     h = Math.imul(h ^ (h >>> 16), 0x7feb352d);

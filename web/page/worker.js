@@ -1,17 +1,17 @@
-// The worker: does the page's calls one after the other, so that a slow forward does not block the page.
+// The worker. It runs the page's calls one after the other, so that a slow forward does not block the page.
 //
-// A message is { call, name, args }: do COMMANDS[name](...args), and answer { call, result } or { call, error }. "stop"
-// ends all calls that came before it, and "delay" sets the pause between steps. Both are heard at once. COMMANDS also
+// A message is { call, name, args }: run COMMANDS[name](...args) and answer { call, result } or { call, error }. "stop"
+// ends all calls that came before it, and "delay" sets the pause between steps. Both take effect at once. COMMANDS also
 // post events, { event, ... }.
 
 let stops = 0;
 let pause = 0; // milliseconds between steps
 
-// not a static import, which is silent in Firefox if it fails
+// not a static import, because that fails silently in Firefox
 const commands = import("./commands.js").then(
   ({ COMMANDS }) => COMMANDS,
   () => {
-    throw new Error("A module of the page did not arrive. Check the connection and reload.");
+    throw new Error("A module of the page did not load. Check your connection and reload.");
   },
 );
 let queue = commands.catch(() => {}); // each call reports the failure

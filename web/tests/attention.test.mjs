@@ -19,7 +19,7 @@ test("weights and mix are PyTorch's", () => {
   assertClose([...mix], [-0.029519126, -1.467838764, 0.924175024, 1.60364747]);
 });
 
-test("a hidden column gets nothing, and the rest is attended to as if it were not there", () => {
+test("a hidden column gets no attention, and the rest get theirs as if it were not there", () => {
   const { weights, mix } = attend(QUERY, flat(KEYS), flat(VALUES), 1);
   const rest = attend(QUERY, flat([KEYS[0], KEYS[2]]), flat([VALUES[0], VALUES[2]]));
   assert.deepEqual(weights, [rest.weights[0], 0, rest.weights[1]]);

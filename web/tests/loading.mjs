@@ -1,4 +1,4 @@
-// Opens pages in headless Chromium until they have loaded or say why not, and prints what they say, as JSON.
+// Opens pages in headless Chromium, waits until they have loaded or say why not, and prints what they say as JSON.
 //
 //     node web/tests/loading.mjs '{ "chromium": PATH, "urls": { NAME: URL }, "lacking": { NAME: GLOBAL } }'
 import { createRequire } from "node:module";
@@ -12,7 +12,7 @@ async function visit([name, url]) {
   const page = await context.newPage();
   await page.addInitScript((missing) => delete globalThis[missing], lacking[name] ?? "");
   await page.addInitScript(() => {
-    globalThis.read = []; // what a screen reader reads out
+    globalThis.read = []; // what a screen reader announces
     addEventListener("DOMContentLoaded", () => {
       const status = document.getElementById("status");
       const note = () => status.ariaLive !== "off" && status.textContent && globalThis.read.push(status.textContent);
@@ -24,7 +24,7 @@ async function visit([name, url]) {
     const { textContent } = document.querySelector("#loading, #status");
     return document.body.dataset.state !== "loading" || /reload|python/.test(textContent);
   });
-  await page.waitForTimeout(1000); // for whatever would still change it
+  await page.waitForTimeout(1000); // in case something still changes it
   const state = await page.evaluate(() => document.body.dataset.state);
   const said = await page.locator("#loading, #status, #message").allTextContents();
   return [name, { state, said: said.join(""), read: await page.evaluate(() => globalThis.read) }];

@@ -19,7 +19,7 @@ function fileOf(text, order, vocabSize) {
   return Uint32Array.of(order, ...differences, ...codes.map((code) => counts.get(code))).buffer;
 }
 
-test("the estimate is that of kvgpt/decoding/ngrams.py", () => {
+test("the estimate is the same as in kvgpt/decoding/ngrams.py", () => {
   // ids = torch.tensor([*map("abcdr".index, "abracadabrabracadabra")]); ngrams = count_ngrams(ids, 5, 1000)
   // np.frombuffer(ngrams_bytes(ngrams), "<u4"); the rows of ngram_table(ngrams, 5) for "", "abra" and "cdcd", .exp()
   const file = [4, 226, 1, 38, 119, 750, 1, 191, 594, 625, 8, 1, 2, 2, 2, 1, 2, 2, 2, 1, 2];
@@ -31,7 +31,7 @@ test("the estimate is that of kvgpt/decoding/ngrams.py", () => {
   assert.deepEqual(after("rabra"), after("abra")); // a context longer than the order
 });
 
-test("each estimate is the one that is counted in the text, by its longest known ending", () => {
+test("each estimate is that of counting in the text, after the longest known ending", () => {
   const [order, vocabSize] = [2, 4];
   const text = Array.from({ length: 300 }, (_, i) => (i * i + (i >> 2)) % vocabSize);
   const count = (ending, next) => {
@@ -42,7 +42,7 @@ test("each estimate is the one that is counted in the text, by its longest known
     }
     return found;
   };
-  /** Absolute discounting: what each seen follower gives up, 0.75, goes to the estimate of the shorter ending. */
+  /** Absolute discounting: each seen follower gives up 0.75, which goes to the estimate of the shorter ending. */
   const expected = (ending, next) => {
     const shorter = ending ? expected(ending.length ? ending.slice(1) : null, next) : 1 / vocabSize;
     if (!ending || !count(ending)) return shorter;
@@ -59,7 +59,7 @@ test("each estimate is the one that is counted in the text, by its longest known
   }
 });
 
-test("guesses go on with the likeliest token, and draw with the noise of their own step", () => {
+test("guesses continue with the likeliest token, and use the noise of their own step", () => {
   const table = readNgrams(fileOf([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3], 1, 4), 4);
   const noNoise = () => 0;
   assert.deepEqual(guess(table, [0], 5, 0, noNoise, { temperature: 0.8, topK: null }), [1, 2, 3, 0, 1]);

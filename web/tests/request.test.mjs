@@ -6,7 +6,7 @@ const CHARS = "\n !',-.ROabemo";
 const info = { chars: [...CHARS], ids: new Map([...CHARS].map((char, id) => [char, id])), block_size: 16 };
 const DEFAULT = { prompt: "O Romeo", temperature: "0.8", top_k: "", seed: "1337", max_new_tokens: "" };
 
-/** The form, as far as request.js looks at it. */
+/** The parts of the form that request.js looks at. */
 function form(values = {}) {
   const field = (name) => ({
     value: values[name] ?? DEFAULT[name], defaultValue: DEFAULT[name], labels: [{ textContent: ` ${name} ` }],
@@ -25,7 +25,7 @@ test("the default form fills the context", () => {
   assert.deepEqual(notes, []);
 });
 
-test("the key changes with each field, and only with what it means", () => {
+test("the key changes with the meaning of each field, not with its spelling", () => {
   const others = { prompt: "Romeo", temperature: "0.9", top_k: "3", seed: "1", max_new_tokens: "4" };
   const keys = FIELDS.map((name) => read({ [name]: others[name] }).key);
   assert.equal(new Set([...keys, read().key]).size, 6);
@@ -55,7 +55,7 @@ const MISTAKES = {
   max_new_tokens: ["0", "-3", "1e3"],
 };
 
-test("a mistake is refused, with the field that has it and without a change of the form", () => {
+test("a mistake is refused, with its field, and without changing the form", () => {
   for (const [name, values] of Object.entries(MISTAKES)) {
     for (const value of values) {
       const fields = form({ [name]: value });
@@ -76,7 +76,7 @@ test("the largest that is allowed is allowed", () => {
   assert.equal(read({ temperature: "0" }).sampling.temperature, 0);
 });
 
-test("the address holds what differs from the default, and gives it back", () => {
+test("the address holds what differs from the default, and fills the form again", () => {
   const values = { prompt: "O & #?\nRomeo=+%", top_k: "5" };
   globalThis.location = { pathname: "/page/", search: "", hash: "#step-4" };
   globalThis.history = { replaceState: (_state, _title, address) => (globalThis.address = address) };

@@ -27,13 +27,13 @@ test("the noise is PyTorch's, for seeds of one half and of both", () => {
   }
 });
 
-test("at temperature 0 the largest logit wins, and the lowest id of equal ones", () => {
+test("at temperature 0 the largest logit wins, and the lowest id among equal ones", () => {
   const noise = gumbelNoise(3n);
   assert.equal(pick([1, 5, -2, 5], (id) => noise(0, id), 0, null), 1);
   assert.equal(pick([1, 5, 7, 5], (id) => noise(0, id), 0, 2), 2);
 });
 
-test("top-k leaves exactly k candidates, the lowest ids of equal ones", () => {
+test("top-k leaves exactly k candidates, the lowest ids among equal ones", () => {
   const logits = [0, 2, 1, 2, 2, -1];
   const noise = (step) => (id) => gumbelNoise(9n)(step, id);
   const picked = (topK) => new Set(Array.from({ length: 200 }, (_, step) => pick(logits, noise(step), 5, topK)));
@@ -44,7 +44,7 @@ test("top-k leaves exactly k candidates, the lowest ids of equal ones", () => {
   assert.deepEqual(picked(1000), picked(null));
 });
 
-test("picks are as frequent as the softmax at this temperature says", () => {
+test("picks are as frequent as the softmax at this temperature predicts", () => {
   const [logits, temperature, count] = [[1, 0, 2, -1], 0.7, 20000];
   const noise = gumbelNoise(5n);
   const picks = [0, 0, 0, 0];

@@ -1,4 +1,4 @@
-"""How the exported page loads in Chromium, from a server that counts and breaks. loading.mjs opens the pages."""
+"""How the exported page loads in Chromium, from a server that counts requests and breaks files. See loading.mjs."""
 
 import hashlib
 import json
@@ -23,24 +23,28 @@ CONFIG = GPTConfig(block_size=16, vocab_size=len(CHARS), n_layer=1, n_head=1, n_
 MODEL, RUNTIME = "model.onnx.gz", "ort/ort-wasm-simd-threaded.wasm.gz"
 FETCHED = [MODEL, RUNTIME, "ngrams.bin.gz", "model.json"]
 
-CHECK = "Check the connection and reload."
+CHECK = "Check your connection and reload."
 AGAIN = "Reload the page. If that does not help, export it again: python export.py --format web."
-# name: the file that does not arrive as it should, how, and what the page says
+# name: the broken file, how it is broken, and what the page says
 BROKEN = {
     "whole": (None, None, ""),
-    "model cut off": (MODEL, "cut", f"{MODEL} did not arrive. {CHECK}"),
-    "no answer for the model": (MODEL, "none", f"{MODEL} did not arrive. {CHECK}"),
-    "no answer for the worker": ("worker.js", "none", f"worker.js did not arrive. {CHECK}"),
-    "no answer for its modules": ("sampler.js", "none", f"A module of the page did not arrive. {CHECK}"),
-    "no answer for a view": ("views/draw.js", "none", f"The page did not arrive as a whole. {CHECK}"),
-    "no answer for the runtime": ("ort/ort-wasm-simd-threaded.mjs", "none", f"The model did not arrive. {CHECK}"),
+    "model cut off": (MODEL, "cut", f"{MODEL} could not be downloaded. {CHECK}"),
+    "no answer for the model": (MODEL, "none", f"{MODEL} could not be downloaded. {CHECK}"),
+    "no answer for the worker": ("worker.js", "none", f"worker.js could not be downloaded. {CHECK}"),
+    "no answer for its modules": ("sampler.js", "none", f"A module of the page did not load. {CHECK}"),
+    "no answer for a view": ("views/draw.js", "none", f"Part of the page did not load. {CHECK}"),
+    "no answer for the runtime": (
+        "ort/ort-wasm-simd-threaded.mjs",
+        "none",
+        f"The model could not be downloaded. {CHECK}",
+    ),
     "model missing": (
         MODEL,
         "missing",
-        f"The server answers 404 for {MODEL}. {AGAIN}",
+        f"The server answered 404 for {MODEL}. {AGAIN}",
     ),
     "model damaged": (MODEL, "damaged", f"{MODEL} is damaged. {AGAIN}"),
-    "old browser": (None, None, "This browser is too old, or set to block DecompressionStream"),
+    "old browser": (None, None, "This browser is too old or blocks DecompressionStream"),
 }
 
 
@@ -91,17 +95,17 @@ def seen(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_does_not_arrive_is_named_with_the_way_out(seen, name):
+def test_a_file_that_does_not_arrive_is_named_with_the_way_out(seen, name):
     said = seen[name]["said"]
     assert said.startswith(BROKEN[name][2]) and "http.server" not in said
     assert ("python" in said) == (name in ("model missing", "model damaged"))
 
 
-def test_a_file_is_told_to_be_served(seen):
+def test_a_page_opened_as_a_file_asks_to_be_served(seen):
     assert "python -m http.server" in seen["file"]["said"]
 
 
-def test_files_are_asked_for_at_once_and_only_once(seen):
+def test_files_are_requested_at_once_and_only_once(seen):
     assert seen["whole"]["state"] not in ("loading", "failed")
     names = [name for page, name in seen["requests"] if page == "whole"]
     for name in FETCHED:
@@ -109,12 +113,12 @@ def test_files_are_asked_for_at_once_and_only_once(seen):
         assert names.index(name) < names.index("views/draw.js") + 6  # a browser has six connections
 
 
-def test_a_screen_reader_does_not_read_out_the_progress(seen):
+def test_a_screen_reader_does_not_announce_the_progress(seen):
     assert not any("Loading" in line for line in seen["whole"]["read"])
 
 
-def test_all_that_the_page_names_is_there_and_two_exports_are_never_mixed(seen):
-    """What the page fetches has a hash in its address, so a browser cannot take an older one for it."""
+def test_all_files_of_the_page_exist_and_two_exports_are_never_mixed(seen):
+    """The files that the page fetches have a hash in their address, so a browser cannot reuse older ones."""
     html = (seen["folder"] / "index.html").read_text(encoding="utf-8")
     names = re.findall(r'(?:href|src|property="og:image" content)="([^"#]+)"', html)
     assert {"page.png", "icon.svg", "style.css"} <= set(names)

@@ -1,4 +1,4 @@
-"""The modules of the page that need no browser, by `node --test`. The page as a whole is tested in test_web.py."""
+"""Tests with `node --test` of the modules that need no browser. test_web.py tests the page as a whole."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ def test_its_unit_tests_pass(file):
 
 
 def test_all_modules_are_preloaded():
-    """Otherwise the browser asks for one after the other, as it finds the imports."""
+    """Otherwise the browser requests them one after the other, as it finds the imports."""
     preloaded = re.findall(r'rel="modulepreload" href="([^"]+)"', HTML)
     ours = {file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*.js")} - {"app.js", "start.js"}  # in <script>
     runtime = {"ort/ort.wasm.min.mjs", "ort/ort-wasm-simd-threaded.mjs"}

@@ -1,8 +1,7 @@
 """The exported page in real browsers: Chromium in depth, and one run each in Firefox and WebKit.
 
-visit.mjs uses the page in Chromium as a reader does and reports what it saw. Firefox and WebKit open a copy of the page
-that uses itself, and posts its report to the server. The texts and numbers have to be those of PyTorch and of
-tests/oracles.py.
+visit.mjs uses the page in Chromium as a reader would and reports what it saw. Firefox and WebKit open a copy of the
+page that drives itself and posts a report to the server. All text and numbers must match PyTorch and tests/oracles.py.
 """
 
 import json
@@ -37,12 +36,12 @@ CONFIG = GPTConfig(
     block_size=CONTEXT, vocab_size=len(CHARS), n_layer=2, n_head=4, n_kv_head=2, n_embd=32, bias=False,
     activation="swiglu", pos_emb="rope", qk_norm=True,
 )  # fmt: skip
-DEFAULT = dict(prompt="O Romeo, ", temperature=0.8, top_k=None, seed=5, max_new_tokens=None)  # as the form is
+DEFAULT = dict(prompt="O Romeo, ", temperature=0.8, top_k=None, seed=5, max_new_tokens=None)  # of the form
 JOBS = [
     DEFAULT,
     DEFAULT | dict(temperature=0, max_new_tokens=1000),  # past the end of the context
     DEFAULT | dict(prompt=f"é{WIDE}\n", temperature=0.7, top_k=5, seed=2**64 - 1),
-    DEFAULT | dict(prompt="<b>&", temperature=1.3, seed=2**63 + 2**31 + 5),  # no markup
+    DEFAULT | dict(prompt="<b>&", temperature=1.3, seed=2**63 + 2**31 + 5),  # must not become markup
     DEFAULT | dict(prompt="a" * (CONTEXT - 1)),
     DEFAULT | dict(prompt="", temperature=2.5, top_k=1000, seed=0, max_new_tokens=12),
 ]
@@ -58,15 +57,15 @@ def typed(job):
 
 # the run that the worker is asked about
 PROMPT = ids_of("A cab, dad? ")
-OTHER = [(i + 1) % len(CHARS) for i in PROMPT]  # the other prompt of a mistake
+OTHER = [(i + 1) % len(CHARS) for i in PROMPT]  # the prompt of the mistake "another prompt"
 T, STEPS, SAMPLING = len(PROMPT), 18, dict(temperature=1.0, seed=3)
 COLUMN, POSITION, CHANGED = 7, 9, CHARS.index("z")
 MISTAKES = ["never moves", "overwritten", "another prompt", "fed twice", "mask", "one too far"]
-MARKED = 20  # a character of the stage, as an index
+MARKED = 20  # the index of a character on the stage
 
-# windows of laptops with the bars of a browser, and a projector
+# browser windows of laptops, and a projector
 FOLDS = [(1280, 720, ""), (1280, 590, ""), (1366, 625, ""), (1280, 720, "?projector=on")]
-# addresses: how long their text is, and which layer, head or mistake is chosen
+# address: (length of its text, the chosen layer, head or mistake)
 MOMENTS = {
     "?at=30&layer=2&head=3#step-1": (30, ["1", "2"]),
     "?at=30&layer=1&head=2&take=4#step-1": (30, ["0", "1"]),
@@ -108,14 +107,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def ngrams(model):
-    """Those of texts by the model itself, so that some guesses are right."""
+    """N-grams of the model's own output, so that some guesses are right."""
     texts = model.generate(torch.arange(len(CHARS))[:, None], CONTEXT - 1, temperature=0.8, seed=0)
     return count_ngrams(texts.flatten(), len(CHARS), 1000)
 
 
 @pytest.fixture(scope="module")
 def server(model, ngrams, tmp_path_factory):
-    """Serves `folder`, in which web/ is the exported page."""
+    """Serves `folder`, with the exported page in web/."""
     if not (ROOT / "web" / "node_modules" / "onnxruntime-web").is_dir():
         pytest.skip("no web/node_modules: run npm ci in web")
     folder = tmp_path_factory.mktemp("out")
@@ -131,7 +130,7 @@ def server(model, ngrams, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(server):
-    """The report of visit.mjs on the page."""
+    """What visit.mjs reports about the page."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not (chromium and shutil.which("node") and (ROOT / "web" / "node_modules" / "playwright-core").is_dir()):
         pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in web")
@@ -152,11 +151,11 @@ def seen(server):
     return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=480)).stdout)
 
 
-# -- texts -------------------------------------------------------------------------------------------------------------
+# -- the text ----------------------------------------------------------------------------------------------------------
 
 
 def assert_text(model, text, job):
-    """`text` is the prompt and what PyTorch continues it with, without a cache."""
+    """`text` is the prompt and PyTorch's continuation, without a cache."""
     sampling = dict(job)
     prompt, steps = sampling.pop("prompt") or "\n", sampling.pop("max_new_tokens") or CONTEXT
     assert text.startswith(prompt)
@@ -166,14 +165,14 @@ def assert_text(model, text, job):
 
 
 @pytest.mark.parametrize("i", range(len(JOBS)))
-def test_the_text_is_the_one_of_pytorch_and_every_row_is_counted(seen, model, i):
+def test_the_text_is_pytorchs_and_every_row_is_counted(seen, model, i):
     """A step without the cache computes a row for each character of the text. With the cache it computes one."""
     what, begin = seen["jobs"][i], len(JOBS[i]["prompt"] or "\n")
     assert what["message"] == ""
     assert_text(model, what["text"], JOBS[i])
     new = len(what["text"]) - begin
     count = "1 character" if new == 1 else f"all {new} characters"
-    assert f"With and without the cache the text is the same, {count}." in what["status"]
+    assert f"The text is the same with and without the cache: {count}." in what["status"]
     assert what["rows"] == [sum(range(begin, begin + new)), begin + new - 1]
 
 
@@ -205,7 +204,7 @@ def test_the_probabilities_of_every_step_are_those_of_pytorch(seen, model, text)
 
 
 def test_the_stage_draws_the_columns_and_the_attention_of_every_head(seen, model, text):
-    """Keys and values are those in each Head's cache, and weights and mix what Head.forward returns for the newest."""
+    """Keys and values are those in each Head's cache. Weights and mix are what Head.forward returns for the newest."""
     inputs = {}
     layers = [block.attn for block in model.transformer.h]
     hooks = [attn.register_forward_pre_hook(lambda attn, args: inputs.update({attn: args})) for attn in layers]
@@ -235,7 +234,7 @@ def without(model, text, column):
 
 
 def drawn_last(logits):
-    """The token that the last step draws from other logits: its random numbers are the same."""
+    """The token that the last step draws from different logits, with the same random numbers."""
     noise = gumbel_noise(SAMPLING["seed"], torch.tensor([0]), torch.arange(STEPS), len(CHARS))[0]
     return sample_token(logits[None], noise[-1:], Sampling(**SAMPLING)).item()
 
@@ -257,7 +256,7 @@ def test_the_column_that_is_taken_out_first_moves_the_prediction_most(seen, mode
 
 
 def test_a_changed_character_changes_columns_to_the_right_only(seen, model, text):
-    """In the first layer its own column alone, because keys and values there depend on one character."""
+    """In the first layer only its own column, because keys and values there depend on a single character."""
     answer = seen["answers"]["change"]
     changed = [*text[:POSITION], CHANGED, *text[POSITION + 1 : -1]]
     logits = logits_of(model, changed)[-1]
@@ -323,14 +322,14 @@ def test_each_mistake_gives_the_text_and_the_logits_that_the_mistake_computes(se
 
 
 def test_a_mistake_shows_in_the_keys_and_values_by_its_cause(seen):
-    """In the first layer, as somebody who looks for the bug would see it: which slots are wrong, and in what."""
+    """In the first layer, as you would see it when looking for the bug: which slots are wrong, in keys or in values."""
 
     def wrong(name):
         keys, values = seen["answers"]["mistakes"][name]["differences"][:2]
         return [[i for i, x in enumerate(each) if x > 1e-3] for each in (keys, values)]
 
     at = {name: answer["at"] for name, answer in seen["answers"]["mistakes"].items()}
-    # the key alone, because rotary positions leave the values alone; "never moves" begins at the second new character
+    # only keys, because rotary positions do not touch values; "never moves" starts at the second new character
     assert wrong("one too far") == [list(range(T, at["one too far"])), []]
     assert wrong("never moves") == [list(range(T + 1, at["never moves"])), []]
     assert wrong("mask") == [[], []]
@@ -339,7 +338,7 @@ def test_a_mistake_shows_in_the_keys_and_values_by_its_cause(seen):
     assert seen["answers"]["mistakes"]["overwritten"]["columns"] == min(at["overwritten"], T + 1)
 
 
-def test_in_a_race_whoever_has_computed_for_less_time_steps(seen):
+def test_in_a_race_the_text_with_less_computing_time_steps(seen):
     side_by_side, racing, arrived = seen["answers"]["turns"]
     assert side_by_side == ["off"] and racing == ["on"] and arrived == ["off"]
 
@@ -351,8 +350,8 @@ def percent(share):
     return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
 
 
-def test_the_numbers_that_are_written_on_the_stage_are_those_of_pytorch(seen, model):
-    """Of a character that is pointed at, in the strip and in the text, and of the next one."""
+def test_the_numbers_on_the_stage_are_pytorchs(seen, model):
+    """For a character under the pointer, in the strip and in the text, and for the next one."""
     stage = seen["stage"]
     ids = ids_of(stage["unmarked"]["text"])
     probabilities = logits_of(model, ids).softmax(1)
@@ -384,7 +383,7 @@ def test_the_steps_of_the_lesson_answer(seen, model):
     assert "the prediction changes by" in stage["taken"][0] and "→" in stage["taken"][1]["next"][0]
     assert stage["clicked"].startswith("Without column 3, “R”") and "percentage points" in stage["clicked"]
 
-    # a step that is entered is prepared: paused in the middle of the text, whatever was there before
+    # entering a step prepares it: paused in the middle of the text, whatever was there before
     begin, new = len(DEFAULT["prompt"]), 17
     fed = begin + new - 1
     assert stage["unmarked"]["text"].startswith(stage["prepared"]["text"])
@@ -396,7 +395,7 @@ def test_the_steps_of_the_lesson_answer(seen, model):
 
     first, in_first, second, in_second = stage["change"]
     position = int(first.split()[1]) - 1
-    assert "its own column alone changes" in first and in_first["ends"] == [f"{fed - 1} stay, 1 change"] * 2
+    assert "only its own column changes" in first and in_first["ends"] == [f"{fed - 1} stay, 1 change"] * 2
     assert "exactly 0" in second and "You were right" in second
     assert in_second["ends"] == [f"{position} stay, {fed - position} change"] * 2
     text, changed = stage["unchanged"]["text"], stage["changeLast"]["text"]
@@ -428,7 +427,7 @@ def test_nothing_moves_and_all_of_the_stage_is_above_the_fold(seen):
     assert all(bottom <= height for bottom, height in zip(seen["folds"], heights, strict=True)), seen["folds"]
 
 
-def test_no_label_moves_when_the_model_has_come(seen):
+def test_no_label_moves_when_the_model_has_loaded(seen):
     loading, loaded = (dict(places) for places in seen["labels"])
     assert len(loading) > 4 and {name: loaded[name] for name in loading} == loading
 
@@ -438,23 +437,23 @@ def test_a_projector_shows_sixteen_columns_and_large_labels(seen):
     assert columns == 16 and min(sizes) >= 18
 
 
-def test_in_a_race_whoever_toils_is_in_sight(seen):
+def test_in_a_race_the_slower_text_stays_visible(seen):
     """The strip stays where the slower text is, so its lights are on while it computes."""
     lit = seen["lit"]
     assert lit and all(off and on for off, on in lit)
     without, with_it, why = seen["race"]["said"]
     new = CONTEXT - len(DEFAULT["prompt"])
     assert all(f"{new} of {new} characters" in progress for progress in (without, with_it))
-    assert why.startswith("You guessed 40") and "fixed price" in why
+    assert why.startswith("You guessed 40") and "fixed cost" in why
     assert not seen["nextInRace"]
 
 
-def test_where_nothing_is_computed_there_is_nothing_to_ask(seen):
+def test_before_anything_is_computed_there_is_nothing_to_ask(seen):
     assert seen["past"]["edited"] == [True, True, False]
     assert seen["past"]["stepped"] == [False, False, False]
 
 
-def test_a_mistake_in_the_form_leaves_the_lesson_alive(seen, model):
+def test_a_mistake_in_the_form_does_not_break_the_lesson(seen, model):
     past = seen["past"]
     assert "Temperature is “abc”" in past["mistyped"]["message"] and past["mistyped"]["disabled"]
     assert past["mended"]["message"] == "" and past["mended"]["text"].startswith(DEFAULT["prompt"])
@@ -463,7 +462,7 @@ def test_a_mistake_in_the_form_leaves_the_lesson_alive(seen, model):
 
 
 def test_the_third_step_answers_by_itself_and_the_text_follows_the_window(seen):
-    assert "its own column alone changes" in seen["past"]["straight"]
+    assert "only its own column changes" in seen["past"]["straight"]
     assert seen["past"]["scrolled"]
 
 
@@ -481,13 +480,13 @@ def test_the_address_holds_the_moment(seen, i):
     address, length, look = seen["moments"][i]
     wanted = list(MOMENTS)[i]
     assert (length, look) == MOMENTS[wanted]
-    # what a step begins with anyway is not in the address
+    # the defaults of a step are not in the address
     assert set(address.split("#")[0].strip("?").split("&")) <= set(wanted.split("#")[0].strip("?").split("&"))
     for name in ("at=", "take=", "change=", "to=", "mistake="):
         assert (name in address) == (name in wanted)
 
 
-def test_steps_pause_and_go_on(seen):
+def test_steps_pause_and_continue(seen):
     begin, whole = len(DEFAULT["prompt"]), seen["jobs"][0]
     assert [len(what["text"]) - begin for what in seen["steps"]] == [1, 2, 3]
     assert seen["steps"][2]["rows"] == [begin + begin + 1 + begin + 2, begin + 2]
@@ -498,7 +497,7 @@ def test_steps_pause_and_go_on(seen):
         assert seen["goneOn"][key] == seen["race"][key] == seen["afterRace"][key] == whole[key]
 
 
-def test_another_prompt_leaves_nothing_of_the_run_before(seen, model):
+def test_another_prompt_leaves_nothing_of_the_previous_run(seen, model):
     edited = seen["edited"]
     assert edited["text"] == "Dead Caesar" and edited["rows"] == [0, 0] and edited["status"] == ""
     assert_text(model, seen["afterEdit"]["text"], DEFAULT | dict(prompt="Dead Caesar"))
@@ -507,7 +506,7 @@ def test_another_prompt_leaves_nothing_of_the_run_before(seen, model):
 def test_a_mistake_in_the_form_is_named_and_nothing_is_generated(seen):
     what = seen["mistyped"]
     assert '"#", "€"' in what["message"] and what["focus"] == "prompt"
-    assert what["text"] == seen["jobs"][-1]["text"]  # the run before stays
+    assert what["text"] == seen["jobs"][-1]["text"]  # the previous run stays
     assert seen["mended"]["message"] == "" and seen["mended"]["text"] == seen["jobs"][0]["text"]
 
 
@@ -524,11 +523,11 @@ def test_the_address_holds_the_run(seen):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_every_reader_gets_a_page_that_fits_and_can_be_seen(seen, name):
+def test_the_page_fits_and_is_visible_for_every_reader(seen, name):
     what = seen["readers"][name]
     assert what["width"] == READERS[name].get("viewport", dict(width=1280))["width"]
     assert len({*what["colours"]}) == 2 and len({*what["page"]}) == 2
-    # the newest character is lit in both rows, and the one before it without the cache alone
+    # the newest character is lit in both rows, the one before it only without the cache
     (off, on), (off_before, kept) = what["newest"], what["before"]
     assert off == off_before and len({off, on, kept}) == 3 and what["ring"] == on
 
@@ -537,7 +536,7 @@ def test_the_first_key_is_high_up_on_a_phone(seen):
     assert seen["readers"]["phone"]["keys"] < 480
 
 
-def test_nothing_is_asked_of_anybody_else_and_nobody_complains(seen, server):
+def test_no_other_server_is_asked_and_the_console_is_empty(seen, server):
     strangers = [url for url in seen["requests"] if not url.startswith((f"{server.address}/", "data:"))]
     assert strangers == [] and len(seen["requests"]) > 10
     assert seen["complaints"] == []
@@ -566,7 +565,7 @@ until(() => !["loading", "preparing"].includes(phase()))
     return fetch("/report", { method: "POST", body: JSON.stringify(report) });
   });
 """.replace("CONTEXT", str(CONTEXT))
-# in no folder of PATH
+# not in PATH
 MINIBROWSER = next(map(str, Path("/usr/lib").glob("*/webkit2gtk-4*/MiniBrowser")), "MiniBrowser")
 
 

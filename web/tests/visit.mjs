@@ -1,4 +1,4 @@
-// Uses the exported page in headless Chromium, as a reader would, and prints what there was to see, as JSON.
+// Uses the exported page in headless Chromium, as a reader would, and prints what it saw as JSON.
 //
 //     node web/tests/visit.mjs PLAN        PLAN, as JSON: see test_web.py
 //
@@ -10,7 +10,7 @@ const args = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-backgrou
 const browser = await chromium.launch({ executablePath: plan.chromium, args });
 const seen = { requests: [], complaints: [] };
 
-/** Open the page, wait until it has loaded, and return what `work` makes of it. */
+/** Open the page, wait until it has loaded, and return what `work` returns. */
 async function visit(url, work, options = {}) {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 }, reducedMotion: "reduce", ...options });
   page.on("request", (request) => seen.requests.push(request.url()));
@@ -24,7 +24,7 @@ async function visit(url, work, options = {}) {
   return result;
 }
 
-/** 100 is as fast as possible, and 28 four characters per second. */
+/** 100 is as fast as possible, and 28 is four characters per second. */
 async function speed(page, value) {
   await page.evaluate((value) => {
     document.getElementById("speed").value = value;
@@ -32,7 +32,7 @@ async function speed(page, value) {
   }, value);
 }
 
-/** Wait until the page waits for its reader. */
+/** Wait until the page is waiting for the reader. */
 async function idle(page) {
   await page.waitForFunction(() => !["loading", "preparing", "running"].includes(document.body.dataset.state));
   await drawn(page);
@@ -49,7 +49,7 @@ async function drawn(page) {
   await page.evaluate(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))));
 }
 
-/** What is there to see, once the page is idle. */
+/** Return what the reader sees, once the page is idle. */
 async function result(page) {
   await idle(page);
   return page.evaluate(() => {
@@ -84,14 +84,14 @@ async function step(page, number) {
   await idle(page);
 }
 
-/** The text of an element, once it has some. */
+/** Return the text of an element, once it has some. */
 async function said(page, selector) {
   await page.waitForFunction((selector) => document.querySelector(selector)?.textContent, selector);
   await drawn(page);
   return page.locator(selector).first().textContent();
 }
 
-// texts, and a mistake in the form
+// the text of each job, and a mistake in the form
 await visit(plan.site, async (page) => {
   seen.jobs = [];
   for (const job of plan.jobs) seen.jobs.push(await run(page, job));
@@ -243,7 +243,7 @@ async function mistakes(page) {
   await drawn(page);
 }
 
-// where the labels are while the model is on its way, and then
+// where the labels are while the model is loading, and afterwards
 {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
   const places = () =>
@@ -264,7 +264,7 @@ async function mistakes(page) {
   await page.close();
 }
 
-// what is above the fold of small laptops, and on a projector
+// what is above the fold on small laptops, and on a projector
 seen.folds = [];
 for (const [width, height, query] of plan.folds) {
   const look = async (page) => {
@@ -281,7 +281,7 @@ for (const [width, height, query] of plan.folds) {
   seen.projector = await visit(plan.site + query, look, { viewport: { width, height } });
 }
 
-// step by step, paused and gone on with; another prompt while it runs; races
+// step by step, paused and continued; another prompt while it runs; races
 await visit(plan.site + "#step-2", async (page) => {
   const longer = (count) =>
     page.waitForFunction((count) => document.getElementById("text").children.length > count, count);
@@ -320,7 +320,7 @@ await visit(plan.site + "#step-2", async (page) => {
   await page.click("#run");
   seen.afterEdit = await result(page);
 
-  // a click on an early character while it runs, when the strip has turned
+  // a click on an early character while it runs and the strip has moved
   await page.setViewportSize({ width: 700, height: 700 });
   await speed(page, 56);
   await page.locator("[name=prompt]").fill("Dead Caesar!");
@@ -330,7 +330,7 @@ await visit(plan.site + "#step-2", async (page) => {
   seen.turned = await result(page);
 });
 
-// a race in which a step without the cache takes nine times as long: what is lit in every frame
+// a race in which a step without the cache takes nine times as long: the lights in every frame
 {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
   await page.route("**/generate.js", async (route) => {
@@ -356,7 +356,7 @@ await visit(plan.site + "#step-2", async (page) => {
   await page.close();
 }
 
-// defects of the past: nothing is computed yet, or the form has a mistake
+// past bugs: nothing is computed yet, or the form has a mistake
 seen.past = {};
 await visit(plan.site, async (page) => {
   await fill(page, { prompt: "A cab" });
@@ -388,7 +388,7 @@ await visit(plan.site + "#step-3", async (page) => {
   seen.past.straight = await said(page, "#change-verdict");
   await page.click("#unchange");
   await idle(page);
-  await page.setViewportSize({ width: 320, height: 600 }); // now the text has more lines than there is room for
+  await page.setViewportSize({ width: 320, height: 600 }); // too low for all lines of the text
   await page.evaluate(() => (document.documentElement.style.fontSize = "200%"));
   await drawn(page);
   await drawn(page);
@@ -398,7 +398,7 @@ await visit(plan.site + "#step-3", async (page) => {
   });
 });
 
-// the browser's Back returns to the moment, and not only to the address
+// the browser's Back button returns to the moment, not just to the address
 await visit(plan.site + "#step-3", async (page) => {
   const where = () => page.evaluate(() => [document.body.dataset.step, location.search]);
   await page.click("[data-guess=all]");
@@ -412,14 +412,14 @@ await visit(plan.site + "#step-3", async (page) => {
   seen.past.back = [before, await where(), await said(page, "#change-verdict")];
 });
 
-// moments that a teacher links to, and what their addresses become
+// links to moments, and what their addresses become
 seen.moments = [];
 for (const address of plan.moments) {
   await visit(plan.site + address, async (page) => {
     if (address.includes("mistake")) await mistakes(page);
     const query = new URLSearchParams(address.split("#")[0]);
     for (const name of ["take", "change"]) if (query.has(name)) await said(page, `#${name}-verdict`);
-    await page.waitForTimeout(400); // the address follows
+    await page.waitForTimeout(400); // the address changes a little later
     const { text } = await result(page);
     const chosen = page.locator(".segments :checked, #mistakes :checked");
     const look = await chosen.evaluateAll((each) => each.map(({ value }) => value));
@@ -427,7 +427,7 @@ for (const address of plan.moments) {
   });
 }
 
-// by keyboard alone
+// with the keyboard only
 await visit(plan.site, async (page) => {
   const press = async (key, times = 1) => {
     for (let i = 0; i < times; i++) await page.keyboard.press(key);
@@ -454,7 +454,7 @@ await visit(plan.site, async (page) => {
   seen.keyboard.taken = await said(page, "#take-verdict");
 });
 
-// the address, which another reader opens
+// the address, opened by another reader
 await visit(plan.site, async (page) => {
   await run(page, plan.jobs[3]);
   await page.waitForFunction(() => location.search.includes("seed"));
@@ -462,7 +462,7 @@ await visit(plan.site, async (page) => {
   seen.linked = await visit(plan.site + address, (page) => run(page, {}));
 });
 
-// readers, by what they want: does the page play by itself, does it fit, and can they see what is on it?
+// readers with different needs: does the page play by itself, does it fit, and can they see what is on it?
 seen.readers = {};
 for (const [name, { textSize = 100, ...options }] of Object.entries(plan.readers)) {
   const look = async (page) => {

@@ -1,4 +1,4 @@
-"""Adapters of real decoders. Each function returns the arguments of check_cache, for a small model with its options."""
+"""Adapters of real decoders. Each function returns the arguments of check_cache for a small model with the options."""
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def x_transformers(**options):
 
 
 def litgpt(name, most=None, **options):
-    """most: how many tokens at a time go into the cache."""
+    """most: how many tokens to feed to the cache at a time."""
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -59,7 +59,7 @@ def local_attention(window=16, **options):
     model = LocalTransformer(**sizes, **options)
 
     def step(ids, cache):
-        """Feed one token at a time after the first step, with all tokens before it, as generate() does."""
+        """After the first step, feed one token at a time together with all tokens before it, as generate() does."""
         seen, kept = cache or (ids[:, :0], None)
         logits = []
         for part in [ids] if kept is None else ids.split(1, 1):
@@ -116,7 +116,7 @@ def curated_transformers(name, **options):
 
 
 def llms_from_scratch(name, flags=None, **options):
-    """The position of the next token is in the model, so a cache is a copy of the model that has a KVCache."""
+    """The model keeps the position of the next token, so each cache is a copy of the model with its own KVCache."""
     from llms_from_scratch.kv_cache.gpt2 import GPTModel
     from llms_from_scratch.kv_cache.llama3 import Llama3Model
     from llms_from_scratch.kv_cache.qwen3 import Qwen3Model
@@ -137,7 +137,7 @@ def llms_from_scratch(name, flags=None, **options):
 
 
 def mambapy():
-    """Jamba: layers with keys and values, and layers with a recurrent state. It takes one token at a time."""
+    """Jamba: layers with keys and values, and layers with a recurrent state. Its step accepts one token at a time."""
     from mambapy.jamba import JambaLM, JambaLMConfig
 
     sizes = dict(d_model=64, n_layers=4, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
@@ -160,7 +160,7 @@ def xlstm():
 
 
 def torchscale():
-    """RetNet, which takes all tokens so far in each step, and computes the newest one."""
+    """RetNet. Each step is given all tokens so far, and computes only the newest one."""
     from torchscale.architecture.config import RetNetConfig
     from torchscale.architecture.retnet import RetNetDecoder
 
@@ -180,7 +180,7 @@ def torchscale():
 
 
 def one_by_one(step):
-    """Return a step that takes any number of tokens, from one that takes one."""
+    """Turn a step for one token into a step for any number of tokens."""
 
     def steps(ids, cache):
         logits = []
@@ -193,7 +193,7 @@ def one_by_one(step):
 
 
 class Moshi(nn.Module):
-    """Token ids in, and logits out, around moshi's transformer, which makes frames of frames."""
+    """Adds token ids and logits to moshi's transformer, which turns frames into frames."""
 
     def __init__(self, context):
         from moshi.modules.transformer import StreamingTransformer

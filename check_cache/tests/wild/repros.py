@@ -17,7 +17,7 @@ def x_transformers_greedy(**options):
 
 @torch.no_grad()
 def x_transformers_leak(**options):
-    """Return how far the first 20 logits move when 20 tokens follow. A causal decoder cannot know of them."""
+    """Return how far the first 20 logits move when 20 tokens follow. In a causal decoder, they cannot move."""
     from x_transformers import Decoder, TransformerWrapper
 
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def x_transformers_leak(**options):
 
 @torch.no_grad()
 def litgpt_logits(name, chunks, **options):
-    """Return how far the cache moves the worst logit at each position of 40, when fed in chunks of these sizes."""
+    """Return how far the cache moves the worst logit at each of 40 positions, fed in chunks of these sizes."""
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -90,7 +90,7 @@ def torchtune_gemma2_greedy(window):
 
 @torch.no_grad()
 def moshi_stream(chunk, context):
-    """Return how far streaming moves the output at each of 40 frames, when it gets `chunk` frames at a time."""
+    """Return how far streaming moves the output at each of 40 frames, fed `chunk` frames at a time."""
     from moshi.modules.transformer import StreamingTransformer
 
     torch.manual_seed(0)

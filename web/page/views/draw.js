@@ -1,12 +1,12 @@
-// What several views need: elements by id, canvases in device pixels, and the names of characters and numbers.
+// Shared by the views: elements by id, canvases in device pixels, and how to write characters and numbers.
 
 export const $ = (id) => document.getElementById(id);
 
 const forgetful = [];
 
-/** Return `compute`, which runs only if an argument differs from the last time: a view draws what changed.
+/** Return `compute`, run only if an argument differs from the last call: a view draws what changed.
  *
- *  What changes in place has a `version`, a number that nothing else ever has, and is compared by that.
+ *  Whatever changes in place has a `version`, a number that is never used twice, and is compared by that.
  */
 export function remember(compute) {
   let last = [];
@@ -20,7 +20,7 @@ export function remember(compute) {
   };
 }
 
-/** Call `forget` when the sizes or the colours have changed, and every view has to draw again. */
+/** Call `forget` when sizes or colours have changed and every view has to draw again. */
 export function onForget(forget) {
   forgetful.push(forget);
 }
@@ -29,7 +29,7 @@ export function forgetDrawings() {
   for (const forget of forgetful) forget();
 }
 
-/** Return the 2d context of an empty canvas that is as fine as the screen, in CSS pixels, and its width and height. */
+/** Clear a canvas, at the resolution of the screen. Returns its 2d context, in CSS pixels, and its width and height. */
 export function blank(canvas) {
   const ratio = window.devicePixelRatio || 1;
   const { clientWidth: width, clientHeight: height } = canvas;
@@ -42,7 +42,7 @@ export function blank(canvas) {
 
 const probe = document.body.appendChild(element("i", "", { hidden: true }));
 
-/** Return a colour of the style sheet, as a canvas can use it. */
+/** Return a colour of the style sheet in a form that a canvas understands. */
 export function colour(name) {
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
@@ -53,7 +53,7 @@ export function element(tag, text = "", properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
 }
 
-/** Give an element those classes whose value is true, and no others. */
+/** Give an element exactly the classes whose value is true. */
 export function classes(element, names) {
   element.className = Object.keys(names).filter((name) => names[name]).join(" ");
 }
@@ -65,7 +65,7 @@ export function glyph(char) {
 
 /** Return a character as a reader would say it. */
 export function quoted(char) {
-  return { " ": "a space", "\n": "a line end", "\t": "a tab" }[char] ?? `“${char}”`;
+  return { " ": "a space", "\n": "a line break", "\t": "a tab" }[char] ?? `“${char}”`;
 }
 
 export function percent(share) {

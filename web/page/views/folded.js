@@ -1,4 +1,4 @@
-// Folded away below the stage: the shapes of the newest step, the bytes of the cache, and guesses.
+// Folded away below the stage: the shapes of the newest step, the bytes of the cache, and the guesses.
 import { $, element, glyph, inEnglish, remember } from "./draw.js";
 
 export const drawShapes = remember((info, on, off, columns) => {
@@ -8,7 +8,7 @@ export const drawShapes = remember((info, on, off, columns) => {
   $("bytes").textContent = columns ? `The cache holds ${formula} × 4 bytes = ${inEnglish(bytes)} bytes.` : "";
   const uncached = new Map(off?.shapes.map(([, name, dims]) => [name, dims]));
   const shape = (dims) => (dims ? `(${dims.join(", ")})` : "");
-  const layer0 = (on?.shapes ?? []).filter(([, name]) => !/\.[1-9]\d*\b/.test(name)); // it stands for all
+  const layer0 = (on?.shapes ?? []).filter(([, name]) => !/\.[1-9]\d*\b/.test(name)); // the others are the same
   const rows = layer0.map(([direction, name, dims]) => {
     const row = element("tr");
     row.append(...[direction, name, shape(dims), shape(uncached.get(name))].map((cell) => element("td", cell)));
@@ -17,7 +17,7 @@ export const drawShapes = remember((info, on, off, columns) => {
   $("shapes").tBodies[0].replaceChildren(...rows);
 });
 
-/** Draw a text and, on a second line, the guesses under its characters. same: whether the text is the run's. */
+/** Draw a text and, on a second line, the guesses below its characters. same: whether it is the text of the run. */
 export function drawGuesses(chars, given, { ids, rounds }, same) {
   const pairs = ids.map((id) => element("span", glyph(chars[id])));
   const note = (index, id, tag) => pairs[index].append(element(tag, glyph(chars[id])));
@@ -31,6 +31,6 @@ export function drawGuesses(chars, given, { ids, rounds }, same) {
   const accepted = rounds.flatMap(({ right }) => right).length;
   const offered = accepted + rounds.flatMap(({ wrong }) => wrong).length;
   const runs = `${rounds.length} model runs instead of ${ids.length - given}`;
-  const counts = `${runs}; ${accepted} of ${offered} guesses right.`;
+  const counts = `${runs}; ${accepted} of ${offered} guesses were right.`;
   $("guess-verdict").textContent = `${counts} ${same ? "The text is the same." : "The text differs."}`;
 }

@@ -1,36 +1,36 @@
-// Step 4: the list of mistakes, each with its text, its bug and its largest difference of a logit, here called a score.
+// Step 4: the list of mistakes, each with its text, its bug and its largest error in a logit, called a score here.
 import { $, element, glyph, quoted } from "./draw.js";
 
 // name: [what was done, what that means, the line with the bug, the right line]
 const MISTAKES = {
   "never moves": [
     "Position never advances",
-    "The position says where in the text a character stands. Here all new characters stand in the same place.",
+    "The position says where in the text a character is. Here, all new characters are in the same place.",
     "position = len(prompt)", "position = len(text)",
   ],
   overwritten: [
     "Slot overwritten each time",
-    "A slot is the cache’s place for one column. Each new column goes into the same slot, and the one before is lost.",
+    "A slot is the cache’s place for one column. Here, each new column overwrites the one before it.",
     "cache[len(prompt)] = column", "cache[len(text)] = column",
   ],
   "another prompt": [
     "Another prompt’s cache",
-    "The model goes on after a prompt that somebody else wrote.",
+    "The model continues somebody else’s prompt.",
     "cache = caches[0]", "cache = caches[user]",
   ],
   "fed twice": [
     "Last character fed twice",
-    "The prompt’s last character gets a second column, and all that follows stands one place too far.",
+    "The prompt’s last character gets a second column, so everything after it is one place too far.",
     "model(prompt); logits = model(prompt[-1])", "logits = model(prompt)",
   ],
   mask: [
     "Previous character hidden",
-    "The mask says which columns a character may look at. Here it hides the one just before.",
+    "The mask says which columns a character may look at. Here, it hides the one just before.",
     "visible = slots != position - 1", "visible = slots <= position",
   ],
   "one too far": [
     "Position off by one",
-    "The position says where in the text a character stands. Here each new one stands one place too far.",
+    "The position says where in the text a character is. Here, each new one is one place too far.",
     "position = len(text) + 1", "position = len(text)",
   ],
 };
@@ -50,7 +50,7 @@ export function makeMistakes(onPick) {
   }
 }
 
-/** Show what a mistake makes of the text, around the first character that is wrong. given: characters of the prompt. */
+/** Show the text that a mistake gives, around the first wrong character. given: characters of the prompt. */
 export function drawMistake(chars, name, given, { ids, first, largest }) {
   const text = (from, to) => ids.slice(from, to).map((id) => (chars[id] === " " ? " " : glyph(chars[id]))).join("");
   const wrong = first < 0 ? given : first;
@@ -61,14 +61,14 @@ export function drawMistake(chars, name, given, { ids, first, largest }) {
   small.textContent = largest < SAME ? "nothing wrong" : `off by ${largest.toFixed(1)}`;
 }
 
-/** Return the answer to a mistake as sentences. keys, values: how many of the first layer are wrong. */
+/** Return the answer to a mistake in sentences. keys, values: how many are wrong in the first layer. */
 export function mistakeInWords(chars, name, { ids, first, should, largest }, keys, values) {
   const [, meaning] = MISTAKES[name];
-  if (largest < SAME) return `${meaning} Nothing is wrong this time, because no step reads what is.`;
+  if (largest < SAME) return `${meaning} Nothing is wrong this time, because no step reads what it spoils.`;
   const count = (number, what) => `${number || "no"} ${what}${number === 1 ? "" : "s"}`;
-  const layer = `In layer 1, where it begins, ${count(keys, "key")} and ${count(values, "value")} are wrong.`;
+  const layer = `In layer 1, where it starts, ${count(keys, "key")} and ${count(values, "value")} are wrong.`;
   const score = `A score is off by up to ${largest.toFixed(2)}. ${layer}`;
-  if (first < 0) return `${meaning} Wrong, but no character changed this time. ${score}`;
+  if (first < 0) return `${meaning} The cache is wrong, but no character changed this time. ${score}`;
   const [is, ought] = [ids[first], should].map((id) => quoted(chars[id]));
   return `${meaning} The first wrong character is number ${first + 1}: ${is} instead of ${ought}. ${score}`;
 }

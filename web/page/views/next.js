@@ -1,4 +1,4 @@
-// The probabilities of a character: the next one, or the one that the reader points at.
+// The probabilities of a character: the next one, or the one that the reader points to.
 import { $, element, glyph, percent, quoted, remember } from "./draw.js";
 
 const COUNT = 5;

@@ -1,4 +1,4 @@
-// Step 5: what a cache costs in models of real size. A calculator, which needs nothing of the run.
+// Step 5: what a cache costs in models of real size. A calculator, independent of the run.
 import { $, element, inEnglish } from "./draw.js";
 
 const FIELDS = ["layers", "heads", "size", "bytes", "tokens"];
@@ -44,17 +44,17 @@ export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size })
   choose();
 }
 
-/** Say how many query heads share a key/value head; nothing if the number of query heads is unknown. */
+/** Return how many query heads share a key/value head, in words, or "" if the number of query heads is unknown. */
 function sharing(queryHeads, heads) {
   if (!queryHeads) return "";
   const has = `This model has ${queryHeads} query heads in each layer, and`;
   const ratio = queryHeads / heads;
-  if (ratio === 1) return `${has} each has a key/value head of its own.`;
+  if (ratio === 1) return `${has} each has its own key/value head.`;
   const larger = `Without that, its cache would be ${ratio} times as large.`;
   return `${has} every ${ratio} of them share one key/value head. ${larger}`;
 }
 
-/** Return a number of bytes in the largest unit that leaves at least 1: 131072 is "128 KiB". */
+/** Return a number of bytes in the largest unit of which there is at least one: 131072 is "128 KiB". */
 function inBytes(count) {
   const units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
   const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log2(count || 1) / 10)));

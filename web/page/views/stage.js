@@ -1,11 +1,11 @@
-// The stage: a strip of characters and, below each, its column and how it takes part in the newest step.
+// The stage: a strip of characters and, below each, its column and its part in the newest step.
 import { $, blank, classes, colour, element, glyph, percent, quoted, remember } from "./draw.js";
 
 const MOST_CELLS = 40;
 const ON_A_PROJECTOR = 16;
 export const size = { cells: MOST_CELLS, cell: 20, gap: 14 }; // in CSS pixels
 
-/** Choose how many cells there are. They fill the lane, and the query has a cell of its own beyond them. */
+/** Choose how many cells there are. They fill the lane, and the query has its own cell beyond them. */
 export function measure() {
   const em = parseFloat(getComputedStyle(document.documentElement).fontSize);
   const least = em * (matchMedia("(pointer: coarse)").matches ? 1.4 : 1.05);
@@ -23,11 +23,11 @@ export function measure() {
   }
 }
 
-/** Return where a cell begins, in whole pixels: a column between two pixels would be blurred. */
+/** Return where a cell starts, in whole pixels: a column between two pixels would be blurred. */
 const left = (i) => Math.round(i * size.cell);
 
-/** Return the index of the character that an event on the strip is about, or null. A key that is pressed on a cell
- *  clicks it, and has no place. */
+/** Return the index of the character at an event on the strip, or null. A key press on a cell is a click too, but has
+ *  no coordinates. */
 export function indexAt(event, from) {
   const target = [...$("cells").children].indexOf(event.target.closest("button"));
   const place = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
@@ -35,7 +35,7 @@ export function indexAt(event, from) {
   return cell >= 0 && cell < size.cells ? from + cell : null;
 }
 
-/** Put a frame around the columns [begin, end), as far as they are in sight. */
+/** Put a frame around the columns [begin, end), as far as they are visible. */
 function frame(id, begin, end, from) {
   const [first, last] = [Math.max(begin - from, 0), Math.min(end - from, size.cells)];
   $(id).hidden = first >= last;
@@ -43,7 +43,7 @@ function frame(id, begin, end, from) {
   $(id).style.width = `${left(last) - left(first) + 1}px`;
 }
 
-/** Draw the characters that are in sight, and the frames around their columns.
+/** Draw the visible characters and the frames around their columns.
  *
  *  shown     what is on the stage: { ids, fed, masked, position }; `fed` ids have a column and get a cell
  *  computed  how many of the newest columns this step computed with the cache
@@ -54,7 +54,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
   const { ids, fed, masked, position } = shown;
   const end = Math.min(fed, from + size.cells);
   const inSight = (index) => index !== null && index >= from && index < end;
-  const reachable = inSight(marked) ? marked : end - 1; // by the tabulator key
+  const reachable = inSight(marked) ? marked : end - 1; // with the Tab key
   [...$("cells").children].forEach((cell, i) => {
     const [index, number, char] = [from + i, from + i + 1, chars[ids[from + i]]];
     const there = inSight(index);
@@ -103,8 +103,8 @@ function drawColumn(context, numbers, scale, x, width, height, strength) {
 /** Return the view of the keys (kind 0) or the values (kind 1): a column of shades per character.
  *
  *  shown      what is on the stage: { kept }
- *  run        its columns of the prompt are the unit of the shades, so no later column changes them
- *  beyond     what stands beyond the strip, or null: a Float32Array (head size)
+ *  run        its columns of the prompt set the unit of the shades, so no later column changes them
+ *  beyond     what is drawn beyond the strip, or null: a Float32Array (head size)
  *  strengths  of the columns, 0 to 1, or null: all 1
  */
 function laneView(kind, name) {
@@ -133,8 +133,8 @@ function laneView(kind, name) {
 export const drawKeys = laneView(0, "keys");
 export const drawValues = laneView(1, "values");
 
-/** Draw how much of its attention the newest character gives to each column. The bars of all heads are as tall, so the
- *  tallest in sight has its share written on it. */
+/** Draw how much of its attention the newest character gives to each column. The bars are scaled to the same height in
+ *  every head, so the tallest visible one is labelled with its share. */
 export const drawAttention = remember((weights, from) => {
   const most = weights ? Math.max(...weights) : 1;
   const shares = Array.from({ length: size.cells }, (_, i) => weights?.[from + i] ?? 0);
@@ -143,15 +143,15 @@ export const drawAttention = remember((weights, from) => {
     bar.style.height = `${(100 * shares[i]) / most}%`;
     bar.dataset.share = weights && i === tallest ? percent(shares[i]) : "";
   });
-  const label = `Attention: most, ${percent(most)}, for character ${weights?.indexOf(most) + 1}`;
+  const label = `Attention: character ${weights?.indexOf(most) + 1} gets the most, ${percent(most)}`;
   $("attention").ariaLabel = weights ? label : "No attention yet";
 });
 
-/** Draw two rows below the columns. They are lights: which columns this step computed, solid, without the cache and
- *  with it, and which it kept, rings. Or, with `marks`, they say whether a key and a value are what they were, or should be.
+/** Draw two rows below the columns, one without the cache and one with it. They are lights: solid for columns that this
+ *  step computed, rings for those it kept. Or, with `marks`, they show which keys and which values differ.
  *
- *  marks   a list of booleans for the keys, and one for the values: whether they differ; or null
- *  same    what those do that do not differ: they "stay", and are rings as what is kept, or are "right"
+ *  marks   a list of booleans for the keys and one for the values: whether they differ; or null
+ *  same    the word for those that do not differ: "stay", drawn as rings like kept columns, or "right"
  *  length  how many columns there are; off, on: how many this step computed without the cache, and with it
  */
 export const drawBelow = remember((marks, same, length, off, on, from) => {

@@ -1,16 +1,16 @@
-// How much work so far, of the cache and without: counts with their pictures, and how far and how fast both are.
+// The work so far, with and without the cache: counts with their pictures, and how far and how fast both are.
 import { $, blank, colour, inEnglish, remember } from "./draw.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
 const times = (factor) => `${factor < 9.95 && factor > 1 ? factor.toFixed(1) : Math.round(factor)}×`;
 
-/** Draw the columns that each step computed, a row per step: without the cache a triangle, with it a line. */
+/** Draw the columns that each step computed, one row per step: without the cache a triangle, with it a line. */
 function drawSteps(name, rows, given, most) {
   const { context, width, height } = blank($(`steps-${name}`));
   const [x, y] = [width / most, height / most];
   context.fillStyle = colour(name);
   rows.forEach((count, step) => {
-    const end = given + step; // the columns of the text before this step's character
+    const end = given + step; // columns of the text before this step's character
     context.fillRect((end - count) * x, step * y, Math.max(count * x, 2), Math.max(y, 1) + 0.5);
   });
   const shape = name === "off" ? "A triangle: each step computes all columns" : "A line: each step computes one column";
@@ -35,8 +35,8 @@ export const drawSums = remember((run, blockSize, parameters) => {
   $("factor").textContent = times(less);
   const faster = times(without.ms / withIt.ms);
   const guess = run.racing ? `You guessed ${run.racing}×. ` : "";
-  const why = `${guess}With the cache it is ${faster} as fast here, not ${times(less)}. Each step has a fixed price: it
+  const why = `${guess}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: it
     reads all ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns
-    share that price. With it, one column pays it alone.`;
+    share that cost. With it, one column bears it alone.`;
   $("speeds").textContent = same > 1 && same === request.steps ? why : "";
 });

@@ -1,18 +1,18 @@
-// The whole text. A character is an element, so that it can be pointed at, marked and clicked.
+// The whole text. Each character is an element, so that it can be pointed at, marked and clicked.
 import { $, classes, element, glyph, onForget, remember } from "./draw.js";
 
 let drawn = []; // the ids that have an element
-let paired = false; // whether they stand below the right ones
+let paired = false; // whether they are below the right ones
 let shown; // the character that the pane was scrolled to
-onForget(() => (shown = undefined)); // the lines are broken elsewhere
+onForget(() => (shown = undefined)); // the line breaks may have moved
 $("text").onscroll = ({ target }) => target.classList.toggle("cut", target.scrollTop > 0);
 
-/** Draw the text of what is on the stage: { ids, fed, right }. The newest character and the one that follows look as in
- *  the strip. With `right`, the ids of the right text, each of them stands above the character in its place.
+/** Draw the text of what is on the stage: { ids, fed, right }. The newest character and the one after it look as in the
+ *  strip. `right` holds the ids of the right text, if any: each is shown above the character in the same place.
  *
  *  given   how many of the ids are the prompt
  *  behind  the index of the newest character of the text without the cache, if that is behind, else null
- *  wrong, marked  the index of the first wrong character, and of the one that the reader marks, or null
+ *  wrong, marked  the index of the first wrong character, and of the one that the reader marked, or null
  */
 export const drawText = remember((chars, { ids, fed, right }, given, behind, wrong, marked) => {
   const pane = $("text");
@@ -42,7 +42,7 @@ export const drawText = remember((chars, { ids, fed, right }, given, behind, wro
 
 const inOneLine = (char) => (char === "\n" ? glyph(char) : char);
 
-/** Return the index of the character that a pointer event is about, or null. */
+/** Return the index of the character at a pointer event, or null. */
 export function characterAt(event) {
   const index = [...$("text").children].indexOf(event.target);
   return index < 0 ? null : index;
