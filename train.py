@@ -147,7 +147,9 @@ class StopSignals:
 
     def receive(self, signum, frame):
         self.received = self.received or signum
-        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun forwards a Ctrl-C that every process got already
+        if (
+            signum == signal.SIGINT and not torchrun_ranks()
+        ):  # torchrun forwards a Ctrl-C that every process got already
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -188,7 +190,9 @@ def train(config, data, state, ranks, run, meter, signals):
         elif saving:  # the loss above is from before the update, which may have broken the weights
             val_loss(config, data, state, ranks, limit=config.block_size + 1)
         if ranks.is_main:
-            run.log(row | {"seconds": meter.seconds()})  # before last.pt, because a resume drops the rows after its step
+            run.log(
+                row | {"seconds": meter.seconds()}
+            )  # before last.pt, because a resume drops the rows after its step
             if saving:
                 run.save_latest(state)
             if config.plot and evaluating:
@@ -268,7 +272,9 @@ def setup(flags, ranks, run):
     else:
         config.threads, cores = config.threads or torch.get_num_threads(), os.cpu_count()
         if "threads" not in flags and cores and config.threads > cores:
-            note(f"the run uses {config.threads} threads, but this machine has {cores} cores: --threads {cores} is faster")
+            note(
+                f"the run uses {config.threads} threads, but this machine has {cores} cores: --threads {cores} is faster"
+            )
     if config.threads:
         torch.set_num_threads(config.threads)
 

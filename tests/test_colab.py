@@ -221,7 +221,10 @@ def test_with_an_address_the_first_cell_fetches_the_code_and_an_upload_is_found(
         subprocess.run([*git, *command], check=True)
     (tmp_path / "colab").mkdir()
     shutil.copy(ROOT / "data" / "sample.txt", tmp_path / "colab" / "mine.txt")
-    answers = [('REPO = ""', f"REPO = {(tmp_path / 'origin').as_uri()!r}"), ('TEXT_FILE = ""', 'TEXT_FILE = "mine.txt"')]
+    answers = [
+        ('REPO = ""', f"REPO = {(tmp_path / 'origin').as_uri()!r}"),
+        ('TEXT_FILE = ""', 'TEXT_FILE = "mine.txt"'),
+    ]
     text = printed(execute(tmp_path / "colab", answers, only=["setup", "model", "prepare"], timeout=100))
     assert text["model"] == printed(nbformat.read(NOTEBOOK, 4))["model"]
     assert "characters to learn from" in text["prepare"]

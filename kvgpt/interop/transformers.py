@@ -156,9 +156,7 @@ class HuggingFaceGPT(nn.Module):
         except ImportError:
             raise ValueError("transformers is not installed: pip install transformers") from None
         if not Path(folder, "config.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} has no config.json: pass the folder of a transformers model as --ckpt"
-            )
+            raise FileNotFoundError(f"{folder} has no config.json: pass the folder of a transformers model as --ckpt")
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         options = dict(local_files_only=True, trust_remote_code=False)  # refuse a model that brings its own code
