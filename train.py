@@ -147,9 +147,7 @@ class StopSignals:
 
     def receive(self, signum, frame):
         self.received = self.received or signum
-        if (
-            signum == signal.SIGINT and not torchrun_ranks()
-        ):  # torchrun forwards a Ctrl-C that every process got already
+        if signum == signal.SIGINT and not torchrun_ranks():  # torchrun forwards a Ctrl-C that we got already
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -190,9 +188,7 @@ def train(config, data, state, ranks, run, meter, signals):
         elif saving:  # the loss above is from before the update, which may have broken the weights
             val_loss(config, data, state, ranks, limit=config.block_size + 1)
         if ranks.is_main:
-            run.log(
-                row | {"seconds": meter.seconds()}
-            )  # before last.pt, because a resume drops the rows after its step
+            run.log(row | {"seconds": meter.seconds()})  # before last.pt, because a resume drops rows after its step
             if saving:
                 run.save_latest(state)
             if config.plot and evaluating:
@@ -273,7 +269,7 @@ def setup(flags, ranks, run):
         config.threads, cores = config.threads or torch.get_num_threads(), os.cpu_count()
         if "threads" not in flags and cores and config.threads > cores:
             note(
-                f"the run uses {config.threads} threads, but this machine has {cores} cores: --threads {cores} is faster"
+                f"{config.threads} threads are more than the {cores} cores of this machine: --threads {cores} is faster"
             )
     if config.threads:
         torch.set_num_threads(config.threads)

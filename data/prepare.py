@@ -152,11 +152,7 @@ def parse_args():
     task.add_argument("--url", help="download this UTF-8 text instead of tiny Shakespeare")
     task.add_argument("--hold_out", action="store_true", help="split the training text in DIR again, into DIR/dev")
     parser.add_argument(
-        "--data_dir",
-        type=path,
-        default=str(HERE),
-        metavar="DIR",
-        help="where to write (default: the folder of this script)",
+        "--data_dir", type=path, default=str(HERE), metavar="DIR", help="where to write (default: this script's folder)"
     )
     parser.add_argument(
         "--tokenizer",

@@ -151,7 +151,7 @@ class TrainConfig:
     ngram_targets: float | None = flag(
         None,
         number(float, "[0, 1]"),
-        "weight of n-grams in the targets at the first step; falls to half of it",
+        "weight of n-grams in the targets at the first step; halves by the end",
         none="off",
     )
     mtp_weight: float | None = flag(
@@ -172,9 +172,7 @@ class TrainConfig:
     beta1: float = flag(0.9, fraction, "AdamW's beta1")
     beta2: float = flag(0.99, fraction, "AdamW's beta2")
     grad_clip: float = flag(1.0, rate, "largest norm of the gradient; 0 turns clipping off")
-    patience: int | None = flag(
-        None, positive, "stop after this many evaluations without a better val loss", none="off"
-    )
+    patience: int | None = flag(None, positive, "stop after N evaluations without a better val loss", none="off")
     # system
     seed: int = flag(1337, number(int, f"[0, {2**63})"), "seed of weights, batches and dropout")
     device: str = flag("auto", str, "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")

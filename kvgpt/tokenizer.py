@@ -17,9 +17,7 @@ class CharTokenizer:
         self.vocab = chars
         self.ids = {char: i for i, char in enumerate(chars)}
         if not chars or len(self.ids) < len(chars):
-            raise ValueError(
-                f"the vocabulary is damaged: of its {len(chars)} characters only {len(self.ids)} are distinct"
-            )
+            raise ValueError(f"the vocabulary is damaged: of {len(chars)} characters only {len(self.ids)} are distinct")
         self.default_prompt = "\n" if "\n" in self.ids else chars[0]
 
     def encode(self, text):

@@ -26,9 +26,7 @@ class RunFolder:
         try:
             self.lock_file = self.lock_file or lock_folder(self.path)
         except BlockingIOError:
-            raise ValueError(
-                f"another run is writing to {self.path}: stop it, or choose a different --out_dir"
-            ) from None
+            raise ValueError(f"another run is writing to {self.path}: stop it, or change --out_dir") from None
 
     def begin(self, step, header, bits_per_byte):
         """Prepare for a run that starts at `step`. At step 0, move an earlier run in the folder out of the way.
