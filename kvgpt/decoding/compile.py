@@ -59,7 +59,7 @@ REPEATED = (
     "sample_token",
     "gumbel_noise",
 )
-MODEL_SHA256 = "26e863cdfe57319bb400898f6926956f17c53c2f998139007d865b2f9bf4fb72"
+MODEL_SHA256 = "b4a9c3a5779afc6d816e8ca0aa9c3495cccc934e9ad4afc6b42edb3cf56fba83"
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 
