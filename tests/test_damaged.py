@@ -105,7 +105,7 @@ def without_metadata(files):
 DAMAGES = [
     # what is read, the damage, a word of the message
     ("ckpt.pt", bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
-    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "no checkpoint"),
+    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "not a checkpoint"),
     ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
     ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
     ("ckpt.pt", entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),

@@ -110,7 +110,7 @@ def export_hf(model, tokenizer, folder):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows cannot delete a mapped file
         # the folder of transformers
         made, ids = Path(made), own_text(model)
-        note(f"writing {folder} for transformers")
+        print(f"{folder}: writing it for transformers", flush=True)
         with one_line_errors():
             write_folder(model, tokenizer, made)
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
@@ -128,7 +128,7 @@ def export_hf(model, tokenizer, folder):
 
         # the graph
         if fits_one_file(model):
-            note(f"writing {folder / GRAPH}, which takes longest")
+            print(f"{folder / GRAPH}: exporting it, which takes longest", flush=True)
             (made / GRAPH).parent.mkdir()
             write_onnx(model, tokenizer, made / GRAPH)
             compare_onnx(made / GRAPH, model, ids)

@@ -151,7 +151,7 @@ def test_the_check_of_an_export_finds_another_model(exported, capsys):
         other.transformer["wte"].weight[3] += 1e-2
     with pytest.raises(SystemExit):
         compare_onnx(file, other, own_text(other))
-    assert "model.onnx is not the model" in capsys.readouterr().err
+    assert "model.onnx differs from the model" in capsys.readouterr().err
 
 
 # -- run by our own loop -----------------------------------------------------------------------------------------------
