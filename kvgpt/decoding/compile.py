@@ -36,6 +36,8 @@ SOURCE = Path(__file__).with_name("step.c")
 # A DLL linked with -static does not need those of MinGW.
 SUFFIX, LINK = (".dll", "-static") if os.name == "nt" else (".so", "-fPIC")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-pthread", LINK]
+# GCC assumes that Windows aligns the stack for AVX, which crashes (GCC bug 54412). Its assembler can repair that.
+UNALIGNED = "-Wa,-muse-unaligned-vector-move"
 # Multiply-adds per thread in a step without guesses. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
 # We feed a guess only if it and all guesses before it are right with at least this probability. In a small model, whose
@@ -419,6 +421,8 @@ def find_compiler():
             except (OSError, subprocess.TimeoutExpired):
                 break
             if target.returncode == 0:
+                if b"__MINGW32__" in target.stdout and b"__clang__" not in target.stdout:
+                    command.append(UNALIGNED)
                 return [command, name], target.stdout
     raise CompileError("no C compiler works here: install gcc or clang, or name one in $CC")
 

@@ -74,6 +74,7 @@ typedef struct {
  * core, the two wait for each other until the kernel balances the load, milliseconds later. So during a run the caller
  * stays on its core, and the other threads stay off it. */
 static void part_cores(Pool *pool) {
+    (void)pool; /* unused elsewhere than on Linux */
 #ifdef __linux__
     cpu_set_t own, others;
     CPU_ZERO(&own);
@@ -88,6 +89,7 @@ static void part_cores(Pool *pool) {
 
 /* Let the caller use all of its cores again. */
 static void join_cores(const Pool *pool) {
+    (void)pool;
 #ifdef __linux__
     sched_setaffinity(0, sizeof pool->all, &pool->all);
 #endif

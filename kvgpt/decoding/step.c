@@ -228,8 +228,8 @@ typedef struct { /* what a tile of a product reads and writes: K inputs per toke
 
 INLINE void tile_of_rows(int tokens, int strands, const Tile *t) {
     vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS] = {{{0}}}, w[ONE_TOKEN_STRANDS];
-    int k = 0;
-    for (; k + LANES <= t->K; k += LANES) {
+    const int whole = t->K / LANES * LANES; /* inputs that fill vectors */
+    for (int k = 0; k < whole; k += LANES) {
         for (int s = 0; s < strands; s++) {
             const float *row = (const float *)(t->weight + s * STRAND(t->K)) + k;
             __builtin_prefetch((const char *)row + strands * STRAND(t->K), 0, 2); /* for the next tile */
@@ -244,7 +244,7 @@ INLINE void tile_of_rows(int tokens, int strands, const Tile *t) {
         for (int s = 0; s < strands; s++) {
             const float *row = (const float *)(t->weight + s * STRAND(t->K));
             float sum = total(sums[i][s]) + (t->bias ? t->bias[s] : 0);
-            for (int rest = k; rest < t->K; rest++) sum += t->x[i * t->ldx + rest] * row[rest];
+            for (int k = whole; k < t->K; k++) sum += t->x[i * t->ldx + k] * row[k];
             t->y[i * t->ldy + s] = t->residual ? sum + t->residual[i * t->ldy + s] : sum;
         }
 }
@@ -361,10 +361,11 @@ INLINE void layer_norm(const float *x, Params params, float *y, int n) {
 
 /* Rotary position embedding; `rotate` in model.py. */
 INLINE void rotate(float *x, const float *cos, const float *sin) {
-    float swapped[HEAD_SIZE];
-    memcpy(swapped, x + HEAD_SIZE / 2, HEAD_SIZE / 2 * sizeof(float));
-    memcpy(swapped + HEAD_SIZE / 2, x, HEAD_SIZE / 2 * sizeof(float));
-    for (int i = 0; i < HEAD_SIZE; i++) x[i] = x[i] * cos[i] + swapped[i] * sin[i];
+    for (int i = 0, j = HEAD_SIZE / 2; i < HEAD_SIZE / 2; i++, j++) {
+        float first = x[i], second = x[j];
+        x[i] = first * cos[i] + second * sin[i];
+        x[j] = second * cos[j] + first * sin[j];
+    }
 }
 
 /* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. `weights`
@@ -384,7 +385,7 @@ static void attend(const float *q, const float *key, const float *value, int slo
         sums += w;
     }
     float scale_y = 1 / total(sums);
-    /* sums of the values, CHAINS per vector, because an addition waits four cycles for the one before it */
+    /* sums of the values, CHAINS per vector, because each addition waits four cycles for the one before it */
     enum { VECTORS = HEAD_SIZE / LANES, CHAINS = VECTORS < 4 ? 4 : 1 };
     vec chains[CHAINS][VECTORS + 1] = {{{0}}};
     int s = 0;
@@ -419,16 +420,16 @@ INLINE vec activate(vec x) {
 #endif
 }
 
-/* Feed the tokens of the group: write their keys and values into the caches, and the logits of the picks. */
-static void forward(const Worker *w) {
 /* Feed the group's tokens: write their keys and values to the caches, and compute the logits of the picks. */
+static void forward(const Worker *w) {
+    Group *g = w->group;
     const Model *m = w->model;
     const int n = g->n;
     Rows x = {g->x, N_EMBD, X}, qkv = {g->qkv, C_ATTN, QKV}, y = {g->y, N_EMBD, X}, fc = {g->fc, C_FC, FC};
     Rows in = {w->in, N_EMBD, X}, hidden = {w->hidden, HIDDEN, H}, logits = {g->logits, VOCAB_SIZE, V};
     const float *residual = POST_LN ? in.data : x.data;
 
-    /* a block in int8 may go beyond the end of a row, where its weights are 0, but 0 times a NaN is NaN */
+    /* a block in int8 may reach past the end of a row. Its weights there are 0, but 0 times a NaN is NaN */
     for (int i = 0; i < n; i++)
         for (int c = N_EMBD; c < X; c++) in.data[i * X + c] = 0;
 
@@ -444,7 +445,7 @@ static void forward(const Worker *w) {
 
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
-        /* queries, keys and values. Every part computes the norms for itself, which is faster than waiting for them */
+        /* queries, keys and values. Every part computes all norms, which is faster than waiting for them */
         for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
         matmul(w, n, in, layer->c_attn, NULL, qkv);
         barrier(&g->barrier);
