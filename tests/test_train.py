@@ -275,7 +275,7 @@ MISTAKES = [  # flags, and what the line says
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--init_from out/none", "out/none is not a Hugging Face folder"),
     ("--data_dir none", "meta.json is missing; run python data/prepare.py first"),
-    ("--data_dir train.py", "cannot read the data: train.py"),
+    ("--data_dir train.py", "data: train.py"),  # "cannot read the data" on Unix, "no data" on Windows
     ("--plot", "pip install matplotlib"),
 ]
 

@@ -1,7 +1,7 @@
-"""The step in C: step.c, compiled for the shape of a model, with its weights in the structures that step.c reads.
+"""The decode step in C: compiles step.c for the shape of a model, and packs its weights into the structures it reads.
 
-The program depends on the shape and not on the weights, so we keep it beside Python's own compiled files, and the next
-model of that shape starts at once.
+The program depends on the shape and not on the weights. We keep it next to Python's own compiled files, so the next
+model of the same shape starts at once.
 """
 
 import ast
@@ -33,19 +33,23 @@ from kvgpt.decoding.quantize import BLOCK, quantize
 from kvgpt.files import sha256
 
 SOURCE = Path(__file__).with_name("step.c")
-FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
-# Multiply-adds per thread, in a step without guesses. With fewer, waiting for a thread costs more than it saves.
+# A DLL linked with -static does not need those of MinGW.
+SUFFIX, LINK = (".dll", "-static") if os.name == "nt" else (".so", "-fPIC")
+FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-pthread", LINK]
+# GCC assumes that Windows aligns the stack for AVX, which crashes (GCC bug 54412). Its assembler can repair that.
+UNALIGNED = "-Wa,-muse-unaligned-vector-move"
+# Multiply-adds per thread in a step without guesses. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
-# We feed a guess only if it and all before it are right with at least this probability. In a small model, whose
-# weights stay in the cache of a core, a further row costs half as much as the first, and in a larger one less.
+# We feed a guess only if it and all guesses before it are right with at least this probability. In a small model, whose
+# weights stay in the cache of a core, each further row costs half as much as the first. In a larger one it costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
-# From this number of parameters on, the step reads the model's own weights and no packed copy. A step is then one read
-# of the memory, which is as fast in either order.
+# From this many parameters on, the step reads the model's own weights instead of a packed copy. A step is then one pass
+# over memory, which is equally fast in either order.
 LARGE = 2**25
 
-# step.c is these functions of model.py rewritten in C. No comparison of numbers could promise that the two agree,
-# because a difference may show only far into a text. So step.c belongs to one version of them, and after an edit we
-# decode without it. When you have changed both, test_compile.py tells you the new hash.
+# step.c is these functions of model.py rewritten in C. Comparing outputs could not prove that the two agree, because a
+# difference may show only late in the text. So step.c belongs to one version of them, and if they have changed we
+# decode without it. After you change both, test_compile.py tells you the new hash.
 REPEATED = (
     "KVCache.update",
     "KVCache.mask",
@@ -64,21 +68,22 @@ LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 
 class CompileError(RuntimeError):
-    """We cannot compile the step in C here, or it would compute a different network. The text is one line."""
+    """The step in C does not compile here, or would compute a different network. The message is one line."""
 
 
 def compile_step(model, num_drafts, table, weights="float32"):
-    """Compile the step for the model's shape, or load it, and bring the model's weights into its order.
+    """Compile or load the step for the model's shape, and pack the model's weights for it.
 
-    weights  "float32", or "int8" for a model of round_weights
+    weights  "float32", or "int8" for a model from round_weights
     Returns bind(state), which makes a cache and returns two functions:
-    run(max_steps, active)          appends tokens to the rows of `state`, of which `active` are below their limits, in
-                                    up to max_steps steps; returns the numbers of steps, guesses offered and accepted
-    copy_slots(first, rows, slots)  copies the first slots of the cache of a row to other rows
+    run(max_steps, active)          runs up to max_steps steps, each of which appends tokens to the rows of `state`.
+                                    `active` is the number of rows below their limits. Returns how many steps ran, and
+                                    how many guesses were offered and accepted
+    copy_slots(first, rows, slots)  copies the first slots of one row's cache to other rows
 
-    Below LARGE parameters we copy all weights, so later changes of the model have no effect. A larger model is read
-    where it lies, apart from matrices in int8. Then `run` raises RuntimeError if a parameter has changed since. It
-    cannot notice a change through `.data` or NumPy, of which PyTorch keeps no record.
+    Below LARGE parameters we copy all weights, so later changes to the model have no effect. A larger model is read in
+    place, except for int8 matrices, and `run` raises RuntimeError if a parameter has changed. It cannot notice changes
+    through `.data` or NumPy, which PyTorch does not track.
     Raises CompileError.
     """
     check_model(model)
@@ -94,7 +99,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
     in_use = list(model.parameters()) if large else []
     before = versions(in_use)
     pool = Pool(library, torch.get_num_threads())
-    spare = []  # the caches of ended generations, used again because the pages of a new one take time
+    spare = []  # caches of finished generations, reused because touching the pages of a new one takes time
 
     def bind(state):
         B = len(state.end)
@@ -127,7 +132,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
 
 @contextmanager
 def one_thread():
-    """Run torch on one thread inside the block, because its others would spin on, on cores that our own need next."""
+    """Run torch on one thread inside the block. Its other threads would keep spinning on cores that ours need next."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -137,7 +142,7 @@ def one_thread():
 
 
 def versions(tensors):
-    """Return what is different after somebody has written to one of the tensors or has moved it."""
+    """Return a value that changes when one of the tensors is written to or moved."""
     return [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
 
 
@@ -158,20 +163,20 @@ class Pool:
         weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
 
     def decode(self, net, cache, state, table, B, threads, by_rows, max_steps, num_drafts):
-        """Call `decode` of step.c. Returns the numbers of steps, guesses offered and guesses accepted."""
+        """Call `decode` of step.c. Returns how many steps ran, and how many guesses were offered and accepted."""
         structs = (self.address, ctypes.byref(net), cache, ctypes.byref(state), table and ctypes.byref(table))
         counters = (ctypes.c_int64 * 3)()
-        with self.lock:  # one call at a time has the threads
+        with self.lock:  # the threads serve one call at a time
             failed = self.library.decode(*structs, B, threads, int(by_rows), max_steps, num_drafts, counters)
         if failed:
-            raise MemoryError("the step in C needs more memory than there is")
+            raise MemoryError("the step in C ran out of memory")
         return list(counters)
 
 
 def end_threads(library, address, lock, pid):
-    """End the threads after the call that uses them, if any. A daemon thread may call while the interpreter ends."""
+    """End the threads once no call uses them. A daemon thread may still be in a call while the interpreter exits."""
     if pid == os.getpid():  # a child of os.fork() has no such threads
-        lock.acquire()  # and keep it: a later call would have no threads, so it waits until the process is gone
+        lock.acquire()  # and never release it: a later call would find no threads, so it waits until the process exits
         library.stop_threads(address)
 
 
@@ -179,21 +184,21 @@ def end_threads(library, address, lock, pid):
 
 
 class Struct(ctypes.Structure):
-    """A structure in C, made from the values of all its fields: see as_c. It keeps the tensors among them alive."""
+    """A structure in C, made from the values of all its fields: see as_c. Keeps the tensors among them alive."""
 
     def __init__(self, **values):
         names = [name for name, _ in self._fields_]
-        if sorted(names) != sorted(values):  # ctypes itself takes any names
+        if sorted(names) != sorted(values):  # ctypes itself accepts any names
             raise TypeError(f"{type(self).__name__} has the fields {names}, not {list(values)}")
         super().__init__(**{name: as_c(x) for name, x in values.items()})
         self.values = values
 
 
 def as_c(x):
-    """Return a tensor's address, or a list of Structs as an array. A Struct stays one, and None is NULL."""
+    """Return the address of a tensor, an array for a list of Structs, and anything else unchanged. None is NULL."""
     if isinstance(x, torch.Tensor):
         if not x.is_contiguous():
-            raise TypeError("step.c knows no strides: the tensor must be contiguous")
+            raise TypeError("step.c does not know strides: the tensor must be contiguous")
         return x.data_ptr()
     return (type(x[0]) * len(x))(*x) if isinstance(x, list) else x
 
@@ -236,7 +241,7 @@ def model_struct(n_layer):
 
 
 def check_sizes(library, *structs):
-    """Raise TypeError if our structures have other sizes than those of step.c, which would read beyond them."""
+    """Raise TypeError if a structure differs in size from its counterpart in step.c, which would read past its end."""
     theirs = list((ctypes.c_size_t * len(structs)).in_dll(library, "struct_sizes"))
     for struct, size in zip(structs, theirs):
         if ctypes.sizeof(struct) != size:
@@ -251,11 +256,11 @@ def check_model(model):
     config, blocks = model.config, model.transformer["h"]
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
-            held = f"{p.dtype} on {p.device.type}"
-            raise CompileError(f"the step in C runs on CPUs in float32, and this model is in {held}")
+            found = f"{p.dtype} on {p.device.type}"
+            raise CompileError(f"the step in C runs in float32 on the CPU, and this model is in {found}")
     check_modules(model)
     if len(blocks) != config.n_layer:
-        raise CompileError(f"the model has {len(blocks)} layers, and its config says n_layer={config.n_layer}")
+        raise CompileError(f"the model has {len(blocks)} layers, but its config says n_layer={config.n_layer}")
     heads = (config.n_head, config.num_kv_heads, config.head_size, config.qk_norm)
     mlp = (config.activation == "swiglu", "tanh" if config.activation == "gelu_tanh" else "none")
     for block in blocks:
@@ -264,11 +269,11 @@ def check_model(model):
         if made != heads + mlp or block.norm_first != config.norm_first:
             raise CompileError("the model has a layer that does not fit its config")
     if model_sha256() != MODEL_SHA256:
-        raise CompileError("model.py has changed, and step.c still computes the old one")
+        raise CompileError("model.py has changed, and step.c still computes the old version")
 
 
 def check_modules(model):
-    """Raise CompileError for what no source tells: foreign layers, their settings, hooks and patched methods."""
+    """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
     known = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP, model_py.Head, *LAYERS)
     hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
     for module in model.modules():
@@ -277,11 +282,11 @@ def check_modules(model):
             raise CompileError(f"step.c cannot compute {kind.__name__}, which is not in model.py")
         methods = [name for name in vars(module) if callable(getattr(kind, name, None))]
         if methods:
-            raise CompileError(f"step.c cannot compute a {kind.__name__} with a {methods[0]} of its own")
+            raise CompileError(f"step.c cannot compute a {kind.__name__} with a patched {methods[0]}")
         if kind is nn.LayerNorm and (module.eps != 1e-5 or module.weight is None):
             raise CompileError(f"step.c cannot compute {module}: it needs eps=1e-05 and a weight")
         if kind is nn.Embedding and module.max_norm is not None:
-            raise CompileError(f"step.c cannot compute {module}: it knows no max_norm")
+            raise CompileError(f"step.c cannot compute {module}: it does not implement max_norm")
         hooks += [module._forward_hooks, module._forward_pre_hooks]
     if any(hooks):
         raise CompileError("step.c cannot compute a model with forward hooks")
@@ -291,14 +296,14 @@ def check_modules(model):
 
 
 def code_of(function):
-    """Return the code that runs when somebody calls `function`. Raises CompileError if it is not written in Python."""
+    """Return the code that a call of `function` runs. Raises CompileError if it is not written in Python."""
     if not isinstance(function, types.FunctionType):
         raise CompileError(f"step.c cannot compute {function!r:.100}, which has no source")
-    return function.__code__  # that of a wrapper, too, where inspect.getsource shows what it wraps
+    return function.__code__  # a wrapper's own code, while inspect.getsource shows what it wraps
 
 
 def model_sha256():
-    """Return the hash of what REPEATED names at this moment. Raises CompileError if some of it has no source."""
+    """Return the hash of the functions that REPEATED names now. Raises CompileError if one of them has no source."""
     return sha256("\n".join(source_lines(attrgetter(name)(model_py)) for name in REPEATED).encode())
 
 
@@ -310,12 +315,12 @@ def source_lines(function):
     except (OSError, SyntaxError, tokenize.TokenError):
         raise CompileError(f"step.c cannot compute {function.__qualname__}, whose source is unknown") from None
     lines = source.split("\n")
-    # We use only the places of comments, because Python 3.12 divides an f-string into other tokens than 3.11.
+    # From the tokens we use only the positions of comments, because Python 3.12 splits f-strings differently from 3.11.
     for token in tokens:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    lines = [line.encode() for line in lines]  # because ast counts bytes
+    lines = [line.encode() for line in lines]  # ast counts bytes
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             doc = node.body[0]
@@ -328,7 +333,7 @@ def source_lines(function):
 
 
 def shape_macros(model, min_chance, layout):
-    """Return the macros of step.c for the shape of the model. layout: rows, panels or int8_panels."""
+    """Return the macros that tell step.c the shape of the model. layout: rows, panels or int8_panels."""
     config = model.config
     return dict(
         N_LAYER=config.n_layer,
@@ -353,36 +358,40 @@ def shape_macros(model, min_chance, layout):
 def load_library(macros):
     """Return step.c, compiled with these macros. Raises CompileError.
 
-    Its file name has two hashes: one of all that shapes the program, by which we find it again, and one of its content,
-    because a damaged program could do anything.
+    The file name contains two hashes. We find the program by the hash of everything that shapes it. The hash of its
+    content shows that it is whole, because a damaged program could do anything.
     """
-    command, target = find_compiler()
-    command = [*command, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
+    commands, target = find_compiler()
+    flags = [*FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
     sources = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.[ch]"))]  # step.c and what it includes
-    folder, key = SOURCE.parent / "__pycache__", sha256(repr((command, target, sources)).encode())
-    for file in folder.glob(f"step-{key}-*.so"):
+    folder, key = SOURCE.parent / "__pycache__", sha256(repr((commands, target, flags, sources)).encode())
+    for file in folder.glob(f"step-{key}-*{SUFFIX}"):
         with suppress(OSError):
             if file.stem.endswith(sha256(file.read_bytes())):
                 return open_library(file)
 
     began = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-            made = Path(temporary) / "step.so"
-            done = subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, timeout=120)
-            if done.returncode:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:  # Windows keeps what is loaded
+            made = Path(temporary) / f"step{SUFFIX}"
+            for command in commands:
+                command = [*command, *flags, str(SOURCE), "-o", str(made), "-lm"]
+                done = subprocess.run(command, capture_output=True, timeout=120)
+                if done.returncode == 0:
+                    break
+            else:
                 lines = done.stderr.decode("utf-8", "replace").splitlines()
-                why = next((line.strip() for line in lines if "error" in line), f"exit code {done.returncode}")
-                raise CompileError(f"{command[0]} cannot compile the step in C ({why[:200]})")
+                why = next((line.strip() for line in lines if "error" in line.lower()), f"exit code {done.returncode}")
+                raise CompileError(f"{' '.join(commands[-1])} cannot compile the step in C ({why[:200]})")
             program = made.read_bytes()
             library = open_library(made)
-    except (OSError, subprocess.TimeoutExpired) as error:  # no folder that programs may run from, or a compiler hangs
+    except (OSError, subprocess.TimeoutExpired) as error:  # no program may run from that folder, or the compiler hangs
         raise CompileError(f"the step in C cannot be compiled or loaded ({error})") from None
-    with suppress(OSError):  # a folder that cannot be written: compile again next time
+    with suppress(OSError):  # if the folder cannot be written, we compile again next time
         folder.mkdir(exist_ok=True)
         partial = folder / f"step-{key}.{os.getpid()}"
         partial.write_bytes(program)
-        os.replace(partial, folder / f"step-{key}-{sha256(program)}.so")  # whole, because another process may read it
+        os.replace(partial, folder / f"step-{key}-{sha256(program)}{SUFFIX}")  # whole, as another process may read it
     print(f"--compile: compiled the step in C in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     return library
 
@@ -397,19 +406,24 @@ def open_library(file):
 
 @lru_cache
 def find_compiler():
-    """Return the command of a C compiler for this chip, and the macros that it defines, which name chip and version.
+    """Return the commands of a C compiler, for this chip and for any, and the macros that identify chip and version.
 
-    If $CC is set, we try no other. Raises CompileError.
+    A compiler may accept the chip while its assembler does not, so load_library tries both commands. If $CC is set, we
+    try no other compiler. Raises CompileError.
     """
-    for name in [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]:
-        for chip in ("-march=native", "-mcpu=native"):  # Clang on ARM knows the second
-            command = [*name.split(), chip]
+    cc = os.environ.get("CC")
+    names = [cc.split()] if cc else [["cc"], ["gcc"], ["clang"], [sys.executable, "-m", "ziglang", "cc"]]
+    for name in names:
+        for chip in (["-march=native"], ["-mcpu=native"], []):  # Clang on ARM knows the second, GCC on RISC-V neither
+            command = [*name, *chip]
             try:
                 target = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, timeout=30)
             except (OSError, subprocess.TimeoutExpired):
                 break
             if target.returncode == 0:
-                return command, target.stdout
+                if b"__MINGW32__" in target.stdout and b"__clang__" not in target.stdout:
+                    command.append(UNALIGNED)
+                return [command, name], target.stdout
     raise CompileError("no C compiler works here: install gcc or clang, or name one in $CC")
 
 
@@ -420,7 +434,7 @@ def pack_weights(model, struct, layout, copy):
     """Return the weights as `struct`, the Model of step.c.
 
     layout  for the Linear layers, see below
-    copy    whether to copy all else, too
+    copy    whether to copy everything else too
     Raises CompileError for a weight whose shape does not fit the config.
     """
     net, blocks, config = model.transformer, model.transformer["h"], model.config
@@ -428,7 +442,7 @@ def pack_weights(model, struct, layout, copy):
 
     def check(x, *shape):
         if x is not None and x.shape != shape:
-            raise CompileError(f"the model has a weight of {tuple(x.shape)}, and its config says {shape}")
+            raise CompileError(f"the model has a weight of shape {tuple(x.shape)}, but its config says {shape}")
 
     def own(x, *shape):
         check(x, *shape)
@@ -469,7 +483,7 @@ def pack_weights(model, struct, layout, copy):
     )
 
 
-# A layout returns the weight and the bias of a Linear layer as step.c reads them: see Weight there.
+# A layout returns the weight and the bias of a Linear layer as step.c reads them; step.c describes the three kinds.
 
 
 def rows(layer, lanes):
@@ -488,12 +502,12 @@ def int8_panels(layer, lanes):
         words = whole_panels(numbers, lanes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)
         return torch.cat((scales, words.flatten(2)), 2)  # (panels, blocks, bytes of a block)
 
-    pieces = layer.weight.detach().split(4096)  # because this takes a few times their memory
+    pieces = layer.weight.detach().split(4096)  # because packing needs a few times their memory
     return torch.cat([pack(rows) for rows in pieces]), whole_bias(layer, lanes)
 
 
 def whole_panels(x, lanes):
-    """Return x `(N, ...)` as `(panels, lanes, ...)`, with zeros after it that fill the last panel."""
+    """Return x `(N, ...)` as `(panels, lanes, ...)`. Zeros fill the last panel."""
     padding = [0, 0] * (x.dim() - 1) + [0, -len(x) % lanes]
     return F.pad(x, padding).unflatten(0, (-1, lanes))
 

@@ -1,4 +1,4 @@
-/* Threads that wait for work, and the barrier where those that share some work meet. */
+/* Threads that wait for work, and the barrier where threads that share work meet. */
 
 #ifdef __linux__
 #define _GNU_SOURCE /* for sched_getcpu */
@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LOOKS 500000 /* at a barrier before a thread sleeps: for longer than another one takes to wake up */
+#define LOOKS 500000 /* at a barrier before a thread sleeps, which takes longer than waking another thread */
 
 typedef struct {
     int threads;
@@ -25,8 +25,17 @@ static void make_barrier(Barrier *b, int threads) {
     pthread_cond_init(&b->next_round, NULL);
 }
 
-/* Wait until all threads are here. On an idle machine the others come within microseconds, so we look again and again.
- * If they do not, another process must have taken a core from one of them, and we sleep and leave it ours. */
+/* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we keep looking. If
+ * they do not, another process must have taken the core of one of them, so we sleep and leave it ours.
+ *
+ * A chip such as ARM may show a thread's writes to the others late and out of order. Why does everybody see them here?
+ * - Each thread releases its writes with atomic_fetch_add on `waiting`. These additions form a chain, so that of the
+ *   last thread acquires the writes of all. It releases them with `round`, where the others acquire them.
+ * - It resets `waiting` before it changes `round`, so a thread that sees the new round counts from 0.
+ * - Nobody misses the wake-up. A thread counts itself in `sleeping` before it looks at `round`, and the last thread
+ *   changes `round` before it looks at `sleeping`. All four are sequentially consistent, so at least one of them sees
+ *   the other. From that look until it sleeps, the thread holds the mutex, so the wake-up cannot come in between.
+ * ThreadSanitizer, which test_compile.py runs, checks the first two by the rules of C, whatever the chip does. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
     int round = atomic_load(&b->round);
@@ -51,8 +60,8 @@ static void barrier(Barrier *b) {
 typedef struct {
     Barrier barrier; /* at the start and at the end of each run */
     atomic_int joined;
-    int end;                         /* the threads return */
-    void (*work)(void *job, int part); /* of the present run */
+    int end;                         /* 1: the threads return */
+    void (*work)(void *job, int part); /* of the current run */
     void *job;
     int parts;
 #ifdef __linux__
@@ -61,10 +70,11 @@ typedef struct {
     pthread_t ids[];
 } Pool;
 
-/* Linux wakes a thread on the core where it ran last, or on the core of the thread that wakes it. If that is one core,
- * the two wait for each other until the kernel balances the load, milliseconds later. So during a run the caller stays
- * on its core, and the other threads stay off it. */
+/* Linux wakes a thread on the core where it last ran, or on the core of the thread that wakes it. If that is the same
+ * core, the two wait for each other until the kernel balances the load, milliseconds later. So during a run the caller
+ * stays on its core, and the other threads stay off it. */
 static void part_cores(Pool *pool) {
+    (void)pool; /* unused elsewhere than on Linux */
 #ifdef __linux__
     cpu_set_t own, others;
     CPU_ZERO(&own);
@@ -79,6 +89,7 @@ static void part_cores(Pool *pool) {
 
 /* Let the caller use all of its cores again. */
 static void join_cores(const Pool *pool) {
+    (void)pool;
 #ifdef __linux__
     sched_setaffinity(0, sizeof pool->all, &pool->all);
 #endif
@@ -95,8 +106,7 @@ static void *serve(void *argument) {
     }
 }
 
-/* Call work(job, part) for each part at the same time, part 0 in the caller. There are at most as many parts as
- * threads. */
+/* Call work(job, part) for all parts at the same time, part 0 in the caller. There are no more parts than threads. */
 static void run_parts(Pool *pool, void (*work)(void *job, int part), void *job, int parts) {
     if (parts == 1) {
         work(job, 0);
@@ -110,7 +120,7 @@ static void run_parts(Pool *pool, void (*work)(void *job, int part), void *job, 
     join_cores(pool);
 }
 
-/* Return a pool of this many threads, the caller's included. NULL: the system gives us fewer. */
+/* Return a pool of this many threads, including the caller's, or NULL if the system gives us fewer. */
 Pool *start_threads(int threads) {
     Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
     if (!pool) return NULL;

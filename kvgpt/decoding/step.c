@@ -1,14 +1,14 @@
-/* The decode step of sample.py --compile, in C: the network of model.py, its sampler, and guesses.
+/* The decode step of sample.py --compile in C: the network of model.py, its sampler, and guesses.
 
-The tokens are those of GPT.generate for the same seed. compile.py compiles this file for one shape, passed as macros
-(N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to packed weights and to the buffers of
-a cache.
+It gives the tokens of GPT.generate for the same seed. compile.py compiles this file for one shape, which it passes as
+macros (N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to packed weights and to a cache.
 
-Every forward is alike: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a decode step
-feeds the newest token of each row, and speculative decoding feeds guesses after it.
+Every forward has the same form: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a
+decode step feeds the newest token of each row, and speculative decoding also feeds the guesses after it.
 
-We add in the same order whatever the number of tokens and threads, so a row gets the same bits alone or among 63
-others, with or without guesses. Vectors are those of GCC and Clang, which map them to the registers of the chip. */
+The order of additions depends on neither the number of tokens nor the number of threads, so a row gets the same bits
+alone or among 63 others, with or without guesses. The vector types are those of GCC and Clang, which map them to the
+registers of the chip. */
 
 #include "pool.h"
 
@@ -16,7 +16,7 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 #include <stddef.h>
 #include <stdint.h>
 
-/* Numbers per vector register, and the largest tile of a matrix product whose sums stay in registers. */
+/* Floats per vector register, and the largest tile of a matrix product whose sums fit in registers. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define TILE_TOKENS 6
@@ -25,7 +25,7 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 #define LANES 8
 #define TILE_TOKENS 4
 #define TILE_STRANDS 2
-#else /* NEON; SSE has half as many registers */
+#else /* NEON, or SSE, which has half as many registers */
 #define LANES 4
 #define TILE_TOKENS 4
 #define TILE_STRANDS 4
@@ -43,8 +43,8 @@ others, with or without guesses. Vectors are those of GCC and Clang, which map t
 #define H (PAD(HIDDEN) + LANES) /* rows a power of two apart would compete for the same lines of the L1 cache */
 #define V PAD(VOCAB_SIZE)
 
-#define MAX_TOKENS 64     /* per forward: the activations of a small model stay in the cache of a core */
-#define LOOK_UP_GUESSES 3 /* per match with the text so far, whose chances are not known */
+#define MAX_TOKENS 64     /* per forward, so that the activations of a small model stay in the cache of a core */
+#define LOOK_UP_GUESSES 3 /* per match in the text so far: we do not know how likely they are to be right */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -53,17 +53,16 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 
-/* A matrix W (N, K) is stored as strands, one after the other. compile.py chooses between three kinds:
- * - panels: a strand has the weights of LANES outputs, as (K, LANES). So a product needs no sum over the lanes
- * - INT8, panels of integers: for each BLOCK of inputs LANES scales in bfloat16, then the weights as
+/* A matrix W (N, K) is a sequence of strands. compile.py chooses one of three layouts:
+ * - panels: a strand holds the weights of LANES outputs as (K, LANES), so a product needs no sum across the lanes
+ * - INT8, panels of integers: for each BLOCK of inputs, a strand holds LANES scales in bfloat16, then the weights as
  *   (BLOCK / 4, LANES, 4)
- * - SHARED: a strand is a row of W. These are the weights of the model itself, because copying a large model is
- *   expensive */
+ * - SHARED: a strand is a row of W in the model itself, because copying a large model is expensive */
 #define OUTPUTS (SHARED ? 1 : LANES) /* per strand */
 #define BLOCK_BYTES (LANES * (2 + BLOCK))
 /* bytes of a strand */
 #define STRAND(K) (INT8 ? (size_t)((K) + BLOCK - 1) / BLOCK * BLOCK_BYTES : (size_t)(K) * OUTPUTS * sizeof(float))
-/* strands of a tile with one token: a large model comes from memory, which is faster if we read it in more places */
+/* strands of a tile with one token: a large model comes from memory, which is faster from more places at once */
 #define ONE_TOKEN_STRANDS (SHARED || INT8 ? 2 * TILE_STRANDS : TILE_STRANDS)
 
 /* -- what Python passes: the structures of compile.py, which compares their sizes with these ----------------------- */
@@ -78,14 +77,14 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    const float *wte, *wpe, *cos, *sin; /* wpe, or cos and sin, are NULL. (BLOCK_SIZE, HEAD_SIZE) */
+    const float *wte, *wpe, *cos, *sin; /* either wpe, or cos and sin, are NULL; cos: (BLOCK_SIZE, HEAD_SIZE) */
     Params lm_head;
     Params norm[2 * N_LAYER + 1]; /* before attention, before the MLP, ..., before lm_head */
     Layer layer[N_LAYER];
 } Model;
 
 typedef struct {
-    float *key, *value; /* (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE), of one layer */
+    float *key, *value; /* of one layer: (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE) */
 } Cache;
 
 typedef struct { /* DecodeState in speculate.py */
@@ -116,7 +115,7 @@ INLINE vec larger(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec smaller(vec x, vec y) { return choose(x < y, x, y); }
 
-/* Four numbers whose sum is the sum of all lanes. Sixteen additions, one after the other, would take far longer. */
+/* Four numbers whose sum is the sum of all lanes. Sixteen additions in sequence would take far longer. */
 INLINE four fold(vec v) {
     four sums = *(four *)&v;
     for (int i = 1; i < LANES / 4; i++) sums += ((four *)&v)[i];
@@ -128,7 +127,7 @@ INLINE float total(vec v) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where a Taylor polynomial of degree 7 is exact but for rounding. */
+/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where a Taylor polynomial of degree 7 is exact up to rounding. */
 INLINE vec vexp(vec x) {
     x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
     vec n = (x * 1.442695041f + 12582912.0f) - 12582912.0f; /* rounds to an integer: 1.5 * 2^23 has no fraction bits */
@@ -167,7 +166,7 @@ INLINE float sum(const float *x, int n) {
     return sum;
 }
 
-/* Four numbers whose sum is the inner product. The loop in `attend` adds those of many products at once. */
+/* Four numbers whose sum is the inner product. `attend` adds up those of many products at once. */
 INLINE void dot_in_four(const float *x, const float *y, int n, float *parts) {
     vec sums = {0};
     int i = 0;
@@ -187,8 +186,8 @@ INLINE float dot(const float *x, const float *y, int n) {
 typedef struct {
     Barrier barrier;
     int parts;                                                  /* threads that share the forwards of these rows */
-    int first_row, end_row, next_row;                           /* next_row: the first row after the present forward */
-    int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the present forward */
+    int first_row, end_row, next_row;                           /* next_row: the first row after the current forward */
+    int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the current forward */
     int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS];          /* pick j follows the fed token fed[j] */
     float *x, *qkv, *y, *fc, *logits;                           /* MAX_TOKENS rows each */
     int64_t steps, offered, accepted;
@@ -196,13 +195,13 @@ typedef struct {
 
 typedef struct {
     Group *group;
-    int part; /* which of the group's `parts` shares of each matrix product and of the heads it computes */
+    int part; /* which of the group's `parts` it computes, of each matrix product and of the heads */
     int max_steps, num_drafts;
     const Model *model;
     const Cache *cache;
     const State *state;
     const Table *table;
-    float *in, *hidden;    /* of this thread alone: inputs of the next product, MAX_TOKENS rows each */
+    float *in, *hidden;    /* this thread's own inputs of the next product, MAX_TOKENS rows each */
     float *weights;        /* of attention */
     float *scores, *probs; /* of each token of the vocabulary */
     int *ids;              /* of the vocabulary, as a heap */
@@ -210,7 +209,7 @@ typedef struct {
 
 /* -- the network --------------------------------------------------------------------------------------------------- */
 
-typedef struct { /* a matrix whose rows begin ld floats apart */
+typedef struct { /* a matrix whose rows start ld floats apart */
     float *data;
     int width, ld;
 } Rows;
@@ -224,13 +223,13 @@ typedef struct { /* what a tile of a product reads and writes: K inputs per toke
     int ldy;
 } Tile;
 
-/* The inner loop of matmul for some tokens and some strands, one function for each kind of strand. Both numbers are
- * constants in every call, so the sums stay in registers. */
+/* The inner loop of matmul for a few tokens and strands, one function per layout. Both counts are constants in every
+ * call, so the sums stay in registers. */
 
 INLINE void tile_of_rows(int tokens, int strands, const Tile *t) {
     vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS] = {{{0}}}, w[ONE_TOKEN_STRANDS];
-    int k = 0;
-    for (; k + LANES <= t->K; k += LANES) {
+    const int whole = t->K / LANES * LANES; /* inputs that fill vectors */
+    for (int k = 0; k < whole; k += LANES) {
         for (int s = 0; s < strands; s++) {
             const float *row = (const float *)(t->weight + s * STRAND(t->K)) + k;
             __builtin_prefetch((const char *)row + strands * STRAND(t->K), 0, 2); /* for the next tile */
@@ -245,7 +244,7 @@ INLINE void tile_of_rows(int tokens, int strands, const Tile *t) {
         for (int s = 0; s < strands; s++) {
             const float *row = (const float *)(t->weight + s * STRAND(t->K));
             float sum = total(sums[i][s]) + (t->bias ? t->bias[s] : 0);
-            for (int rest = k; rest < t->K; rest++) sum += t->x[i * t->ldx + rest] * row[rest];
+            for (int k = whole; k < t->K; k++) sum += t->x[i * t->ldx + k] * row[k];
             t->y[i * t->ldy + s] = t->residual ? sum + t->residual[i * t->ldy + s] : sum;
         }
 }
@@ -280,11 +279,11 @@ INLINE void tile_of_panels(int tokens, int strands, const Tile *t) {
 
 INLINE void tile_of_int8_panels(int tokens, int strands, const Tile *t) {
     vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS], scale[ONE_TOKEN_STRANDS];
-    uvec words[ONE_TOKEN_STRANDS]; /* each has the weights of four inputs */
+    uvec words[ONE_TOKEN_STRANDS]; /* each holds the weights of four inputs */
     start_with_bias(tokens, strands, t, sums);
     const char *block = t->weight;
     for (int k = 0; k < t->K; block += BLOCK_BYTES) {
-        for (int s = 0; s < strands; s++) /* bfloat16 is the first half of a float */
+        for (int s = 0; s < strands; s++) /* bfloat16 is the upper half of a float */
             scale[s] = (vec)(__builtin_convertvector(*(const halves *)(block + s * STRAND(t->K)), uvec) << 16);
         for (int word = 0; word < BLOCK / 4; word++) {
             for (int s = 0; s < strands; s++) {
@@ -324,8 +323,8 @@ INLINE void tile_of_tokens(int tokens, int strands, const Tile *t) {
     }
 }
 
-/* y = x W^T + bias + residual for n tokens. Each part of the group computes some of the strands. residual: NULL or rows
- * that lie as those of y do. */
+/* y = x W^T + bias + residual for n tokens. Each part of the group computes some of the strands. residual: NULL, or
+ * rows with the layout of y. */
 static void matmul(const Worker *w, int n, Rows x, Params params, const float *residual, Rows y) {
     int strands = (y.width + OUTPUTS - 1) / OUTPUTS, wides = (strands + TILE_STRANDS - 1) / TILE_STRANDS;
     int s = wides * w->part / w->group->parts * TILE_STRANDS;
@@ -362,10 +361,11 @@ INLINE void layer_norm(const float *x, Params params, float *y, int n) {
 
 /* Rotary position embedding; `rotate` in model.py. */
 INLINE void rotate(float *x, const float *cos, const float *sin) {
-    float swapped[HEAD_SIZE];
-    memcpy(swapped, x + HEAD_SIZE / 2, HEAD_SIZE / 2 * sizeof(float));
-    memcpy(swapped + HEAD_SIZE / 2, x, HEAD_SIZE / 2 * sizeof(float));
-    for (int i = 0; i < HEAD_SIZE; i++) x[i] = x[i] * cos[i] + swapped[i] * sin[i];
+    for (int i = 0, j = HEAD_SIZE / 2; i < HEAD_SIZE / 2; i++, j++) {
+        float first = x[i], second = x[j];
+        x[i] = first * cos[i] + second * sin[i];
+        x[j] = second * cos[j] + first * sin[j];
+    }
 }
 
 /* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. `weights`
@@ -385,7 +385,7 @@ static void attend(const float *q, const float *key, const float *value, int slo
         sums += w;
     }
     float scale_y = 1 / total(sums);
-    /* sums of the values, CHAINS per vector, because an addition waits four cycles for the one before it */
+    /* sums of the values, CHAINS per vector, because each addition waits four cycles for the one before it */
     enum { VECTORS = HEAD_SIZE / LANES, CHAINS = VECTORS < 4 ? 4 : 1 };
     vec chains[CHAINS][VECTORS + 1] = {{{0}}};
     int s = 0;
@@ -420,7 +420,7 @@ INLINE vec activate(vec x) {
 #endif
 }
 
-/* Feed the tokens of the group: write their keys and values into the caches, and the logits of the picks. */
+/* Feed the group's tokens: write their keys and values to the caches, and compute the logits of the picks. */
 static void forward(const Worker *w) {
     Group *g = w->group;
     const Model *m = w->model;
@@ -429,7 +429,7 @@ static void forward(const Worker *w) {
     Rows in = {w->in, N_EMBD, X}, hidden = {w->hidden, HIDDEN, H}, logits = {g->logits, VOCAB_SIZE, V};
     const float *residual = POST_LN ? in.data : x.data;
 
-    /* a block in int8 may go beyond the end of a row, where its weights are 0, but 0 times a NaN is NaN */
+    /* a block in int8 may reach past the end of a row. Its weights there are 0, but 0 times a NaN is NaN */
     for (int i = 0; i < n; i++)
         for (int c = N_EMBD; c < X; c++) in.data[i * X + c] = 0;
 
@@ -445,7 +445,7 @@ static void forward(const Worker *w) {
 
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
-        /* queries, keys and values. Every part computes the norms for itself, which is faster than waiting for them */
+        /* queries, keys and values. Every part computes all norms, which is faster than waiting for them */
         for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
         matmul(w, n, in, layer->c_attn, NULL, qkv);
         barrier(&g->barrier);
@@ -488,7 +488,7 @@ static void forward(const Worker *w) {
         barrier(&g->barrier);
     }
 
-    /* logits, of the tokens after which a token is picked */
+    /* logits of the tokens that a pick follows */
     for (int j = 0; j < g->num_picks; j++) {
         layer_norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
     }
@@ -508,7 +508,7 @@ INLINE uint32_t mix(uint32_t h) {
     return h;
 }
 
-/* Gumbel noise of all tokens of one step; `gumbel_noise`. */
+/* Gumbel noise of one step, for the whole vocabulary; `gumbel_noise`. */
 static void gumbel_noise(const State *s, int row, int64_t step, float *noise) {
     uint32_t counters[4] = {s->seed[0], s->seed[1], s->sample[row], step}, seed = 0;
     for (int i = 0; i < 4; i++) seed = mix(seed ^ mix(counters[i] + 0x9E3779B9u));
@@ -521,7 +521,7 @@ static void gumbel_noise(const State *s, int row, int64_t step, float *noise) {
         MIX(h);
         vec u = (__builtin_convertvector(h, vec) + 0.5f) * 0x1p-32f;
         u = smaller(u, splat(1 - 0x1p-24f));
-        /* -log1p(-u): dividing by what `rest` has lost makes the logarithm exact for small u */
+        /* -log1p(-u): the factor u / lost undoes the rounding of `rest`, so small u lose no digits */
         vec rest = 1 - u, lost = 1 - rest;
         vec exponential = choose(lost > 0, -vlog(rest) * u / choose(lost > 0, lost, splat(1)), u);
         store(noise + id, -vlog(exponential));
@@ -532,7 +532,7 @@ INLINE int likelier(const float *logits, int a, int b) {
     return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
 }
 
-/* Move the id at `place` down in a heap of n ids, until it is likelier than the two below it. */
+/* Move the id at `place` down in a heap of n ids until it is likelier than the two below it. */
 static void sift(const float *logits, int *heap, int n, int place) {
     for (int child, id = heap[place]; (child = 2 * place + 1) < n; place = child) {
         if (child + 1 < n && likelier(logits, heap[child + 1], heap[child])) child++;
@@ -549,13 +549,13 @@ static int pop(const float *logits, int *heap, int n) {
     return id;
 }
 
-/* The token with the largest score among those that top_k and top_p keep. Few of a large vocabulary stay, so we rank
- * with a heap, which gives the likeliest ones first and never sorts the others. */
+/* The token with the largest score among those that top_k and top_p keep. They keep few of a large vocabulary, so we
+ * rank with a heap, which yields the likeliest first and never sorts the rest. */
 static int best_of_kept(const Worker *w, const float *logits) {
     const State *s = w->state;
     int *heap = w->ids, n = VOCAB_SIZE, most = s->top_k && *s->top_k < n ? *s->top_k : n, best = -1;
     float divisor = fmaxf(*s->temperature, 1e-30f), *probs = w->probs;
-    double sum = 0, kept = 0; /* torch.cumsum adds in double, too */
+    double sum = 0, kept = 0; /* torch.cumsum adds in double too */
     for (int i = 0; i < n; i++) heap[i] = i;
     for (int i = n / 2; i >= 0; i--) sift(logits, heap, n, i);
     if (s->top_p) {
@@ -577,8 +577,8 @@ static int best_of_kept(const Worker *w, const float *logits) {
     return best;
 }
 
-/* The token with the largest logit + temperature * noise; `sample_token`. `margin` is NULL, or gets the distance to the
- * second largest of all. */
+/* The token with the largest logit + temperature * noise; `sample_token`. `margin` receives the distance to the second
+ * largest of the whole vocabulary, unless it is NULL. */
 static int sample_token(const Worker *w, int row, int64_t step, const float *logits, float *margin) {
     const State *s = w->state;
     float *scores = w->scores, temperature = *s->temperature, second = -INFINITY;
@@ -603,15 +603,15 @@ static int sample_token(const Worker *w, int row, int64_t step, const float *log
 
 /* -- guesses: speculate.py in C ------------------------------------------------------------------------------------ */
 
-/* The row of the n-gram table for a text of `end` tokens: the context is the newest of them. */
+/* The row of the n-gram table after `end` tokens of a text. Its context is the newest of them. */
 static int context_row(const Table *table, const int64_t *text, int end) {
     int row = 0;
     for (int i = end > MAX_ORDER ? end - MAX_ORDER : 0; i < end; i++) row = table->after[row * VOCAB_SIZE + text[i]];
     return row;
 }
 
-/* The slot after the longest match of the newest tokens in the text so far, the latest of equally long ones. 0 if fewer
- * than two tokens match: then we guess nothing, while speculate.py always guesses. */
+/* The slot after the longest earlier match of the newest tokens, the latest of equally long ones. 0 if fewer than two
+ * tokens match: then we do not guess, while speculate.py always does. */
 static int find_in_text(const int64_t *text, int end) {
     int best = 0, longest = 2;
     for (int slot = 0; slot < end; slot++) {
@@ -622,14 +622,14 @@ static int find_in_text(const int64_t *text, int end) {
     return best;
 }
 
-/* The guesses of a row, in a forward. */
+/* The guesses of one row in a forward. */
 typedef struct {
-    int most, context; /* how many, and the row of the n-gram table after all of them so far */
+    int most, context; /* how many at most, and the row of the n-gram table after those so far */
     int found;         /* without a table: the slot whose token is the next guess */
-    float chance;      /* that all so far are right */
+    float chance;      /* that all of them so far are right */
 } Guesses;
 
-/* Prepare to guess the tokens after `end` known ones, of which `room` and no more may be guesses. */
+/* Prepare to guess up to `room` tokens after the `end` known ones. */
 static Guesses start_guesses(const Worker *w, const int64_t *text, int end, int room) {
     Guesses g = {.most = room, .chance = 1};
     if (!g.most) return g;
@@ -650,7 +650,7 @@ static int guess_next(const Worker *w, Guesses *g, int row, int64_t *text, int p
         text[pos] = text[g->found++];
         return 1;
     }
-    /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it, too:
+    /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it too:
      * see docs/faster.md */
     float margin;
     const float *logits = table->logits + (size_t)g->context * VOCAB_SIZE;
@@ -664,8 +664,8 @@ static int guess_next(const Worker *w, Guesses *g, int row, int64_t *text, int p
 
 /* -- a step -------------------------------------------------------------------------------------------------------- */
 
-/* Choose the tokens of the next forward: per row the known ones that are not cached, then guesses. Returns the first
- * row that is left for another forward. */
+/* Choose the tokens of the next forward: for each row, the known ones that are not cached yet, then guesses. Returns
+ * the first row left for a later forward. */
 static int plan(const Worker *w, int row) {
     Group *g = w->group;
     const State *s = w->state;
@@ -681,7 +681,7 @@ static int plan(const Worker *w, int row) {
             if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
             if (pos < end - 1) continue;
-            g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and a guess may do so, too */
+            g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and maybe a guess */
             if (pos + 1 == end + guesses.most || !guess_next(w, &guesses, row, text, pos + 1)) break;
         }
     }
@@ -700,7 +700,7 @@ static void accept(const Worker *w) {
         while (right < guesses && text[right] == g->picks[j + right]) right++;
         text[right] = g->picks[j + right];
         s->end[row] += right + 1;
-        s->cached[row] = s->end[row] - 1; /* later slots hold keys of wrong guesses, and are overwritten */
+        s->cached[row] = s->end[row] - 1; /* later slots hold keys of wrong guesses and will be overwritten */
         g->offered += guesses, g->accepted += right;
     }
 }
@@ -736,19 +736,20 @@ static void work(void *workers, int i) {
 /* Outputs per panel of packed weights. */
 int lanes(void) { return LANES; }
 
-/* Run up to max_steps steps for the rows below their limits. Writes the steps, the guesses offered and the guesses
- * accepted to counters[0..2], which are 0 before. Returns -1 if memory is short, else 0. */
+/* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, guesses offered and guesses
+ * accepted to counters[0..2], which start at 0. Returns -1 if there is too little memory, else 0. */
 int decode(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
            int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + H) * MAX_TOKENS + 5 * (size_t)PAD(BLOCK_SIZE) + 3 * (size_t)V;
-    float *memory = aligned_alloc(64, (num_groups * shared + threads * own) * sizeof(float)), *next = memory;
+    void *memory = malloc((num_groups * shared + threads * own) * sizeof(float) + 63);
+    float *next = (float *)(((uintptr_t)memory + 63) / 64 * 64); /* by hand, because Windows has no aligned_alloc */
     if (!memory) return -1;
     Group groups[num_groups];
     Worker workers[threads];
 
-    /* divide the rows among groups, and each forward among the threads of a group */
+    /* divide the rows among the groups, and each forward among the threads of its group */
     for (int i = 0; i < num_groups; i++) {
         Group *g = groups + i;
         memset(g, 0, sizeof *g);

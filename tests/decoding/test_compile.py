@@ -30,6 +30,7 @@ from helpers import (
     prompts,
     random_model,
     run,
+    unix,
 )
 from kvgpt.decoding import compile as compiling
 from kvgpt.decoding.compile import CompileError
@@ -88,7 +89,7 @@ def peak():
 model = GPT(GPTConfig(block_size=64, vocab_size=5000, n_layer=5, n_head=12, n_embd=768)).eval()
 idx = torch.zeros(1, 1, dtype=torch.int64)
 small = GPT(GPTConfig(block_size=64, vocab_size=50, n_layer=1, n_head=1, n_embd=64)).eval()
-Decoder(small, compile=True).generate(idx, 20, seed=0)  # what a first generation takes anyway
+Decoder(small, compile=True).generate(idx, 20, seed=0)  # memory that any first generation needs
 before = peak()
 Decoder(model, compile=True).generate(idx, 20, seed=0)
 print((peak() - before) / sum(4 * p.numel() for p in model.parameters()))
@@ -114,7 +115,7 @@ def test_of_equal_logits_top_k_keeps_the_lowest_ids():
 
 @pytest.mark.parametrize("filters", [*FILTERS, dict(temperature=2.0, top_k=50000), dict(temperature=0.0, top_p=0.1)])
 def test_a_vocabulary_of_gpt2_gets_its_tokens(filters):
-    """With it the noise, the filters and the search for the best take many vectors, and ids are far apart."""
+    """The noise, the filters and the search for the best then need many vectors, and ids are far apart."""
     model = random_model(GPTConfig(block_size=20, vocab_size=50257, n_layer=1, n_head=2, n_embd=16))
     idx = torch.tensor([[50256, 7], [0, 50255]])
     got = Decoder(model, compile=True).generate(idx, 18, seed=3, **filters)
@@ -123,7 +124,7 @@ def test_a_vocabulary_of_gpt2_gets_its_tokens(filters):
 
 @pytest.mark.parametrize("filters", [dict(top_p=0.2), dict(top_p=0.6), dict(top_p=0.3, top_k=10)])
 def test_top_p_cuts_where_the_plain_loop_cuts(filters):
-    """At such a temperature all probabilities are equal, and V * top_p is whole, so that rounding decides."""
+    """At this temperature all probabilities are equal, and V * top_p is a whole number, so rounding decides."""
     model, idx = random_model(GPTConfig(block_size=40, vocab_size=20, n_layer=1, n_head=2, n_embd=16)), prompts(4, 3)
     for seed in range(5):
         sampling = dict(temperature=1e20, seed=seed, **filters)
@@ -134,7 +135,7 @@ def test_top_p_cuts_where_the_plain_loop_cuts(filters):
 @settings(max_examples=20)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
-    """Whether a thread computes some outputs of every product or some of the rows, every sum is the same."""
+    """A thread computes either some outputs of every product or some of the rows. Every sum stays the same."""
     texts = []
     for threads, rows in ((1, 17), (2, 17), (3, 2), (1, 1)):
         with pytest.MonkeyPatch.context() as patch, num_threads(threads):
@@ -150,7 +151,7 @@ NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memo
 
 
 def copy_of_step(folder, replacements=()):
-    """Copy step.c and pool.h into a folder, and replace text that one of them has once."""
+    """Copy step.c and pool.h into a folder, and replace text that occurs once in one of them."""
     for name in ("step.c", "pool.h"):
         shutil.copy(ROOT / "kvgpt" / "decoding" / name, folder)
     for old, new in replacements:
@@ -162,7 +163,7 @@ def copy_of_step(folder, replacements=()):
 
 @pytest.fixture
 def patched_step(tmp_path, monkeypatch):
-    """A function that edits a copy of step.c and pool.h, so that what a machine does rarely happens always."""
+    """A function that edits a copy of step.c and pool.h, so that something rare happens every time."""
 
     def patch(replacements):
         copy_of_step(tmp_path, replacements)
@@ -303,8 +304,8 @@ for _ in range(3):
     child = os.fork()
     if not child:
         same = text() == text() == expected
-        decoder = None  # ends the child's threads, and leaves the parent's alone
-        os._exit(0 if same else 3)  # because PyTorch's own threads let a forked child crash at a usual exit
+        decoder = None  # ends the child's threads and leaves the parent's alone
+        os._exit(0 if same else 3)  # because a forked child with PyTorch's threads may crash in a normal exit
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 done = True
 busy.join()
@@ -320,7 +321,7 @@ state.limit.fill_(64)
 run, _ = decoder.program(state)
 end, cached = state.end.numpy(), state.cached.numpy()
 
-def forever():  # without an operation of PyTorch, which aborts if the interpreter ends meanwhile
+def forever():  # without PyTorch, whose operations abort if the interpreter exits meanwhile
     while True:
         end[:], cached[:] = 1, 0
         run(64)
@@ -365,7 +366,7 @@ PLANTED = {  # races that ThreadSanitizer must find
 def sanitizer(tmp_path_factory):
     """The command of a compiler whose programs ThreadSanitizer can watch here."""
     program = tmp_path_factory.mktemp("sanitizer") / "program"
-    command = [*compiling.find_compiler()[0], "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    command = [*compiling.find_compiler()[0][0], "-O1", "-g", "-fsanitize=thread", "-pthread"]
     compiled = subprocess.run([*command, "-x", "c", "-", "-o", program], input=b"int main(void) { return 0; }")
     if compiled.returncode or subprocess.run([program], capture_output=True).returncode:
         pytest.skip("needs a compiler with -fsanitize=thread")
@@ -389,7 +390,7 @@ def test_threads_never_write_what_others_read(fault, sanitizer, tmp_path):
 
 # -- step.c belongs to one model.py ------------------------------------------------------------------------------------
 
-EDITS = {  # right edits of model.py, after which step.c would write another text, or none
+EDITS = {  # valid edits of model.py, after which step.c would generate different text, or none
     "window": (
         "if pos.size(1) == 1 and min(self.lengths) == self.length:",
         "if pos.size(1) == 1 and min(self.lengths) == self.length < 8:",
@@ -405,7 +406,7 @@ SAMPLE_COPY = "--prompt CC --seed 4 --device cpu --max_new_tokens 12".split()
 
 
 def test_step_c_belongs_to_this_model_py():
-    """If this fails you have edited model.py. Make step.c compute the same, and put the hash into compile.py."""
+    """If this fails, you have edited model.py. Make step.c compute the same, then put the new hash into compile.py."""
     assert compiling.model_sha256() == compiling.MODEL_SHA256
 
 
@@ -499,7 +500,7 @@ REFUSED = {
     "hook": (lambda model: model.transformer["h"][0].mlp.register_forward_hook(lambda *_: None), "hooks"),
     "pre-hook": (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "hooks"),
     "hook on all modules": (global_hook, "hooks"),
-    "method of an instance": (own_forward, "MLP with a forward of its own"),
+    "method of an instance": (own_forward, "MLP with a patched forward"),
     "another layer": (lambda model: model.transformer.update({"ln_f": torch.nn.RMSNorm(32)}), "RMSNorm"),
     "parametrization": (lambda m: torch.nn.utils.parametrizations.weight_norm(m.lm_head), "ParametrizedLinear"),
     "eps": (norm_with(eps=1e-6), "eps"),
@@ -583,7 +584,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     assert compiles(seed=1, draft="ngram", rows=3, top_k=2) == 0
     (program,) = tmp_path.glob("__pycache__/step-*.so")
     assert compiles(n_embd=16) == 1
-    damaged = program.with_name("damaged")  # a file of its own, because this process has the program mapped
+    damaged = program.with_name("damaged")  # a separate file, because this process has the program mapped
     damaged.write_bytes(program.read_bytes()[:-1000])
     damaged.replace(program)
     assert compiles() == 1 and compiles() == 0
@@ -600,22 +601,82 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     assert compiles() == compiles() == 1
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
-@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
-def test_chips_with_shorter_vectors_give_the_same_tokens(flags, monkeypatch):
-    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {flags}")
-    compiling.find_compiler.cache_clear()
-    try:
-        for network in NETWORKS[2:4]:
-            model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
-            idx = prompts(9, 5)
-            got = Decoder(model, "ngram", compile=True).generate(idx, 65, seed=1)
-            assert_same_as_alone(model, got, idx, 65, range(9), 1, {})
-    finally:
+# -- compilers and chips -----------------------------------------------------------------------------------------------
+
+CC, TEXT = os.environ.get("CC", "cc"), dict(capture_output=True, text=True)
+x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
+
+
+@pytest.fixture
+def use_compiler(monkeypatch):
+    """A function that sets $CC, or skips the test where its compiler is not installed."""
+
+    def use(command):
+        if not shutil.which(command.split()[0]):
+            pytest.skip(f"needs {command}")
+        monkeypatch.setenv("CC", command)
         compiling.find_compiler.cache_clear()
 
+    yield use
+    compiling.find_compiler.cache_clear()
 
-def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch):
-    monkeypatch.setattr(compiling, "SOURCE", ROOT / "README.md")
-    with pytest.raises(CompileError, match="cannot compile the step in C"):
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(f"{CC} -mno-avx512f", marks=x86), pytest.param(f"{CC} -mno-avx", marks=x86), "clang"],
+)
+def test_shorter_vectors_and_clang_give_the_same_tokens(command, use_compiler):
+    use_compiler(command)
+    for network in NETWORKS[2:4]:
+        model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
+        idx = prompts(9, 5)
+        got = Decoder(model, "ngram", compile=True).generate(idx, 65, seed=1)
+        assert_same_as_alone(model, got, idx, 65, range(9), 1, {})
+
+
+SHAPES = [
+    (NETWORKS[0], compiling.panels),
+    (NETWORKS[2], compiling.int8_panels),
+    (NETWORKS[3], compiling.rows),
+    (dict(n_embd=4, n_head=4), compiling.panels),  # heads of one number
+]
+COMPILERS = ["cc", "clang", "aarch64-linux-gnu-gcc", "arm-linux-gnueabihf-gcc", "riscv64-linux-gnu-gcc"]
+COMPILERS += [pytest.param(f"{CC} {flag}", marks=x86) for flag in ("-mavx2 -mfma", "-mavx512f")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*COMPILERS, "x86_64-w64-mingw32-gcc"])
+def test_no_compiler_warns(command, tmp_path):
+    command = command.split()
+    if not shutil.which(command[0]):
+        pytest.skip(f"needs {command[0]}")
+    flags = [*compiling.FLAGS[:-1], "-static" if "mingw" in command[0] else "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    for network, layout in SHAPES:
+        model = GPT(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
+        macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, layout).items()]
+        ok(subprocess.run([*command, *flags, *macros, compiling.SOURCE, "-o", tmp_path / "step", "-lm"], **TEXT))
+
+
+def whose_assembler_refuses(flag, folder):
+    """The path of a compiler that preprocesses everything, and fails to compile with this flag."""
+    compiler = folder / "compiler"
+    refusal = 'echo "step.s: Assembler messages:" >&2; echo "step.s:7: Error: no such instruction" >&2; exit 1'
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-E*) ;; *{flag}*) {refusal} ;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@unix
+def test_where_the_assembler_refuses_the_chip_we_compile_for_any(patched_step, use_compiler, tmp_path):
+    patched_step([])
+    use_compiler(whose_assembler_refuses("=native", tmp_path))
+    got = Decoder(MODELS[0], compile=True).generate(prompts(2, 3), 9, seed=1)
+    assert_same_as_alone(MODELS[0], got, prompts(2, 3), 9, range(2), 1, {})
+
+
+@unix
+def test_a_compiler_that_fails_is_named_with_its_error(patched_step, use_compiler, tmp_path):
+    patched_step([])
+    use_compiler(whose_assembler_refuses("-shared", tmp_path))
+    with pytest.raises(CompileError, match=r"compiler cannot compile the step in C \(step.s:7: Error: no such instr"):
         Decoder(MODELS[0], compile=True)
