@@ -193,7 +193,7 @@ def test_without_a_compiler_one_line_says_so_and_the_text_is_the_same(trained, c
         (["--ckpt", ""], ["--ckpt", "empty"]),
         (["--meta", "meta.pkl"], ["--meta", "--ckpt"]),
         (["--promt", "x"], ["--promt"]),
-        (["--init_from=gpt2-xl"], ["--init_from=gpt2-xl", "for GPT-2 name its folder: --ckpt FOLDER"]),
+        (["--init_from=gpt2-xl"], ["--init_from=gpt2-xl", "for GPT-2 pass its folder: --ckpt FOLDER"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

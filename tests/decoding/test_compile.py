@@ -451,9 +451,9 @@ def test_what_step_c_does_not_repeat_is_no_edit(tmp_path, monkeypatch):
 
 
 def test_code_beside_a_docstring_or_a_comment_is_an_edit(tmp_path, monkeypatch):
-    last = "one operation where the general case takes several"  # in a comment
+    last = "a single operation; the general case takes several"  # in a comment
     for old, new in (
-        ('because in eager mode each of them costs time.\n    """', 'because.\n    """; x = -x'),
+        ('In eager mode every operation costs time, so we want few.\n    """', 'because.\n    """; x = -x'),
         ('def unembed(self, x):\n        """', 'def unembed(self, x, y="é"):\n        """'),
         (last, f"{last}\n            k = -k"),
     ):

@@ -134,14 +134,14 @@ def test_a_resume_cannot_change_the_network_or_the_optimizer(flag, out):
     assert_refused(out, *flag.split(), words=[flag.replace("=", " ").split()[0], "conflicts", "start a new run"])
 
 
-LACKS = [("config", "no run of this train.py"), ("data_sha256", "another text"), ("optimizer", "state of")]
+LACKS = [("config", "this train.py did not write it"), ("data_sha256", "different text"), ("optimizer", "state of")]
 
 
 def test_a_checkpoint_that_lacks_what_a_run_needs_is_refused(out):
     ckpt = load(out / "last.pt")
     nanogpts = ckpt | {"config": {"out_dir": "out", "dataset": "shakespeare_char", "n_layer": 6}}
     others = [({key: value for key, value in ckpt.items() if key != name}, line) for name, line in LACKS]
-    for content, line in [(nanogpts, "no run of this train.py"), *others]:
+    for content, line in [(nanogpts, "this train.py did not write it"), *others]:
         torch.save(content, out / "last.pt")
         assert_refused(out, words=[out, line])
 
@@ -161,7 +161,7 @@ def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_
     tokenizer = CharTokenizer(load(out / "last.pt")["chars"])
     ids = encode(tokenizer.vocab * 40, tokenizer)
     write_prepared(tmp_path / "data", tokenizer, *ids, "a test", b"")
-    assert_refused(out, "--data_dir", tmp_path / "data", words=[tmp_path / "data", "another text", "--data_dir"])
+    assert_refused(out, "--data_dir", tmp_path / "data", words=[tmp_path / "data", "different text", "--data_dir"])
     ckpt = load(out / "last.pt")
     ckpt["config"]["data_dir"] = "data/of/another/folder"  # relative to where the run was started
     torch.save(ckpt, out / "last.pt")
