@@ -27,7 +27,6 @@ from model import GPT, GPTConfig
 model = GPT(GPTConfig(24, 65, 2, 4, 40, n_kv_head=2, activation='swiglu', pos_emb='rope', qk_norm=True))
 print(*(f'-D{k}={v}' for k, v in compiling.shape_macros(model, 0.5, compiling.panels).items()))")
     for chip in x86-64 haswell; do # without and with AVX
-        # shellcheck disable=SC2086
         x86_64-w64-mingw32-gcc -march=$chip -O3 -ffp-contract=fast -fno-math-errno -pthread -static $macros \
             -Ikvgpt/decoding tests/decoding/step_race.c -o "$there/step.exe" -lm
         differs=$(WINEDEBUG=-all wine "$there/step.exe" < /dev/null)

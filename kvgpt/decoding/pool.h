@@ -74,7 +74,7 @@ typedef struct {
  * core, the two wait for each other until the kernel balances the load, milliseconds later. So during a run the caller
  * stays on its core, and the other threads stay off it. */
 static void part_cores(Pool *pool) {
-    (void)pool; /* unused elsewhere than on Linux */
+    (void)pool; /* used on Linux only */
 #ifdef __linux__
     cpu_set_t own, others;
     CPU_ZERO(&own);
