@@ -1,0 +1,73 @@
+"""A pretend GPU: tensors that say they are elsewhere, compute on the CPU, and refuse to meet tensors of the CPU."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("pretend")
+DEVICE = torch.device("pretend:0")
+aten = torch.ops.aten
+MOVES = (aten._to_copy.default, aten.copy_.default)  # may have tensors of both devices
+
+
+class PretendTensor(torch.Tensor):
+    """A tensor on DEVICE. Its numbers are in `cpu_tensor`."""
+
+    @staticmethod
+    def __new__(cls, cpu_tensor):
+        size, strides, dtype = cpu_tensor.size(), cpu_tensor.stride(), cpu_tensor.dtype
+        kind = dict(strides=strides, storage_offset=cpu_tensor.storage_offset(), dtype=dtype, device=DEVICE)
+        return torch.Tensor._make_wrapper_subclass(cls, size, **kind)
+
+    def __init__(self, cpu_tensor):
+        self.cpu_tensor = cpu_tensor
+
+    def tolist(self):  # PyTorch has none for subclasses
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} outside of PretendDevice")
+
+
+class PretendDevice(TorchDispatchMode):
+    """Inside the block DEVICE works.
+
+    reads  the sizes of the tensors that were copied from DEVICE to the CPU
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        here = [x for x in tensors if isinstance(x, PretendTensor)]
+        elsewhere = [x for x in tensors if not isinstance(x, PretendTensor) and x.dim()]  # a number may be anywhere
+        if here and elsewhere and function not in MOVES:
+            raise RuntimeError(f"{function}: tensors of {DEVICE} and of the CPU")
+        asked = kwargs.get("device")
+        to_device = torch.device(asked).type == DEVICE.type if asked is not None else bool(here)
+        if asked is not None:
+            kwargs["device"] = torch.device("cpu")
+        if (here and asked is not None and not to_device) or function is aten._local_scalar_dense.default:
+            self.reads += [x.numel() for x in here]
+        if function is aten._fused_sdp_choice.default:
+            return 0  # plain mathematics
+        unwrapped = tree_map(lambda x: x.cpu_tensor if isinstance(x, PretendTensor) else x, (args, kwargs))
+        result = function(*unwrapped[0], **unwrapped[1])
+        if not to_device:
+            return result
+        of = {id(x.cpu_tensor): x for x in here}  # an operation in place returns the tensor that it got
+
+        def wrap(x):
+            if not isinstance(x, torch.Tensor):
+                return x
+            if id(x) in of:
+                return of[id(x)]
+            with torch.inference_mode(False):  # of a wrapper, PyTorch would ask what an inference tensor cannot do
+                return PretendTensor(x)
+
+        return tree_map(wrap, result)

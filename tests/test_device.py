@@ -1,0 +1,94 @@
+"""No tensor meets one of another device, and few are copied back: shown without a GPU, on the device of pretend.py."""
+
+import copy
+
+import pytest
+import torch
+
+import train
+from helpers import random_model, tiny_run
+from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.explain import explain
+from kvgpt.decoding.ngrams import count_ngrams
+from kvgpt.tokenizer import CharTokenizer
+from kvgpt.training.dist import Ranks
+from kvgpt.training.state import TrainState
+from model import GPTConfig, Sampling
+
+try:
+    from pretend import DEVICE, PretendDevice
+except ImportError:
+    pytest.skip("this PyTorch has no devices written in Python", allow_module_level=True)
+
+# head and embedding have a matrix each, because a pretend tensor cannot take the place of another one in a parameter
+LEARNED = dict(n_kv_head=1, bias=True, tie_weights=False)
+ROPE = dict(pos_emb="rope", activation="swiglu", qk_norm=True, tie_weights=False)
+IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+SETTINGS = [
+    dict(seed=1),
+    dict(seed=2, overflow="slide", top_k=9),
+    dict(seed=3, top_p=0.8, temperature=1.2),
+    dict(seed=0, temperature=0),
+]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    for name in ("tensor", "as_tensor"):  # they move their result where no mode sees it
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda x, device=None, make=make, **kw: make(x, **kw).to(device or "cpu"))
+    with PretendDevice() as mode:
+        yield mode
+
+
+def both(network):
+    """Return a random model on the CPU, and the same model on DEVICE."""
+    model = random_model(GPTConfig(block_size=24, vocab_size=65, n_layer=2, n_head=4, n_embd=32, **network))
+    return model, copy.deepcopy(model).to(DEVICE)
+
+
+def test_the_pretend_device_refuses_tensors_of_the_cpu(device):
+    ours = torch.ones(3, device=DEVICE)
+    assert (ours + 1).device == DEVICE and ours.tolist() == [1, 1, 1] and device.reads == [3]
+    with pytest.raises(RuntimeError, match="of the CPU"):
+        ours + torch.ones(3)
+
+
+@pytest.mark.parametrize("network", [LEARNED, ROPE])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_loop_stays_on_its_device(network, settings, device):
+    here, there = both(network)
+    expected = here.generate(IDX, 30, **settings).tolist()
+    for kv_cache in (True, False):
+        got = there.generate(IDX.to(DEVICE), 30, kv_cache=kv_cache, **settings)
+        assert got.device == DEVICE and got.tolist() == expected
+    for ngrams in (None, count_ngrams(IDX.flatten().tolist() * 9, 65, 100)):
+        device.reads.clear()
+        got = Decoder(there, "ngram", ngrams).generate(IDX.to(DEVICE), 30, **settings)
+        assert got.device == DEVICE
+        assert max(device.reads) <= (2 * 4 * 65 if ngrams else 2 * 4)  # tokens, and noise for the guesses of the table
+        assert got.tolist() == expected
+
+
+def test_prompts_of_different_lengths(device):
+    here, there = both(ROPE)
+    ragged = [IDX[0], IDX[1, :2]]
+    got = Decoder(there).generate([row.to(DEVICE) for row in ragged], 10, seed=1)
+    assert [row.tolist() for row in got] == [row.tolist() for row in Decoder(here).generate(ragged, 10, seed=1)]
+
+
+def test_explain(device, capsys):
+    _, there = both(ROPE)
+    explain(there, CharTokenizer("".join(map(chr, range(65)))), IDX[:1].to(DEVICE), 3, Sampling(seed=1))
+    assert "decode 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_training_step(optimizer, device):
+    losses = []
+    for where in (torch.device("cpu"), DEVICE):
+        config, data, state = tiny_run(optimizer=optimizer, tie_weights=False, mtp_weight=0.3)
+        state = TrainState(state.model.to(where), config, where, torch.float32)
+        steps = [train.train_step(config, data, state, Ranks(), measure=True) for _ in range(3)]
+        losses.append([x.item() for step in steps for x in step])
+    assert losses[0] == pytest.approx(losses[1])
