@@ -117,6 +117,7 @@ def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
         (f"--ckpt {ROOT}/assets/shakespeare.pt /nowhere.pt", "/nowhere.pt"),  # before the first minutes pass
         ("--variants fastest", "fastest"),
         ("--recipe nanogpt", "--shapes"),
+        ("--plot a.xyz", "a.xyz: matplotlib cannot write this format"),
     ],
 )
 def test_mistakes_are_one_line(flags, word, monkeypatch, capsys):

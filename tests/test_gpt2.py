@@ -198,6 +198,10 @@ def hostile_weights(folder):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "harm"), protocol=2))
 
 
+def git_lfs_pointer(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n", encoding="utf-8")
+
+
 MISTAKES = [  # what is wrong with the folder, and words of the line
     (config(model_type="llama"), ["it is a llama", "--engine hf"]),
     (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "--engine hf"]),
@@ -209,7 +213,9 @@ MISTAKES = [  # what is wrong with the folder, and words of the line
     (lambda folder: (folder / "tokenizer.json").unlink(), ["has no tokenizer", "tokenizer.json"]),
     (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"), ["not a tokenizer.json"]),
     (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
-    (hostile_weights, ["cannot be read"]),
+    (hostile_weights, ["pytorch_model.bin is damaged, or contains more than tensors"]),
+    (git_lfs_pointer, ["model.safetensors is a Git LFS pointer", "git lfs pull"]),
+    (config(tie_word_embeddings=False), ["lacks lm_head.weight"]),
 ]
 
 

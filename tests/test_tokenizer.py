@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -45,8 +45,20 @@ def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
 
 
 def test_a_long_text_is_cut():
-    """The library needs time and memory that grow faster than a text."""
-    assert len(pieces_of("a line\n" * PIECE)) > 5
+    """The library's time and memory grow faster than the text, and with the square of the length of a word."""
+    for text in ("a line\n" * PIECE, "one line " * PIECE, "acgt" * 2 * PIECE):
+        assert len(pieces_of(text)) > 5
+    dna = tokenizer_from_json(train_bpe("acgtt" * 5000, 300))
+    assert max(map(len, dna.vocab)) <= 1000 and dna.decode(dna.encode("gattaca" * 5000)) == "gattaca" * 5000
+
+
+def test_special_tokens_surround_a_prompt_and_do_not_split_a_text():
+    tokenizer = Tokenizer.from_str(bpe())
+    tokenizer.post_processor = processors.TemplateProcessing(single="a $0 b", special_tokens=[("a", 64), ("b", 65)])
+    tokenizer = tokenizer_from_json(tokenizer.to_str())
+    assert tokenizer.encode("one line") == [64, *BPE.encode("one line"), 65]
+    text = "one line\n" * PIECE
+    assert tokenizer.encode(text) == BPE.encode(text)
 
 
 @pytest.mark.slow
