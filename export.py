@@ -29,7 +29,7 @@ def parse_args():
         required=True,
         help="output format, and the name of the folder in --out_dir",
     )
-    add("--out_dir", type=path, help="default: out")
+    add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
     meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
     add("--meta", type=path, metavar="FILE", help=meta_help)

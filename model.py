@@ -2,7 +2,7 @@
 
 Read it from top to bottom. Head and KVCache are the cache: what we keep, and how attention reads it. Then comes the
 network, GPT-2's with a few modern options. stream_tokens is the loop: prefill, decode, slide. The sampler comes last.
-Its noise is the reason why a seed gives the same tokens on every path.
+Its noise is why a seed gives the same tokens on every path.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
@@ -125,7 +125,7 @@ class KVCache:
     def __init__(self, config, batch_size):
         self.n_layer, self.block_size = config.n_layer, config.block_size
         self.lengths = [0] * batch_size
-        self.key = self.value = None  # until the first update, which knows dtype and device
+        self.key = self.value = None  # allocated by the first update, once dtype and device are known
 
     @property
     def length(self):
@@ -191,7 +191,7 @@ class KVCache:
 def clear_kv_cache(model):
     """Empty the key_cache and value_cache of every Head in `model`, and forget the model's own cache.
 
-    You only need it after changing weights in place in eval mode, which we cannot notice.
+    You only need it after changing weights in place in eval mode, which we cannot detect.
     """
     for module in model.modules():
         if isinstance(module, (Head, GPT)):
@@ -469,8 +469,8 @@ class GPT(nn.Module):
         kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
         The other arguments are those of Sampling. Raises ValueError for invalid arguments.
 
-        A model this small runs best on one thread: torch.set_num_threads(1). While another program is busy, a second
-        thread can make it many times slower.
+        A small model, below about 4 million parameters, runs best on one thread: torch.set_num_threads(1). While
+        another program is busy, a second thread can make it many times slower.
         """
         rows, restore = rows_of(prompts, self.lm_head.weight.device)
         if len({len(row) for row in rows}) > 1:
@@ -528,7 +528,7 @@ def rows_of(prompts, device):
     """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
 
     prompts  ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
-    restore  gets rows, which may be longer by then, and returns them in the form of the prompts
+    restore  gets rows, which may have grown, and returns them in the form of the prompts
     """
     if isinstance(prompts, torch.Tensor):
         return list(prompts), lambda rows: torch.stack(list(rows))
@@ -602,7 +602,7 @@ def context_start(start, end, block_size):
 class Sampling:
     """The settings of one generation. Raises ValueError, with the field and its value, for an invalid one.
 
-    temperature  0 is greedy (the largest logit, ties to the lowest id), 1 is the model's distribution; below 1 favours
+    temperature  0 is greedy (the largest logit, ties to the lowest id), 1 is the model's distribution; below 1 favors
                  likely tokens
     top_k        sample from the k most likely tokens
     top_p        sample from the smallest set of most likely tokens whose probabilities add up to top_p

@@ -45,7 +45,8 @@ def main():
         if args.plot:
             plot(report, args.plot)
     except (Exception, SystemExit) as error:
-        install = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        own = args.model.partition(":")[0] == getattr(error, "name", None)  # the module that the argument names
+        install = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) and not own else ""
         parser.exit(2, f"check_cache: {args.model}: {type(error).__name__}: {first_line(error)}{install}\n")
     if args.json:
         results = [{key: x for key, x in vars(result).items() if key != "errors"} for result in report.results]

@@ -165,9 +165,7 @@ def parse_args():
     parser.add_argument("--force", action="store_true", help="download again even if the files exist")
     args, unknown = parser.parse_known_args()
     if unknown:
-        file = unknown[0]
-        hint = f"; to prepare it, type --input {file}" if Path(file).is_file() else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
     if args.hold_out and args.tokenizer:

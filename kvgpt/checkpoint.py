@@ -105,7 +105,7 @@ def load_checkpoint(path, meta=None):
         weights, model_args, tokenizer_state = read_folder(path)
         return Checkpoint(path, weights, model_args, tokenizer_state)
     if not path.is_file():
-        hint = "train one first (python train.py), or pass a different --ckpt"
+        hint = "train one first (python train.py), or check the path"
         if path.name.startswith("gpt2"):
             hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")

@@ -1,7 +1,7 @@
 """What helps people who come from nanoGPT: its meta.pkl, and what to type instead of its flags."""
 
 import pickle
-from pathlib import Path
+from pathlib import PureWindowsPath
 
 from kvgpt.cli import first_line, note
 
@@ -17,6 +17,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 def read_meta(path):
     """Return the characters of nanoGPT's meta.pkl in the order of their ids. Raises ValueError."""
+    if not path.is_file():
+        raise ValueError(f"--meta {path}: there is no such file")
     try:
         with open(path, "rb") as file:
             itos = PlainUnpickler(file).load()["itos"]
@@ -56,7 +58,7 @@ def refuse_unknown(parser, unknown):
     hints, unrecognized, previous = [], [], ""
     for word in unknown:
         if word.endswith(".py"):
-            hints.append(f"{word}: {CONFIGS.get(Path(word).name, ANY_CONFIG)}")
+            hints.append(f"{word}: {CONFIGS.get(PureWindowsPath(word).name, ANY_CONFIG)}")
         elif (name := word.partition("=")[0]) in INSTEAD:
             hints.append(f"{word}: {INSTEAD[name]}")
         elif previous not in INSTEAD or word.startswith("--"):  # otherwise it is the value of a flag with a hint

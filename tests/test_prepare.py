@@ -187,7 +187,7 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
         ("--input in.txt", "caf\xe9 au lait\n".encode("latin-1"), ["in.txt is not UTF-8 (byte 3"]),
         ("--input in.txt", b"", ["in.txt is empty"]),
         ("--input none.txt", BODY, ["none.txt: No such file"]),
-        ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare it, type --input in.txt"]),
+        ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
         ("--hold_out --data_dir none", BODY, ["none", "run python data/prepare.py first"]),
         ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is too large", "at most"]),
         ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
