@@ -240,7 +240,7 @@ def test_with_an_address_the_first_cell_fetches_the_code_and_an_upload_is_found(
         ((31415, 0), ["Write both guesses"]),
         (((31, 415), 255), ["without commas"]),
         ((31415, 255), ["31,415. Right.", "255. Right.", "a factor of 123"]),
-        ((31621, 206), ["one too many", "one per new character"]),
+        ((31621, 206), ["one too many", "That is one per new character"]),
         ((31671, 256), ["One step too many", "Nearly"]),
         ((31365, 205), ["One step is missing", "The prompt has to be computed"]),
         ((32640, 50), ["You begin with one character", "This is the prefill"]),
