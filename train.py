@@ -281,8 +281,6 @@ def setup(flags, ranks, run):
         model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
     except ValueError as error:  # it starts with the name of a field, which is also a flag
         raise ValueError(f"--{error} (--help lists the flags)") from None
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32, such as Muon
     torch.manual_seed(config.seed)
     if source:
         model = replace(source.crop(config.block_size), model_args=asdict(model_config)).build_model()

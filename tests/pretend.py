@@ -6,6 +6,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
+# autocast is there, but computes in float32
+torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+AUTOCAST = torch.library.Library("_", "IMPL")
+AUTOCAST.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 DEVICE = torch.device("pretend:0")
 aten = torch.ops.aten
 MOVES = (aten._to_copy.default, aten.copy_.default)  # may have tensors of both devices

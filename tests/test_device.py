@@ -1,9 +1,11 @@
 """No tensor meets one of another device, and few are copied back: shown without a GPU, on the device of pretend.py."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import train
 from helpers import random_model, tiny_run
@@ -83,12 +85,26 @@ def test_explain(device, capsys):
     assert "decode 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_training_step(optimizer, device):
-    losses = []
-    for where in (torch.device("cpu"), DEVICE):
+def test_training_and_a_resume(optimizer, dtype, device, tmp_path):
+    """float16 has a scaler, whose first steps may be skipped."""
+
+    def new_state(where):
         config, data, state = tiny_run(optimizer=optimizer, tie_weights=False, mtp_weight=0.3)
-        state = TrainState(state.model.to(where), config, where, torch.float32)
-        steps = [train.train_step(config, data, state, Ranks(), measure=True) for _ in range(3)]
-        losses.append([x.item() for step in steps for x in step])
-    assert losses[0] == pytest.approx(losses[1])
+        return config, data, TrainState(state.model.to(where), config, where, dtype)
+
+    def steps(config, data, state):
+        results = [train.train_step(config, data, state, Ranks(), measure=True) for _ in range(3)]
+        state.step += 3
+        return [x.item() for result in results for x in result]
+
+    here, there = new_state(torch.device("cpu")), new_state(DEVICE)
+    assert steps(*there) == pytest.approx(steps(*here), rel=1e-4 if dtype == torch.float32 else 0.05)
+
+    content = dict(model_args={}) | there[2].state_dict(with_optimizers=True)
+    content = tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), content)  # as torch.save writes it
+    resumed = new_state(DEVICE)
+    resumed[2].model.load_state_dict(content.pop("model"))
+    resumed[2].load_training(SimpleNamespace(training=content, best_val_loss=1.0, path="last.pt"))
+    assert steps(*resumed) == steps(*there)
