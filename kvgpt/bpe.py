@@ -9,7 +9,7 @@ from kvgpt.cli import first_line
 PIECE = 2**16  # characters per call, because the tokenizer's time and memory grow faster than the text
 # A piece ends where GPT-2's tokens end too: after a line that is not empty, or before a single space. Text without
 # either, such as DNA, is cut anywhere.
-PIECE_END = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)|(?<=\S{1000})")
+PIECE_END = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)|(?<=\S{1000})(?=\S)")
 
 
 def library():
