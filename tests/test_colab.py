@@ -243,8 +243,8 @@ def test_with_an_address_the_first_cell_fetches_the_code_and_an_upload_is_found(
         ((31621, 206), ["one too many", "That is one per new character"]),
         ((31671, 256), ["One step too many", "Nearly"]),
         ((31365, 205), ["One step is missing", "The prompt has to be computed"]),
-        ((32640, 50), ["You begin with one character", "This is the prefill"]),
-        ((206 * 256, 1), ["not the whole context: 50 positions at first, 255 at last", "Too few"]),
+        ((32640, 50), ["You start from one character", "That is the prefill"]),
+        ((206 * 256, 1), ["not the whole context: 50 positions at first, 255 at the end", "Too few"]),
         ((206 * 255, 300), ["not the whole context", "Too many"]),
         ((255, 255), ["one position per step", "Right."]),
         ((32604, 255), ["the number in the README, whose prompt has 9 characters. This one has 50."]),
@@ -266,7 +266,7 @@ def test_the_second_wrong_guess_gets_the_answer(lesson):
         wrong.clear()
     for _ in range(2):  # the same guess again is no second try
         assert "31,415" not in run_cell("judge(30000, 255)", lesson[1])
-    run_cell(sources()["count"].replace("judge(guess_without, guess_with)", ""), lesson[1])  # the cell runs again
+    run_cell(sources()["count"].removesuffix("judge(guess_without, guess_with)"), lesson[1])  # the cell runs again
     text = run_cell("judge(30001, 255)", lesson[1])
     assert "50 + 51 + ... + 255 = 31,415" in text and "a factor of 123" in text
 
@@ -290,7 +290,7 @@ def numpy_head(lesson, write="...", read="keys, values = ...", mix="output = ...
 @pytest.mark.parametrize(
     "lines, expected",
     [
-        ((WRITE, READ, MIX), "Right: in 40 steps"),
+        ((WRITE, READ, MIX), "Right: rows, weights and outputs of 40 steps"),
         ((), "Line 1: key_cache is still empty"),
         ((WRITE,), "Line 1 is right. Line 2 is still to do."),
         ((WRITE, READ), "Lines 1 and 2 are right. Line 3 is still to do."),
