@@ -27,7 +27,7 @@ import torch
 
 from kvgpt.baselines import llama2c_run, transformers_run
 from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
-from kvgpt.cli import Parser, fail, first_line, note, number, one_line_errors, path, pick_device, run_main
+from kvgpt.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, pick_device, run_main
 from kvgpt.cores import num_threads, share_cores
 from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
 from kvgpt.decoding.quantize import round_weights
@@ -327,10 +327,10 @@ def parse_args():
     if args.recipe and not args.shapes:
         parser.error("--recipe needs --shapes: a checkpoint has its own network")
     if args.plot:  # before we measure
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            parser.error(f"--plot needs matplotlib ({first_line(error)}): pip install matplotlib")
+        with one_line_errors():
+            need("--plot", "matplotlib")
+        from matplotlib.figure import Figure
+
         if (Path(args.plot).suffix[1:] or "png") not in Figure().canvas.get_supported_filetypes():
             parser.error(f"--plot {args.plot}: matplotlib cannot write this format, use .png or .svg")
     return args

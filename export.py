@@ -8,11 +8,10 @@ Every export ends with a check: the library that will read the files computes lo
 both with PyTorch's.
 """
 
-import importlib
 from pathlib import Path
 
 from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
-from kvgpt.cli import Parser, fail, first_line, one_line_errors, path, run_main
+from kvgpt.cli import Parser, need, one_line_errors, path, run_main
 from kvgpt.files import lock_folder
 from kvgpt.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 
@@ -38,13 +37,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    packages = PACKAGES[args.format]
-    try:
-        for package in packages:
-            importlib.import_module(package)
-    except ImportError as error:  # it is missing or broken
-        fail(f"--format {args.format} needs more packages ({first_line(error)}): pip install {' '.join(packages)}")
     with one_line_errors():
+        need(f"--format {args.format}", *PACKAGES[args.format])
         checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model, tokenizer = checkpoint.build_language_model()
     folder = Path(args.out_dir or "out") / args.format

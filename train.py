@@ -26,7 +26,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from kvgpt.checkpoint import load_checkpoint
-from kvgpt.cli import fail, first_line, handle_signals, note, one_line_errors, run_main, torchrun_ranks
+from kvgpt.cli import fail, first_line, handle_signals, need, note, one_line_errors, run_main, torchrun_ranks
 from kvgpt.cores import share_cores
 from kvgpt.decoding.ngrams import count_ngrams
 from kvgpt.recipes import TrainConfig, parse_flags, resolve_config
@@ -254,11 +254,8 @@ def setup(flags, ranks, run):
             f"--batch_size {config.batch_size} does not divide among {ranks.world_size} processes: "
             "choose a multiple of their number"
         )
-    if config.plot:  # before we train, because the package may be missing or broken
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ImportError as error:
-            raise ValueError(f"--plot needs matplotlib ({first_line(error)}): pip install matplotlib") from None
+    if config.plot:
+        need("--plot", "matplotlib")  # now, and not after the first evaluation
     device = ranks.pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
 

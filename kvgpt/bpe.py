@@ -4,21 +4,17 @@ import re
 
 from tqdm import tqdm
 
-from kvgpt.cli import first_line
+from kvgpt.cli import first_line, need
 
-PIECE = 2**16  # characters per call, because the tokenizer's time and memory grow faster than the text
+PIECE = 2**12  # characters per call, because time and memory grow with the square of the length of a word
 # A piece ends where GPT-2's tokens end too: after a line that is not empty, or before a single space. Text without
 # either, such as DNA, is cut anywhere.
 PIECE_END = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)|(?<=\S{1000})(?=\S)")
 
 
 def library():
-    """Return the library tokenizers. Raises ValueError if it is missing: characters do not need it."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError("tokens that are not characters need tokenizers: pip install tokenizers") from None
-    return tokenizers
+    """Return the library tokenizers, which characters do not need. Raises ValueError if it is missing."""
+    return need("this tokenizer", "tokenizers")
 
 
 class BPETokenizer:
@@ -91,9 +87,6 @@ def train_bpe(text, vocab_size):
     """
     hf = library()
     tokenizer = byte_level(hf.models.BPE())
-    # the time for a word grows with the square of its length, so DNA and the like are cut into words of 1,000 letters
-    cut = hf.pre_tokenizers.Split(hf.Regex(r"\S{1000}"), "isolated")
-    tokenizer.pre_tokenizer = hf.pre_tokenizers.Sequence([cut, tokenizer.pre_tokenizer])
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False

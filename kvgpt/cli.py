@@ -1,6 +1,7 @@
 """What every script needs around its work: the command line, one-line errors, signals."""
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -97,6 +98,16 @@ def torchrun_ranks():
 def first_line(error):
     """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def need(feature, *packages):
+    """Import packages that only this feature needs, and return the first. Raises ValueError if one fails."""
+    try:
+        first, *_ = map(importlib.import_module, packages)
+        return first
+    except ImportError as error:
+        line = f"{feature} needs {', '.join(packages)} ({first_line(error)}): pip install {' '.join(packages)}"
+        raise ValueError(line) from None
 
 
 @contextmanager

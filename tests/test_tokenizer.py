@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 import sys
 from collections import Counter
 
@@ -46,14 +45,10 @@ def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
 
 
 def test_a_long_text_is_cut():
-    """The library's time and memory grow faster than the text, and with the square of the length of a word."""
+    """The library's time and memory grow with the square of the length of a word."""
     for text in ("a line\n" * PIECE, "one line " * PIECE, "acgt" * 2 * PIECE):
         assert len(pieces_of(text)) > 5
-    dna = "".join(random.Random(0).choices("acgt", k=20_000))
-    tokenizer = tokenizer_from_json(train_bpe(dna, 300))
-    assert tokenizer.decode(tokenizer.encode(dna)) == dna
-    ends = list(itertools.accumulate(len(tokenizer.show(i)) for i in tokenizer.encode(dna)))
-    assert {1000, 2000, 19_000} <= {*ends}  # no token spans two of its words
+        assert max(map(len, pieces_of(text))) < 2 * PIECE
 
 
 def test_special_tokens_surround_a_prompt_and_do_not_split_a_text():

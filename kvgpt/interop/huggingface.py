@@ -13,7 +13,7 @@ import torch
 
 from kvgpt.blank import blank_model
 from kvgpt.bpe import read_tokenizer
-from kvgpt.cli import first_line
+from kvgpt.cli import first_line, need
 from kvgpt.interop.checksums import check_folder
 from kvgpt.tokenizer import tokenizer_from_json
 from model import GPTConfig
@@ -137,10 +137,7 @@ def tensor_readers(folder):
         files = [folder / "model.safetensors"]
     readers = {}
     if files:
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            raise ValueError("it needs safetensors: pip install safetensors") from None
+        safe_open = need("it", "safetensors").safe_open
 
         def read(file, name):  # opened for each tensor, because an open file keeps everything it read in memory
             with safe_open(file, "pt") as opened:

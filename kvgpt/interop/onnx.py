@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from kvgpt.cli import fail, first_line
+from kvgpt.cli import fail, first_line, need
 from kvgpt.cores import num_threads
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, write_tree
@@ -187,10 +187,7 @@ class OnnxGPT:
     """
 
     def __init__(self, file):
-        try:
-            import onnxruntime
-        except ImportError:
-            raise ValueError("ONNX Runtime is not installed: pip install onnxruntime") from None
+        onnxruntime = need("--engine onnx", "onnxruntime")
         self.file, file = file, Path(file)
         if not file.is_file():
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")

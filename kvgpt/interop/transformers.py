@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvgpt.checkpoint import check_finite
-from kvgpt.cli import fail, first_line, note, one_line_errors
+from kvgpt.cli import fail, first_line, need, note, one_line_errors
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, read_tree, write_tree
 from kvgpt.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, their_parts
@@ -151,10 +151,7 @@ class HuggingFaceGPT(nn.Module):
 
     def __init__(self, folder):
         super().__init__()
-        try:
-            import transformers
-        except ImportError:
-            raise ValueError("transformers is not installed: pip install transformers") from None
+        transformers = need("--engine hf", "transformers")
         if not Path(folder, "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json: pass the folder of a transformers model as --ckpt")
         transformers.logging.set_verbosity_error()

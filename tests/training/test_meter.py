@@ -58,6 +58,13 @@ def test_a_pipe_gets_plain_lines_and_a_sample(data_dir, tmp_path):
     assert len(text.removesuffix("\n")) == 16 and set(text) <= set(ckpt["chars"])  # a full context
 
 
+def test_the_estimate_leaves_out_the_first_step(data_dir, tmp_path):
+    """With --compile it would be a thousand times too long."""
+    flags = [*SMALL, "--max_iters", 3, "--log_interval", 1, "--data_dir", data_dir, "--out_dir", tmp_path]
+    lines = [line for line in ok(here(*flags)).stdout.splitlines() if line.startswith("step ")]
+    assert ["s left" in line for line in lines] == [False, True, True]
+
+
 @unix
 @pytest.mark.slow
 def test_a_terminal_gets_a_progress_bar_and_stdout_stays_plain(data_dir, tmp_path):
