@@ -2,7 +2,7 @@
 
     python assets/draw.py
 
-Writes work.svg and step.svg beside this file. They have a background of their own, because a picture in a README
+Writes work.svg and step.svg next to this file. They have their own background, because a picture in a README
 cannot see whether the page around it is light or dark.
 """
 

@@ -2,7 +2,7 @@
 
     make gpu                    with the python3 that has PyTorch for CUDA, pytest, hypothesis and transformers
 
-Runs tests/test_gpu.py, bench.py beside transformers, and the gpu preset with both recipes. Each part has a share of
+Runs tests/test_gpu.py, bench.py with transformers, and the gpu preset with both recipes. Each part has a share of
 --minutes and is stopped at its end. The report is written after every part, so an interrupted one is still of use.
 """
 

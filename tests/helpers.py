@@ -39,7 +39,7 @@ SAMPLE = ROOT / "data" / "sample.txt"
 unix = pytest.mark.skipif(os.name == "nt", reason="needs Unix: signals, terminals, file system errors or torchrun")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, /dev/full or file names of any bytes")
 
-# -- scripts in processes of their own ---------------------------------------------------------------------------------
+# -- scripts as processes ----------------------------------------------------------------------------------------------
 
 
 def run(*args, timeout=120, env=None, cwd=ROOT, **kwargs):
@@ -102,12 +102,12 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def child(*flags, **kwargs):
-    """Run train.py in a process of its own, to its end."""
+    """Run train.py as a separate process, to its end."""
     return run(ROOT / "train.py", *flags, env=ONE_THREAD | kwargs.pop("env", {}), **kwargs)
 
 
 def start(*flags, cwd=ROOT, **kwargs):
-    """Start train.py in a process of its own."""
+    """Start train.py as a separate process."""
     kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") | kwargs
     env = {**os.environ, **ONE_THREAD, "PYTHONIOENCODING": "utf-8"}
     return subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, flags)], cwd=cwd, env=env, **kwargs)

@@ -69,7 +69,7 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
     assert pick_checkpoint(*flags) == Path(expected)
 
 
-# -- scripts in processes of their own ---------------------------------------------------------------------------------
+# -- scripts as processes ----------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, time

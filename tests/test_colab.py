@@ -69,7 +69,7 @@ def execute(folder, answers=(), only=None, timeout=None):
         assert sum(before in cell.source for cell in code_cells(notebook)) == 1, before
         for cell in code_cells(notebook):
             cell.source = cell.source.replace(before, after)
-    for cell in code_cells(notebook):  # IPython goes on after a command that has failed
+    for cell in code_cells(notebook):  # IPython continues after a failed command
         cell.source = re.sub(r"^(!.*)", r"\1\nassert _exit_code == 0", cell.source, flags=re.MULTILINE)
     docs = folder / "docs"
     where = {"metadata": {"path": str(docs if docs.exists() else folder)}}

@@ -154,7 +154,7 @@ def test_the_code_map_counts_lines():
 
 # -- the commands run --------------------------------------------------------------------------------------------------
 
-# A training of minutes becomes one of seconds, on a text that is here. What pip, make and hf would fetch is here, too:
+# Runs of minutes become runs of seconds, on text that comes with the code. pip, make and hf need not fetch anything:
 # a small GPT-2 with random weights stands in for OpenAI's.
 SHELL = r"""
 python() {
@@ -191,7 +191,7 @@ def script_of(text):
 @pytest.mark.skipif(os.name == "nt", reason="needs bash")
 @pytest.mark.parametrize("file", [file for file in FILES if script_of(read(file))], ids=name_of)
 def test_every_command_runs_in_a_fresh_copy(file, tmp_path):
-    """The blocks of a file, from the first to the last, as somebody reads. Then its mistakes, each with its message."""
+    """The blocks of a file, from first to last, as a reader would. Then its mistakes, each with its message."""
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
     folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
     if "\nhf download" in read(file):

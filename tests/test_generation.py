@@ -28,7 +28,7 @@ from oracles import per_head_logits
 def per_head_generate(model, row, steps, sample, seed, temperature=1.0, top_k=None, top_p=None):
     """One row's tokens from per_head_logits and the sampling rule in other words: argmax(probs / Exp(1) noise).
 
-    It knows of no cache. Whenever the context has run over, it goes on from the newest half.
+    It knows no cache. Whenever the context is full, it continues from the newest half.
     """
     tokens, context = list(row), list(row)
     for step in range(steps):
@@ -140,7 +140,7 @@ def test_going_back_forgets_what_came_after(model, length, back, redo):
 @settings(max_examples=50)
 @given(a_model, st.integers(1, 10), st.sampled_from([1, 3]), a_filter, a_seed, st.data())
 def test_whatever_happens_between_two_steps_changes_no_token(model, length, batch, filters, seed, data):
-    """An evaluation, eval-train-eval, a cleared cache, somebody's cached call, a generation running or abandoned."""
+    """An evaluation, eval-train-eval, a cleared cache, a cached call, a generation running or abandoned."""
     idx = prompts(batch, length)
     expected = model.generate(idx, CONTEXT, seed=seed, kv_cache=False, **filters)
     others = [model.stream(prompts(2, 3, s), CONTEXT, seed=s) for s in range(2)]
@@ -284,8 +284,8 @@ def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cach
             score = logits[:, -1].float() + noise[:, step]
             picked = score.gather(1, text[:, 5 + step, None])
             assert (score.amax(1, keepdim=True) - picked < 0.2).all()  # equal, but for bfloat16's rounding
-        anew = [tensor for head in heads_of(model) for tensor in (head.key_cache, head.value_cache)]
-    for ours, theirs in zip(held, anew, strict=True):
+        fresh = [tensor for head in heads_of(model) for tensor in (head.key_cache, head.value_cache)]
+    for ours, theirs in zip(held, fresh, strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.02)
 
 
@@ -383,7 +383,7 @@ def test_a_generation_keeps_its_cache_whatever_else_the_model_does(model):
 
 
 def test_heads_show_the_cache_that_was_used_last(model):
-    """And after a generation its keys and values are there to look at, until somebody clears them."""
+    """After a generation you can look at its keys and values until they are cleared."""
     idx = prompts(2, 5)
     text = model.generate(idx, 4, seed=1)
     held = [(head.key_cache.clone(), head.value_cache.clone()) for head in heads_of(model)]
@@ -430,7 +430,7 @@ def test_prompts_come_back_in_the_form_in_which_they_went_in(model, kv_cache):
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):
-    """Each generation has a cache of its own."""
+    """Each generation has its own cache."""
     jobs = [(prompts(2, 3, seed), seed) for seed in range(8)]
     expected = [model.generate(idx, CONTEXT, seed=seed, kv_cache=False) for idx, seed in jobs]
     with ThreadPoolExecutor(4) as pool:

@@ -54,7 +54,7 @@ def greedy(hf, ids, length):
 
 
 def as_openai_has_it(folder):
-    """The weights of the class without a head, and the causal masks beside them."""
+    """The weights of the class without a head, and the causal masks that old files contain."""
     tensors = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
     n = tensors["wpe.weight"].size(0)
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, n, n).tril() for i in range(9) if f"h.{i}.ln_1.weight" in tensors}

@@ -37,7 +37,7 @@ IMPORTS = {name: ours(file) for name, file in FILES.items()}
 
 
 def test_model_py_can_be_copied_into_another_project(tmp_path):
-    """One file, torch and the standard library: it trains a step and generates in a folder of its own."""
+    """One file, torch and the standard library: it trains a step and generates in a folder without the rest."""
     (tmp_path / "model.py").write_bytes(FILES["model"].read_bytes())
     script = (
         "import sys, torch; from model import GPT, GPTConfig\n"

@@ -97,7 +97,7 @@ def test_rope_needs_pairs():
 
 
 def test_the_defaults_are_gpt2():
-    """A preset of ours must never leak into the defaults, because nanoGPT's model_args have only seven fields."""
+    """Our presets must never leak into the defaults, because nanoGPT's model_args have only seven fields."""
     args = dict(n_layer=1, n_head=2, n_embd=8, block_size=4, bias=True, vocab_size=5, dropout=0.0)
     keys = set(GPT(GPTConfig(**args)).state_dict())
     block = "ln_1.weight ln_1.bias attn.c_attn.weight attn.c_attn.bias attn.c_proj.weight attn.c_proj.bias ln_2.weight"

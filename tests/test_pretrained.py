@@ -35,7 +35,7 @@ def test_its_val_loss_is_the_one_in_the_file():
     except ValueError:
         pytest.skip("needs the corpus: python data/prepare.py")
     if data.sha256 != checkpoint.training["data_sha256"]:
-        pytest.skip("data/ holds another text")
+        pytest.skip("data/ does not hold tiny Shakespeare")
     model, _ = checkpoint.build_language_model()
     loss = evaluate(model, data.val, model.config.block_size, torch.device("cpu"), nullcontext())
     assert loss == pytest.approx(checkpoint.best_val_loss, abs=1e-4) and loss < 1.45

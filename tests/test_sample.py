@@ -88,7 +88,7 @@ def test_it_needs_the_checkpoint_only(trained, tmp_path):
 @unix
 @pytest.mark.slow
 def test_characters_stream_as_they_come(trained):
-    """On a terminal every character arrives in a write of its own, and a newline ends the text."""
+    """On a terminal every character arrives in a separate write, and a newline ends the text."""
     parent, child = os.openpty()
     command = [sys.executable, "sample.py", "--out_dir", str(trained), "--device", "cpu", "--prompt", "O"]
     command += ["--overflow", "slide", "--max_new_tokens", "2000"]  # long enough for any scheduler to let us read

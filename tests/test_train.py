@@ -177,7 +177,7 @@ def test_the_seed_decides_the_weights(data_dir, tmp_path):
 
 
 def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_dir, tmp_path):
-    """A resume goes on with the evaluations that the run has counted."""
+    """A resume continues to count the run's evaluations."""
     flags = [*SMALL, "--learning_rate", 0, "--max_iters", 6, "--eval_interval", 2, "--patience", 3]
     ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     result = ok(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 50))
@@ -375,5 +375,5 @@ def test_weights_whose_loss_is_nan_stop_the_run_before_they_replace_a_checkpoint
     after = contents(out)
     assert (after["ckpt.pt"], after["last.pt"]) == (before["ckpt.pt"], before["last.pt"])
     assert all(math.isfinite(float(row[name] or 0)) for row in log(out) for name in HEADER)
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", "62"))  # and a sane rate goes on from there
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", "62"))  # and a sane rate continues from there
     assert math.isfinite(float(log(out)[-1]["val_loss"]))

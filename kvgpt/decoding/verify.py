@@ -67,8 +67,8 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
     model       a GPT, or any model that works with stream_tokens
     prompts     B int64 tensors of one dimension
     texts       B lists of ids: the prompts and their continuations
-    kv_cache    whether the plain loop uses the cache: the opposite of what made the texts
-    sampling    the Sampling that made the texts
+    kv_cache    whether the plain loop uses the cache: the opposite of the run that we compare
+    sampling    the Sampling of that run
     tokenizer   the model's tokenizer
     stops       the stop strings of the texts
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.

@@ -16,7 +16,7 @@ ORDER = 4  # of V tokens
 
 
 def dictionary_ngrams(runs, context):
-    """P(next | context) by interpolated absolute discounting, from dictionaries: the definition once more."""
+    """P(next | context) by interpolated absolute discounting, from dictionaries: the definition itself."""
 
     def probability(context):
         followers = collections.Counter()

@@ -97,7 +97,7 @@ def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
 def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
-    """It neither stops the others nor goes on, and no draft jumps over its stop text."""
+    """It neither stops the other rows nor continues, and no draft jumps over its stop string."""
     texts = texts_of(trained, "First ", 100, rows=4)
     stops = [texts[0][12:14], texts[2][20:22]]
     expected = ["First " + before(text[len("First ") :], stops) for text in texts]

@@ -95,7 +95,7 @@ def test_the_ordinary_calls_of_transformers_give_the_greedy_text(network, tmp_pa
         assert tokenizer.decode(hf.generate(**encoded)[0], skip_special_tokens=True) == greedy(prompt)
         assert pipe(prompt, do_sample=False)[0]["generated_text"] == greedy(prompt)
 
-    with pytest.raises(ValueError, match="pad"):  # not another text
+    with pytest.raises(ValueError, match="pad"):  # rather than generate different text
         tokenizer(prompts, padding=True)
     pipe.tokenizer.pad_token = "\n"
     longest = max(map(len, prompts))
@@ -152,7 +152,7 @@ def test_a_model_that_was_born_in_transformers_comes_in(settings, tmp_path):
 
 
 def test_a_vocabulary_that_is_padded_is_refused(tmp_path):
-    """A training would end in an IndexError at its first token without a character."""
+    """Training would end in an IndexError at its first token without a character."""
     born(tmp_path, vocab_size=128)
     assert_one_line(here("--init_from", tmp_path, "--out_dir", tmp_path / "out"), tmp_path, "the weights of 128 tokens")
     assert not (tmp_path / "out").exists()

@@ -37,7 +37,7 @@ def test_preparing_characters_needs_no_torch_and_no_bpe():
 
 
 def test_ids_of_another_tokenizer_are_one_line(tmp_path):
-    """Even where somebody has put in the hash of the other file, too."""
+    """Even if the hash in meta.json was changed as well."""
     tokenizer = tokenizer_from_json(bpe(300))
     ids = encode("some words " * 20, tokenizer)
     write_prepared(tmp_path, tokenizer, *ids, "a test", b"", val_bytes=22)

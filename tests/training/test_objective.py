@@ -146,7 +146,7 @@ def test_evaluation_is_one_exact_pass_over_the_text(length, block_size, seed):
     config = GPTConfig(block_size=block_size, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=0.5)
     model = GPT(config).train()
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.7)  # so that every character has a loss of its own
+        torch.nn.init.normal_(p, std=0.7)  # so that no two characters have the same loss
     ids = np.random.default_rng(seed).integers(7, size=length).astype("<u2")
     before = torch.get_rng_state()
     loss = evaluate(model, ids, block_size, CPU, contextlib.nullcontext())

@@ -135,7 +135,7 @@ def test_muon_is_momentum_made_orthogonal_for_q_k_and_v_apart(kv_heads):
 
 
 def test_a_learning_rate_of_0_stops_muon_too(data_dir, tmp_path):
-    """Muon has a peak of its own, so without care `--learning_rate 0` would change weights with the modern recipe."""
+    """Muon has its own peak, so without care `--learning_rate 0` would change weights with the modern recipe."""
     flags = [*SMALL, "--recipe", "modern", "--learning_rate", 0, "--data_dir", data_dir]
     for steps in (1, 5):
         ok(here(*flags, "--max_iters", steps, "--out_dir", tmp_path / str(steps)))

@@ -157,7 +157,7 @@ def test_a_resume_of_nothing_is_refused(tmp_path):
 
 
 def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_path):
-    """The same characters in another order are whole files with their right hashes, but another text."""
+    """The same characters in a different order are complete files with the right hashes, but different text."""
     tokenizer = CharTokenizer(load(out / "last.pt")["chars"])
     ids = encode(tokenizer.vocab * 40, tokenizer)
     write_prepared(tmp_path / "data", tokenizer, *ids, "a test", b"")
