@@ -1,7 +1,5 @@
 """The pretrained model that comes with the code, and the scripts that use it before any training."""
 
-import re
-import shlex
 import shutil
 from contextlib import nullcontext
 
@@ -61,11 +59,3 @@ def test_export_and_bench_use_it_too(tmp_path):
     assert NOTE in result.stderr and "1 of 1 samples match" in result.stderr
     result = ok(run(ROOT / "bench.py", "--variants", "eager", "draft", "--repeats", "1", cwd=tmp_path))
     assert NOTE in result.stderr and "4/4/128/256" in result.stdout
-
-
-@pytest.mark.slow
-def test_the_readme_shows_its_text():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    command = re.search(r"^python sample\.py (.*--seed .*)$", readme, flags=re.MULTILINE)[1]
-    text = ok(run(ROOT / "sample.py", *shlex.split(command), cwd=ROOT)).stdout
-    assert f"```text\n{text}\n```" in readme

@@ -213,7 +213,7 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
         (["--prompt", "O Roméo #"], ["'é'", "'#'", "abcdefghijklmnopqrstuvwxyz"]),
         (["--prompt", "x" * 32], ["32", "at most 31"]),
         (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
-        (["--prompt", "FILE:"], ["FILE:", "name of a file"]),
+        (["--prompt", "FILE:"], ["FILE:", "needs a file name"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
         (["--ckpt", ROOT / "README.md"], ["README.md", "damaged"]),
         (["--device", "cuda:99"], ["cuda:99"]),
