@@ -304,8 +304,6 @@ await visit(plan.site + "#step-2", async (page) => {
 
   await page.click("[data-times='8']");
   await page.click("[data-times='40']");
-  await drawn(page);
-  seen.nextInRace = await page.locator("#to-step-3").isVisible();
   seen.race = await result(page);
   seen.race.said = await page.locator("#time-off, #time-on, #speeds").allTextContents();
   await page.click("#run");
@@ -330,22 +328,28 @@ await visit(plan.site + "#step-2", async (page) => {
   seen.turned = await result(page);
 });
 
-// a race in which a step without the cache takes nine times as long: the lights in every frame
+// a race in which a step without the cache takes nine times as long, and a pause gives each step its own frame: the
+// lights in every frame, and whether the way to the next step shows
 {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
   await page.route("**/generate.js", async (route) => {
     const response = await route.fetch();
-    const body = (await response.text()).replace("text.ms += ms;", 'text.ms += name === "off" ? 9 : 1;');
+    const slowed = 'text.ms += name === "off" ? 9 : 1; await new Promise((resolve) => setTimeout(resolve, 20));';
+    const body = (await response.text()).replace("text.ms += ms;", slowed);
     await route.fulfill({ response, body });
   });
   await page.goto(`${plan.site}#step-2`);
   await idle(page);
   await page.evaluate(() => {
     window.lit = [];
+    let wasRunning = false; // the first frame of a race still shows what was there before
     const watch = () => {
       const lit = [0, 1].map((row) => document.querySelectorAll(`#row-${row} .lit, #row-${row} .kept`).length);
-      const began = document.getElementById("rows-off").textContent !== "0";
-      if (began && document.body.dataset.state === "running") window.lit.push(lit);
+      const next = !document.getElementById("to-step-3").hidden;
+      const running = document.body.dataset.state === "running";
+      const began = wasRunning && document.getElementById("rows-off").textContent !== "0";
+      if (began && running) window.lit.push([...lit, next]);
+      wasRunning = running;
       requestAnimationFrame(watch);
     };
     watch();
