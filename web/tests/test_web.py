@@ -438,7 +438,7 @@ def test_a_projector_shows_sixteen_columns_and_large_labels(seen):
 
 
 def test_in_a_race_the_slower_text_stays_visible(seen):
-    """The strip stays where the slower text is, so its lights are on while it computes. Nothing leads away meanwhile."""
+    """The strip stays where the slower text is, so its lights are on while it computes. Nothing leads away from it."""
     lit = seen["lit"]
     assert lit and all(off and on and not next_step for off, on, next_step in lit)
     without, with_it, why = seen["race"]["said"]
