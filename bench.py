@@ -26,17 +26,38 @@ from pathlib import Path
 import torch
 
 from kvgpt.baselines import llama2c_run, transformers_run
-from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
-from kvgpt.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, pick_device, run_main
-from kvgpt.cores import num_threads, share_cores
+from kvgpt.cli import need
+from kvgpt.cores import share_cores
 from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
 from kvgpt.decoding.quantize import round_weights
-from kvgpt.decoding.timing import Timing
-from kvgpt.decoding.verify import near_tie
-from kvgpt.files import write_atomically
-from kvgpt.recipes import RECIPES, network
-from kvgpt.tokenizer import CharTokenizer
-from model import GPT, GPTConfig, Sampling, gumbel_noise, sample_token, stream_tokens
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    Sampling,
+    build,
+    gumbel_noise,
+    sample_token,
+    stream_tokens,
+    write_atomically,
+)
+from sample import (
+    Parser,
+    Timing,
+    fail,
+    first_line,
+    near_tie,
+    note,
+    num_threads,
+    number,
+    one_line_errors,
+    path,
+    pick_checkpoint,
+    pick_device,
+    read_checkpoint,
+    run_main,
+)
+from train import RECIPES, TrainConfig
 
 VARIANTS = {
     "uncached": "sample.py --no-kv_cache",
@@ -339,14 +360,15 @@ def parse_args():
 def models(args):
     """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
     if args.shapes:
+        recipe = TrainConfig(**RECIPES[args.recipe or "modern"])
+        network = {name: getattr(recipe, name) for name in ("bias", "activation", "pos_emb", "qk_norm")}
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            config = GPTConfig(**sizes, **network(args.recipe or "modern"))
-            yield None, GPT(config).eval(), None
+            yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
     else:
         for file in args.ckpt or [pick_checkpoint(None, None)]:
-            checkpoint = load_checkpoint(file)
-            yield str(file), checkpoint.build_language_model()[0], checkpoint.ngrams
+            checkpoint, _ = read_checkpoint(Path(file))
+            yield str(file), build(checkpoint).eval(), checkpoint.get("ngrams")
 
 
 def main():

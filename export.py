@@ -10,10 +10,11 @@ both with PyTorch's.
 
 from pathlib import Path
 
-from kvgpt.checkpoint import load_checkpoint, pick_checkpoint
-from kvgpt.cli import Parser, need, one_line_errors, path, run_main
-from kvgpt.files import lock_folder
+from kvgpt.cli import need
 from kvgpt.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
+from model import build
+from sample import Parser, one_line_errors, path, pick_checkpoint, read_checkpoint, run_main
+from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors", *ONNX), "web": ONNX}
@@ -39,8 +40,8 @@ def main():
     args = parse_args()
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format])
-        checkpoint = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
-        model, tokenizer = checkpoint.build_language_model()
+        checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
+        model = build(checkpoint).eval()
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the lock is next to the folder, because people publish everything inside it
@@ -58,4 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, memory_hint="a smaller model would fit")

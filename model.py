@@ -1,21 +1,27 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
 Read it from top to bottom. Head and KVCache are the cache: what we keep, and how attention reads it. Then comes the
-network, GPT-2's with a few modern options. stream_tokens is the loop: prefill, decode, slide. The sampler comes last.
-Its noise is why a seed gives the same tokens on every path.
+network, GPT-2's with a few modern options. stream_tokens is the loop: prefill, decode, slide. Then comes the sampler,
+whose noise is why a seed gives the same tokens on every path. Last is the checkpoint, the file that a model lives in.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
 """
 
+import io
 import math
+import os
+import pickle
+import zipfile
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 
 def require(settings, name, condition, why):
@@ -712,3 +718,184 @@ def make_first_calls():
 
 
 make_first_calls()
+
+
+# -- the checkpoint ----------------------------------------------------------------------------------------------------
+
+
+class CharTokenizer:
+    """Token i is the i-th character. Raises ValueError if a character occurs twice.
+
+    vocab           the characters in the order of their ids
+    unit            what messages call tokens
+    default_prompt  used instead of an empty prompt
+    """
+
+    unit = "characters"
+
+    def __init__(self, chars):
+        self.vocab = chars
+        self.ids = {char: i for i, char in enumerate(chars)}
+        if not chars or len(self.ids) < len(chars):
+            raise ValueError(f"the vocabulary is damaged: of {len(chars)} characters only {len(self.ids)} are distinct")
+        self.default_prompt = "\n" if "\n" in self.ids else chars[0]
+
+    def encode(self, text):
+        """Return the ids of the text as a list. Raises ValueError for characters outside the vocabulary."""
+        unknown = sorted(set(text) - set(self.ids))
+        if unknown:
+            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {self.vocab[:200]!r}")
+        return [self.ids[char] for char in text]
+
+    def decode(self, ids):
+        return "".join([self.vocab[i] for i in ids])
+
+    def show(self, id):
+        """Return a token as shown in messages."""
+        return self.vocab[id]
+
+    def state_dict(self):
+        """Return what a checkpoint saves."""
+        return {"chars": self.vocab}
+
+
+def write_atomically(files):
+    """Write {path: bytes}. At any moment, each file is either the old one or the new one, even after a power cut.
+
+    We write temporary files first, and rename them only when all of them are on the disk. So a full disk leaves the old
+    files alone. Raises OSError.
+    """
+    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
+    try:
+        for path, content in files.items():
+            with name_in_errors(path), open(temporary[path], "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in files:
+            os.replace(temporary[path], path)
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def name_in_errors(path):
+    """Add the path to an OSError in the block that names no file, as when a write fills the disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def save(path, checkpoint):
+    """Write a checkpoint, a dict of tensors and plain values, atomically. Raises OSError."""
+    buffer = io.BytesIO()  # because torch.save raises many kinds of errors on a full disk
+    torch.save(checkpoint, buffer)
+    write_atomically({Path(path): buffer.getbuffer()})
+
+
+def load(path):
+    """Return a checkpoint, ours or nanoGPT's, as a dict. Runs no code that may be in the file.
+
+    Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, "chars" if the tokens are
+    characters, and "path", which errors name. Raises FileNotFoundError, or ValueError with one line that says what is
+    wrong with the file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        hint = "train one first (python train.py), or check the path"
+        if path.is_dir():
+            hint = "it is a folder, so name the .pt file in it (load_model in kvgpt/checkpoint.py reads model folders)"
+        elif path.name.startswith("gpt2"):
+            hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
+        raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
+    try:
+        if zipfile.is_zipfile(path):  # torch.load does not check the CRC-32
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise zipfile.BadZipFile(f"{damaged} has changed")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        weights = {
+            name.removeprefix("_orig_mod."): tensor  # torch.compile adds this prefix
+            for name, tensor in checkpoint["model"].items()
+            if not name.endswith(".attn.bias")  # causal masks, which old versions of nanoGPT saved
+        }
+        return checkpoint | dict(model=weights, model_args=dict(checkpoint["model_args"]), path=path)
+    except pickle.UnpicklingError:
+        raise ValueError(f"{path} is damaged, or contains more than tensors and plain values: not loaded") from None
+    except Exception as error:  # a damaged file can raise anything
+        why = next(iter(str(error).strip().splitlines()), "no message")
+        raise ValueError(
+            f"{path} is not a checkpoint of a GPT, or is damaged ({type(error).__name__}: {why})"
+        ) from None
+
+
+class SkipInit(TorchFunctionMode):
+    """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing.
+
+    torch.device("meta") would save that work too, but normal_ then imports torch._dynamo, which takes longer than
+    loading the pretrained model.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
+def blank_model(config):
+    """Return a GPT whose matrices are uninitialized memory, to be overwritten with weights from a file."""
+    with SkipInit():
+        return GPT(config)
+
+
+def build(checkpoint):
+    """Return the GPT of a checkpoint, on the CPU. It uses the tensors without a copy, so it is never in memory twice.
+
+    Raises ValueError if the weights do not fit "model_args", or are not finite.
+    """
+    path = checkpoint["path"]
+    try:
+        model = blank_model(GPTConfig(**checkpoint["model_args"]))
+        model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
+        raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
+    if model.config.tie_weights:  # loading gave head and embedding a matrix each
+        model.transformer["wte"].weight = model.lm_head.weight
+    for name, p in model.named_parameters():
+        if not torch.isfinite(torch.stack(p.detach().aminmax())).all():
+            raise ValueError(f"{path} contains infinity or NaN in {name}: use an older file, or train again")
+    return model
+
+
+def char_tokenizer(checkpoint):
+    """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
+    path, vocab_size = checkpoint["path"], checkpoint["model_args"]["vocab_size"]
+    if "tokenizer" in checkpoint:
+        raise ValueError(f"the tokens in {path} are not characters: load it with load_model in kvgpt/checkpoint.py")
+    if "chars" not in checkpoint:
+        where = "nanoGPT keeps it in meta.pkl, so pass --meta meta.pkl to sample.py or export.py"
+        raise ValueError(f"{path} contains no vocabulary: {where}")
+    try:
+        tokenizer = CharTokenizer(checkpoint["chars"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if len(tokenizer.vocab) != vocab_size:
+        raise ValueError(
+            f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
+            "characters: they do not belong together"
+        )
+    return tokenizer
+
+
+def load_model(path):
+    """Return (model, tokenizer) of a checkpoint of characters: the GPT on the CPU, in eval mode, and a CharTokenizer.
+
+    Raises FileNotFoundError or ValueError, with one line. load_model in kvgpt/checkpoint.py reads every other model:
+    one with a tokenizer, a Hugging Face folder, and nanoGPT's, whose vocabulary is in a file of its own.
+    """
+    checkpoint = load(path)
+    tokenizer = char_tokenizer(checkpoint)
+    return build(checkpoint).eval(), tokenizer

@@ -6,29 +6,84 @@
     python sample.py --prompt "O Romeo, " --draft ngram --compile  the same text, as fast as we can
     python sample.py --prompt "O Romeo, " --engine onnx            the same text, run by ONNX Runtime
     python sample.py --ckpt gpt2 --prompt "To be, or"              GPT-2, from its Hugging Face folder
-    python sample.py --engine hf --ckpt FOLDER --verify            any causal model, run and cached by transformers
 
 A token is a character, unless the model has a tokenizer. The text goes to stdout, and a report on time and memory to
 stderr.
 """
 
+# Read it from top to bottom: the command line, the model and the prompts, text as it arrives, the report, --verify, and
+# main, which puts them together. The loop itself, prefill and decode, is stream_tokens in model.py.
+
 import argparse
+import math
+import signal
 import sys
 import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from kvgpt.checkpoint import load_checkpoint, load_model, pick_checkpoint
-from kvgpt.cli import Parser, boolean, fail, note, number, one_line_errors, path, pick_device, run_main
-from kvgpt.cores import num_threads, share_cores
-from kvgpt.decoding.sequence import Sequence
-from kvgpt.decoding.timing import Timing, report
-from model import Sampling, stream_tokens
+from model import (
+    Sampling,
+    build,
+    char_tokenizer,
+    context_start,
+    eval_mode,
+    gumbel_noise,
+    load,
+    sample_token,
+    stream_tokens,
+)
 
 SEPARATOR = "\n---------------\n"  # between samples
+PRETRAINED = Path(__file__).resolve().parent / "assets" / "shakespeare.pt"
+# A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
+NEAR_TIE = 1e-4
+SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
 
 # -- the command line --------------------------------------------------------------------------------------------------
+
+
+def number(kind, interval):
+    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+
+    def parse(text):
+        value = kind(text)
+        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
+        if not inside:
+            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
+    return parse
+
+
+def boolean(text):
+    """An argparse type: True, False, 1 or 0."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+def path(text):
+    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
+
+    def __init__(self, description, epilog=None):
+        lines_as_they_are = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 def parse_args(argv=None):
@@ -47,7 +102,7 @@ def parse_args(argv=None):
         "--max_new_tokens",
         type=count,
         metavar="N",
-        help="new tokens per sample (default: until the context is full; 1000 with --overflow slide; 64 with hf)",
+        help="new tokens per sample (default: until the context is full; 1000 with --overflow slide)",
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; repeat for several")
     # sampling
@@ -75,14 +130,14 @@ def parse_args(argv=None):
     add("--compile", type=boolean, nargs="?", const=True, default=False, metavar="True|False", help=compile_help)
     add(
         "--engine",
-        choices=("torch", "onnx", "hf"),
+        choices=("torch", "onnx"),
         default="torch",
-        help="onnx: ONNX Runtime, with a file from export.py; hf: a causal model of transformers (default: torch)",
+        help="onnx: ONNX Runtime, with a file from export.py (default: torch)",
     )
     weights_help = "int8: round the weights, which makes --compile faster but changes the text (default: float32)"
     add("--weights", choices=("float32", "int8"), default="float32", help=weights_help)
     # files and device
-    add("--out_dir", type=path, help="folder with ckpt.pt, onnx/model.onnx or hf (default: out)")
+    add("--out_dir", type=path, help="folder with ckpt.pt or onnx/model.onnx (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="a checkpoint, Hugging Face folder or .onnx file from elsewhere")
     meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
     add("--meta", type=path, metavar="FILE", help=meta_help)
@@ -94,9 +149,11 @@ def parse_args(argv=None):
     add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        from kvgpt.nanogpt import refuse_unknown
+        with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
+            from kvgpt.nanogpt import refuse_unknown
 
-        refuse_unknown(parser, unknown)
+            refuse_unknown(parser, unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.stop = args.stop or []
     refuse_conflicts(args, parser.error)
     return args
@@ -126,7 +183,44 @@ def refuse_conflicts(args, error):
             error(f"{torch_only[0]} works with --engine torch, not with {args.engine}")
 
 
-# -- model and prompts -------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def pick_checkpoint(ckpt, out_dir):
+    """Return the path of the checkpoint for --ckpt and --out_dir, which are None if not given.
+
+    --ckpt may be a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and fall
+    back to the pretrained model that comes with the code.
+    """
+    if ckpt and not Path(ckpt).is_dir():
+        return Path(ckpt)
+    folder = Path(ckpt or out_dir or "out")
+    for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
+        if file.exists():
+            return file
+    if ckpt and (folder / "config.json").exists():
+        return folder
+    if ckpt or out_dir or not PRETRAINED.exists():
+        return folder / "ckpt.pt"  # load reports that it is missing
+    note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
+    return PRETRAINED
+
+
+def read_checkpoint(path, meta=None):
+    """Return (checkpoint, tokenizer) of a file or of a Hugging Face folder, a Path.
+
+    meta  for a nanoGPT checkpoint: the file of its vocabulary
+    Raises FileNotFoundError or ValueError with one line.
+    """
+    checkpoint = None
+    if not meta and not path.is_dir():
+        checkpoint = load(path)
+        if "tokenizer" not in checkpoint:
+            return checkpoint, char_tokenizer(checkpoint)
+    with needs_kvgpt(f"--meta {meta}" if meta else f"{path}, whose tokens are not characters,"):
+        from kvgpt.checkpoint import build_tokenizer, load_checkpoint
+    checkpoint = checkpoint or load_checkpoint(path, meta)
+    return checkpoint, build_tokenizer(checkpoint)
 
 
 def open_engine(args):
@@ -134,24 +228,19 @@ def open_engine(args):
 
     Raises FileNotFoundError or ValueError with one line.
     """
-    if args.engine == "torch":
-        ckpt = load_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
-        model, tokenizer = ckpt.build_language_model()
-        if args.weights == "int8":
-            from kvgpt.decoding.quantize import round_weights
-
-            round_weights(model)
-        return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, ckpt.ngrams
-
-    if args.engine == "hf":
-        from kvgpt.interop.transformers import HuggingFaceGPT
-
-        engine = HuggingFaceGPT(args.ckpt or Path(args.out_dir or "out") / "hf")
-    else:
-        from kvgpt.interop.onnx import OnnxGPT
-
+    if args.engine == "onnx":
+        with needs_kvgpt("--engine onnx"):
+            from kvgpt.interop.onnx import OnnxGPT
         engine = OnnxGPT(args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx")
-    return engine, engine.tokenizer, None
+        return engine, engine.tokenizer, None
+
+    checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
+    model = build(checkpoint).eval()
+    if args.weights == "int8":
+        with needs_kvgpt("--weights int8"):
+            from kvgpt.decoding.quantize import round_weights
+        round_weights(model)
+    return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, checkpoint.get("ngrams")
 
 
 def model_to_verify(args, engine):
@@ -163,11 +252,58 @@ def model_to_verify(args, engine):
         return engine
     from kvgpt.interop.onnx import weights_sha256
 
-    checkpoint = pick_checkpoint(None, args.out_dir)
-    model, _ = load_model(checkpoint)
+    path = pick_checkpoint(None, args.out_dir)
+    checkpoint, _ = read_checkpoint(path)
+    model = build(checkpoint).eval()
     if weights_sha256(model) != engine.weights_sha256:
-        raise ValueError(f"--verify needs {engine.file} to be exported from {checkpoint}: export it again")
+        raise ValueError(f"--verify needs {engine.file} to be exported from {path}: export it again")
     return model
+
+
+def make_decoder(args, model, ngrams):
+    """Return a Decoder for guesses, the step in C or several prompts. None means the plain loop, stream_tokens."""
+    several = len(args.prompt) > 1
+    if not (args.draft or args.compile or several):
+        return None
+    with needs_kvgpt("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
+        from kvgpt.decoding.decode import Decoder
+
+    draft, ngrams = args.draft, ngrams if args.draft else None
+    if args.compile:
+        from kvgpt.decoding.compile import CompileError
+
+        try:
+            return Decoder(model, draft, ngrams, compile=True, weights=args.weights)
+        except CompileError as error:
+            note(f"{error}: decoding without --compile")
+    return Decoder(model, draft, ngrams) if draft or several else None
+
+
+def pick_device(name):
+    """Return the torch.device for --device. "auto" is a GPU if there is one. Raises ValueError if it does not work."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).tolist()
+    except Exception as error:  # every backend raises its own kind
+        raise ValueError(f"--device {name} cannot be used here: {first_line(error)[:150]}") from None
+    return torch.device(name)
+
+
+def num_threads(multiply_adds):
+    """Return how many threads to use for a step with this many multiply-adds: one, or all that torch may use."""
+    return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
+
+
+def step_work(args, engine, decoder, num_rows):
+    """Return the number of multiply-adds that torch does per step, about one per weight and token."""
+    if args.engine == "onnx" or (decoder and decoder.program):
+        return 0
+    tokens = 1 + (decoder.num_drafts if decoder else 0) if args.kv_cache else engine.config.block_size
+    return num_rows * tokens * sum(p.numel() for p in engine.parameters())
+
+
+# -- the prompts -------------------------------------------------------------------------------------------------------
 
 
 def read_prompt(prompt, tokenizer):
@@ -195,7 +331,7 @@ def choose_num_new(args, lengths, block_size, unit):
     Exits with one line for prompts that do not fit the context.
     """
     asked, longest, most = args.max_new_tokens, max(lengths), block_size - min(lengths)
-    equal = ["--overflow slide"] * (args.overflow == "slide") + [f"--engine {args.engine}"] * (args.engine != "torch")
+    equal = ["--overflow slide"] * (args.overflow == "slide") + ["--engine onnx"] * (args.engine == "onnx")
     if equal and len(set(lengths)) > 1:
         counts = " and ".join(str(n) for n in sorted(set(lengths)))
         fail(f"{equal[0]} needs prompts of equal length in a batch, but these have {counts} {unit}")
@@ -208,27 +344,75 @@ def choose_num_new(args, lengths, block_size, unit):
         )
     if asked and asked > most:
         note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide continues)")
-    return asked or (min(64, most) if args.engine == "hf" else most)  # hf models often have a context of 131,072 tokens
+    return asked or most
 
 
-# -- generation --------------------------------------------------------------------------------------------------------
+# -- text as it arrives ------------------------------------------------------------------------------------------------
 
 
-def make_decoder(args, model, ngrams):
-    """Return a Decoder for guesses, the step in C or several prompts. None means the plain loop, stream_tokens."""
-    if not (args.draft or args.compile or len(args.prompt) > 1):
-        return None
-    from kvgpt.decoding.decode import Decoder
+class Sequence:
+    """A prompt and its continuation, as tokens and as text.
 
-    draft, ngrams = args.draft, ngrams if args.draft else None
-    if args.compile:
-        from kvgpt.decoding.compile import CompileError
+    ids    the tokens, without those that reach into a stop string
+    ended  whether a stop string has ended the sequence
 
-        try:
-            return Decoder(model, draft, ngrams, compile=True, weights=args.weights)
-        except CompileError as error:
-            note(f"{error}: decoding without --compile")
-    return Decoder(model, draft, ngrams) if draft or len(args.prompt) > 1 else None
+    The text ends before the first stop string to be completed. It makes no difference whether tokens arrive one by one
+    or in blocks. If two stop strings are completed by the same character, the longer one wins. A prompt may contain a
+    stop string, because only the continuation counts.
+    """
+
+    def __init__(self, ids, tokenizer, stops=()):
+        self.ids, self.decode, self.stops, self.ended = list(ids), tokenizer.decode, stops, False
+        # known is the text of ids[:end]. The text of a token depends on earlier tokens, which may hold the first bytes
+        # of its character. So we decode new tokens together with ids[begin:end], and skip the text of those.
+        self.known, self.end = self.decode(self.ids), len(self.ids)
+        self.begin = max(0, self.end - 4)
+        self.skip = len(self.decode(self.ids[self.begin :]))
+        self.prompt_length = len(self.known)
+
+    @property
+    def text(self):
+        """The text so far."""
+        if self.ended or self.end == len(self.ids):
+            return self.known
+        window = self.decode(self.ids[self.begin :])
+        text = self.known + window[self.skip :]
+        if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete
+            self.begin, self.end = self.end, len(self.ids)
+            self.known, self.skip = text, len(self.decode(self.ids[self.begin :]))
+        return text
+
+    def add(self, tokens):
+        """Append tokens, up to a stop string. Returns self."""
+        self.ids += tokens
+        text = self.text if self.stops else ""
+        places = [(stop, text.find(stop, self.prompt_length)) for stop in self.stops]
+        found = [(at + len(stop), at) for stop, at in places if at >= 0]
+        if found:
+            self.ended, self.known = True, text[: min(found)[1]]
+            while len(self.decode(self.ids)) > len(self.known):
+                self.ids.pop()
+        return self
+
+    def final(self, begin):
+        """Return text[begin:] without characters at the end that the next tokens may still change or cut off."""
+        text = self.text[begin:]
+        if self.ended:
+            return text
+        # an incomplete character decodes to one replacement character, or to one per byte, at most three
+        text = text[: len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))]
+        return text[: len(text) - num_undecided(text, self.stops)]
+
+
+def num_undecided(text, stops):
+    """Return how many characters at the end of `text` may be the beginning of a stop string.
+
+    They have to wait for the next characters. A stop string that contains another one before its last character is
+    never completed first, so nothing waits for it.
+    """
+    first = [stop for stop in stops if not any(other in stop[:-1] for other in stops)]
+    lengths = [k for stop in first for k in range(1, len(stop)) if text.endswith(stop[:k])]
+    return max(lengths, default=0)
 
 
 def write_stream(stream, sequences, timing):
@@ -267,12 +451,183 @@ def write_stream(stream, sequences, timing):
     return max(num_new)
 
 
-def step_work(args, engine, decoder, num_rows):
-    """Return the number of multiply-adds that torch does per step, about one per weight and token."""
-    if args.engine == "onnx" or (decoder and decoder.program):
-        return 0
-    tokens = 1 + (decoder.num_drafts if decoder else 0) if args.kv_cache else engine.config.block_size
-    return num_rows * tokens * sum(p.numel() for p in engine.parameters())
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+class Timing:
+    """Arrival times of the blocks of one generation. The clock starts with the object.
+
+    times  seconds from the start to the arrival of each block
+    sizes  new tokens per row in each block, on average over the rows
+    """
+
+    def __init__(self, device=None):
+        self.device = device
+        self.times, self.sizes = [], []
+        self.start = self.now()
+
+    def now(self):
+        """Return the time in seconds, after the device has finished its work."""
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def record(self, size=1):
+        """Record the end of a step that gave every row `size` new tokens."""
+        self.times.append(self.now() - self.start)
+        self.sizes.append(size)
+
+    def summary(self, num_tokens):
+        """Return the figures of a generation with num_tokens tokens in all rows together.
+
+        ttft_ms                 time to first token: from the start to the end of the first step
+        tpot_ms                 time per output token: mean over the tokens per row after the first step
+        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
+        e2e_ms                  end to end: from the start to the end of the last step
+        tokens_per_s            num_tokens per second, end to end
+        """
+        gaps = torch.tensor(self.times, dtype=torch.float64).diff() * 1e3
+        p50, p99 = (0.0, 0.0) if not len(gaps) else torch.quantile(gaps, gaps.new_tensor([0.5, 0.99])).tolist()
+        return dict(
+            ttft_ms=self.times[0] * 1e3,
+            tpot_ms=(self.times[-1] - self.times[0]) * 1e3 / max(1, sum(self.sizes[1:])),
+            itl_p50_ms=p50,
+            itl_p99_ms=p99,
+            e2e_ms=self.times[-1] * 1e3,
+            tokens_per_s=num_tokens / self.times[-1],
+        )
+
+
+def report(config, dtype, kv_cache, timing, texts, prompts):
+    """Return the lines of sample.py's report.
+
+    texts  lists of ids, prompts included
+    """
+    produced = sum(map(len, texts)) - sum(map(len, prompts))
+    figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
+    line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
+    if num_steps > 1:
+        line += f", TPOT {figures['tpot_ms']:.3f} ms"
+        line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
+        line += f" per chunk of {per_row / num_steps:.2f}" if per_row > num_steps else ""
+    lines = [f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s"]
+    if not kv_cache:
+        lines.append("KV cache: off")
+    else:
+        cached = max(map(len, texts)) - 1  # the last token is never fed
+        cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
+        factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(texts))
+        formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
+        itemsize = getattr(torch, dtype).itemsize
+        lines.append(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
+    return lines
+
+
+def text_context_start(block_size, prompt_length, end):
+    """Return where the context of token `end` starts in a text that started with prompt_length tokens."""
+    start = 0
+    for i in range(prompt_length, end + 1):
+        start = context_start(start, i, block_size)
+    return start
+
+
+# -- --verify ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def near_tie(model, context, sample, step, picks, sampling):
+    """Return whether rounding alone can explain two different picks after the same context.
+
+    context       token ids that the model sees
+    sample, step  indices of the noise and of the new token
+    picks         the two token ids
+    sampling      a Sampling
+    The picks are a near-tie if each of them wins once the logits move by at most NEAR_TIE in its favour.
+    """
+    with eval_mode(model):
+        logits = model(torch.tensor([context], device=next(model.parameters()).device))[0][:, -1].float()
+    counters = (torch.tensor([i], device=logits.device) for i in (sample, step))
+    noise = gumbel_noise(sampling.seed, *counters, logits.size(-1))[:, 0]
+
+    # rounding also moves the probability at which top_p cuts
+    top_p, temperature = sampling.top_p, sampling.temperature
+    edges = {top_p}
+    if top_p is not None and temperature > 0:
+        slack = NEAR_TIE / temperature + 1e-6  # 1e-6 for the sum of many probabilities in float32
+        edges |= {min(1.0, top_p + slack), max(1e-9, top_p - slack)}
+    winners = set()
+    for favoured, other in (picks, picks[::-1]):
+        shifted = logits.clone()
+        shifted[:, favoured] += NEAR_TIE / 2
+        shifted[:, other] -= NEAR_TIE / 2
+        winners |= {sample_token(shifted, noise, replace(sampling, top_p=edge)).item() for edge in edges}
+    return set(picks) <= winners
+
+
+def logits_after(model, ids, T, kv_cache):
+    """Return the logits `(V,)` of the plain loop after `ids`, the first T of which are the prompt."""
+    start = text_context_start(model.config.block_size, T, len(ids))
+    context = torch.tensor([ids[start:]], device=next(model.parameters()).device)
+    if not kv_cache:
+        return model.next_logits(context)[0].float()
+    cache, prefilled = model.new_cache(1), max(1, model.config.block_size // 2) if start else T
+    logits = model.next_logits(context[:, :prefilled], cache)
+    for i in range(prefilled, context.size(1)):
+        logits = model.next_logits(context[:, i : i + 1], cache)
+    return logits[0].float()
+
+
+def first_difference(ours, theirs):
+    """Return the first index at which two lists differ, or None. A missing item differs."""
+    if ours == theirs:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+
+
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=()):
+    """Compare texts with those of the plain loop, stream_tokens, on the same prompts.
+
+    model       a GPT, or any model that works with stream_tokens
+    prompts     B int64 tensors of one dimension
+    texts       B lists of ids: the prompts and their continuations
+    kv_cache    whether the plain loop uses the cache: the opposite of the run that we compare
+    sampling    the Sampling of that run
+    tokenizer   the model's tokenizer
+    stops       the stop strings of the texts
+    Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
+    """
+    how = "with" if kv_cache else "without"
+    lines, num_equal = [], 0
+    samples = sampling.sample_ids(len(prompts), "cpu").tolist()
+    for T in sorted({len(prompt) for prompt in prompts}):
+        # generate the rows whose prompts have this length
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
+        settings = replace(sampling, samples=[samples[row] for row in rows])
+        idx = torch.stack([prompts[row] for row in rows])
+        plain = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, settings, kv_cache)), dim=1).tolist()
+
+        # compare
+        for row, theirs in zip(rows, plain):
+            ours, theirs = texts[row], Sequence(theirs[:T], tokenizer, stops).add(theirs[T:]).ids
+            position = first_difference(ours, theirs)
+            num_equal += position is None
+            if position is None:
+                continue
+            picks = (*ours[position : position + 1], *theirs[position : position + 1])
+            pair = ", but ".join(repr(tokenizer.show(i)) for i in picks)
+            where = f"row {row}, new token {position - T}: {pair} {how} the cache. Logits of the two: "
+            both_ways = [logits_after(model, ours[:position], T, kv) for kv in (True, False)]
+            cached, uncached = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both_ways)
+            where += f"{cached} with the cache, {uncached} without"
+            context = ours[text_context_start(model.config.block_size, T, position) : position]
+            if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
+                return False, [*lines, f"DIFFERENT at {where}"]
+            lines.append(
+                f"near-tie at {where}. Rounding decides between logits this close. All earlier tokens are equal."
+            )
+    num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
+    summary = f"{num_new} new tokens, compared with those {how} the cache: {num_equal} of {len(texts)} samples match"
+    return True, [*lines, summary]
 
 
 def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
@@ -281,27 +636,106 @@ def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
     texts    the generated ids, a list per row
     seconds  how long they took
     """
-    from kvgpt.decoding.verify import verify
-
     began = time.perf_counter()
     same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, tokenizer, args.stop)
     for line in lines:
         note(f"verify: {line}")
     both = seconds, time.perf_counter() - began
     cached, uncached = both if args.kv_cache else both[::-1]
-    if args.engine == "hf":
-        folder = args.ckpt or "FOLDER"
-        note(f"verify: this compared tokens. python -m check_cache {folder} compares logits, in many more ways")
     if same and num_new > 1:
         speedup = f"{uncached / cached:.1f} times as fast"
         note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
     return same
 
 
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def note(message):
+    """Print a line on stderr that starts with the name of the script."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+
+
+def fail(message):
+    """Exit with code 1 and one line on stderr: a message or an error."""
+    if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
+        message = f"{message.filename}: {message.strerror}"
+    note(message)
+    sys.exit(1)
+
+
+def first_line(error):
+    """Return the first line of an error's message, or its type if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def one_line_errors():
+    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
+
+    It is for code that reads the user's files. Anywhere else a ValueError is a bug, and needs its traceback.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        fail(error)
+
+
+@contextmanager
+def needs_kvgpt(feature):
+    """Exit with one line if the imports inside the block fail because the folder kvgpt is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "kvgpt":
+            raise
+        fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
+
+
+def handle_signals(handler):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
+            signal.signal(number, handler)
+
+
+def leave(signum, frame):
+    """Exit with the code that shells expect after a signal, but let `with` and `finally` blocks clean up."""
+    sys.exit(128 + signum)
+
+
+def run_main(main, memory_hint):
+    """Run main(). Errors that are not bugs are reported in one line.
+
+    memory_hint  what to suggest when memory runs out
+    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
+    handle_signals(leave)
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `head` has read enough
+        sys.stdout = None  # the interpreter would flush it again, and complain
+        sys.exit(1)
+    except OSError as error:
+        fail(error)
+    except (MemoryError, RuntimeError) as error:
+        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
+        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
+            raise
+        fail(f"out of memory: {memory_hint}")
+
+
+# -- main --------------------------------------------------------------------------------------------------------------
+
+
 def main():
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
-    share_cores()
+    with suppress(ModuleNotFoundError):  # if the folder kvgpt is here, threads yield on a busy machine
+        from kvgpt.cores import share_cores
+
+        share_cores()
     with one_line_errors():
         engine, tokenizer, ngrams = open_engine(args)
         model = model_to_verify(args, engine) if args.verify else None
@@ -318,8 +752,8 @@ def main():
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     if args.explain:
-        from kvgpt.decoding.explain import explain
-
+        with needs_kvgpt("--explain"):
+            from kvgpt.decoding.explain import explain
         explain(engine, tokenizer, prompts[0][None], min(3, num_new), sampling)
         return
 

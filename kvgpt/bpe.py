@@ -5,6 +5,7 @@ import re
 from tqdm import tqdm
 
 from kvgpt.cli import first_line, need
+from model import CharTokenizer
 
 PIECE = 2**12  # characters per call, because time and memory grow with the square of the length of a word
 # A piece ends where GPT-2's tokens end too: after a line that is not empty, or before a single space. Text without
@@ -18,14 +19,13 @@ def library():
 
 
 class BPETokenizer:
-    """The tokenizer of a tokenizer.json, with the attributes and methods of CharTokenizer.
+    """The tokenizer of a tokenizer.json, with the attributes and methods of CharTokenizer in model.py.
 
     Raises ValueError if the content is not a tokenizer.json.
     """
 
     unit = "tokens"
     default_prompt = "\n"
-    padding = 127  # some models pad the vocabulary of their weights to a multiple of 128
 
     def __init__(self, content):
         from_str = library().Tokenizer.from_str
@@ -41,7 +41,7 @@ class BPETokenizer:
 
     @property
     def has_characters_only(self):
-        """Whether every token is a character, as CharTokenizer.to_json writes them."""
+        """Whether every token is a character, as to_json writes those of a CharTokenizer."""
         kind = type(self.tokenizer.model).__name__
         return kind == "WordLevel" and set(map(len, self.ids)) == {1} and len(self.ids) == len(self.vocab)
 
@@ -67,8 +67,25 @@ class BPETokenizer:
     def state_dict(self):
         return {"tokenizer": self.tokenizer.to_str()}
 
-    def to_json(self):
-        return self.tokenizer.to_str(pretty=True)
+
+def tokenizer_from_json(content):
+    """Return the tokenizer of a tokenizer.json: a CharTokenizer if its tokens are single characters.
+
+    Raises ValueError if the content is not a tokenizer.json.
+    """
+    tokenizer = BPETokenizer(content)
+    return CharTokenizer("".join(tokenizer.vocab)) if tokenizer.has_characters_only else tokenizer
+
+
+def to_json(tokenizer):
+    """Return a tokenizer as a tokenizer.json. In that of a CharTokenizer an unknown character is an error."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.tokenizer.to_str(pretty=True)
+    hf = library()
+    characters = hf.Tokenizer(hf.models.WordLevel(tokenizer.ids))  # no unk_token
+    characters.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")  # "." would skip newlines
+    characters.decoder = hf.decoders.Fuse()
+    return characters.to_str(pretty=True)
 
 
 def pieces_of(text):

@@ -1,4 +1,4 @@
-"""Fewer threads for small steps, and threads that sleep instead of spinning when the machine is busy.
+"""Threads that sleep instead of spinning when the machine is busy.
 
 On Linux PyTorch splits an operation over threads with GNU OpenMP. A thread that finishes early spins: it checks 300,000
 times whether the rest are done before it sleeps. That is fastest as long as every thread has a core. But if another
@@ -18,14 +18,8 @@ from threading import Event, Thread
 
 import torch
 
-SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
 INTERVAL = 0.1  # seconds between two looks at the machine
 BUSY = 0.1  # fraction of time that our threads wait for a core; it is 0.001 when we are alone on the machine
-
-
-def num_threads(multiply_adds):
-    """Return how many threads to use for a step with this many multiply-adds: one, or all that torch may use."""
-    return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
 
 
 @cache  # one watcher per process

@@ -20,15 +20,12 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from kvgpt.bpe import train_bpe
-from kvgpt.checkpoint import load_model, save_checkpoint
+from kvgpt.checkpoint import load_model
 from kvgpt.decoding.ngrams import count_ngrams
-from kvgpt.decoding.verify import near_tie, text_context_start
-from kvgpt.recipes import TrainConfig
-from kvgpt.tokenizer import CharTokenizer
-from kvgpt.training.data import Dataset
-from kvgpt.training.state import TrainState, pick_dtype
-from model import GPT, GPTConfig, Head, Sampling
-from prepare import encode, make_tokenizer
+from model import GPT, CharTokenizer, GPTConfig, Head, Sampling, save
+from prepare import encode_characters, split, write
+from sample import near_tie, text_context_start
+from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "data" / "sample.txt"
@@ -133,7 +130,7 @@ def here(*flags):
         contextlib.redirect_stderr(err),
         num_threads(torch.get_num_threads()),
         patch("sys.argv", ["train.py", *map(str, flags)]),
-        patch("kvgpt.cli.handle_signals"),  # pytest keeps its own handlers
+        patch("signal.signal"),  # pytest keeps its own handlers
     ):
         try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -155,6 +152,17 @@ def log(out_dir):
     steps = [int(row["step"]) for row in rows]
     assert all(a < b for a, b in itertools.pairwise(steps)), steps
     return rows
+
+
+def write_ids(folder, tokenizer, text, **more):
+    """Write `text` as data/prepare.py would for this tokenizer."""
+    ids = [tokenizer.encode(part) for part in split(text)]
+    write(folder, tokenizer.state_dict(), len(tokenizer.vocab), *ids, "a test", text.encode(), **more)
+
+
+def batch(ids, seed, number, batch_size, block_size, *ranks):
+    """Return x and y of get_batch, on the CPU. ranks: rank and world size, if there are several."""
+    return get_batch(ids, TrainConfig(seed=seed, batch_size=batch_size, block_size=block_size), number, CPU, *ranks)
 
 
 def contents(folder):
@@ -201,15 +209,18 @@ def plain_val_loss(model, ids, block_size):
 
 
 def tiny_run(**settings):
-    """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags."""
+    """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags.
+
+    It is nanoGPT's recipe, without helpers in the loss.
+    """
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
-    config = TrainConfig(**(sizes | settings))
+    config = TrainConfig(**(RECIPES["nanogpt"] | sizes | settings))
     text = "the quick brown fox jumps over the lazy dog\n" * 20
-    tokenizer = make_tokenizer(text, None, None)
+    chars, ids = encode_characters(text)
     torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(vocab_size=len(tokenizer.vocab), **config.model_args()))
+    model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(tokenizer, *encode(text, tokenizer), sha256={}), state
+    return config, Dataset(CharTokenizer(chars), *split(ids), sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -356,7 +367,7 @@ def write_gpt2(folder, seed=0, **settings):
 def save_model(folder, model, chars=CHARS, ngrams=None):
     """Write ckpt.pt with what export.py and sample.py need of a checkpoint."""
     content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars, ngrams=ngrams)
-    save_checkpoint(folder / "ckpt.pt", content)
+    save(folder / "ckpt.pt", content)
 
 
 def assert_tells_no_paths(files, *more):

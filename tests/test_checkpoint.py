@@ -1,6 +1,5 @@
 """Our checkpoints and nanoGPT's: equal to the bit after a round trip, or not loaded."""
 
-import math
 import pickle
 
 import pytest
@@ -8,11 +7,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import model
 from helpers import PROMPT, assert_one_line, load, ok, random_model, run, same, sample, saved, texts_of
-from kvgpt.blank import blank_model
-from kvgpt.checkpoint import load_checkpoint, load_model, save_checkpoint
-from model import GPT, GPTConfig
+from kvgpt import checkpoint
+from model import GPT, GPTConfig, blank_model, build, load_model, save
+from model import load as load_file
 from oracles import per_head_logits
+from sample import read_checkpoint
 
 ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
 CONTENT = {
@@ -28,23 +29,15 @@ CONTENT = {
 WHOLE = saved(CONTENT)
 
 
-def content_of(ckpt):
-    """The content of a Checkpoint in the layout of the file."""
-    named = dict(model=ckpt.weights, model_args=ckpt.model_args, ngrams=ckpt.ngrams, **ckpt.tokenizer_state)
-    return {**named, "best_val_loss": ckpt.best_val_loss, **ckpt.training}
-
-
 def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     path = tmp_path / "ckpt.pt"
-    save_checkpoint(path, CONTENT)
-    ckpt = load_checkpoint(path)
-    assert ckpt.path == path and same(content_of(ckpt), CONTENT)
-    assert same(ckpt.build_model().state_dict(), CONTENT["model"])
+    save(path, CONTENT)
+    assert same(load_file(path), CONTENT | {"path": path})
+    assert same(build(load_file(path)).state_dict(), CONTENT["model"])
     model, tokenizer = load_model(path)
     assert same(model.state_dict(), CONTENT["model"])
     assert tokenizer.state_dict() == {"chars": CONTENT["chars"]} and not model.training
     assert vars(model.config) == vars(GPTConfig(**ARGS))
-    assert same(ckpt.ngrams, CONTENT["ngrams"])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -62,18 +55,25 @@ def test_a_blank_model_is_a_gpt_without_its_random_numbers(tied):
 
 def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     """torch._dynamo alone takes longer than the rest of a short run."""
-    script = "import sys, kvgpt.checkpoint as c; c.load_model('assets/shakespeare.pt'); print(*sys.modules)"
+    script = "import sys, sample; sample.read_checkpoint(sample.PRETRAINED); print(*sys.modules)"
     loaded = ok(run("-c", script)).stdout.split()
-    foreign = ("torch._dynamo", "kvgpt.interop", "kvgpt.bpe", "kvgpt.nanogpt", "tokenizers")
+    foreign = ("torch._dynamo", "kvgpt", "tokenizers")
     assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
 
 
-def test_what_a_checkpoint_lacks_has_a_default(tmp_path):
-    save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
-    ckpt = load_checkpoint(tmp_path / "ckpt.pt")
-    assert (ckpt.tokenizer_state, ckpt.ngrams, ckpt.training) == (None, None, {}) and math.isnan(ckpt.best_val_loss)
+@pytest.mark.parametrize("load_model", [model.load_model, checkpoint.load_model, lambda path: read_checkpoint(path)])
+def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(load_model, tmp_path):
+    save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
     with pytest.raises(ValueError, match="--meta"):
-        ckpt.build_language_model()
+        load_model(tmp_path / "ckpt.pt")
+
+
+def test_model_py_says_who_loads_what_it_cannot(gpt2, tmp_path):
+    save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
+    with pytest.raises(ValueError, match=r"not characters: .*kvgpt/checkpoint\.py"):
+        model.load_model(tmp_path / "ckpt.pt")
+    with pytest.raises(FileNotFoundError, match=r"it is a folder.*kvgpt/checkpoint\.py"):
+        model.load_model(gpt2)
 
 
 @settings(max_examples=100)
@@ -88,11 +88,11 @@ def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, pl
         damaged[place] ^= change
     path.write_bytes(damaged)
     try:
-        got = content_of(load_checkpoint(path))
+        got = load_file(path)
     except ValueError as error:
         assert "\n" not in str(error) and "ckpt.pt" in str(error)
     else:
-        assert same(got, CONTENT)
+        assert same(got, CONTENT | {"path": path})
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
@@ -119,11 +119,10 @@ def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, 
     state["lm_head.weight"] = state["transformer.wte.weight"]
     ckpt = {"model": {prefix + key: value for key, value in state.items()}, "model_args": args, "iter_num": 5}
     torch.save({**ckpt, "optimizer": {}, "best_val_loss": torch.tensor(1.5), "config": {}}, tmp_path / "ckpt.pt")
-    loaded = load_checkpoint(tmp_path / "ckpt.pt")
-    assert loaded.best_val_loss == 1.5
+    loaded = load_file(tmp_path / "ckpt.pt")
     ids = torch.randint(31, (1, 12), generator=g)
     expected = per_head_logits(state, args, ids[0].tolist())
-    torch.testing.assert_close(loaded.build_model().eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(build(loaded).eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

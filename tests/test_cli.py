@@ -1,4 +1,4 @@
-"""kvgpt/cli.py: argument types, errors in one line, and what signals and closed pipes do to a script."""
+"""What the scripts share: argument types, errors in one line, and what signals and closed pipes do to a script."""
 
 import argparse
 import itertools
@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, linux, unix
-from kvgpt.checkpoint import PRETRAINED, pick_checkpoint
-from kvgpt.cli import Parser, number
+from sample import PRETRAINED, Parser, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -73,7 +72,7 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
 
 SCRIPT = """
 import os, signal, sys, time
-from kvgpt.cli import note, one_line_errors, run_main
+from sample import note, one_line_errors, run_main
 from train import StopSignals
 
 def main():

@@ -1,7 +1,6 @@
 """No tensor meets one of another device, and few are copied back: shown without a GPU, on the device of pretend.py."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from helpers import random_model, tiny_run
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.explain import explain
 from kvgpt.decoding.ngrams import count_ngrams
-from kvgpt.tokenizer import CharTokenizer
-from kvgpt.training.dist import Ranks
-from kvgpt.training.state import TrainState
-from model import GPTConfig, Sampling
+from model import CharTokenizer, GPTConfig, Sampling
 from pretend import DEVICE, PretendDevice
+from train import TrainState
 
 # untied, because moving a model to the pretend device makes two parameters of a shared one
 LEARNED = dict(n_kv_head=1, bias=True, tie_weights=False)
@@ -91,7 +88,7 @@ def test_training_and_a_resume(optimizer, dtype, device):
         return config, data, TrainState(state.model.to(where), config, where, dtype)
 
     def steps(config, data, state):
-        results = [train.train_step(config, data, state, Ranks(), measure=True) for _ in range(3)]
+        results = [train.train_step(config, data, state, measure=True) for _ in range(3)]
         state.step += 3
         return [x.item() for result in results for x in result]
 
@@ -102,5 +99,5 @@ def test_training_and_a_resume(optimizer, dtype, device):
     content = tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), content)  # as a checkpoint loads it
     resumed = new_state(DEVICE)
     resumed[2].model.load_state_dict(content.pop("model"))
-    resumed[2].load_training(SimpleNamespace(training=content, best_val_loss=1.0, path="last.pt"))
+    resumed[2].load_training(content | {"path": "last.pt"})
     assert steps(*resumed) == steps(*there)

@@ -25,7 +25,7 @@ from helpers import (
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.interop.onnx import OnnxGPT, write_onnx
 from kvgpt.interop.transformers import GRAPH
-from model import GPT
+from model import GPT, build
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
     ids = torch.arange(32)[None] % len(tokenizer.vocab)
     with torch.no_grad():
         logits = model(ids)[0]
-        assert back.tokenizer_state == tokenizer.state_dict() and torch.equal(back.build_model().eval()(ids)[0], logits)
+        assert back["chars"] == tokenizer.vocab and torch.equal(build(back).eval()(ids)[0], logits)
         torch.testing.assert_close(OnnxGPT(folder / GRAPH).logits(ids), logits, atol=1e-4, rtol=0)
 
 

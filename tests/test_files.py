@@ -1,4 +1,4 @@
-"""kvgpt/files.py and interop/checksums.py: atomic writes, and what a failed or killed write leaves behind."""
+"""write_atomically and kvgpt/interop/checksums.py: atomic writes, and what a failed or killed write leaves behind."""
 
 import itertools
 import os
@@ -29,8 +29,8 @@ from helpers import (
     tree,
     unix,
 )
-from kvgpt.files import write_atomically
 from kvgpt.interop.checksums import SUMS, check_folder, write_tree
+from model import write_atomically
 
 some_files = st.dictionaries(st.sampled_from("abc"), st.binary(max_size=9))
 

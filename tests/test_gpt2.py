@@ -28,8 +28,9 @@ from helpers import (
     start,
     write_gpt2,
 )
+from kvgpt.bpe import tokenizer_from_json
 from kvgpt.checkpoint import load_checkpoint, load_model
-from kvgpt.tokenizer import tokenizer_from_json
+from model import build
 
 PROMPT = "The cat sat né"
 BPE = tokenizer_from_json(bpe())
@@ -104,11 +105,11 @@ def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
 
 def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
     checkpoint = load_checkpoint(gpt2)
-    model = checkpoint.build_model()
+    model = build(checkpoint)
     assert model.lm_head.weight is model.transformer["wte"].weight
     names = [name for name, _ in model.named_parameters()]
-    assert len(names) == len(set(names)) == len(checkpoint.weights) - 1
-    assert all(p.data_ptr() == checkpoint.weights[name].data_ptr() for name, p in model.named_parameters())
+    assert len(names) == len(set(names)) == len(checkpoint["model"]) - 1
+    assert all(p.data_ptr() == checkpoint["model"][name].data_ptr() for name, p in model.named_parameters())
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, g
     folder = shutil.copytree(gpt2, tmp_path / "folder")
     change(folder)
     with pytest.raises(ValueError) as error:
-        load_checkpoint(folder).build_language_model()
+        load_model(folder)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(folder), *words]), error.value
     assert not (folder / "harm").exists()
 
@@ -272,7 +273,7 @@ def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_b
     assert_same_run(whole, killed)
 
     ckpt = load(whole / "ckpt.pt")
-    first = load_checkpoint(gpt2).weights
+    first = load_checkpoint(gpt2)["model"]
     assert ckpt["model_args"]["block_size"] == 16 and not same(ckpt["model"]["lm_head.weight"], first["lm_head.weight"])
     ok(run("export.py", "--format", "hf", "--ckpt", whole / "ckpt.pt", "--out_dir", tmp_path, timeout=300))
     hf, theirs = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
@@ -280,14 +281,14 @@ def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_b
     ids = theirs(PROMPT, return_tensors="pt").input_ids
     assert ids[0].tolist() == tokenizer.encode(PROMPT) and theirs.decode(ids[0]) == PROMPT
     assert torch.equal(greedy(hf.eval(), ids, 16), model.generate(ids, 16, temperature=0))
-    assert load_checkpoint(tmp_path / "hf").tokenizer_state == load_checkpoint(gpt2).tokenizer_state
+    assert load_checkpoint(tmp_path / "hf")["tokenizer"] == load_checkpoint(gpt2)["tokenizer"]
 
 
 def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path):
     flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE]
     flags += ["--learning_rate", 0, "--weight_decay", 0, "--max_iters", 1, "--out_dir"]
     ok(here(*flags, tmp_path))
-    first, last = load_checkpoint(gpt2).weights, load(tmp_path / "last.pt")["model"]
+    first, last = load_checkpoint(gpt2)["model"], load(tmp_path / "last.pt")["model"]
     name = "transformer.wpe.weight"
     assert first[name].shape == (48, 32) and torch.equal(last[name], first[name][:16])
     assert same({k: v for k, v in last.items() if k != name}, {k: v for k, v in first.items() if k != name})

@@ -25,8 +25,8 @@ from helpers import (
     tokens_differ,
 )
 from kvgpt.decoding.decode import Decoder
-from kvgpt.training.state import pick_dtype
 from model import GPT, GPTConfig
+from train import pick_dtype
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 ON_GPU = DEVICE != "cpu"

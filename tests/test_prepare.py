@@ -20,9 +20,7 @@ from tokenizers import Tokenizer
 import prepare
 from helpers import SAMPLE, assert_one_line, bpe, contents, ok, tree
 from kvgpt.bpe import train_bpe
-from kvgpt.cli import run_main
-from kvgpt.files import lock_folder
-from kvgpt.training.data import load_dataset
+from train import load_dataset
 
 CLOSED = "http://127.0.0.1:9"
 BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath\0 perced to the 😀\n\n ".encode() * 20
@@ -32,14 +30,14 @@ BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath
 def call(monkeypatch, capsys):
     """call(*args, **constants): data/prepare.py in this process, with other values for constants."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("kvgpt.cli.handle_signals", lambda handler: None)  # pytest keeps its own
+    monkeypatch.setattr(prepare, "handle_signals", lambda handler: None)  # pytest keeps its own
 
     def call(*args, **constants):
         monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])
         for name, value in constants.items():
             monkeypatch.setattr(prepare, name, value)
         try:
-            code = run_main(prepare.main) or 0
+            code = prepare.run_main(prepare.main, "") or 0
         except SystemExit as error:
             code = error.code
         return subprocess.CompletedProcess(args, code, *capsys.readouterr())
@@ -213,7 +211,7 @@ def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypat
 
 def test_one_process_at_a_time_writes_to_a_folder(call, text, old):
     before = tree(old)
-    with lock_folder(old):
+    with prepare.lock_folder(old):
         result = call("--input", text, "--data_dir", old)
         assert_refused(result, old, before, old, "another process")
 

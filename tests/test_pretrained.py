@@ -7,36 +7,36 @@ import pytest
 import torch
 
 from helpers import ROOT, assert_one_line, ok, run
-from kvgpt.checkpoint import PRETRAINED, load_checkpoint
-from kvgpt.training.data import load_dataset
-from kvgpt.training.objective import evaluate
+from model import build, load
+from sample import PRETRAINED
+from train import evaluate, load_dataset
 
 NOTE = f"no checkpoint in out: using the pretrained {PRETRAINED.name}"
 
 
 def test_it_is_small_and_has_no_state_of_its_training():
     assert PRETRAINED.stat().st_size <= 4e6
-    checkpoint = load_checkpoint(PRETRAINED)
-    model, _ = checkpoint.build_language_model()
+    checkpoint = load(PRETRAINED)
+    model = build(checkpoint).eval()
     weights = sum(p.nbytes for p in model.parameters())
-    ngrams = checkpoint.ngrams
+    ngrams = checkpoint["ngrams"]
     assert ngrams["order"] == 4 and 0 < ngrams["codes"].nbytes + ngrams["counts"].nbytes <= weights / 8
-    assert not {"optimizer", "scaler"} & checkpoint.training.keys()
+    assert not {"optimizer", "scaler"} & checkpoint.keys()
     assert str(ROOT).encode() not in PRETRAINED.read_bytes()
 
 
 @pytest.mark.slow
 def test_its_val_loss_is_the_one_in_the_file():
-    checkpoint = load_checkpoint(PRETRAINED)
+    checkpoint = load(PRETRAINED)
     try:
-        data = load_dataset(ROOT / "data", checkpoint.model_args["block_size"])
+        data = load_dataset(ROOT / "data", checkpoint["model_args"]["block_size"])
     except ValueError:
         pytest.skip("needs the corpus: python data/prepare.py")
-    if data.sha256 != checkpoint.training["data_sha256"]:
+    if data.sha256 != checkpoint["data_sha256"]:
         pytest.skip("data/ does not hold tiny Shakespeare")
-    model, _ = checkpoint.build_language_model()
+    model = build(checkpoint).eval()
     loss = evaluate(model, data.val, model.config.block_size, torch.device("cpu"), nullcontext())
-    assert loss == pytest.approx(checkpoint.best_val_loss, abs=1e-4) and loss < 1.45
+    assert loss == pytest.approx(checkpoint["best_val_loss"], abs=1e-4) and loss < 1.45
 
 
 @pytest.mark.slow

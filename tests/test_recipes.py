@@ -1,5 +1,6 @@
-"""kvgpt/recipes.py: flags, presets and recipes, and which of them wins."""
+"""train.py: flags, presets and recipes, and which of them wins."""
 
+import argparse
 import itertools
 import re
 from collections import ChainMap
@@ -11,21 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, here, load, log, ok
-from kvgpt.checkpoint import Checkpoint
 from kvgpt.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD
-from kvgpt.recipes import (
+from model import GPT, GPTConfig
+from train import (
     FLAGS,
-    OVERRIDES,
+    PAIRS,
     PRESETS,
     RECIPES,
     TrainConfig,
+    lr_multiplier,
     make_parser,
     parse_flags,
     resolve_config,
     shown,
 )
-from kvgpt.training.optim import lr_multiplier
-from model import GPT, GPTConfig
 
 NANOGPT = """out_dir eval_interval log_interval init_from gradient_accumulation_steps batch_size block_size n_layer
 n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip warmup_iters lr_decay_iters min_lr
@@ -35,9 +35,11 @@ wandb_run_name""".split()  # and the others
 
 
 def test_nanogpts_settings_are_flags_of_the_same_names_or_have_a_hint():
-    text = make_parser("").format_help()  # which fails on a stray % in a help text
-    assert not [name for name in NANOGPT if f"--{name} " not in text]
-    assert not [name for name in NANOGPT_ONLY if f"--{name} " in text or f"--{name}" not in INSTEAD]
+    parser = make_parser()
+    parser.format_help()  # which fails on a stray % in a help text
+    known = {action.dest for action in parser._actions}
+    assert known >= set(NANOGPT) and not known & set(NANOGPT_ONLY)
+    assert not [name for name in NANOGPT_ONLY if f"--{name}" not in INSTEAD]
 
 
 def test_a_hint_names_flags_that_exist():
@@ -53,7 +55,7 @@ def test_every_unknown_flag_is_answered_at_once(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     words = "config/mine.py --n_layer 3 --dataset openwebtext --eval_iters=20 --n_layers 3 --eval_only"
     with pytest.raises(SystemExit) as error:
-        parse_flags("", words.split())
+        parse_flags(words.split())
     out, err = capsys.readouterr()
     assert error.value.code == 2 and out == ""
     *hints, rest = err.splitlines()
@@ -66,7 +68,7 @@ def test_every_unknown_flag_is_answered_at_once(capsys, monkeypatch):
 def test_a_folder_of_yours_may_begin_like_openais_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("gpt2-mine").mkdir()
-    assert parse_flags("", ["--init_from", "gpt2-mine"]) == {"init_from": "gpt2-mine"}
+    assert parse_flags(["--init_from", "gpt2-mine"]) == {"init_from": "gpt2-mine"}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_a_folder_of_yours_may_begin_like_openais_models(tmp_path, monkeypatch):
     ],
 )
 def test_flags_parse_as_nanogpts_do(argv, flags):
-    assert parse_flags("", argv.split()) == flags
+    assert parse_flags(argv.split()) == flags
 
 
 BAD = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patience") for value in ("0", "-1", "1.5", "x", "")]
@@ -93,7 +95,7 @@ BAD += ["--n_layer -1", "--n_layers 3", "--n_lay 3", "stray", "--max_iters"]
 @pytest.mark.parametrize("argv", BAD)
 def test_an_unknown_flag_or_impossible_value_is_one_line_that_names_it(argv, capsys):
     with pytest.raises(SystemExit) as error:
-        parse_flags("", argv.split())
+        parse_flags(argv.split())
     out, err = capsys.readouterr()
     assert error.value.code == 2 and out == "" and len(err.splitlines()) == 1
     assert argv.split("=")[0].split()[0] in err
@@ -113,7 +115,7 @@ def test_a_flag_beats_an_override_beats_a_preset_beats_a_recipe(preset, recipe, 
     named = {name: value for name, value in dict(preset=preset, recipe=recipe).items() if value}
     config = resolve_config(flags | named, on_gpu=on_gpu)
     preset, recipe = preset or ("gpu" if on_gpu else "cpu"), recipe or "modern"
-    override = OVERRIDES.get((preset, recipe), {})
+    override = PAIRS.get((preset, recipe), {})
     expected = ChainMap(flags, override, PRESETS[preset], RECIPES[recipe], asdict(TrainConfig()))
     assert asdict(config) == dict(expected) | dict(preset=preset, recipe=recipe)
 
@@ -138,8 +140,8 @@ def test_a_presets_network_is_as_large_as_nanogpts(preset):
 
 @every_pair
 def test_help_shows_the_settings_that_a_run_would_have(preset, recipe):
-    """Each flag shows its default, and the end of --help shows what a preset and a recipe choose instead."""
-    parser, config = make_parser(""), resolve_config(dict(preset=preset, recipe=recipe), on_gpu=False)
+    """Each flag shows the default of a run on a CPU, and the end of --help what a preset and a recipe change."""
+    parser, config = make_parser(), resolve_config(dict(preset=preset, recipe=recipe), on_gpu=False)
     text = f" {' '.join(parser.epilog.split())} "
     chosen = {}
     for name in (recipe, preset, f"{preset} with {recipe}"):  # the later one wins
@@ -147,10 +149,10 @@ def test_help_shows_the_settings_that_a_run_would_have(preset, recipe):
         chosen |= dict(pair.split("=") for pair in settings[1].split()) if settings else {}
     for action in parser._actions:
         if action.dest not in ("help", "preset", "recipe"):
-            value = getattr(config, action.dest)
-            default = re.search(r"\(default: (.*?)(, or see below)?\)$", action.help)
-            assert chosen.get(action.dest, default[1]) == shown(action.dest, value), action.dest
-            assert default[2] or action.dest not in chosen
+            default = shown(action.dest, FLAGS[action.dest].default)
+            assert chosen.get(action.dest, default) == shown(action.dest, getattr(config, action.dest)), action.dest
+            assert action.help == argparse.SUPPRESS or action.help.endswith(f"(default: {default})")
+    assert resolve_config({}, on_gpu=False) == TrainConfig(preset="cpu")
 
 
 def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path):
@@ -168,7 +170,7 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
-    source = Checkpoint(path=Path("out/hf"), weights={}, model_args=asdict(args), tokenizer_state={"chars": "abcdefg"})
+    source = dict(path=Path("out/hf"), model={}, model_args=asdict(args), chars="abcdefg")
     config = resolve_config(dict(init_from="out/hf", dropout=0.1), on_gpu=False, source=source)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.ngram_targets is config.mtp_weight is None
@@ -180,7 +182,7 @@ def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe):
     """Those of its config/finetune_shakespeare.py, and of its train.py where that is silent, whatever the recipe."""
-    source = Checkpoint(path=Path("gpt2"), weights={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
+    source = dict(path=Path("gpt2"), model={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
     for flags in ({}, {"preset": "finetune"}):
         config = resolve_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, source=source)
         expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from helpers import PROMPT, ROOT, assert_one_line, needs_compiler, ok, random_model, run, sample, texts_of, unix
-from kvgpt.checkpoint import save_checkpoint
-from model import GPTConfig
+from model import GPTConfig, save
 from sample import parse_args
 
 
@@ -132,7 +131,7 @@ def test_verify_of_a_broken_cache_exits_1(tmp_path):
     chars = "abcdefghijklmnopqrstuvw"
     args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
     content = {"model": random_model(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
-    save_checkpoint(tmp_path / "ckpt.pt", content)
+    save(tmp_path / "ckpt.pt", content)
     for flag, how in (("--kv_cache", "without"), ("--no-kv_cache", "with")):
         flags = ["--out_dir", tmp_path, "--device", "cpu", "--prompt", "cache", "--verify", flag]
         assert f"compared with those {how} the cache: 1 of 1 samples match" in ok(run("sample.py", *flags)).stderr

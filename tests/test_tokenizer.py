@@ -1,4 +1,4 @@
-"""kvgpt/tokenizer.py and bpe.py: characters and tokenizers, with tokenizers and transformers as the oracles."""
+"""CharTokenizer and kvgpt/bpe.py: characters and tokenizers, with tokenizers and transformers as the oracles."""
 
 import itertools
 import json
@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from helpers import CHARS, SAMPLE, TOKENIZER, bpe, ok, run
-from kvgpt.bpe import PIECE, pieces_of, read_tokenizer, train_bpe
-from kvgpt.tokenizer import check_vocab_size, tokenizer_from_json, tokenizer_from_state
+from kvgpt.bpe import PIECE, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
+from kvgpt.checkpoint import check_vocab_size, tokenizer_from_state
 
 TEXT = SAMPLE.read_text(encoding="utf-8")
 BPE = tokenizer_from_json(bpe())
@@ -114,7 +114,7 @@ def test_settings_of_a_batch_in_a_tokenizer_json_do_not_cut_our_texts():
 
 
 def test_characters_become_a_tokenizer_json_and_come_back(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(TOKENIZER.to_json(), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(to_json(TOKENIZER), encoding="utf-8")
     back = tokenizer_from_json(read_tokenizer(tmp_path))
     assert back.state_dict() == {"chars": CHARS} and back.unit == "characters"
     with pytest.raises(ValueError, match="never saw 'Z'"):

@@ -26,6 +26,7 @@ from helpers import (
     STATEFUL,
     assert_one_line,
     assert_same_run,
+    batch,
     child,
     contents,
     here,
@@ -41,12 +42,8 @@ from helpers import (
     unix,
 )
 from kvgpt.checkpoint import load_model
-from kvgpt.tokenizer import CharTokenizer
-from kvgpt.training.data import load_dataset
-from kvgpt.training.dist import Ranks
-from kvgpt.training.objective import ngram_targets
-from model import GPT, GPTConfig
-from train import compile_module, get_batch, train_step
+from model import GPT, CharTokenizer, GPTConfig
+from train import compile_module, load_dataset, ngram_targets, train_step
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
@@ -56,10 +53,10 @@ def test_a_batch_is_a_pure_function_of_the_seed_and_its_number():
     ids, keys = np.arange(3000, dtype="<u2"), list(itertools.product((0, 1, 2**40), (0, 1, 2, 500, 10**9)))
     batches = {}
     for key in keys:
-        batches[key] = get_batch(ids, *key, 8, 16, CPU)
+        batches[key] = batch(ids, *key, 8, 16)
     torch.rand(3), np.random.rand(3)
     for key in keys[::-1]:
-        assert same(get_batch(ids, *key, 8, 16, CPU), batches[key])
+        assert same(batch(ids, *key, 8, 16), batches[key])
     distinct = {tuple(x[:, 0].tolist()) for x, y in batches.values()}
     assert len(distinct) == len(keys)
     for x, y in batches.values():
@@ -71,7 +68,7 @@ def test_a_batch_is_a_pure_function_of_the_seed_and_its_number():
 def test_batches_start_everywhere_up_to_the_last_whole_window(length):
     """An off-by-one would never show the last character, or read past the end of the text."""
     ids = np.arange(length, dtype="<u2")
-    starts = {i for number in range(60) for i in get_batch(ids, 3, number, 8, 8, CPU)[0][:, 0].tolist()}
+    starts = {i for number in range(60) for i in batch(ids, 3, number, 8, 8)[0][:, 0].tolist()}
     assert starts == set(range(length - 8))
 
 
@@ -87,11 +84,11 @@ def test_an_epoch_predicts_every_character_once_whoever_draws_the_batches(length
     ids, an_epoch, batch_size = np.arange(length, dtype="<u2"), (length - 1) // block_size, batch_size * world
     rows = {}
     for number in range(epoch * an_epoch // batch_size, ((epoch + 1) * an_epoch - 1) // batch_size + 1):
-        ranks = [get_batch(ids, 7, number, batch_size, block_size, CPU, rank, world) for rank in range(world)]
+        ranks = [batch(ids, 7, number, batch_size, block_size, rank, world) for rank in range(world)]
         whole = torch.empty(batch_size, block_size, dtype=torch.int64)
         for rank, (_, y) in enumerate(ranks):
             whole[rank::world] = y
-        assert torch.equal(whole, get_batch(ids, 7, number, batch_size, block_size, CPU)[1])
+        assert torch.equal(whole, batch(ids, 7, number, batch_size, block_size)[1])
         rows |= {number * batch_size + i: row.tolist() for i, row in enumerate(whole)}
     predicted = [tuple(rows[i]) for i in range(epoch * an_epoch, (epoch + 1) * an_epoch)]
     characters = sorted(character for row in set(predicted) for character in row)
@@ -121,7 +118,7 @@ def test_a_run_is_a_plain_loop_of_adamw_steps(data_dir, tmp_path):
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
     rates = [1e-2 / 3, 2e-2 / 3, 1e-2, 7.75e-3, 3.25e-3, 1e-3]
     for step, lr in enumerate(rates):
-        loss = sum(model(*get_batch(ids, 1337, number, 2, 16, CPU))[1] for number in (2 * step, 2 * step + 1)) / 2
+        loss = sum(model(*batch(ids, 1337, number, 2, 16))[1] for number in (2 * step, 2 * step + 1)) / 2
         losses.append(loss.item())
         grads = torch.autograd.grad(loss, params)
         scale = min(1.0, 0.5 / math.sqrt(sum(g.double().pow(2).sum().item() for g in grads)))
@@ -241,7 +238,7 @@ def test_a_compiled_step_is_the_plain_step():
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             state.objective = compile_module(state.objective)
-        losses.append([train_step(config, data, state, Ranks())[0].item() for _ in range(3)])
+        losses.append([train_step(config, data, state)[0].item() for _ in range(3)])
         weights.append(state.state_dict(with_optimizers=False)["model"])
     assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 10  # it is compiled, not just as good
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

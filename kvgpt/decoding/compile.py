@@ -6,6 +6,7 @@ model of the same shape starts at once.
 
 import ast
 import ctypes
+import hashlib
 import inspect
 import io
 import os
@@ -30,7 +31,6 @@ from torch.nn import functional as F
 import model as model_py
 from kvgpt.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
 from kvgpt.decoding.quantize import BLOCK, quantize
-from kvgpt.files import sha256
 
 SOURCE = Path(__file__).with_name("step.c")
 # A DLL linked with -static does not need those of MinGW.
@@ -300,6 +300,10 @@ def code_of(function):
     if not isinstance(function, types.FunctionType):
         raise CompileError(f"step.c cannot compute {function!r:.100}, which has no source")
     return function.__code__  # a wrapper's own code, while inspect.getsource shows what it wraps
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def model_sha256():

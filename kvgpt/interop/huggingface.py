@@ -11,12 +11,10 @@ from functools import partial
 
 import torch
 
-from kvgpt.blank import blank_model
-from kvgpt.bpe import read_tokenizer
+from kvgpt.bpe import read_tokenizer, tokenizer_from_json
 from kvgpt.cli import first_line, need
 from kvgpt.interop.checksums import check_folder
-from kvgpt.tokenizer import tokenizer_from_json
-from model import GPTConfig
+from model import GPTConfig, blank_model
 
 # Our settings and theirs.
 SETTINGS = {
@@ -86,9 +84,9 @@ def their_parts(model):
 
 
 def read_folder(folder):
-    """Return (weights, model_args, tokenizer_state) of a folder with a GPT-2, or with a StableLM as we export it.
+    """Return the checkpoint of a folder with a GPT-2, or with a StableLM as we export it: see load in model.py.
 
-    They are the fields of a Checkpoint. We read the files without transformers, and refuse a network that model.py does
+    We read the files without transformers, and refuse a network that model.py does
     not compute exactly. Raises ValueError, with one line that says why, for such a network and for a bad folder.
     """
     try:
@@ -105,7 +103,7 @@ def read_folder(folder):
         raise ValueError(f"{folder} cannot be read: {error} is missing") from None
     except Exception as error:  # a damaged file can raise nearly anything
         raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
-    return weights, asdict(config), tokenizer_state
+    return dict(model=weights, model_args=asdict(config), path=folder) | tokenizer_state
 
 
 def flat_settings(settings):
@@ -115,7 +113,7 @@ def flat_settings(settings):
 
 def check_settings(settings):
     """Raise ValueError unless model.py has the network that config.json describes."""
-    kind, other = settings["model_type"], "python sample.py --engine hf --ckpt FOLDER runs it with transformers"
+    kind, other = settings["model_type"], "only transformers can run it"
     if kind not in SETTINGS:
         raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; {other}")
     flat = flat_settings(settings)

@@ -17,11 +17,10 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from kvgpt.checkpoint import check_vocab_size, tokenizer_from_state
 from kvgpt.cli import fail, first_line, need
-from kvgpt.cores import num_threads
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, write_tree
-from kvgpt.tokenizer import check_vocab_size, tokenizer_from_state
 from model import GPTConfig, Sampling, stream_tokens
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
@@ -199,7 +198,8 @@ class OnnxGPT:
         try:
             check_folder(file.parent)
             content = file.read_bytes()
-            options.intra_op_num_threads = num_threads(len(content) // 4)  # a weight is a float32
+            small = len(content) < 2**24  # as in sample.py, a second thread does not help a small step
+            options.intra_op_num_threads = 1 if small else torch.get_num_threads()
             self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
             metadata = self.session.get_modelmeta().custom_metadata_map
             self.config = GPTConfig(**json.loads(metadata["model_args"]))
@@ -252,4 +252,4 @@ def compare_onnx(file, model, ids):
     def greedy(prompt):
         return torch.cat((prompt, *stream_tokens(onnx, prompt, T, Sampling(temperature=0))), dim=1)[0].tolist()
 
-    compare(file.name, model, onnx.tokenizer, ids, torch.cat(logits, dim=1), greedy)
+    compare(file.name, model, ids, torch.cat(logits, dim=1), greedy)

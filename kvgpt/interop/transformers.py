@@ -1,24 +1,19 @@
-"""What needs transformers: write a model as one of its classes, and run any of its models with our loop."""
+"""Write a model as the class of transformers that computes the same."""
 
 import json
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from torch import nn
 
-from kvgpt.checkpoint import check_finite
-from kvgpt.cli import fail, first_line, need, note, one_line_errors
+from kvgpt.bpe import to_json
+from kvgpt.cli import fail, note, one_line_errors
 from kvgpt.interop.check import compare, own_text
-from kvgpt.interop.checksums import check_folder, read_tree, write_tree
+from kvgpt.interop.checksums import read_tree, write_tree
 from kvgpt.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, their_parts
 from kvgpt.interop.onnx import compare_onnx, fits_one_file, write_onnx
-from kvgpt.tokenizer import tokenizer_from_json
 
 GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def hf_settings(model):
@@ -84,7 +79,7 @@ def write_tokenizer(tokenizer, block_size, folder):
     It has no pad token, because transformers would make that character special, and pipelines remove special tokens
     from the text.
     """
-    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
     settings = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         clean_up_tokenization_spaces=False,
@@ -124,7 +119,7 @@ def export_hf(model, tokenizer, folder):
             return hf.generate(prompt, max_length=ids.size(1), do_sample=False)[0].tolist()
 
         with torch.no_grad():
-            compare(f"{folder}, {type(hf).__name__}", model, tokenizer, ids, hf(ids).logits, greedy)
+            compare(f"{folder}, {type(hf).__name__}", model, ids, hf(ids).logits, greedy)
 
         # the graph
         if fits_one_file(model):
@@ -136,70 +131,3 @@ def export_hf(model, tokenizer, folder):
             note(f"leaving out {GRAPH}: one file cannot hold more than 2 GB")
         files = read_tree(made)
     write_tree(folder, files)
-
-
-# -- running -----------------------------------------------------------------------------------------------------------
-
-
-class HuggingFaceGPT(nn.Module):
-    """A causal language model in a folder of transformers, with its tokenizer.
-
-    config     block_size and vocab_size of the model
-    tokenizer  the folder's tokenizer
-    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the folder.
-    """
-
-    def __init__(self, folder):
-        super().__init__()
-        transformers = need("--engine hf", "transformers")
-        if not Path(folder, "config.json").is_file():
-            raise FileNotFoundError(f"{folder} has no config.json: pass the folder of a transformers model as --ckpt")
-        transformers.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        options = dict(local_files_only=True, trust_remote_code=False)  # refuse a model that brings its own code
-        try:
-            check_folder(folder)
-            read = transformers.AutoModelForCausalLM.from_pretrained
-            self.hf, found = read(folder, output_loading_info=True, **options)
-            if found["missing_keys"]:  # transformers would fill them with random numbers
-                raise ValueError(f"its weights lack {min(found['missing_keys'])}")
-            self.hf.float().eval()
-            theirs = transformers.AutoTokenizer.from_pretrained(folder, **options)
-            self.tokenizer = tokenizer_from_json(theirs.backend_tokenizer.to_str())
-        except Exception as error:  # a damaged folder can raise nearly anything
-            raise ValueError(f"{folder} cannot be read: {first_line(error)[:200]}") from None
-        check_finite(self.hf, folder)
-        with torch.no_grad():
-            output = self.hf(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
-        if getattr(output, "past_key_values", None) is None:
-            name = type(self.hf).__name__
-            raise ValueError(f"{folder} has no usable cache: {name} returns no past_key_values")
-        settings = self.hf.config.get_text_config()
-        limits = (getattr(settings, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-        self.config = SimpleNamespace(
-            block_size=next(filter(None, limits), 2048),  # Bloom, for example, has no limit
-            vocab_size=self.hf.get_output_embeddings().weight.size(0),
-        )
-
-    def forward(self, idx):
-        """Return the logits `(B, T, V)` of idx `(B, T)`, computed without a cache, and None: see GPT.forward."""
-        return self.hf(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False).logits, None
-
-    def new_cache(self, batch_size):
-        """Return an empty cache: its `length` in tokens, and the `past` that transformers returned."""
-        return SimpleNamespace(length=0, past=None)
-
-    @torch.inference_mode()
-    def next_logits(self, idx, cache=None):
-        """Return the logits `(B, V)` of the token after idx `(B, T)`, which continues the text in the cache.
-
-        It is appended to the cache. Without a cache, idx is the whole text.
-        """
-        (B, T), start, past = idx.shape, 0, None
-        if cache is not None:
-            start, past = cache.length, cache.past
-        mask = torch.ones(B, start + T, dtype=torch.int64)
-        output = self.hf(input_ids=idx, attention_mask=mask, past_key_values=past, use_cache=cache is not None)
-        if cache is not None:
-            cache.length, cache.past = start + T, output.past_key_values
-        return output.logits[:, -1]

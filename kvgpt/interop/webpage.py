@@ -10,16 +10,15 @@ import numpy as np
 
 from kvgpt.cli import fail
 from kvgpt.decoding.ngrams import order_of
-from kvgpt.files import sha256
 from kvgpt.interop.check import own_text
-from kvgpt.interop.checksums import read_tree, write_tree
+from kvgpt.interop.checksums import read_tree, sha256, write_tree
 from kvgpt.interop.onnx import compare_onnx, write_onnx
 
 WEB = Path(__file__).resolve().parent.parent.parent / "web"
 
 
 def export_web(model, tokenizer, checkpoint, folder):
-    """Write the page for a Checkpoint, whose GPT is `model`, into `folder`. Tokens must be characters.
+    """Write the page for a checkpoint, whose GPT is `model`, into `folder`. Tokens must be characters.
 
     If the graph does not compute what the model does, it exits with one line and does not touch the folder.
     """
@@ -51,7 +50,7 @@ def export_web(model, tokenizer, checkpoint, folder):
     # add the page, and compress large files, because a plain server compresses nothing
     packed = {
         "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
-        "ngrams.bin.gz": ngrams_bytes(checkpoint.ngrams),
+        "ngrams.bin.gz": ngrams_bytes(checkpoint.get("ngrams")),
         "model.onnx.gz": graph,
     }
     files = read_tree(WEB / "page") | {name: gzip.compress(content, mtime=0) for name, content in packed.items()}

@@ -7,8 +7,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from helpers import assert_one_line, bpe, ok, sample, texts_of
-from kvgpt.decoding.sequence import Sequence, num_undecided
-from kvgpt.tokenizer import CharTokenizer, tokenizer_from_json
+from kvgpt.bpe import tokenizer_from_json
+from model import CharTokenizer
+from sample import Sequence, num_undecided
 
 NAMES = "abc"
 TOKENIZER = CharTokenizer(NAMES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvgpt.decoding.timing import Timing
+from sample import Timing
 
 
 def summary(times, sizes, num_tokens):

@@ -5,9 +5,8 @@ import torch
 from helpers import CONTEXT, MODELS, PROMPT, V, prompts, random_model, tokens_differ
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decode import Decoder
-from kvgpt.decoding.verify import near_tie, verify
-from kvgpt.tokenizer import CharTokenizer
-from model import GPTConfig, KVCache, Sampling, gumbel_noise, sample_token
+from model import CharTokenizer, GPTConfig, KVCache, Sampling, gumbel_noise, sample_token
+from sample import near_tie, verify
 
 
 def test_a_difference_is_told_from_a_near_tie():

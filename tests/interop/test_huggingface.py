@@ -16,9 +16,10 @@ from transformers import (
 )
 
 from helpers import CHARS, GPT2, SIZE, STABLELM, TOKENIZER, assert_one_line, bpe, here, tiny, tree
+from kvgpt.bpe import tokenizer_from_json
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.interop.transformers import export_hf, hf_settings, write_folder
-from kvgpt.tokenizer import tokenizer_from_json
+from model import build
 
 CONTEXT = SIZE["block_size"]
 
@@ -54,9 +55,9 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     assert ("lm_head.weight" in tensors) == (not model.config.tie_weights)
 
     back = load_checkpoint(tmp_path)
-    assert back.tokenizer_state == {"chars": CHARS} and back.path == tmp_path
+    assert back["chars"] == CHARS and back["path"] == tmp_path
     with torch.no_grad():
-        assert torch.equal(back.build_model().eval()(ids)[0], model(ids)[0])
+        assert torch.equal(build(back).eval()(ids)[0], model(ids)[0])
 
 
 def test_a_stablelm_with_a_tokenizer_comes_back(tmp_path):
@@ -145,7 +146,7 @@ def born(folder, **settings):
 def test_a_model_that_was_born_in_transformers_comes_in(settings, tmp_path):
     born(tmp_path, **settings)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ours, ids = load_checkpoint(tmp_path).build_model().eval(), torch.arange(CONTEXT)[None] % len(CHARS)
+    ours, ids = build(load_checkpoint(tmp_path)).eval(), torch.arange(CONTEXT)[None] % len(CHARS)
     assert ours.config.tie_weights == settings.get("tie_word_embeddings", True)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], hf(ids).logits, atol=1e-4, rtol=0)

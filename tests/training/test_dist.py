@@ -1,4 +1,4 @@
-"""kvgpt/training/dist.py: several processes per run."""
+"""train.py on several processes: several processes per run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""kvgpt/training/meter.py: what log.csv says, and how progress is shown."""
+"""train.py's Progress: what log.csv says, and how progress is shown."""
 
 import contextlib
 import math
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import train
-from helpers import CPU, SMALL, STATEFUL, here, load, log, ok, start, unix
+from helpers import SMALL, STATEFUL, batch, here, load, log, ok, start, unix
 from model import GPT, GPTConfig
 
 # -- log.csv -----------------------------------------------------------------------------------------------------------
@@ -37,7 +36,7 @@ def test_the_log_has_the_norm_of_the_gradients(data_dir, tmp_path):
     torch.manual_seed(1337)
     model = GPT(GPTConfig(**load(tmp_path / "0" / "last.pt")["model_args"]))
     ids = np.fromfile(data_dir / "train.bin", dtype="<u2")
-    model(*train.get_batch(ids, 1337, 0, 2, 16, CPU))[1].backward()
+    model(*batch(ids, 1337, 0, 2, 16))[1].backward()
     norm = math.sqrt(sum(p.grad.double().square().sum() for p in model.parameters()))
     assert norms == pytest.approx([norm] * 2, rel=1e-4)
 

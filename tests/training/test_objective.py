@@ -1,4 +1,4 @@
-"""kvgpt/training/objective.py: the loss of a step against its definition, n-gram targets, and the evaluation."""
+"""train.py: the loss of a step against its definition, n-gram targets, and the evaluation."""
 
 import contextlib
 
@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import train
-from helpers import CPU, SMALL, assert_refused, assert_same_run, here, load, ok, plain_val_loss, tiny_run
-from kvgpt.recipes import TrainConfig
-from kvgpt.training import objective as module
-from kvgpt.training.dist import Ranks
-from kvgpt.training.objective import DISCOUNT, NGRAM_ORDER, NUM_AHEAD, STRENGTH, evaluate, loss_weights, ngram_targets
-from model import GPT, GPTConfig
+from helpers import (
+    CPU,
+    SMALL,
+    assert_refused,
+    assert_same_run,
+    batch,
+    here,
+    load,
+    ok,
+    plain_val_loss,
+    tiny_run,
+    write_ids,
+)
+from model import GPT, CharTokenizer, GPTConfig
+from train import DISCOUNT, NGRAM_ORDER, NUM_AHEAD, STRENGTH, TrainConfig, evaluate, loss_weights, ngram_targets
 
 # -- the loss of a step ------------------------------------------------------------------------------------------------
 
@@ -37,10 +46,11 @@ def test_a_step_descends_the_objective_and_reports_the_plain_loss(ngrams, mtp):
     config, data, state = tiny_run(**settings, ngram_targets=ngrams)
     V, state.step = len(data.tokenizer.vocab), 10
     data.ngram_targets = ngram_targets(data.train, V, CPU) if ngrams else None
+    table, rows = data.ngram_targets or (None, None)
     gradients = {}
     for name, p in state.objective.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
-    reported, _ = train.train_step(config, data, state, Ranks())
+    reported, _ = train.train_step(config, data, state)
 
     config, _, fresh = tiny_run(**settings)
     assert [layer.weight.tolist() for layer in fresh.mtp] == ([torch.eye(16).tolist()] * NUM_AHEAD if mtp else [])
@@ -50,13 +60,13 @@ def test_a_step_descends_the_objective_and_reports_the_plain_loss(ngrams, mtp):
         log_probs = fresh.model.unembed(hidden).log_softmax(-1)
         loss = -log_probs[data.train[place + 1]]
         if ngrams:
-            after = data.ngram_targets.table[data.ngram_targets.rows[place]]
+            after = table[rows[place]]
             loss = (1 - share) * loss - share * (after * log_probs).sum()
         return loss
 
     for number in (20, 21):
-        x, y = train.get_batch(data.train, config.seed, number, 2, 16, CPU)
-        places, _ = train.get_batch(np.arange(len(data.train)), config.seed, number, 2, 16, CPU)
+        x, y = batch(data.train, config.seed, number, 2, 16)
+        places, _ = batch(np.arange(len(data.train)), config.seed, number, 2, 16)
         _, loss = fresh.model(x, y)
         hidden = fresh.model.hidden_states(x)
         objective = torch.stack([loss_at(hidden[i, t], places[i, t]) for i in range(2) for t in range(16)]).mean()
@@ -111,22 +121,28 @@ def expected(text, i, V, order):
 @given(st.integers(1, 4), st.data())
 def test_the_targets_are_those_of_plain_counting(V, data):
     text = data.draw(st.lists(st.integers(0, V - 1), min_size=2, max_size=40))
-    found = ngram_targets(np.array(text, dtype="<u2"), V, CPU)
-    assert found.table.dtype == torch.float32
+    table, rows = ngram_targets(np.array(text, dtype="<u2"), V, CPU)
+    assert table.dtype == torch.float32
     for i in range(len(text)):
-        assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text, i, V, NGRAM_ORDER), abs=1e-6)
+        assert table[rows[i]].tolist() == pytest.approx(expected(text, i, V, NGRAM_ORDER), abs=1e-6)
 
 
-def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch, data_dir, tmp_path):
+def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch):
     text = np.random.default_rng(0).integers(0, 5, 400).astype("<u2")
-    monkeypatch.setattr(module, "MAX_ENTRIES", 130 * 5)  # at most 125 contexts of three
-    found = ngram_targets(text, 5, CPU)
-    assert len(found.table) <= 125
+    monkeypatch.setattr(train, "MAX_ENTRIES", 130 * 5)  # at most 125 contexts of three
+    table, rows = ngram_targets(text, 5, CPU)
+    assert len(table) <= 125
     for i in (0, 1, 200, 399):
-        assert found.table[found.rows[i]].tolist() == pytest.approx(expected(text.tolist(), i, 5, 3), abs=1e-6)
-    monkeypatch.setattr(module, "MAX_ENTRIES", 26 * 5)  # 25 contexts of two
+        assert table[rows[i]].tolist() == pytest.approx(expected(text.tolist(), i, 5, 3), abs=1e-6)
+    monkeypatch.setattr(train, "MAX_ENTRIES", 26 * 5)  # 25 contexts of two
     assert ngram_targets(text, 5, CPU) is None
-    flags = [*SMALL, "--data_dir", data_dir, "--max_iters", 2, "--out_dir"]
+
+
+def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
+    """6,000 distinct characters: even contexts of three would need a table of 36 million entries."""
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 6000)))
+    write_ids(tmp_path / "data", CharTokenizer(text), text + text[:1000])
+    flags = [*SMALL, "--data_dir", tmp_path / "data", "--max_iters", 2, "--out_dir"]
     assert "training without" in ok(here(*flags, tmp_path / "a", "--ngram_targets", 1)).stdout
     ok(here(*flags, tmp_path / "b"))
     assert_same_run(tmp_path / "a", tmp_path / "b")

@@ -1,4 +1,4 @@
-"""kvgpt/training/optim.py: the learning rate, the groups of parameters, and Muon."""
+"""train.py's optimizers: the learning rate, the groups of parameters, and Muon."""
 
 import itertools
 import math
@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, here, load, ok, same
-from kvgpt.recipes import TrainConfig
-from kvgpt.training.objective import Objective
-from kvgpt.training.optim import POLYNOMIALS, configure_optimizers, lr_multiplier, orthogonalize
 from model import GPT, GPTConfig
+from train import POLYNOMIALS, Objective, TrainConfig, configure_optimizers, lr_multiplier, orthogonalize
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""kvgpt/training/run.py: log.csv, samples, the lock, the figure, and the run that was there before."""
+"""train.py's RunFolder: log.csv, samples, the lock, the figure, and the run that was there before."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from helpers import (
     ok,
     start,
 )
-from kvgpt.training.run import RunFolder
+from train import RunFolder
 
 # -- the run before ----------------------------------------------------------------------------------------------------
 

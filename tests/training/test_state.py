@@ -1,4 +1,4 @@
-"""kvgpt/training/state.py: what a checkpoint holds, resumes to the last bit, and the dtype of the forward."""
+"""train.py's TrainState: what a checkpoint holds, resumes to the last bit, and the dtype of the forward."""
 
 import itertools
 import math
@@ -24,14 +24,10 @@ from helpers import (
     plain_val_loss,
     same,
     tiny_run,
+    write_ids,
 )
-from kvgpt.recipes import TrainConfig
-from kvgpt.tokenizer import CharTokenizer
-from kvgpt.training.data import write_prepared
-from kvgpt.training.dist import Ranks
-from kvgpt.training.state import pick_dtype
-from model import GPT, GPTConfig
-from prepare import encode
+from model import GPT, CharTokenizer, GPTConfig
+from train import BEFORE, TrainConfig, pick_dtype
 
 WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()  # ends with a higher val loss
 
@@ -115,8 +111,8 @@ def test_a_resume_takes_other_settings_from_its_flags(out, tmp_path):
 def test_a_run_from_before_flags_existed_goes_on_with_their_defaults(out, tmp_path):
     ckpt, resume = load(out / "last.pt"), ["--init_from", "resume", "--max_iters", 62, "--out_dir"]
     whole = shutil.copytree(out, tmp_path / "whole")
-    for name in ("sample_interval", "norm_first", "mlp_ratio", "muon_learning_rate", "lr_stable_frac", "beta1"):
-        assert ckpt["config"].pop(name) == getattr(TrainConfig, name)
+    for name in ("sample_interval", "norm_first", "muon_learning_rate", "beta1", *BEFORE):
+        assert ckpt["config"].pop(name) == BEFORE.get(name, getattr(TrainConfig, name))
     torch.save(ckpt, out / "last.pt")
     ok(here(*resume, out))
     ok(here(*resume, whole))
@@ -159,8 +155,7 @@ def test_a_resume_of_nothing_is_refused(tmp_path):
 def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_path):
     """The same characters in a different order are complete files with the right hashes, but different text."""
     tokenizer = CharTokenizer(load(out / "last.pt")["chars"])
-    ids = encode(tokenizer.vocab * 40, tokenizer)
-    write_prepared(tmp_path / "data", tokenizer, *ids, "a test", b"")
+    write_ids(tmp_path / "data", tokenizer, tokenizer.vocab * 40)
     assert_refused(out, "--data_dir", tmp_path / "data", words=[tmp_path / "data", "different text", "--data_dir"])
     ckpt = load(out / "last.pt")
     ckpt["config"]["data_dir"] = "data/of/another/folder"  # relative to where the run was started
@@ -181,8 +176,8 @@ def test_bfloat16_is_the_dtype_of_the_forward_and_never_of_the_weights(data_dir,
     config, data, state = tiny_run(dtype="bfloat16")
     outputs = []
     state.model.lm_head.register_forward_hook(lambda module, args, logits: outputs.append(logits.dtype))
-    train.train_step(config, data, state, Ranks())
-    train.val_loss(config, data, state, Ranks())
+    train.train_step(config, data, state)
+    train.evaluate(state.model, data.val, config.block_size, CPU, state.autocast)
     assert set(outputs) == {torch.bfloat16} and state.device == CPU
     moments = [value for values in state.optimizers[0].state.values() for value in values.values()]
     assert {tensor.dtype for tensor in (*moments, *state.model.parameters())} == {torch.float32}

@@ -22,10 +22,9 @@ import torch
 from helpers import ROOT, ok, random_model, run, save_model
 from kvgpt.decoding.decode import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
-from kvgpt.decoding.verify import verify
-from kvgpt.tokenizer import CharTokenizer
-from model import GPTConfig, Sampling, gumbel_noise, sample_token
+from model import CharTokenizer, GPTConfig, Sampling, gumbel_noise, sample_token
 from oracles import per_head_logits
+from sample import verify
 
 pytestmark = pytest.mark.slow
 
