@@ -12,11 +12,11 @@ PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 .PHONY: demo compare test check gpu web lint data
 .DELETE_ON_ERROR:
 
-.venv/installed: requirements.txt pyproject.toml
+.venv/installed: requirements.txt tests/constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "installing requirements.txt and the dev tools into .venv; torch is large, this can take minutes"
-	$(BIN)/python -m pip install --quiet -r requirements.txt --group dev
+	$(BIN)/python -m pip install --quiet -r requirements.txt -c tests/constraints.txt --group dev
 	@touch $@
 
 data: .venv/installed

@@ -1188,7 +1188,7 @@ def note(message):
 
 
 def fail(message):
-    """Exit with code 1 and one line on stderr: a message or an error. With torchrun every process prints its own."""
+    """Exit with code 1 and one line on stderr: a message or an error."""
     if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
         message = f"{message.filename}: {message.strerror}"
     note(message)

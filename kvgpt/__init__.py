@@ -1,13 +1,13 @@
-"""What the scripts need besides model.py. Skip it on a first reading.
+"""What model.py, train.py, sample.py and data/prepare.py do not need: it makes them faster, or talks to the outside.
 
-cli.py         the command line: parser, argument types, one-line errors, signals
-cores.py       threads that share a busy machine
-recipes.py     the settings of train.py, and its presets and recipes
-checkpoint.py  read and write a model; blank.py builds one without weights, files.py writes files atomically
-tokenizer.py   text to ids and back, by character; bpe.py, by word piece
-nanogpt.py     nanoGPT's meta.pkl, and what to type instead of its flags
-baselines.py   the baselines of bench.py
-decoding/      guesses, the step in C, int8, stop strings, --verify, timing, --explain
+decoding/      speculation with n-grams, the step in C, int8 weights, batches of prompts, --explain
 interop/       Hugging Face folders, transformers, ONNX and the web page
-training/      data, loss, optimizers, the run folder, several processes
+checkpoint.py  models with a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl
+bpe.py         tokens that are words or parts of words
+nanogpt.py     nanoGPT's meta.pkl, and what to type instead of its flags
+cores.py       threads that yield on a busy machine
+holdout.py     prepare.py --hold_out
+plot.py        train.py --plot
+baselines.py   the baselines of bench.py
+cli.py         messages in one line
 """

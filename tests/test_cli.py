@@ -72,8 +72,7 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
 
 SCRIPT = """
 import os, signal, sys, time
-from sample import note, one_line_errors, run_main
-from train import StopSignals
+from train import StopSignals, note, one_line_errors, run_main
 
 def main():
 {body}

@@ -121,7 +121,9 @@ def test_the_files_and_tests_that_it_names_are_there(file):
 
 @every_file
 def test_the_flags_that_it_names_exist(file):
-    known = {"--help", *re.findall(r"--[\w-]+", read(FLAGS))}
+    import train
+
+    known = {"--help", *re.findall(r"--[\w-]+", read(FLAGS)), *(f"--{name}" for name in train.FLAGS)}
     shell = "".join(content for _, content in blocks(read(file), "sh", "console"))
     for code in [*inline_code(read(file)), *(line for line in shell.splitlines() if ".py " in line)]:
         ours = code.partition(".py ")[2] or code  # what precedes a script is torchrun's

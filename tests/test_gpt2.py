@@ -204,9 +204,9 @@ def git_lfs_pointer(folder):
 
 
 MISTAKES = [  # what is wrong with the folder, and words of the line
-    (config(model_type="llama"), ["it is a llama", "--engine hf"]),
-    (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "--engine hf"]),
-    (config(activation_function="relu"), ["relu", "--engine hf"]),
+    (config(model_type="llama"), ["it is a llama", "only transformers can run it"]),
+    (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "only transformers"]),
+    (config(activation_function="relu"), ["relu", "only transformers"]),
     (config(n_layer=3), ["'transformer.h.2"]),
     (config(n_embd=64), ["transformer.wte.weight does not fit its config.json"]),
     (partial(another_tokenizer, 600), ["512 tokens", "600 tokens", "do not belong together"]),
@@ -238,7 +238,7 @@ def test_mistakes_at_the_command_line_are_one_line(gpt2, tmp_path):
     for flags, words in (
         (["--ckpt", gpt2, "--prompt", b"caf\xe9".decode("utf-8", "surrogateescape")], ["not UTF-8", "caf"]),
         (["--ckpt", gpt2, "--prompt", "x " * 400], ["tokens", "at most 47"]),
-        (["--ckpt", tmp_path / "llama"], ["it is a llama", "--engine hf --ckpt FOLDER"]),
+        (["--ckpt", tmp_path / "llama"], ["it is a llama", "only transformers can run it"]),
     ):
         result = run("sample.py", *flags)
         assert_one_line(result, *words)

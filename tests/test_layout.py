@@ -1,13 +1,11 @@
-"""Who imports whom: model.py and check_cache stand alone, scripts never import each other, and nothing is a circle."""
+"""Who imports whom: the four files stand alone, kvgpt and check_cache import no script, and nothing is a circle."""
 
 import ast
 import graphlib
 
-import pytest
-
 from helpers import ROOT, ok, run
 
-SCRIPTS = {"train", "sample", "bench", "export", "prepare", "draw"}
+SCRIPTS = {"train", "sample", "prepare", "bench", "export", "draw"}
 
 
 def source_files():
@@ -22,10 +20,10 @@ def source_files():
 FILES = source_files()
 
 
-def ours(file):
-    """The modules of the project that a file imports, in functions too."""
+def ours(nodes):
+    """The modules of the project that these nodes import."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -33,33 +31,44 @@ def ours(file):
     return found & FILES.keys()
 
 
-IMPORTS = {name: ours(file) for name, file in FILES.items()}
+TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
+IMPORTS = {name: ours(ast.walk(tree)) for name, tree in TREES.items()}
+AT_THE_TOP = {name: ours(tree.body) for name, tree in TREES.items()}
 
 
-def test_model_py_can_be_copied_into_another_project(tmp_path):
-    """One file, torch and the standard library: it trains a step and generates in a folder without the rest."""
-    (tmp_path / "model.py").write_bytes(FILES["model"].read_bytes())
-    script = (
-        "import sys, torch; from model import GPT, GPTConfig\n"
-        "model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=8))\n"
-        "idx = torch.zeros(1, 4, dtype=torch.int64)\n"
-        "model(idx, idx)[1].backward()\n"
-        "assert model.generate(idx, 9, seed=1).shape == (1, 8)\n"
-        "assert not [name for name in sys.modules if name.startswith('kvgpt')]\n"
-    )
-    ok(run("-c", script, cwd=tmp_path))
+def in_package(name):
+    return {module for module in FILES if module.partition(".")[0] == name}
 
 
-def test_scripts_never_import_each_other():
-    assert {name: found & SCRIPTS for name, found in IMPORTS.items() if found & SCRIPTS} == {}
+def test_the_four_files_import_model_py_at_the_top_and_kvgpt_only_inside():
+    """A flag or a file opens kvgpt. tests/test_four_files.py runs them without it."""
+    assert {name: AT_THE_TOP[name] for name in ("model", "train", "sample", "prepare")} == {
+        "model": set(),
+        "train": {"model"},
+        "sample": {"model"},
+        "prepare": set(),
+    }
+    assert IMPORTS["model"] == set()
+    for name in ("train", "sample", "prepare"):
+        assert IMPORTS[name] <= {"model"} | in_package("kvgpt")
 
 
-def test_check_cache_is_a_room_of_its_own():
+def test_kvgpt_imports_model_py_and_no_script():
+    for name in in_package("kvgpt"):
+        assert IMPORTS[name] <= {"model"} | in_package("kvgpt"), name
+
+
+def test_only_bench_and_export_import_scripts():
+    users = {name for name, found in IMPORTS.items() if found & SCRIPTS}
+    assert users == {"bench", "export"} and all(IMPORTS[name] & SCRIPTS <= {"train", "sample"} for name in users)
+
+
+def test_check_cache_is_a_package_of_its_own():
     """It imports nothing of ours, and nothing of ours imports it."""
-    room = {name for name in IMPORTS if name.partition(".")[0] == "check_cache"}
-    assert "check_cache.check" in room
+    package = in_package("check_cache")
+    assert "check_cache.check" in package
     for name, found in IMPORTS.items():
-        assert found <= room if name in room else not found & room, name
+        assert found <= package if name in package else not found & package, name
 
 
 def test_no_import_goes_in_a_circle():
@@ -67,9 +76,14 @@ def test_no_import_goes_in_a_circle():
     list(graphlib.TopologicalSorter(IMPORTS).static_order())
 
 
-@pytest.mark.slow
-def test_a_script_loads_only_what_its_run_needs():
-    """`train.py` loads no exporter, and `sample.py` nothing that only training needs."""
-    for script, foreign in (("train", "kvgpt.interop"), ("sample", "kvgpt.interop"), ("sample", "kvgpt.training")):
-        loaded = ok(run("-c", f"import sys, {script}; print(*sys.modules)")).stdout.split()
-        assert not [name for name in loaded if name.startswith(foreign)], script
+def test_model_py_can_be_copied_into_another_project(tmp_path):
+    """One file, torch and the standard library: it trains a step and generates in a folder without the rest."""
+    (tmp_path / "model.py").write_bytes(FILES["model"].read_bytes())
+    script = (
+        "import torch; from model import GPT, GPTConfig\n"
+        "model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=8))\n"
+        "idx = torch.zeros(1, 4, dtype=torch.int64)\n"
+        "model(idx, idx)[1].backward()\n"
+        "assert model.generate(idx, 9, seed=1).shape == (1, 8)\n"
+    )
+    ok(run("-c", script, cwd=tmp_path))

@@ -34,7 +34,7 @@ def test_the_weights_fall_along_a_line():
     weights = [loss_weights(step, config).tolist() for step in (0, 10, 40, 50)]
     expected = [[0.8, 0.5], [0.6, 0.4375], [0, 0.25], [0, 0.25]]
     assert weights == [pytest.approx(pair, abs=1e-6) for pair in expected]
-    config = TrainConfig(max_iters=40, lr_decay_iters=20, mtp_weight=0.8)
+    config = TrainConfig(max_iters=40, lr_decay_iters=20, mtp_weight=0.8, ngram_targets=None)
     assert loss_weights(10, config).tolist() == pytest.approx([0.4, 0])
 
 
