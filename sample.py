@@ -12,7 +12,7 @@ stderr.
 """
 
 # Read it from top to bottom: the command line, the model and the prompts, text as it arrives, the report, --verify, and
-# main, which puts them together. The loop itself, prefill and decode, is stream_tokens in model.py.
+# main, which puts them together. The loop over the tokens, prefill and decode, is stream_tokens in model.py.
 
 import argparse
 import math
@@ -44,46 +44,6 @@ NEAR_TIE = 1e-4
 SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
 
 # -- the command line --------------------------------------------------------------------------------------------------
-
-
-def number(kind, interval):
-    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-
-    def parse(text):
-        value = kind(text)
-        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
-        if not inside:
-            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
-    return parse
-
-
-def boolean(text):
-    """An argparse type: True, False, 1 or 0."""
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1")
-
-
-def path(text):
-    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
-
-    def __init__(self, description, epilog=None):
-        lines_as_they_are = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 def parse_args(argv=None):
@@ -648,84 +608,6 @@ def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
     return same
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-def note(message):
-    """Print a line on stderr that starts with the name of the script."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-
-
-def fail(message):
-    """Exit with code 1 and one line on stderr: a message or an error."""
-    if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
-        message = f"{message.filename}: {message.strerror}"
-    note(message)
-    sys.exit(1)
-
-
-def first_line(error):
-    """Return the first line of an error's message, or its type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-@contextmanager
-def one_line_errors():
-    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
-
-    It is for code that reads the user's files. Anywhere else a ValueError is a bug, and needs its traceback.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        fail(error)
-
-
-@contextmanager
-def needs_kvgpt(feature):
-    """Exit with one line if the imports inside the block fail because the folder kvgpt is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "kvgpt":
-            raise
-        fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
-
-
-def handle_signals(handler):
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
-            signal.signal(number, handler)
-
-
-def leave(signum, frame):
-    """Exit with the code that shells expect after a signal, but let `with` and `finally` blocks clean up."""
-    sys.exit(128 + signum)
-
-
-def run_main(main, memory_hint):
-    """Run main(). Errors that are not bugs are reported in one line.
-
-    memory_hint  what to suggest when memory runs out
-    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
-    """
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    handle_signals(leave)
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `head` has read enough
-        sys.stdout = None  # the interpreter would flush it again, and complain
-        sys.exit(1)
-    except OSError as error:
-        fail(error)
-    except (MemoryError, RuntimeError) as error:
-        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
-        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
-            raise
-        fail(f"out of memory: {memory_hint}")
-
-
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
@@ -783,6 +665,112 @@ def main():
         torch.set_num_threads(all_threads)
         same = compare(args, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
         sys.exit(0 if same else 1)
+
+
+# -- helpers, as in train.py -------------------------------------------------------------------------------------------
+
+
+def number(kind, interval):
+    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+
+    def parse(text):
+        value = kind(text)
+        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
+        if not inside:
+            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
+    return parse
+
+
+def boolean(text):
+    """An argparse type: True, False, 1 or 0."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+def path(text):
+    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
+
+    def __init__(self, description, epilog=None):
+        lines_as_they_are = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+def note(message):
+    """Print a line on stderr that starts with the name of the script."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+
+
+def fail(message):
+    """Exit with code 1 and one line on stderr: a message or an error."""
+    if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
+        message = f"{message.filename}: {message.strerror}"
+    note(message)
+    sys.exit(1)
+
+
+def first_line(error):
+    """Return the first line of an error's message, or its type if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def one_line_errors():
+    """Turn a ValueError into one line where we read what the user gave us. Elsewhere it is a bug, with a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        fail(error)
+
+
+@contextmanager
+def needs_kvgpt(feature):
+    """Exit with one line if the imports inside the block fail because the folder kvgpt is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "kvgpt":
+            raise
+        fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
+
+
+def run_main(main, memory_hint):
+    """Run main(). Errors that are not bugs are reported in one line.
+
+    memory_hint  what to suggest when memory runs out
+    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `head` has read enough
+        sys.stdout = None  # the interpreter would flush it again, and complain
+        sys.exit(1)
+    except OSError as error:
+        fail(error)
+    except (MemoryError, RuntimeError) as error:
+        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
+        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
+            raise
+        fail(f"out of memory: {memory_hint}")
 
 
 if __name__ == "__main__":

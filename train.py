@@ -11,8 +11,8 @@ Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 """
 
-# Read it from top to bottom: settings, batches, the loss, the optimizers, a step, evaluation, the loop. Then comes what
-# surrounds the loop: the data, the folder of a run, progress, processes and devices, the command line.
+# Read it from top to bottom: settings, batches, the loss, the optimizers, a step, evaluation, the loop. The rest
+# supports the loop: the data, the folder of a run, progress, processes and devices, the command line.
 
 import argparse
 import csv
@@ -67,7 +67,7 @@ PRESETS = {
     # nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
     "finetune": dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
     | dict(optimizer="adamw", learning_rate=3e-5, lr_decay="none", warmup_iters=0, weight_decay=0.1, beta2=0.95)
-    | dict(grad_clip=1.0, mlp_ratio=4),
+    | dict(grad_clip=1.0),
 }
 RECIPES = {
     "modern": {},
@@ -76,7 +76,7 @@ RECIPES = {
     | dict(grad_clip=1.0, warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
 }
 PAIRS = {("gpu", "nanogpt"): dict(max_iters=5000, dropout=0.2)}  # a preset with a recipe
-BEFORE = dict(lr_stable_frac=0.0, ngram_targets=None, mtp_weight=None)  # what a run did that is older than the setting
+OLD_DEFAULTS = dict(lr_stable_frac=0.0, ngram_targets=None, mtp_weight=None)  # of runs that are older than the setting
 
 
 def flag(default, kind, help, none=None, hidden=False):
@@ -91,7 +91,7 @@ def flag(default, kind, help, none=None, hidden=False):
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. If you add one, add to BEFORE what train.py did without it, for runs to be resumed."""
+    """All settings of a run. If you add one, record in OLD_DEFAULTS what older runs did, so that they can resume."""
 
     preset: str = flag(
         "auto",
@@ -224,7 +224,7 @@ def saved_config(source):
     saved = source.get("config", {})
     if "recipe" not in saved:  # nanoGPT saves a config too
         raise ValueError(f"{source['path']} cannot be resumed, because this train.py did not write it: start a new run")
-    return TrainConfig(**(BEFORE | {name: value for name, value in saved.items() if name in FLAGS}))
+    return TrainConfig(**(OLD_DEFAULTS | {name: value for name, value in saved.items() if name in FLAGS}))
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ NGRAM_END = 0.5  # fraction of the n-grams' initial weight in the targets that r
 
 
 class Objective(nn.Module):
-    """A GPT and the loss that training minimizes: cross-entropy, and two helpers that fade during the run.
+    """A GPT and the loss that training minimizes: cross-entropy, and two auxiliary terms that fade.
 
     mtp  NUM_AHEAD Linear layers `(C, C)`, or none if multi-token prediction is off. They start as the identity and
          exist only in training
@@ -426,7 +426,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum with orthogonal updates, in float32, with one batched computation per matrix shape.
 
     params  groups; group["parts"] are the sizes along dim 0 of the matrices in one parameter, such as q, k and v in
-            c_attn. Each gets its own orthogonal update, because a joint one learns less
+            c_attn. Each gets its own orthogonal update, because one joint update trains worse
     A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. We do not use
     torch.optim.Muon, because it works in bfloat16, which most CPUs emulate, and cannot split a parameter.
     """
@@ -1023,7 +1023,9 @@ class StopSignals:
 
     def __init__(self):
         self.received = 0
-        handle_signals(self.receive)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
+                signal.signal(number, self.receive)
 
     def receive(self, signum, frame):
         self.received = self.received or signum
@@ -1202,13 +1204,10 @@ def first_line(error):
 
 @contextmanager
 def one_line_errors():
-    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
-
-    It is for code that reads the user's files. Anywhere else a ValueError is a bug, and needs its traceback.
-    """
+    """Turn a ValueError into one line where we read what the user gave us. Elsewhere it is a bug, with a traceback."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         fail(error)
 
 
@@ -1223,17 +1222,6 @@ def needs_kvgpt(feature):
         fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
 
 
-def handle_signals(handler):
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
-            signal.signal(number, handler)
-
-
-def leave(signum, frame):
-    """Exit with the code that shells expect after a signal, but let `with` and `finally` blocks clean up."""
-    sys.exit(128 + signum)
-
-
 def run_main(main, memory_hint):
     """Run main(). Errors that are not bugs are reported in one line.
 
@@ -1242,10 +1230,12 @@ def run_main(main, memory_hint):
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     if not TORCHRUN:  # its SIGTERM has to end a process that waits in a library
-        handle_signals(leave)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
     try:
         main()
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # `head` has read enough
         sys.stdout = None  # the interpreter would flush it again, and complain
         sys.exit(1)

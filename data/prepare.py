@@ -178,6 +178,82 @@ def prepared(data_dir):
         return {}
 
 
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--input", type=path, metavar="FILE", help="use this UTF-8 text file instead of tiny Shakespeare")
+    task.add_argument("--url", help="download this UTF-8 text instead of tiny Shakespeare")
+    task.add_argument("--hold_out", action="store_true", help="split the training text in DIR again, into DIR/dev")
+    parser.add_argument(
+        "--data_dir", type=path, default=str(HERE), metavar="DIR", help="where to write (default: this script's folder)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=path,
+        metavar="bpe|FOLDER",
+        help="bpe: learn a BPE from the text; FOLDER: use the tokenizer of a model (default: characters)",
+    )
+    size_help = "vocabulary size of --tokenizer bpe (default: 512)"
+    parser.add_argument("--vocab_size", type=int, metavar="N", help=size_help)
+    parser.add_argument("--force", action="store_true", help="download again even if the files exist")
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
+    if args.vocab_size is not None and not 256 <= args.vocab_size <= 2**20:
+        parser.error(f"argument --vocab_size: {args.vocab_size} is not in [256, {2**20}]")
+    if args.vocab_size and args.tokenizer != "bpe":
+        parser.error("--vocab_size needs --tokenizer bpe")
+    if args.hold_out and args.tokenizer:
+        parser.error("--hold_out keeps the tokenizer of the data: leave out --tokenizer")
+    args.vocab_size = args.vocab_size or 512
+    return args
+
+
+# -- main --------------------------------------------------------------------------------------------------------------
+
+
+def main():
+    args = parse_args()
+    data_dir = Path(args.data_dir)
+    if args.hold_out:
+        hold_out(data_dir)
+        return
+    if args.input:
+        write_text(
+            data_dir, os.path.abspath(args.input), Path(args.input).read_bytes(), args.tokenizer, args.vocab_size
+        )
+        return
+
+    # is everything in place already?
+    source = args.url or CORPUS_URL
+    there = prepared(data_dir)
+    same_tokens = there.get("tokenizer_from") == tokenizer_from(args.tokenizer, args.vocab_size)
+    same_text = there and (
+        there["source"] == source or (source == CORPUS_URL and there["sha256"]["text"] == CORPUS_SHA256)
+    )
+    done = same_text and same_tokens
+    if done and not args.force:
+        print(f"{data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
+        return
+
+    # download, or fall back to the stand-in for tiny Shakespeare
+    try:
+        raw = download(source)
+    except (ImportError, OSError, ValueError) as error:
+        if args.url or same_text:
+            fail(f"cannot download {source}: {reason(error)}; nothing was changed")
+        note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
+        note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
+        source, raw = STAND_IN, (HERE / "sample.txt").read_bytes()
+    write_text(data_dir, source, raw, args.tokenizer, args.vocab_size)
+
+
+# -- helpers, as in model.py and train.py ------------------------------------------------------------------------------
+
+
 def write_atomically(files):
     """Write {path: bytes}. At any moment, each file is either the old one or the new one, even after a power cut.
 
@@ -231,9 +307,6 @@ def lock_folder(folder, name=".lock"):
     return lock
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
-
-
 def path(text):
     """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
     if not text:
@@ -252,40 +325,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
-def parse_args():
-    parser = Parser(__doc__)
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument("--input", type=path, metavar="FILE", help="use this UTF-8 text file instead of tiny Shakespeare")
-    task.add_argument("--url", help="download this UTF-8 text instead of tiny Shakespeare")
-    task.add_argument("--hold_out", action="store_true", help="split the training text in DIR again, into DIR/dev")
-    parser.add_argument(
-        "--data_dir", type=path, default=str(HERE), metavar="DIR", help="where to write (default: this script's folder)"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=path,
-        metavar="bpe|FOLDER",
-        help="bpe: learn a BPE from the text; FOLDER: use the tokenizer of a model (default: characters)",
-    )
-    size_help = "vocabulary size of --tokenizer bpe (default: 512)"
-    parser.add_argument("--vocab_size", type=int, metavar="N", help=size_help)
-    parser.add_argument("--force", action="store_true", help="download again even if the files exist")
-    args, unknown = parser.parse_known_args()
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
-    if args.vocab_size is not None and not 256 <= args.vocab_size <= 2**20:
-        parser.error(f"argument --vocab_size: {args.vocab_size} is not in [256, {2**20}]")
-    if args.vocab_size and args.tokenizer != "bpe":
-        parser.error("--vocab_size needs --tokenizer bpe")
-    if args.hold_out and args.tokenizer:
-        parser.error("--hold_out keeps the tokenizer of the data: leave out --tokenizer")
-    args.vocab_size = args.vocab_size or 512
-    return args
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
 def note(message):
     """Print a line on stderr that starts with the name of the script."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
@@ -301,13 +340,10 @@ def fail(message):
 
 @contextmanager
 def one_line_errors():
-    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
-
-    It is for code that reads the user's files. Anywhere else a ValueError is a bug, and needs its traceback.
-    """
+    """Turn a ValueError into one line where we read what the user gave us. Elsewhere it is a bug, with a traceback."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         fail(error)
 
 
@@ -322,17 +358,6 @@ def needs_kvgpt(feature):
         fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
 
 
-def handle_signals(handler):
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
-            signal.signal(number, handler)
-
-
-def leave(signum, frame):
-    """Exit with the code that shells expect after a signal, but let `with` and `finally` blocks clean up."""
-    sys.exit(128 + signum)
-
-
 def run_main(main, memory_hint):
     """Run main(). Errors that are not bugs are reported in one line.
 
@@ -340,10 +365,12 @@ def run_main(main, memory_hint):
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    handle_signals(leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
     try:
         main()
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # `head` has read enough
         sys.stdout = None  # the interpreter would flush it again, and complain
         sys.exit(1)
@@ -354,45 +381,6 @@ def run_main(main, memory_hint):
         if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
             raise
         fail(f"out of memory: {memory_hint}")
-
-
-# -- main --------------------------------------------------------------------------------------------------------------
-
-
-def main():
-    args = parse_args()
-    data_dir = Path(args.data_dir)
-    if args.hold_out:
-        hold_out(data_dir)
-        return
-    if args.input:
-        write_text(
-            data_dir, os.path.abspath(args.input), Path(args.input).read_bytes(), args.tokenizer, args.vocab_size
-        )
-        return
-
-    # is everything in place already?
-    source = args.url or CORPUS_URL
-    there = prepared(data_dir)
-    same_tokens = there.get("tokenizer_from") == tokenizer_from(args.tokenizer, args.vocab_size)
-    same_text = there and (
-        there["source"] == source or (source == CORPUS_URL and there["sha256"]["text"] == CORPUS_SHA256)
-    )
-    done = same_text and same_tokens
-    if done and not args.force:
-        print(f"{data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
-        return
-
-    # download, or fall back to the stand-in for tiny Shakespeare
-    try:
-        raw = download(source)
-    except (ImportError, OSError, ValueError) as error:
-        if args.url or same_text:
-            fail(f"cannot download {source}: {reason(error)}; nothing was changed")
-        note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
-        note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
-        source, raw = STAND_IN, (HERE / "sample.txt").read_bytes()
-    write_text(data_dir, source, raw, args.tokenizer, args.vocab_size)
 
 
 if __name__ == "__main__":

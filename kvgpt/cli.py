@@ -36,11 +36,8 @@ def need(feature, *packages):
 
 @contextmanager
 def one_line_errors():
-    """Turn a ValueError or an OSError inside the block into one line and exit code 1.
-
-    It is for code that reads the user's files. Anywhere else a ValueError is a bug, and needs its traceback.
-    """
+    """Turn a ValueError into one line where we read what the user gave us. Elsewhere it is a bug, with a traceback."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         fail(error)

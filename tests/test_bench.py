@@ -12,6 +12,7 @@ from bench import VARIANTS, check_tokens, main, timed, warm_runs
 from helpers import CONTEXT, MODELS, ROOT, V, linux, needs_compiler, ok, prompts, run
 from kvgpt.baselines import llama2c_run
 from model import GPTConfig
+from sample import run_main
 
 SAME = "the same tokens as a forward without a cache, up to rounding: "
 
@@ -122,7 +123,8 @@ def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
 )
 def test_mistakes_are_one_line(flags, word, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py", *flags.split()])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
     with pytest.raises(SystemExit) as error:
-        main()
+        run_main(main, "")
     out, err = capsys.readouterr()
     assert error.value.code and out == "" and len(err.splitlines()) == 1 and word in err, err

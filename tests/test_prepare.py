@@ -30,7 +30,7 @@ BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath
 def call(monkeypatch, capsys):
     """call(*args, **constants): data/prepare.py in this process, with other values for constants."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(prepare, "handle_signals", lambda handler: None)  # pytest keeps its own
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own
 
     def call(*args, **constants):
         monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])

@@ -27,7 +27,7 @@ from helpers import (
     write_ids,
 )
 from model import GPT, CharTokenizer, GPTConfig
-from train import BEFORE, TrainConfig, pick_dtype
+from train import OLD_DEFAULTS, TrainConfig, pick_dtype
 
 WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()  # ends with a higher val loss
 
@@ -111,8 +111,8 @@ def test_a_resume_takes_other_settings_from_its_flags(out, tmp_path):
 def test_a_run_from_before_flags_existed_goes_on_with_their_defaults(out, tmp_path):
     ckpt, resume = load(out / "last.pt"), ["--init_from", "resume", "--max_iters", 62, "--out_dir"]
     whole = shutil.copytree(out, tmp_path / "whole")
-    for name in ("sample_interval", "norm_first", "muon_learning_rate", "beta1", *BEFORE):
-        assert ckpt["config"].pop(name) == BEFORE.get(name, getattr(TrainConfig, name))
+    for name in ("sample_interval", "norm_first", "muon_learning_rate", "beta1", *OLD_DEFAULTS):
+        assert ckpt["config"].pop(name) == OLD_DEFAULTS.get(name, getattr(TrainConfig, name))
     torch.save(ckpt, out / "last.pt")
     ok(here(*resume, out))
     ok(here(*resume, whole))
