@@ -28,7 +28,7 @@ import torch
 from kvgpt.baselines import llama2c_run, transformers_run
 from kvgpt.cli import need
 from kvgpt.cores import share_cores
-from kvgpt.decoding.decode import NUM_DRAFTS, Decoder
+from kvgpt.decoding.decoder import NUM_DRAFTS, Decoder
 from kvgpt.decoding.quantize import round_weights
 from model import (
     GPT,

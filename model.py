@@ -1,6 +1,6 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
-Read it from top to bottom. Head and KVCache are the cache: what we keep, and how attention reads it. Then comes the
+Read it from top to bottom. KVCache and Head are the cache: what we keep, and how attention reads it. Then comes the
 network, GPT-2's with a few modern options. stream_tokens is the loop: prefill, decode, slide. Then comes the sampler,
 whose noise is why a seed gives the same tokens on every path. Last is the checkpoint, the file that a model lives in.
 
@@ -77,59 +77,19 @@ class GPTConfig:
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    """One key/value head: its cache, and attention over it.
-
-    `key_cache` and `value_cache` are `(B, t, hs)`, or None while empty. Slot s holds the key or value of the token at
-    position s. Attention is causal, so a later token never changes an earlier slot, and we may keep them all: a new
-    token adds one slot and reads every slot so far.
-
-    A Head has no weights, because a layer computes all its heads in one batched call. Its two caches are views of the
-    KVCache that the model used last. There are n_layer * n_kv_head Heads.
-    """
-
-    def __init__(self, layer, index):
-        super().__init__()
-        self.layer, self.index, self.cache = layer, index, None
-
-    @property
-    def key_cache(self):
-        return self._view("key")
-
-    @property
-    def value_cache(self):
-        return self._view("value")
-
-    def _view(self, kind):
-        if self.cache is None or self.cache.length == 0:
-            return None
-        return getattr(self.cache, kind)[self.layer][:, self.index, : self.cache.length]
-
-    def forward(self, q, pos):
-        """Attend with queries q `(B, T, hs)` at positions pos `(B, T)`: one head, spelled out.
-
-        Returns the output `(B, T, hs)` and the attention weights `(B, T, t)`. The model itself runs
-        CausalSelfAttention.forward, which does the same for all heads at once. --explain and the tests call this one.
-        """
-        k, v = self.key_cache, self.value_cache  # (B, t, hs)
-        scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))  # (B, T, t)
-        visible = torch.arange(k.size(1), device=q.device) <= pos[..., None]  # slot <= position of the query
-        weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
-        return weights @ v, weights
-
-
 class KVCache:
-    """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, block_size, hs)`.
+    """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, slots, hs)`.
 
     Make a cache for each generation, pass it to every forward, and drop it at the end. Two generations on one model
     have two caches, so they cannot disturb each other.
 
+    slots    the number of positions that it has room for; None: block_size
     lengths  filled slots per row, as Python integers, so that no step waits for a GPU. Lower one to forget the slots
              beyond it
     """
 
-    def __init__(self, config, batch_size):
-        self.n_layer, self.block_size = config.n_layer, config.block_size
+    def __init__(self, config, batch_size, slots=None):
+        self.n_layer, self.slots = config.n_layer, slots or config.block_size
         self.lengths = [0] * batch_size
         self.key = self.value = None  # allocated by the first update, once dtype and device are known
 
@@ -142,7 +102,7 @@ class KVCache:
         """Make room for T tokens per row, from slot starts[i] on, before the forward that writes them.
 
         Slots beyond them are forgotten. Raises ValueError if slots before them are empty, because attention would read
-        zeros there.
+        zeros there, and if the cache is too short.
         """
         if len(starts) != len(self.lengths):
             raise ValueError(f"the cache is for {len(self.lengths)} rows, but idx has {len(starts)}")
@@ -152,6 +112,8 @@ class KVCache:
                     f"pos starts at {start}, but the cache holds {length} positions of row {row}: "
                     "prefill first, with pos from 0"
                 )
+            if start + T > self.slots:
+                raise ValueError(f"{start + T} positions do not fit into a cache of {self.slots} slots")
         self.lengths = [start + T for start in starts]
 
     def update(self, layer, pos, k, v):
@@ -171,12 +133,12 @@ class KVCache:
     def _buffers(self, x):
         """Return an empty buffer per layer for keys or values like x `(B, nkv, T, hs)`, in its dtype.
 
-        We allocate the full length at once, because growing with torch.cat would copy the cache at every step. We fill
+        We allocate all slots at once, because growing with torch.cat would copy the cache at every step. We fill
         it with zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
         """
         B, nkv, _, hs = x.shape
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-            return torch.zeros(self.n_layer, B, nkv, self.block_size, hs, dtype=x.dtype, device=x.device).unbind()
+            return torch.zeros(self.n_layer, B, nkv, self.slots, hs, dtype=x.dtype, device=x.device).unbind()
 
     def select(self, rows):
         """Make row i a copy of row rows[i], so that the samples of a prompt can share its prefill."""
@@ -192,6 +154,35 @@ class KVCache:
         if pos.size(1) == 1 and min(self.lengths) == self.length:
             return None
         return (torch.arange(self.length, device=pos.device) <= pos[..., None])[:, None]
+
+
+class Head(nn.Module):
+    """One key/value head of a layer, as two views of the KVCache that the model used last.
+
+    `key_cache` and `value_cache` are `(B, t, hs)`, or None while empty. Slot s holds the key or value of the token at
+    position s. Attention is causal, so a later token never changes an earlier slot, and we may keep them all: a new
+    token adds one slot and reads every slot so far.
+
+    A Head has no weights and computes nothing, because a layer computes all its heads in one batched call. For a Head
+    that computes attention with its own cache, see lesson/2_cache.py. There are n_layer * n_kv_head Heads.
+    """
+
+    def __init__(self, layer, index):
+        super().__init__()
+        self.layer, self.index, self.cache = layer, index, None
+
+    @property
+    def key_cache(self):
+        return self._view("key")
+
+    @property
+    def value_cache(self):
+        return self._view("value")
+
+    def _view(self, kind):
+        if self.cache is None or self.cache.length == 0:
+            return None
+        return getattr(self.cache, kind)[self.layer][:, self.index, : self.cache.length]
 
 
 def clear_kv_cache(model):
@@ -393,12 +384,8 @@ class GPT(nn.Module):
                     self.cache = self.new_cache(B)
                 cache = self.cache
             cache.extend(starts, T)
-            try:
-                with torch.no_grad():
-                    logits = self.unembed(self.hidden_states(idx, pos, cache))
-            except BaseException:  # not all layers are written, so the cache is invalid
-                cache.lengths = [0] * B
-                raise
+            with torch.no_grad():
+                logits = self.unembed(self.hidden_states(idx, pos, cache))
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
@@ -438,8 +425,13 @@ class GPT(nn.Module):
         if cache is not None:
             mask = cache.mask(pos)
             self._show(cache)
-        for block in self.transformer["h"]:
-            x = block(x, rope, pos, mask, cache)
+        try:
+            for block in self.transformer["h"]:
+                x = block(x, rope, pos, mask, cache)
+        except BaseException:  # Ctrl-C, for example: some layers have the new keys and values, and some do not
+            if cache is not None:
+                cache.lengths = [0] * len(cache.lengths)
+            raise
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
     def _show(self, cache):
@@ -456,56 +448,28 @@ class GPT(nn.Module):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts,
-        max_new_tokens,
-        temperature=0.8,
-        top_k=None,
-        top_p=None,
-        seed=None,
-        samples=None,
-        overflow="stop",
-        kv_cache=True,
-    ):
-        """Return the prompts and their continuations, in the form of the prompts.
+    def generate(self, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
+        """Return idx `(B, T)` and its continuation, one tensor.
 
-        prompts         ids `(B, T)`, a list of ids, or a list of prompts of the same length
         max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
         kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
-        The other arguments are those of Sampling. Raises ValueError for invalid arguments.
+        settings        those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
+        Raises ValueError for invalid arguments.
 
         A small model, below about 4 million parameters, runs best on one thread: torch.set_num_threads(1). While
         another program is busy, a second thread can make it many times slower.
         """
-        rows, restore = rows_of(prompts, self.lm_head.weight.device)
-        if len({len(row) for row in rows}) > 1:
-            raise ValueError("the prompts have different lengths: use kvgpt.decoding.decode.Decoder for such a batch")
-        idx = torch.stack(rows)
-        sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
         with eval_mode(self):
-            blocks = list(stream_tokens(self, idx, max_new_tokens, sampling, kv_cache))
-        return restore(torch.cat((idx, *blocks), dim=1))
+            blocks = list(self.stream(idx, max_new_tokens, *settings, kv_cache=kv_cache, **more_settings))
+        return torch.cat((idx, *blocks), dim=1)
 
-    def stream(
-        self,
-        idx,
-        max_new_tokens,
-        temperature=0.8,
-        top_k=None,
-        top_p=None,
-        seed=None,
-        samples=None,
-        overflow="stop",
-        kv_cache=True,
-    ):
-        """Yield the new tokens of `generate` for idx `(B, T)`, a block `(B, 1)` per step. Call model.eval() first."""
-        sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
-        return stream_tokens(self, idx, max_new_tokens, sampling, kv_cache)
+    def stream(self, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
+        """Yield the new tokens of `generate`, a block `(B, 1)` per step. Call model.eval() first."""
+        return stream_tokens(self, idx, max_new_tokens, Sampling(*settings, **more_settings), kv_cache)
 
-    def new_cache(self, batch_size):
-        """Return an empty KVCache for a batch."""
-        return KVCache(self.config, batch_size)
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
+        return KVCache(self.config, batch_size, slots)
 
     @torch.inference_mode()
     def next_logits(self, idx, cache=None):
@@ -530,21 +494,6 @@ class GPT(nn.Module):
         return logits.expand(B, -1)
 
 
-def rows_of(prompts, device):
-    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
-
-    prompts  ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
-    restore  gets rows, which may have grown, and returns them in the form of the prompts
-    """
-    if isinstance(prompts, torch.Tensor):
-        return list(prompts), lambda rows: torch.stack(list(rows))
-    if all(isinstance(id, int) for id in prompts):
-        return [torch.tensor(prompts, dtype=torch.int64, device=device)], lambda rows: rows[0].tolist()
-    rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts]
-    lists = [not isinstance(prompt, torch.Tensor) for prompt in prompts]
-    return rows, lambda rows: [row.tolist() if is_list else row for row, is_list in zip(rows, lists)]
-
-
 @contextmanager
 def eval_mode(model):
     """Put the model in eval mode inside the block, and restore the mode of each module afterwards."""
@@ -566,7 +515,7 @@ def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
 
     This is the loop that samples one token per step, with or without the cache, for any model.
 
-    model     needs config.block_size, config.vocab_size, new_cache(B) and next_logits(idx, cache), as GPT has them
+    model     needs config.block_size, config.vocab_size, new_cache(B, slots) and next_logits(idx, cache), like GPT
     sampling  a Sampling
     kv_cache  False: recompute the whole context for every token
     Raises ValueError for a prompt that does not fit the context.
@@ -580,7 +529,7 @@ def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
             # prefill: feed the whole prompt at once. A full context slides: we cut it to its newest half, which starts
             # at position 0 again, so its keys and values have to be recomputed
             start = context_start(start, end, block_size)
-            cache = model.new_cache(B) if kv_cache else None
+            cache = model.new_cache(B, min(block_size, T + num_new - start)) if kv_cache else None
             logits = model.next_logits(tokens[:, start:end], cache)
         elif kv_cache:
             # decode: feed only the newest token, because the cache holds the keys and values of all earlier ones
@@ -659,27 +608,36 @@ def sample_token(logits, noise, sampling):
     """Pick tokens, `(...,)` int64, from logits and Gumbel noise, `(..., V)` each.
 
     argmax(logits / temperature + noise) is a sample of softmax(logits / temperature): the Gumbel-max trick. We multiply
-    the noise by the temperature instead, which needs no division and is greedy at 0. top_k keeps exactly k tokens, ties
-    to the lowest id. top_p then keeps the most likely of them, up to and including the one that crosses top_p.
+    the noise by the temperature instead, which needs no division and is greedy at 0. Filters then leave out unlikely
+    tokens, one filter after another, in the order of FILTERS.
     """
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     logits = logits.float()
-    score = logits + temperature * noise
-    if top_k is None and top_p is None:
+    score = logits + sampling.temperature * noise
+    filters = [keep for name, keep in FILTERS.items() if getattr(sampling, name) is not None]
+    if not filters:
         return score.argmax(-1)
-
     # filter in order of likelihood; a stable sort keeps ties in order of id
     ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    score = score.gather(-1, ids)
-    rank = torch.arange(ids.size(-1), device=ids.device)
-    if top_k is not None:
-        ranked = ranked.masked_fill(rank >= top_k, -math.inf)
-        score = score.masked_fill(rank >= top_k, -math.inf)
-    if top_p is not None:
-        probs = torch.softmax((ranked - ranked[..., :1]) / max(temperature, 1e-30), dim=-1)  # no division by 0
-        beyond = probs.cumsum(-1) - probs >= top_p
-        score = score.masked_fill(beyond & (rank > 0), -math.inf)
+    for keep in filters:
+        ranked = ranked.masked_fill(~keep(ranked, sampling), -math.inf)
+    score = score.gather(-1, ids).masked_fill(ranked == -math.inf, -math.inf)
     return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def keep_top_k(ranked, sampling):
+    """Keep exactly the top_k most likely tokens, `(V,)` bool. ranked: logits `(..., V)`, the largest first."""
+    return torch.arange(ranked.size(-1), device=ranked.device) < sampling.top_k
+
+
+def keep_top_p(ranked, sampling):
+    """Keep the most likely tokens, up to and including the one whose probability crosses top_p, `(..., V)` bool."""
+    probs = torch.softmax((ranked - ranked[..., :1]) / max(sampling.temperature, 1e-30), dim=-1)  # no division by 0
+    keep = probs.cumsum(-1) - probs < sampling.top_p
+    keep[..., 0] = True
+    return keep
+
+
+FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p}  # a setting of Sampling, and the filter that it turns on
 
 
 def gumbel_noise(seed, samples, steps, vocab_size):

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from model import (
+    GPT,
     Sampling,
     build,
     char_tokenizer,
@@ -226,7 +227,7 @@ def make_decoder(args, model, ngrams):
     if not (args.draft or args.compile or several):
         return None
     with needs_kvgpt("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
-        from kvgpt.decoding.decode import Decoder
+        from kvgpt.decoding.decoder import Decoder
 
     draft, ngrams = args.draft, ngrams if args.draft else None
     if args.compile:
@@ -314,6 +315,7 @@ class Sequence:
     """A prompt and its continuation, as tokens and as text.
 
     ids    the tokens, without those that reach into a stop string
+    text   their text, as of the last update
     ended  whether a stop string has ended the sequence
 
     The text ends before the first stop string to be completed. It makes no difference whether tokens arrive one by one
@@ -323,40 +325,39 @@ class Sequence:
 
     def __init__(self, ids, tokenizer, stops=()):
         self.ids, self.decode, self.stops, self.ended = list(ids), tokenizer.decode, stops, False
-        # known is the text of ids[:end]. The text of a token depends on earlier tokens, which may hold the first bytes
+        self.text = self.decode(self.ids)
+        self.prompt_length = len(self.text)
+        # `whole` is the text of ids[:end]. The text of a token depends on earlier ones, which may hold the first bytes
         # of its character. So we decode new tokens together with ids[begin:end], and skip the text of those.
-        self.known, self.end = self.decode(self.ids), len(self.ids)
+        self.whole, self.end = self.text, len(self.ids)
         self.begin = max(0, self.end - 4)
         self.skip = len(self.decode(self.ids[self.begin :]))
-        self.prompt_length = len(self.known)
-
-    @property
-    def text(self):
-        """The text so far."""
-        if self.ended or self.end == len(self.ids):
-            return self.known
-        window = self.decode(self.ids[self.begin :])
-        text = self.known + window[self.skip :]
-        if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete
-            self.begin, self.end = self.end, len(self.ids)
-            self.known, self.skip = text, len(self.decode(self.ids[self.begin :]))
-        return text
 
     def add(self, tokens):
         """Append tokens, up to a stop string. Returns self."""
         self.ids += tokens
-        text = self.text if self.stops else ""
+        text = self.update() if self.stops else ""
         places = [(stop, text.find(stop, self.prompt_length)) for stop in self.stops]
         found = [(at + len(stop), at) for stop, at in places if at >= 0]
         if found:
-            self.ended, self.known = True, text[: min(found)[1]]
-            while len(self.decode(self.ids)) > len(self.known):
+            self.ended, self.text = True, text[: min(found)[1]]
+            while len(self.decode(self.ids)) > len(self.text):
                 self.ids.pop()
         return self
 
+    def update(self):
+        """Decode the tokens that are new since the last call. Returns the text so far."""
+        if not self.ended and self.end < len(self.ids):
+            window = self.decode(self.ids[self.begin :])
+            self.text = self.whole + window[self.skip :]
+            if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete
+                self.whole, self.begin, self.end = self.text, self.end, len(self.ids)
+                self.skip = len(self.decode(self.ids[self.begin :]))
+        return self.text
+
     def final(self, begin):
         """Return text[begin:] without characters at the end that the next tokens may still change or cut off."""
-        text = self.text[begin:]
+        text = self.update()[begin:]
         if self.ended:
             return text
         # an incomplete character decodes to one replacement character, or to one per byte, at most three
@@ -375,11 +376,12 @@ def num_undecided(text, stops):
     return max(lengths, default=0)
 
 
-def write_stream(stream, sequences, timing):
+def write_stream(stream, sequences, ended, timing):
     """Write the first sequence to stdout as its tokens arrive, then the rest. Extends `sequences`.
 
-    stream  from stream_tokens, or a Generation, which can leave a row that has reached a stop text
-    Returns the number of new tokens in the longest sequence, including those of a stop text.
+    stream  blocks of new tokens, `(B, n)` each, from stream_tokens or a Generation
+    ended   B booleans: we set one to True when that row has reached a stop string
+    Returns the number of new tokens in the longest sequence, including those of a stop string.
     """
     first, written, num_new = sequences[0], len(sequences[0].text), [0] * len(sequences)
     sys.stdout.write(first.text)
@@ -392,19 +394,18 @@ def write_stream(stream, sequences, timing):
             if not sequence.ended:
                 sequence.add(new[i])
                 num_new[i] += len(new[i])
-                if sequence.ended and hasattr(stream, "leave"):
-                    stream.leave(i)
+                ended[i] = sequence.ended
 
         # write
         text = first.final(written)
         written += len(text)
         sys.stdout.write(text)
         sys.stdout.flush()
-        if all(sequence.ended for sequence in sequences):
+        if all(ended):
             break
-    sys.stdout.write(first.text[written:])
+    sys.stdout.write(first.update()[written:])
     for sequence in sequences[1:]:
-        sys.stdout.write(SEPARATOR + sequence.text)
+        sys.stdout.write(SEPARATOR + sequence.update())
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
@@ -458,9 +459,21 @@ class Timing:
         )
 
 
-def report(config, dtype, kv_cache, timing, texts, prompts):
+def allocated_slots(engine, stream, texts, prompts):
+    """Return the number of positions that the cache has memory for."""
+    block_size = engine.config.block_size
+    if getattr(stream, "in_c", False):
+        return block_size
+    if isinstance(engine, GPT):
+        return engine.transformer["h"][0].attn.heads[0].cache.slots
+    fed = max(map(len, texts)) - 1  # the cache of ONNX Runtime grows; the last token is never fed
+    return fed - text_context_start(block_size, max(map(len, prompts)), fed)
+
+
+def report(config, dtype, slots, timing, texts, prompts):
     """Return the lines of sample.py's report.
 
+    slots  of the cache, per row; None without a cache
     texts  lists of ids, prompts included
     """
     produced = sum(map(len, texts)) - sum(map(len, prompts))
@@ -471,13 +484,11 @@ def report(config, dtype, kv_cache, timing, texts, prompts):
         line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
         line += f" per chunk of {per_row / num_steps:.2f}" if per_row > num_steps else ""
     lines = [f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s"]
-    if not kv_cache:
+    if slots is None:
         lines.append("KV cache: off")
     else:
-        cached = max(map(len, texts)) - 1  # the last token is never fed
-        cached -= text_context_start(config.block_size, max(map(len, prompts)), cached)
-        factors = (config.n_layer, config.num_kv_heads, config.head_size, cached, len(texts))
-        formula = "2 * {} layers * {} kv heads * {} head size * {} tokens * {} rows".format(*factors)
+        factors = (config.n_layer, config.num_kv_heads, config.head_size, slots, len(texts))
+        formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows".format(*factors)
         itemsize = getattr(torch, dtype).itemsize
         lines.append(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
     return lines
@@ -644,17 +655,19 @@ def main():
     decoder = make_decoder(args, engine, ngrams)
     all_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads(step_work(args, engine, decoder, len(prompts))))
+    ended = [False] * len(prompts)
     if decoder:
-        stream = decoder.generation(prompts, num_new, sampling)
+        stream = decoder.generation(prompts, num_new, sampling, ended)
     else:
         stream = stream_tokens(engine, torch.stack(prompts), num_new, sampling, args.kv_cache)
     loaded, timing = time.perf_counter() - began, Timing(device)
-    most_new = write_stream(stream, sequences, timing)
+    most_new = write_stream(stream, sequences, ended, timing)
 
     # report on stderr
     print(file=sys.stderr)
     texts = [sequence.ids for sequence in sequences]
-    for line in report(engine.config, args.dtype, args.kv_cache, timing, texts, prompts):
+    slots = allocated_slots(engine, stream, texts, prompts) if args.kv_cache else None
+    for line in report(engine.config, args.dtype, slots, timing, texts, prompts):
         note(line)
     note(f"loading: {loaded:.1f} s for the model{' and the step in C' if decoder and decoder.program else ''}")
     if decoder and stream.offered:

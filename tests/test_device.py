@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 import train
 from helpers import random_model, tiny_run
-from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.decoder import Decoder
 from kvgpt.decoding.explain import explain
 from kvgpt.decoding.ngrams import count_ngrams
 from model import CharTokenizer, GPTConfig, Sampling

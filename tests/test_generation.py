@@ -413,20 +413,46 @@ def test_two_caches_of_one_model_hold_two_texts(model):
         model(ours, cache=caches[0])
 
 
-@pytest.mark.parametrize("kv_cache", [True, False])
-def test_prompts_come_back_in_the_form_in_which_they_went_in(model, kv_cache):
-    """Ids `(B, T)`, one list of ids, or a list of prompts, and nanoGPT's own call."""
+def test_settings_may_come_in_order_as_in_nanogpts_own_call(model):
     idx = prompts(2, 5)
-    both, settings = model.generate(idx, 4, seed=3), dict(seed=3, kv_cache=kv_cache)
-    assert model.generate(idx[0].tolist(), 4, **settings) == both[0].tolist()
-    assert model.generate(idx.tolist(), 4, **settings) == both.tolist()
-    assert all(map(torch.equal, model.generate(list(idx), 4, **settings), both))
-    with pytest.raises(ValueError, match="different lengths"):
-        model.generate([[1, 2], [3]], 4)
     torch.manual_seed(0)
     sampled = model.generate(idx, 4, 0.7, 3)
     torch.manual_seed(0)
     assert torch.equal(model.generate(idx, 4, temperature=0.7, top_k=3), sampled)
+    with pytest.raises(TypeError, match="top_q"):
+        model.generate(idx, 4, top_q=3)
+
+
+def test_a_cache_is_as_long_as_the_text(model):
+    """But no longer than the context."""
+    for steps, slots in ((1, 6), (4, 9), (99, CONTEXT)):
+        model.generate(prompts(2, 5), steps, seed=1)
+        cache = heads_of(model)[0].cache
+        assert cache.slots == slots and cache.key[0].size(2) == slots, steps
+    with pytest.raises(ValueError, match="7 positions do not fit into a cache of 6 slots"):
+        model(prompts(1, 7), pos=torch.arange(7), cache=model.new_cache(1, slots=6))
+
+
+@pytest.mark.parametrize("call", ["forward", "next_logits"])
+def test_a_forward_that_fails_leaves_no_half_written_cache(call, model):
+    """Ctrl-C in the second layer: the first has the new keys and the second does not."""
+    idx, cache = prompts(1, 6), model.new_cache(1)
+
+    def feed(begin, end):
+        if call == "next_logits":
+            return model.next_logits(idx[:, begin:end], cache)
+        return model(idx[:, begin:end], pos=torch.arange(begin, end), cache=cache)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    feed(0, 4)
+    hook = model.transformer["h"][1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        feed(4, 5)
+    hook.remove()
+    assert cache.lengths == [0]
+    torch.testing.assert_close(model.next_logits(idx, cache), model.next_logits(idx))
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):

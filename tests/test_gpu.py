@@ -24,7 +24,7 @@ from helpers import (
     same,
     tokens_differ,
 )
-from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.decoder import Decoder
 from model import GPT, GPTConfig
 from train import pick_dtype
 

@@ -296,7 +296,15 @@ def test_in_train_mode_pos_places_tokens_but_nothing_is_cached(pos_emb):
     assert model.transformer.h[0].attn.heads[0].key_cache is None
 
 
-# -- a Head by itself --------------------------------------------------------------------------------------------------
+# -- a layer against its heads, one by one -----------------------------------------------------------------------------
+
+
+def attend(head, q, pos):
+    """Attention over the caches of a Head, for queries `(B, T, hs)` at positions `(B, T)`: the output, the weights."""
+    scores = q @ head.key_cache.transpose(1, 2) / math.sqrt(q.size(-1))
+    visible = torch.arange(head.key_cache.size(1)) <= pos[..., None]
+    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+    return weights @ head.value_cache, weights
 
 
 SAME_LENGTH = [[range(0, 5), range(0, 5)], [[5], [5]], [range(6, 9), range(6, 9)], [[9], [9]]]
@@ -306,7 +314,7 @@ OWN_LENGTHS = [[range(0, 5), range(0, 5)], [[5], [3]], [range(6, 9), range(4, 7)
 @pytest.mark.parametrize("places", [SAME_LENGTH, OWN_LENGTHS], ids=["one length", "two lengths"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_layer_computes_what_its_heads_compute_one_by_one(kind, places):
-    """Head.forward is the version to read, but the layer never calls it, so the two could drift apart unnoticed.
+    """What the caches of the Heads show is what attention reads.
 
     Covers prefill, decode step and chunk in every layer. The weights are compared with a softmax in float64.
     """
@@ -325,7 +333,7 @@ def test_the_layer_computes_what_its_heads_compute_one_by_one(kind, places):
             with torch.no_grad():
                 q, _, _ = attn.project(x, rope)
                 serving = [attn.heads[i // (attn.n_head // attn.n_kv_head)] for i in range(attn.n_head)]
-                pairs = [head(q[:, i], pos) for i, head in enumerate(serving)]
+                pairs = [attend(head, q[:, i], pos) for i, head in enumerate(serving)]
                 torch.testing.assert_close(attn.c_proj(torch.cat([y for y, _ in pairs], dim=-1)), out)
             for i, (head, (y, weights)) in enumerate(zip(serving, pairs, strict=True)):
                 assert y.shape == (2, pos.size(1), 8) and weights.shape == (2, pos.size(1), pos.max() + 1)

@@ -4,19 +4,15 @@ The program depends on the shape and not on the weights. We keep it next to Pyth
 model of the same shape starts at once.
 """
 
-import ast
 import ctypes
 import hashlib
 import inspect
-import io
 import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-import tokenize
 import types
 import weakref
 from contextlib import contextmanager, suppress
@@ -43,27 +39,25 @@ WORK_PER_THREAD = 2**18
 # We feed a guess only if it and all guesses before it are right with at least this probability. In a small model, whose
 # weights stay in the cache of a core, each further row costs half as much as the first. In a larger one it costs less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
-# From this many parameters on, the step reads the model's own weights instead of a packed copy. A step is then one pass
-# over memory, which is equally fast in either order.
-LARGE = 2**25
-
 # step.c is these functions of model.py rewritten in C. Comparing outputs could not prove that the two agree, because a
-# difference may show only late in the text. So step.c belongs to one version of them, and if they have changed we
-# decode without it. After you change both, test_compile.py tells you the new hash.
-REPEATED = (
-    "KVCache.update",
-    "KVCache.mask",
-    "rotate",
-    "CausalSelfAttention.project",
-    "CausalSelfAttention.forward",
-    "MLP.forward",
-    "Block.forward",
-    "GPT.hidden_states",
-    "GPT.unembed",
-    "sample_token",
-    "gumbel_noise",
-)
-MODEL_SHA256 = "b4a9c3a5779afc6d816e8ca0aa9c3495cccc934e9ad4afc6b42edb3cf56fba83"
+# difference may show only late in the text. So step.c belongs to one version of each, whose hash stands here, and if
+# one has changed we decode in PyTorch. Once you have changed step.c to match, put in the hash that the message names.
+REPEATED = {
+    "KVCache.update": "1704ba83d2f34bc7",
+    "KVCache.mask": "143f41c439fa9f92",
+    "rotate": "089791afc3d00f1e",
+    "CausalSelfAttention.project": "e37a9096b14542d1",
+    "CausalSelfAttention.forward": "9b329d064f9619b1",
+    "MLP.forward": "c5f248b683751570",
+    "Block.forward": "ef337e27c86568bd",
+    "GPT.hidden_states": "db487bbb1eb1c501",
+    "GPT.unembed": "20fc10ad27a08b73",
+    "GPT.next_logits": "d9ff809e39110e08",
+    "sample_token": "757f891b8e700524",
+    "keep_top_k": "bffcfd1765cc076f",
+    "keep_top_p": "73f3853d24614a2d",
+    "gumbel_noise": "af09225b140912fd",
+}
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 
@@ -81,23 +75,17 @@ def compile_step(model, num_drafts, table, weights="float32"):
                                     how many guesses were offered and accepted
     copy_slots(first, rows, slots)  copies the first slots of one row's cache to other rows
 
-    Below LARGE parameters we copy all weights, so later changes to the model have no effect. A larger model is read in
-    place, except for int8 matrices, and `run` raises RuntimeError if a parameter has changed. It cannot notice changes
-    through `.data` or NumPy, which PyTorch does not track.
-    Raises CompileError.
+    We copy all weights, so later changes to the model have no effect. Raises CompileError.
     """
     check_model(model)
     config, num_params = model.config, sum(p.numel() for p in model.parameters())
-    large = num_params >= LARGE
-    layout = int8_panels if weights == "int8" else rows if large else panels
+    layout = int8_panels if weights == "int8" else panels
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout))
     struct = model_struct(config.n_layer)
     check_sizes(library, struct, Cache, State, Table)
     with one_thread():
-        net = pack_weights(model, struct, partial(layout, lanes=library.lanes()), copy=not large)
+        net = pack_weights(model, struct, partial(layout, lanes=library.lanes()))
     table = Table(logits=table[0], after=table[1]) if table else None
-    in_use = list(model.parameters()) if large else []
-    before = versions(in_use)
     pool = Pool(library, torch.get_num_threads())
     spare = []  # caches of finished generations, reused because touching the pages of a new one takes time
 
@@ -112,13 +100,11 @@ def compile_step(model, num_drafts, table, weights="float32"):
 
         def run(max_steps, active=B):
             nonlocal pool
-            if versions(in_use) != before:
-                raise RuntimeError("the weights have changed since this Decoder was made: make a new Decoder")
             if pool.pid != os.getpid():  # we are in a child of os.fork(), which has none of its parent's threads
                 pool = Pool(library, pool.threads)
             by_rows = active >= 8 * pool.threads
             threads = min(pool.threads, max(1, num_params * active // WORK_PER_THREAD))
-            return pool.decode(*inputs, B, threads, by_rows, max_steps, num_drafts)
+            return pool.run_steps(*inputs, B, threads, by_rows, max_steps, num_drafts)
 
         def copy_slots(first, rows, slots):
             for keys in cache:  # or values
@@ -141,11 +127,6 @@ def one_thread():
         torch.set_num_threads(before)
 
 
-def versions(tensors):
-    """Return a value that changes when one of the tensors is written to or moved."""
-    return [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
-
-
 # -- the threads -------------------------------------------------------------------------------------------------------
 
 
@@ -162,12 +143,12 @@ class Pool:
             raise CompileError("the system does not let us start the threads of the step in C")
         weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
 
-    def decode(self, net, cache, state, table, B, threads, by_rows, max_steps, num_drafts):
-        """Call `decode` of step.c. Returns how many steps ran, and how many guesses were offered and accepted."""
+    def run_steps(self, net, cache, state, table, B, threads, by_rows, max_steps, num_drafts):
+        """Call `run_steps` of step.c. Returns how many steps ran, and how many guesses were offered and accepted."""
         structs = (self.address, ctypes.byref(net), cache, ctypes.byref(state), table and ctypes.byref(table))
         counters = (ctypes.c_int64 * 3)()
         with self.lock:  # the threads serve one call at a time
-            failed = self.library.decode(*structs, B, threads, int(by_rows), max_steps, num_drafts, counters)
+            failed = self.library.run_steps(*structs, B, threads, int(by_rows), max_steps, num_drafts, counters)
         if failed:
             raise MemoryError("the step in C ran out of memory")
         return list(counters)
@@ -258,6 +239,13 @@ def check_model(model):
         if p.device.type != "cpu" or p.dtype != torch.float32:
             found = f"{p.dtype} on {p.device.type}"
             raise CompileError(f"the step in C runs in float32 on the CPU, and this model is in {found}")
+    for name, expected in REPEATED.items():
+        found = source_hash(attrgetter(name)(model_py))
+        if found != expected:
+            raise CompileError(
+                f"{name} in model.py has changed, and step.c computes the old version (once step.c computes the new "
+                f"one, its hash in compile.py is {found})"
+            )
     check_modules(model)
     if len(blocks) != config.n_layer:
         raise CompileError(f"the model has {len(blocks)} layers, but its config says n_layer={config.n_layer}")
@@ -268,8 +256,6 @@ def check_model(model):
         made = (attn.n_head, attn.n_kv_head, attn.head_size, attn.qk_norm, block.mlp.gated, block.mlp.approximate)
         if made != heads + mlp or block.norm_first != config.norm_first:
             raise CompileError("the model has a layer that does not fit its config")
-    if model_sha256() != MODEL_SHA256:
-        raise CompileError("model.py has changed, and step.c still computes the old version")
 
 
 def check_modules(model):
@@ -291,14 +277,20 @@ def check_modules(model):
     if any(hooks):
         raise CompileError("step.c cannot compute a model with forward hooks")
     for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in LAYERS[:3])):
-        if not code_of(getattr(kind, name)).co_filename.startswith(os.path.dirname(torch.__file__)):
+        if not from_torch(code_of(getattr(kind, name))):
             raise CompileError(f"step.c cannot compute {kind.__name__}, because its {name} is not PyTorch's")
+
+
+def from_torch(code):
+    return code.co_filename.startswith(os.path.dirname(torch.__file__))
 
 
 def code_of(function):
     """Return the code that a call of `function` runs. Raises CompileError if it is not written in Python."""
     if not isinstance(function, types.FunctionType):
         raise CompileError(f"step.c cannot compute {function!r:.100}, which has no source")
+    if from_torch(function.__code__) and hasattr(function, "__wrapped__"):  # by torch.inference_mode
+        return code_of(function.__wrapped__)
     return function.__code__  # a wrapper's own code, while inspect.getsource shows what it wraps
 
 
@@ -306,38 +298,19 @@ def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def model_sha256():
-    """Return the hash of the functions that REPEATED names now. Raises CompileError if one of them has no source."""
-    return sha256("\n".join(source_lines(attrgetter(name)(model_py)) for name in REPEATED).encode())
-
-
-def source_lines(function):
-    """Return the source of a function without comments, docstrings and empty lines. Raises CompileError."""
+def source_hash(function):
+    """Return a hash of the source of a function. Raises CompileError if it has none."""
     try:
-        source = textwrap.dedent(inspect.getsource(code_of(function)))
-        tree, tokens = ast.parse(source), list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (OSError, SyntaxError, tokenize.TokenError):
+        return sha256(inspect.getsource(code_of(function)).encode())[:16]
+    except OSError:
         raise CompileError(f"step.c cannot compute {function.__qualname__}, whose source is unknown") from None
-    lines = source.split("\n")
-    # From the tokens we use only the positions of comments, because Python 3.12 splits f-strings differently from 3.11.
-    for token in tokens:
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    lines = [line.encode() for line in lines]  # ast counts bytes
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            doc = node.body[0]
-            rest = lines[doc.lineno - 1][: doc.col_offset] + lines[doc.end_lineno - 1][doc.end_col_offset :]
-            lines[doc.lineno - 1 : doc.end_lineno] = [rest] + [b""] * (doc.end_lineno - doc.lineno)
-    return b"\n".join(line.rstrip() for line in lines if line.strip()).decode()
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
 def shape_macros(model, min_chance, layout):
-    """Return the macros that tell step.c the shape of the model. layout: rows, panels or int8_panels."""
+    """Return the macros that tell step.c the shape of the model. layout: panels or int8_panels."""
     config = model.config
     return dict(
         N_LAYER=config.n_layer,
@@ -353,7 +326,6 @@ def shape_macros(model, min_chance, layout):
         MAX_ORDER=MAX_ORDER,
         LOOK_UP_ORDER=LOOK_UP_ORDER,
         MIN_CHANCE=f"{min_chance}f",
-        SHARED=int(layout is rows),
         INT8=int(layout is int8_panels),
         BLOCK=BLOCK,
     )
@@ -404,7 +376,7 @@ def open_library(file):
     library = ctypes.CDLL(str(file))
     library.start_threads.restype = ctypes.c_void_p  # an int would lose half of the address
     library.stop_threads.argtypes = [ctypes.c_void_p]
-    library.decode.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    library.run_steps.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
     return library
 
 
@@ -434,11 +406,9 @@ def find_compiler():
 # -- the weights -------------------------------------------------------------------------------------------------------
 
 
-def pack_weights(model, struct, layout, copy):
-    """Return the weights as `struct`, the Model of step.c.
+def pack_weights(model, struct, layout):
+    """Return the weights as `struct`, the Model of step.c. layout: for the Linear layers, see below.
 
-    layout  for the Linear layers, see below
-    copy    whether to copy everything else too
     Raises CompileError for a weight whose shape does not fit the config.
     """
     net, blocks, config = model.transformer, model.transformer["h"], model.config
@@ -450,9 +420,7 @@ def pack_weights(model, struct, layout, copy):
 
     def own(x, *shape):
         check(x, *shape)
-        if x is None:
-            return None
-        return x.detach().clone(memory_format=torch.contiguous_format) if copy else x.detach().contiguous()
+        return None if x is None else x.detach().clone(memory_format=torch.contiguous_format)
 
     def linear(layer, N, K):
         check(layer.weight, N, K)
@@ -487,11 +455,7 @@ def pack_weights(model, struct, layout, copy):
     )
 
 
-# A layout returns the weight and the bias of a Linear layer as step.c reads them; step.c describes the three kinds.
-
-
-def rows(layer, lanes):
-    return layer.weight.detach().contiguous(), None if layer.bias is None else layer.bias.detach()
+# A layout returns the weight and the bias of a Linear layer as step.c reads them; step.c describes both kinds.
 
 
 def panels(layer, lanes):

@@ -1,18 +1,39 @@
 """The tensor shapes of one layer during a real generation, and its attention weights."""
 
+import math
 from contextlib import contextmanager
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from model import stream_tokens
 
 
+class AttentionInputs(TorchFunctionMode):
+    """Inside the block, `seen` gets q, k, v and mask of each call of attention while `running` is True."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen, self.running = seen, False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and self.running:
+            q, k, v = args
+            mask = kwargs.get("attn_mask")
+            if kwargs.get("is_causal"):
+                mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
+            self.seen.update(q=q, k=k, v=v, mask=mask)
+        return function(*args, **kwargs)
+
+
 @contextmanager
 def watch(model, layer=0):
-    """Yield a dict that every forward inside the block fills with its tensors.
+    """Yield a dict that every forward inside the block fills with the tensors of one layer.
 
-    "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "attn_args" are the arguments of the layer's
-    attention: x, rope, pos, mask, cache.
+    "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "q" `(B, nh, T, hs)`, "k" and "v" `(B, nkv, t, hs)`
+    and "mask" `(B, 1, T, t)` or None are what attention really computes with. "pos" `(B, T)` are the positions.
     """
     block = model.transformer["h"][layer]
     modules = {
@@ -23,26 +44,34 @@ def watch(model, layer=0):
         "lm_head": model.lm_head,
     }
     seen = {}
-    hooks = [block.attn.register_forward_pre_hook(lambda module, args: seen.update(attn_args=args))]
+    inputs = AttentionInputs(seen)
+
+    def before(module, args):  # x, rope, pos, mask, cache
+        inputs.running = True
+        seen["pos"] = args[2]
+
+    def after(module, args, out):
+        inputs.running = False
+
+    hooks = [block.attn.register_forward_pre_hook(before), block.attn.register_forward_hook(after, always_call=True)]
     for name, module in modules.items():
         hooks.append(module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out})))
     try:
-        yield seen
+        with inputs:
+            yield seen
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @torch.no_grad()
-def layer_weights(attn, x, rope, pos):
-    """Return the attention weights of a layer's queries, `(B, nh, T, t)`, computed by Head.forward over its caches.
-
-    x, rope, pos  the arguments of the layer's attention in a cached forward
-    """
-    q, _, _ = attn.project(x, rope)  # (B, nh, T, hs)
-    queries_per_head = attn.n_head // attn.n_kv_head
-    weights = [attn.heads[i // queries_per_head](q[:, i], pos)[1] for i in range(attn.n_head)]
-    return torch.stack(weights, dim=1)
+def layer_weights(q, k, mask):
+    """Return the attention weights `(B, nh, T, t)` of queries and keys from `watch`."""
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # each Head serves several query heads
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(dim=-1)
 
 
 @torch.no_grad()
@@ -50,7 +79,7 @@ def attention_weights(model, idx, layer=0):
     """Return the attention weights of one layer over the text idx `(B, T)`, `(B, nh, T, T)`."""
     with watch(model, layer) as seen:
         model(idx, pos=torch.arange(idx.size(1), device=idx.device), cache=model.new_cache(len(idx)))
-    return layer_weights(model.transformer["h"][layer].attn, *seen["attn_args"][:3])
+    return layer_weights(seen["q"], seen["k"], seen["mask"])
 
 
 def explain(model, tokenizer, idx, steps, sampling):
@@ -59,30 +88,27 @@ def explain(model, tokenizer, idx, steps, sampling):
     steps     prefill and decode steps together, at most up to the end of the context
     sampling  a Sampling
     """
-    T, attn = idx.size(1), model.transformer["h"][0].attn
-    steps = min(steps, model.config.block_size - T)
+    length, attn = idx.size(1), model.transformer["h"][0].attn
+    steps = min(steps, model.config.block_size - length)
     text, unit = tokenizer.decode(idx[0].tolist()), tokenizer.unit
-    print(f"prompt {text!r}: {T} {unit}, layer 1 of {model.config.n_layer}\n")
+    print(f"prompt {text!r}: {length} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # the shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, block in enumerate(stream_tokens(model, idx, steps, sampling)):
-            x, rope, pos, mask, _ = seen["attn_args"]
-            with torch.inference_mode():
-                q, k, _ = attn.project(x, rope)
-                weights = layer_weights(attn, x, rope, pos)
+            q, k, mask, pos = (seen[name] for name in ("q", "k", "mask", "pos"))
+            weights, T = layer_weights(q, k, mask), pos.size(1)
             first, last = pos[0, 0].item(), pos[0, -1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
             token, key_cache = tokenizer.show(block.item()), attn.heads[0].key_cache
-            keys = torch.stack([head.key_cache for head in attn.heads], dim=1)  # (1, nkv, t, hs)
-            print(f"{what}: idx {(1, pos.size(1))}")
+            print(f"{what}: idx {(1, T)}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),
                 ("c_attn", seen["c_attn"], "q, k and v of all heads, side by side"),
-                ("new k, v", k, f"written to {slots} of the cache"),
+                ("new k, v", k[:, :, -T:], f"written to {slots} of the cache"),
                 ("key_cache", key_cache, f"per Head, was {held}; value_cache has the same shape"),
                 ("queries", q, f"of the {unit} fed in this step"),
-                ("keys, values", keys, f"of all {unit} so far, read from the cache"),
+                ("keys, values", k, f"of all {unit} so far, read from the cache"),
                 ("mask", mask, "no mask: the query sees every slot" if mask is None else "slot <= pos of the query"),
                 ("weights", weights, "softmax of queries times keys"),
                 ("attention", seen["attention"], "weights times values, heads side by side, through c_proj"),
@@ -94,5 +120,5 @@ def explain(model, tokenizer, idx, steps, sampling):
                 print(f"    {name:14}{shape:20}{remark}".rstrip())
             print()
             held = tuple(key_cache.shape)
-    if T + steps == model.config.block_size:
+    if length + steps == model.config.block_size:
         print("the context is full")

@@ -17,7 +17,7 @@ from model import sample_token
 
 
 @dataclass
-class DecodeState:
+class BatchState:
     """The rows of a generation, each at its own position. All tensors are on the CPU, wherever the model is.
 
     A step reads all fields and writes tokens, end and cached. Their names are those of `State` in compile.py.
@@ -35,19 +35,19 @@ class DecodeState:
     top_p: torch.Tensor | None  # () float32
 
 
-def prefill(model, state):
-    """Return a KVCache with the known tokens of all rows, except the newest of each. Sets state.cached.
+def prefill(model, state, slots):
+    """Return a KVCache of `slots` slots with the known tokens of all rows, except the newest of each.
 
-    Rows with the same tokens share one prefill.
+    Rows with the same tokens share one prefill. Sets state.cached.
     """
     state.cached.copy_(state.end - 1)
     prompts = rows_by_prompt(state)
     firsts = [rows[0] for rows in prompts]
     lengths = state.cached[firsts].tolist()
     if max(lengths) == 0:
-        return model.new_cache(len(state.end))
+        return model.new_cache(len(state.end), slots)
     fed = state.tokens[firsts, : max(lengths)].to(model.lm_head.weight.device)
-    cache = model.new_cache(len(firsts))
+    cache = model.new_cache(len(firsts), slots)
     cache.extend([0] * len(firsts), max(lengths))
     model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
     cache.lengths = lengths  # shorter rows were padded on the right
@@ -65,7 +65,7 @@ def rows_by_prompt(state):
     return list(same.values())
 
 
-def decode_step(model, cache, state, num_drafts, table, noise_of, sampling):
+def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling):
     """Feed the newest token and num_drafts guesses per row, and append the 1 to num_drafts + 1 tokens that are right.
 
     Known tokens that are not cached yet take the place of guesses, so a step may append nothing. Near block_size the

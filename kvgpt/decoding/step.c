@@ -1,7 +1,7 @@
 /* The decode step of sample.py --compile in C: the network of model.py, its sampler, and guesses.
 
 It gives the tokens of GPT.generate for the same seed. compile.py compiles this file for one shape, which it passes as
-macros (N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `decode` with pointers to packed weights and to a cache.
+macros (N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `run_steps` with pointers to packed weights and to a cache.
 
 Every forward has the same form: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a
 decode step feeds the newest token of each row, and speculative decoding also feeds the guesses after it.
@@ -20,15 +20,15 @@ registers of the chip. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define TILE_TOKENS 6
-#define TILE_STRANDS 4
+#define TILE_PANELS 4
 #elif defined(__AVX__)
 #define LANES 8
 #define TILE_TOKENS 4
-#define TILE_STRANDS 2
+#define TILE_PANELS 2
 #else /* NEON, or SSE, which has half as many registers */
 #define LANES 4
 #define TILE_TOKENS 4
-#define TILE_STRANDS 4
+#define TILE_PANELS 4
 #endif
 
 #define PAD(n) (((n) + BLOCK - 1) / BLOCK * BLOCK)
@@ -53,17 +53,14 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 
-/* A matrix W (N, K) is a sequence of strands. compile.py chooses one of three layouts:
- * - panels: a strand holds the weights of LANES outputs as (K, LANES), so a product needs no sum across the lanes
- * - INT8, panels of integers: for each BLOCK of inputs, a strand holds LANES scales in bfloat16, then the weights as
- *   (BLOCK / 4, LANES, 4)
- * - SHARED: a strand is a row of W in the model itself, because copying a large model is expensive */
-#define OUTPUTS (SHARED ? 1 : LANES) /* per strand */
+/* A matrix W (N, K) is a sequence of panels, each with the weights of LANES outputs:
+ * - float32: (K, LANES), so a product needs no sum across the lanes
+ * - INT8: for each BLOCK of inputs, LANES scales in bfloat16, then the weights as (BLOCK / 4, LANES, 4) */
 #define BLOCK_BYTES (LANES * (2 + BLOCK))
-/* bytes of a strand */
-#define STRAND(K) (INT8 ? (size_t)((K) + BLOCK - 1) / BLOCK * BLOCK_BYTES : (size_t)(K) * OUTPUTS * sizeof(float))
-/* strands of a tile with one token: a large model comes from memory, which is faster from more places at once */
-#define ONE_TOKEN_STRANDS (SHARED || INT8 ? 2 * TILE_STRANDS : TILE_STRANDS)
+/* bytes of a panel */
+#define PANEL(K) (INT8 ? (size_t)((K) + BLOCK - 1) / BLOCK * BLOCK_BYTES : (size_t)(K) * LANES * sizeof(float))
+/* panels of a tile with one token: a large model comes from memory, which is faster from more places at once */
+#define ONE_TOKEN_PANELS (INT8 ? 2 * TILE_PANELS : TILE_PANELS)
 
 /* -- what Python passes: the structures of compile.py, which compares their sizes with these ----------------------- */
 
@@ -87,7 +84,7 @@ typedef struct {
     float *key, *value; /* of one layer: (B, N_KV_HEAD, BLOCK_SIZE, HEAD_SIZE) */
 } Cache;
 
-typedef struct { /* DecodeState in speculate.py */
+typedef struct { /* BatchState in speculate.py */
     int64_t *tokens, *end, *cached, *limit, *first_new, *sample, *seed;
     float *temperature;
     int64_t *top_k; /* NULL: no filter */
@@ -214,7 +211,7 @@ typedef struct { /* a matrix whose rows start ld floats apart */
     int width, ld;
 } Rows;
 
-typedef struct { /* what a tile of a product reads and writes: K inputs per token, and the strands from `weight` on */
+typedef struct { /* what a tile of a product reads and writes: K inputs per token, and the panels from `weight` on */
     const float *x;
     int ldx, K;
     const char *weight;
@@ -223,125 +220,101 @@ typedef struct { /* what a tile of a product reads and writes: K inputs per toke
     int ldy;
 } Tile;
 
-/* The inner loop of matmul for a few tokens and strands, one function per layout. Both counts are constants in every
+/* The inner loop of matmul for a few tokens and panels, one function per layout. Both counts are constants in every
  * call, so the sums stay in registers. */
 
-INLINE void tile_of_rows(int tokens, int strands, const Tile *t) {
-    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS] = {{{0}}}, w[ONE_TOKEN_STRANDS];
-    const int whole = t->K / LANES * LANES; /* inputs that fill vectors */
-    for (int k = 0; k < whole; k += LANES) {
-        for (int s = 0; s < strands; s++) {
-            const float *row = (const float *)(t->weight + s * STRAND(t->K)) + k;
-            __builtin_prefetch((const char *)row + strands * STRAND(t->K), 0, 2); /* for the next tile */
-            w[s] = load(row);
-        }
-        for (int i = 0; i < tokens; i++) {
-            vec x = *(const volatile vec *)(t->x + i * t->ldx + k); /* volatile, or GCC rereads it for every strand */
-            for (int s = 0; s < strands; s++) sums[i][s] += x * w[s];
-        }
-    }
+INLINE void start_with_bias(int tokens, int panels, const Tile *t, vec sums[][ONE_TOKEN_PANELS]) {
     for (int i = 0; i < tokens; i++)
-        for (int s = 0; s < strands; s++) {
-            const float *row = (const float *)(t->weight + s * STRAND(t->K));
-            float sum = total(sums[i][s]) + (t->bias ? t->bias[s] : 0);
-            for (int k = whole; k < t->K; k++) sum += t->x[i * t->ldx + k] * row[k];
-            t->y[i * t->ldy + s] = t->residual ? sum + t->residual[i * t->ldy + s] : sum;
-        }
+        for (int s = 0; s < panels; s++) sums[i][s] = t->bias ? load(t->bias + s * LANES) : splat(0);
 }
 
-INLINE void start_with_bias(int tokens, int strands, const Tile *t, vec sums[][ONE_TOKEN_STRANDS]) {
+INLINE void store_with_residual(int tokens, int panels, const Tile *t, vec sums[][ONE_TOKEN_PANELS]) {
     for (int i = 0; i < tokens; i++)
-        for (int s = 0; s < strands; s++) sums[i][s] = t->bias ? load(t->bias + s * LANES) : splat(0);
-}
-
-INLINE void store_with_residual(int tokens, int strands, const Tile *t, vec sums[][ONE_TOKEN_STRANDS]) {
-    for (int i = 0; i < tokens; i++)
-        for (int s = 0; s < strands; s++) {
+        for (int s = 0; s < panels; s++) {
             int at = i * t->ldy + s * LANES;
             store(t->y + at, t->residual ? sums[i][s] + load(t->residual + at) : sums[i][s]);
         }
 }
 
-INLINE void tile_of_panels(int tokens, int strands, const Tile *t) {
-    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS];
-    start_with_bias(tokens, strands, t, sums);
+INLINE void tile_of_panels(int tokens, int panels, const Tile *t) {
+    vec sums[TILE_TOKENS][ONE_TOKEN_PANELS], w[ONE_TOKEN_PANELS];
+    start_with_bias(tokens, panels, t, sums);
     for (int k = 0; k < t->K; k++) {
-        for (int s = 0; s < strands; s++) {
-            const float *next = (const float *)(t->weight + s * STRAND(t->K)) + k * LANES;
+        for (int s = 0; s < panels; s++) {
+            const float *next = (const float *)(t->weight + s * PANEL(t->K)) + k * LANES;
             __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
             w[s] = load(next);
         }
         for (int i = 0; i < tokens; i++)
-            for (int s = 0; s < strands; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
+            for (int s = 0; s < panels; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
     }
-    store_with_residual(tokens, strands, t, sums);
+    store_with_residual(tokens, panels, t, sums);
 }
 
-INLINE void tile_of_int8_panels(int tokens, int strands, const Tile *t) {
-    vec sums[TILE_TOKENS][ONE_TOKEN_STRANDS], w[ONE_TOKEN_STRANDS], scale[ONE_TOKEN_STRANDS];
-    uvec words[ONE_TOKEN_STRANDS]; /* each holds the weights of four inputs */
-    start_with_bias(tokens, strands, t, sums);
+INLINE void tile_of_int8_panels(int tokens, int panels, const Tile *t) {
+    vec sums[TILE_TOKENS][ONE_TOKEN_PANELS], w[ONE_TOKEN_PANELS], scale[ONE_TOKEN_PANELS];
+    uvec words[ONE_TOKEN_PANELS]; /* each holds the weights of four inputs */
+    start_with_bias(tokens, panels, t, sums);
     const char *block = t->weight;
     for (int k = 0; k < t->K; block += BLOCK_BYTES) {
-        for (int s = 0; s < strands; s++) /* bfloat16 is the upper half of a float */
-            scale[s] = (vec)(__builtin_convertvector(*(const halves *)(block + s * STRAND(t->K)), uvec) << 16);
+        for (int s = 0; s < panels; s++) /* bfloat16 is the upper half of a float */
+            scale[s] = (vec)(__builtin_convertvector(*(const halves *)(block + s * PANEL(t->K)), uvec) << 16);
         for (int word = 0; word < BLOCK / 4; word++) {
-            for (int s = 0; s < strands; s++) {
-                const char *next = block + s * STRAND(t->K) + (2 + 4 * word) * LANES;
+            for (int s = 0; s < panels; s++) {
+                const char *next = block + s * PANEL(t->K) + (2 + 4 * word) * LANES;
                 __builtin_prefetch(next + 16 * LANES);
                 words[s] = *(const uvec *)next;
             }
 #pragma GCC unroll 4
             for (int byte = 0; byte < 4; byte++, k++) {
-                for (int s = 0; s < strands; s++)
+                for (int s = 0; s < panels; s++)
                     w[s] = __builtin_convertvector((ivec)(words[s] << (24 - 8 * byte)) >> 24, vec) * scale[s];
                 for (int i = 0; i < tokens; i++)
-                    for (int s = 0; s < strands; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
+                    for (int s = 0; s < panels; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
             }
         }
     }
-    store_with_residual(tokens, strands, t, sums);
+    store_with_residual(tokens, panels, t, sums);
 }
 
-INLINE void tile(int tokens, int strands, const Tile *t) {
-    if (SHARED) tile_of_rows(tokens, strands, t);
-    else if (INT8) tile_of_int8_panels(tokens, strands, t);
-    else tile_of_panels(tokens, strands, t);
+INLINE void tile(int tokens, int panels, const Tile *t) {
+    if (INT8) tile_of_int8_panels(tokens, panels, t);
+    else tile_of_panels(tokens, panels, t);
 }
 
 /* A tile whose number of tokens is not a constant. */
-INLINE void tile_of_tokens(int tokens, int strands, const Tile *t) {
+INLINE void tile_of_tokens(int tokens, int panels, const Tile *t) {
     switch (tokens) {
-    case 1: tile(1, strands, t); break;
-    case 2: tile(2, strands, t); break;
-    case 3: tile(3, strands, t); break;
-    case 4: tile(4, strands, t); break;
+    case 1: tile(1, panels, t); break;
+    case 2: tile(2, panels, t); break;
+    case 3: tile(3, panels, t); break;
+    case 4: tile(4, panels, t); break;
 #if TILE_TOKENS > 4
-    case 5: tile(5, strands, t); break;
-    case 6: tile(6, strands, t); break;
+    case 5: tile(5, panels, t); break;
+    case 6: tile(6, panels, t); break;
 #endif
     }
 }
 
-/* y = x W^T + bias + residual for n tokens. Each part of the group computes some of the strands. residual: NULL, or
+/* y = x W^T + bias + residual for n tokens. Each part of the group computes some of the panels. residual: NULL, or
  * rows with the layout of y. */
 static void matmul(const Worker *w, int n, Rows x, Params params, const float *residual, Rows y) {
-    int strands = (y.width + OUTPUTS - 1) / OUTPUTS, wides = (strands + TILE_STRANDS - 1) / TILE_STRANDS;
-    int s = wides * w->part / w->group->parts * TILE_STRANDS;
-    int end = wides * (w->part + 1) / w->group->parts * TILE_STRANDS;
-    end = end < strands ? end : strands;
+    int panels = (y.width + LANES - 1) / LANES, wides = (panels + TILE_PANELS - 1) / TILE_PANELS;
+    int s = wides * w->part / w->group->parts * TILE_PANELS;
+    int end = wides * (w->part + 1) / w->group->parts * TILE_PANELS;
+    end = end < panels ? end : panels;
     for (int width; s < end; s += width) {
-        width = n == 1 && end - s >= ONE_TOKEN_STRANDS ? ONE_TOKEN_STRANDS : end - s >= TILE_STRANDS ? TILE_STRANDS : 1;
-        const char *weight = (const char *)params.weight + s * STRAND(x.width);
-        const float *bias = params.bias ? params.bias + s * OUTPUTS : NULL;
+        width = n == 1 && end - s >= ONE_TOKEN_PANELS ? ONE_TOKEN_PANELS : end - s >= TILE_PANELS ? TILE_PANELS : 1;
+        const char *weight = (const char *)params.weight + s * PANEL(x.width);
+        const float *bias = params.bias ? params.bias + s * LANES : NULL;
         for (int i = 0, tiles = (n + TILE_TOKENS - 1) / TILE_TOKENS, tokens; i < n; i += tokens, tiles--) {
             tokens = (n - i + tiles - 1) / tiles; /* tiles of about the same size */
-            int at = i * y.ld + s * OUTPUTS;
+            int at = i * y.ld + s * LANES;
             const float *plus = residual ? residual + at : NULL;
             Tile t = {x.data + i * x.ld, x.ld, x.width, weight, bias, plus, y.data + at, y.ld};
-            if (width == TILE_STRANDS) tile_of_tokens(tokens, TILE_STRANDS, &t);
+            if (width == TILE_PANELS) tile_of_tokens(tokens, TILE_PANELS, &t);
             else if (width == 1) tile_of_tokens(tokens, 1, &t);
-            else tile(1, ONE_TOKEN_STRANDS, &t);
+            else tile(1, ONE_TOKEN_PANELS, &t);
         }
     }
 }
@@ -738,7 +711,7 @@ int lanes(void) { return LANES; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, guesses offered and guesses
  * accepted to counters[0..2], which start at 0. Returns -1 if there is too little memory, else 0. */
-int decode(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
+int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
            int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;

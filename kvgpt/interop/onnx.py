@@ -215,8 +215,8 @@ class OnnxGPT:
         self.outputs = [name for name in names if not name.startswith("query")]  # for the web page
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
 
-    def new_cache(self, batch_size):
-        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn."""
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""
         empty = np.zeros((batch_size, self.config.num_kv_heads, 0, self.config.head_size), np.float32)
         return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
 

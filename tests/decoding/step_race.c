@@ -17,7 +17,7 @@ static void generate(Pool *pool, const Model *model, const Cache *cache, int thr
     memset(tokens, 0, SLOTS * sizeof *tokens);
     State state = {tokens, end, cached, limit, first_new, sample, seed, &temperature, NULL, NULL};
     for (int call = 0; call < 2; call++) /* the threads sleep in between */
-        decode(pool, model, cache, &state, NULL, ROWS, threads, by_rows, call ? BLOCK_SIZE : 2, DRAFTS, counters);
+        run_steps(pool, model, cache, &state, NULL, ROWS, threads, by_rows, call ? BLOCK_SIZE : 2, DRAFTS, counters);
 }
 
 int main(void) {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import TEXT, V, prompts, random_model
-from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.decoder import Decoder
 from kvgpt.decoding.ngrams import count_ngrams, ngram_table
 from model import GPTConfig
 

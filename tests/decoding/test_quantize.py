@@ -27,7 +27,7 @@ from helpers import (
     sample,
 )
 from kvgpt.decoding import compile as compiling
-from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.decoder import Decoder
 from kvgpt.decoding.quantize import BLOCK, quantize, round_weights
 from model import GPTConfig
 

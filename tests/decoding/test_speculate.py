@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import CONTEXT, NGRAMS, V, a_draft, a_filter, a_model, a_seed, needs_compiler, prompts, random_model
-from kvgpt.decoding.decode import MOST_DRAFTS, NUM_DRAFTS, Decoder
+from kvgpt.decoding.decoder import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig
 
@@ -102,7 +102,7 @@ def test_the_compiled_step_guesses_as_much_as_pays():
 def test_a_guess_is_drawn_with_the_noise_of_its_own_position(compile, monkeypatch):
     """Model and table hold all tokens equally likely, so the noise alone decides, and every guess is right."""
     flat = torch.zeros(1, V), torch.zeros(1, V, dtype=torch.int32)
-    monkeypatch.setattr("kvgpt.decoding.decode.ngram_table", lambda *_: flat)
+    monkeypatch.setattr("kvgpt.decoding.decoder.ngram_table", lambda *_: flat)
     monkeypatch.setattr("kvgpt.decoding.compile.MIN_CHANCE_SMALL", 0.0)
     model = constant_model(4, context=64)
     with torch.no_grad():

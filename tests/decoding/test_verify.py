@@ -4,7 +4,7 @@ import torch
 
 from helpers import CONTEXT, MODELS, PROMPT, V, prompts, random_model, tokens_differ
 from kvgpt.checkpoint import load_model
-from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.decoder import Decoder
 from model import CharTokenizer, GPTConfig, KVCache, Sampling, gumbel_noise, sample_token
 from sample import near_tie, verify
 
@@ -28,7 +28,7 @@ def break_cache(model):
                 self.key[0][:, 0, 0] = 0
             return views
 
-    model.new_cache = lambda batch_size: Forgetful(model.config, batch_size)
+    model.new_cache = lambda batch_size, slots=None: Forgetful(model.config, batch_size, slots)
 
 
 def test_verify_finds_a_broken_cache(trained):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from helpers import ROOT, ok, random_model, run, save_model
-from kvgpt.decoding.decode import Decoder
+from kvgpt.decoding.decoder import Decoder
 from kvgpt.decoding.ngrams import count_ngrams
 from model import CharTokenizer, GPTConfig, Sampling, gumbel_noise, sample_token
 from oracles import per_head_logits

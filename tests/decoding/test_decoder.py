@@ -24,8 +24,8 @@ from helpers import (
     random_model,
     without_minus_one,
 )
-from kvgpt.decoding.decode import Decoder
-from model import GPTConfig, clear_kv_cache
+from kvgpt.decoding.decoder import Decoder
+from model import GPTConfig, Sampling, clear_kv_cache
 
 
 @settings(max_examples=80)
@@ -171,17 +171,27 @@ def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow
     for leavers in ([1], [0, 2], [0, 1, 2]):
         for when in (1, 2, 5):
             blocks = []
-            generation = decoder.stream(idx, steps, seed=1, overflow=overflow)
-            for block in generation:
+            ended = [False] * 3
+            for block in decoder.generation(list(idx), steps, Sampling(seed=1, overflow=overflow), ended):
                 blocks.append(block)
                 if len(blocks) == when:
-                    for row in leavers:
-                        generation.leave(row)
+                    ended[:] = [row in leavers for row in range(3)]
             assert len(blocks) == when or len(leavers) < 3 or when > len(blocks)
             until = without_minus_one(idx, blocks[:when])
             for row, got in enumerate(without_minus_one(idx, blocks)):
                 n = len(until[row]) if row in leavers else 4 + steps
                 assert torch.equal(got, alone[row][:n])
+
+
+def test_prompts_come_back_in_the_form_in_which_they_went_in():
+    """Ids `(B, T)`, one list of ids, or a list of prompts, whose lengths may differ."""
+    idx, decoder = prompts(2, 5), Decoder(MODELS[0])
+    both = decoder.generate(idx, 4, seed=3)
+    assert torch.equal(both, MODELS[0].generate(idx, 4, seed=3))
+    assert decoder.generate(idx[0].tolist(), 4, seed=3) == both[0].tolist()
+    assert decoder.generate(idx.tolist(), 4, seed=3) == both.tolist()
+    assert all(map(torch.equal, decoder.generate(list(idx), 4, seed=3), both))
+    assert list(map(len, decoder.generate([[1, 2], [3]], 4, seed=3))) == [6, 5]
 
 
 def test_threads_that_share_a_decoder_get_their_own_texts():

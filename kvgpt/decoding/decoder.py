@@ -7,8 +7,8 @@ step.c. This is the loop around them.
 import torch
 
 from kvgpt.decoding.ngrams import ngram_table
-from kvgpt.decoding.speculate import DecodeState, decode_step, prefill, rows_by_prompt
-from model import Sampling, context_start, eval_mode, gumbel_noise, rows_of
+from kvgpt.decoding.speculate import BatchState, prefill, rows_by_prompt, speculative_step
+from model import FILTERS, Sampling, context_start, eval_mode, gumbel_noise
 
 WORK_PER_CALL = 2**25  # multiply-adds; so the step in C returns every few milliseconds, and output streams
 NUM_DRAFTS = 3  # guesses per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -40,46 +40,41 @@ class Decoder:
 
             self.program = compile_step(model, self.num_drafts, self.table, weights)
 
-    def generate(
-        self,
-        prompts,
-        max_new_tokens,
-        temperature=0.8,
-        top_k=None,
-        top_p=None,
-        seed=None,
-        samples=None,
-        overflow="stop",
-    ):
+    def generate(self, prompts, max_new_tokens, *settings, **more_settings):
         """Return the prompts and their continuations, in the form of the prompts, which may differ in length.
 
-        The arguments are those of GPT.generate. With overflow="slide", the prompts need equal lengths.
+        prompts   ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
+        settings  those of Sampling, in order or by name. With overflow="slide", the prompts need equal lengths
         """
         with eval_mode(self.model):
             rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
-            sampling = Sampling(temperature, top_k, top_p, seed, samples, overflow)
-            blocks = list(self.generation(rows, max_new_tokens, sampling))
+            blocks = list(Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings)))
         rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
-    def stream(
-        self,
-        prompts,
-        max_new_tokens,
-        temperature=0.8,
-        top_k=None,
-        top_p=None,
-        seed=None,
-        samples=None,
-        overflow="stop",
-    ):
+    def generation(self, prompts, max_new_tokens, sampling, ended=None):
+        """Return the Generation for prompts, int64 tensors of one dimension, with a Sampling."""
+        return Generation(self, prompts, max_new_tokens, sampling, ended)
+
+    def stream(self, prompts, max_new_tokens, *settings, **more_settings):
         """Return a Generation, which yields the new tokens of `generate` step by step. Call model.eval() first."""
         rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
-        return self.generation(rows, max_new_tokens, Sampling(temperature, top_k, top_p, seed, samples, overflow))
+        return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
 
-    def generation(self, prompts, max_new_tokens, sampling):
-        """Return the Generation for prompts, int64 tensors of one dimension, with a Sampling."""
-        return Generation(self, prompts, max_new_tokens, sampling)
+
+def rows_of(prompts, device):
+    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
+
+    prompts  ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
+    restore  gets rows, which may have grown, and returns them in the form of the prompts
+    """
+    if isinstance(prompts, torch.Tensor):
+        return list(prompts), lambda rows: torch.stack(list(rows))
+    if all(isinstance(id, int) for id in prompts):
+        return [torch.tensor(prompts, dtype=torch.int64, device=device)], lambda rows: rows[0].tolist()
+    rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts]
+    lists = [not isinstance(prompt, torch.Tensor) for prompt in prompts]
+    return rows, lambda rows: [row.tolist() if is_list else row for row, is_list in zip(rows, lists)]
 
 
 class Generation:
@@ -87,6 +82,7 @@ class Generation:
 
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
+    ended     B booleans: the caller sets one to True to end that row; None: all rows run to their end
     Rows advance at their own pace, because a step accepts more guesses in some of them, and a longer prompt fills its
     context earlier. A row with fewer than n new tokens is padded with -1.
 
@@ -96,8 +92,9 @@ class Generation:
     Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
     """
 
-    def __init__(self, decoder, prompts, max_new_tokens, sampling):
+    def __init__(self, decoder, prompts, max_new_tokens, sampling, ended=None):
         self.decoder, self.model, self.sampling = decoder, decoder.model, sampling
+        self.ended = ended or [False] * len(prompts)
         self.forwards = self.offered = self.accepted = 0
         lengths, block_size = [len(prompt) for prompt in prompts], self.model.config.block_size
         self.slides = sampling.overflow == "slide"
@@ -111,17 +108,16 @@ class Generation:
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
         self.cache = None  # for steps in PyTorch; the first one makes it
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
-        if decoder.program:
+        # step.c has top_k and top_p; a generation with any other filter takes its steps in PyTorch
+        more_filters = [name for name in FILTERS.keys() - {"top_k", "top_p"} if getattr(sampling, name) is not None]
+        self.in_c = decoder.program is not None and not more_filters
+        if self.in_c:
             self.run, self.copy_slots = decoder.program(self.state)
-
-    def leave(self, row):
-        """End a row here, because the caller does not need the rest."""
-        self.goal[row] = self.state.limit[row] = self.state.end[row]
 
     def __iter__(self):
         state, goal, block_size = self.state, self.goal, self.model.config.block_size
         full = block_size + 1 if self.slides else block_size  # a sliding context gives one more token before it moves
-        step = self._step_in_c if self.decoder.program else self._step_in_torch
+        step = self._step_in_c if self.in_c else self._step_in_torch
         while True:
             # steps, until every row is done or its context is full
             state.limit.copy_(goal.clamp(max=full))
@@ -131,6 +127,8 @@ class Generation:
                 after = state.end.tolist()
                 if after != before:  # a step may have fed only known tokens
                     yield new_tokens(state, before, after)
+                    for row in (row for row, ended in enumerate(self.ended) if ended):
+                        goal[row] = state.limit[row] = state.end[row]
                 before = after
             if torch.equal(state.end, goal):
                 return
@@ -172,9 +170,10 @@ class Generation:
             with eval_mode(model):
                 return self._step_in_torch()
         if not state.cached.any():  # at the start, and after the context has moved
-            self.cache = prefill(model, state)
+            most = int(self.goal.max()) + num_drafts
+            self.cache = prefill(model, state, slots=min(most, model.config.block_size))
         before = state.end.tolist()
-        fed = decode_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
+        fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
         self.forwards += 1
         for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
             if begin < limit:
@@ -183,14 +182,14 @@ class Generation:
 
 
 def new_state(contexts, sampling, config):
-    """Return the DecodeState for `contexts`, int64 tensors of one dimension, one per row."""
+    """Return the BatchState for `contexts`, int64 tensors of one dimension, one per row."""
     end = torch.tensor([len(context) for context in contexts])
     tokens = torch.zeros(len(contexts), config.block_size + 1, dtype=torch.int64)
     for row, context in zip(tokens, contexts):
         row[: len(context)] = context
     if not ((tokens >= 0) & (tokens < config.vocab_size)).all():  # step.c would read beyond its tables
         raise ValueError(f"a prompt contains tokens outside 0..{config.vocab_size - 1}")
-    return DecodeState(
+    return BatchState(
         tokens=tokens,
         end=end,
         cached=torch.zeros_like(end),
