@@ -254,7 +254,7 @@ def figures(results, T):
         position = T + timing.sizes[0]
         for began, ended, size in zip(timing.times, timing.times[1:], timing.sizes[1:]):
             position += size
-            times[round(position)].append(1e3 * (ended - began) / size)  # with guesses, position is a mean over rows
+            times[round(position)].append(1e3 * (ended - began) / size)  # with drafts, position is a mean over rows
     summaries = [timing.summary(new.numel()) for timing, new in results]
     medians = {key: statistics.median(each[key] for each in summaries) for key in summaries[0]}
     return medians | dict(ms_per_token={position: statistics.median(times[position]) for position in sorted(times)})

@@ -86,8 +86,8 @@ def parse_args(argv=None):
     )
     add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="per prompt (default: 1)")
     # speed
-    add("--draft", choices=("ngram",), help="guess the next tokens from n-grams, and check them in one forward")
-    compile_help = "decode with the step in C, which takes a second to compile (default: False)"
+    add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
+    compile_help = "decode with the C backend, which takes a second to compile (default: False)"
     add("--compile", type=boolean, nargs="?", const=True, default=False, metavar="True|False", help=compile_help)
     add(
         "--engine",
@@ -222,7 +222,7 @@ def model_to_verify(args, engine):
 
 
 def make_decoder(args, model, ngrams):
-    """Return a Decoder for guesses, the step in C or several prompts. None means the plain loop, stream_tokens."""
+    """Return a Decoder for speculation, the C backend or several prompts. None means the plain loop, stream_tokens."""
     several = len(args.prompt) > 1
     if not (args.draft or args.compile or several):
         return None
@@ -249,6 +249,10 @@ def pick_device(name):
     except Exception as error:  # every backend raises its own kind
         raise ValueError(f"--device {name} cannot be used here: {first_line(error)[:150]}") from None
     return torch.device(name)
+
+
+def device_of(engine):
+    return engine.lm_head.weight.device if isinstance(engine, GPT) else torch.device("cpu")
 
 
 def num_threads(multiply_adds):
@@ -538,7 +542,7 @@ def near_tie(model, context, sample, step, picks, sampling):
 def logits_after(model, ids, T, kv_cache):
     """Return the logits `(V,)` of the plain loop after `ids`, the first T of which are the prompt."""
     start = text_context_start(model.config.block_size, T, len(ids))
-    context = torch.tensor([ids[start:]], device=next(model.parameters()).device)
+    context = torch.tensor([ids[start:]], device=device_of(model))
     if not kv_cache:
         return model.next_logits(context)[0].float()
     cache, prefilled = model.new_cache(1), max(1, model.config.block_size // 2) if start else T
@@ -555,7 +559,7 @@ def first_difference(ours, theirs):
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=()):
+def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=(), engine=None):
     """Compare texts with those of the plain loop, stream_tokens, on the same prompts.
 
     model       a GPT, or any model that works with stream_tokens
@@ -565,9 +569,11 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
     sampling    the Sampling of that run
     tokenizer   the model's tokenizer
     stops       the stop strings of the texts
+    engine      what generated the texts, if it was not the model: an OnnxGPT
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
-    how = "with" if kv_cache else "without"
+    plainly, in_texts = ("with", "without") if kv_cache else ("without", "with")
+    ours_place, theirs_place = ("in ONNX Runtime ", "in PyTorch ") if engine else ("", "")
     lines, num_equal = [], 0
     samples = sampling.sample_ids(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
@@ -586,29 +592,38 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
                 continue
             picks = (*ours[position : position + 1], *theirs[position : position + 1])
             pair = ", but ".join(repr(tokenizer.show(i)) for i in picks)
-            where = f"row {row}, new token {position - T}: {pair} {how} the cache. Logits of the two: "
-            both_ways = [logits_after(model, ours[:position], T, kv) for kv in (True, False)]
-            cached, uncached = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both_ways)
-            where += f"{cached} with the cache, {uncached} without"
+            where = f"row {row}, new token {position - T}: {pair} {theirs_place}{plainly} the cache. "
+            both = (
+                logits_after(engine or model, ours[:position], T, not kv_cache),
+                logits_after(model, ours[:position], T, kv_cache),
+            )
+            ours_logits, theirs_logits = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both)
+            where += f"Logits of the two: {ours_logits} {ours_place}{in_texts} the cache, "
+            where += f"{theirs_logits} {theirs_place}{plainly}"
             context = ours[text_context_start(model.config.block_size, T, position) : position]
             if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
+                if (both[0] - both[1]).abs().max() <= NEAR_TIE:
+                    where += ". The logits agree, so the two sampled differently"
                 return False, [*lines, f"DIFFERENT at {where}"]
             lines.append(
                 f"near-tie at {where}. Rounding decides between logits this close. All earlier tokens are equal."
             )
     num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
-    summary = f"{num_new} new tokens, compared with those {how} the cache: {num_equal} of {len(texts)} samples match"
+    where = f"{theirs_place}{plainly} the cache"
+    summary = f"{num_new} new tokens, compared with those {where}: {num_equal} of {len(texts)} samples match"
     return True, [*lines, summary]
 
 
-def compare(args, model, tokenizer, prompts, texts, num_new, sampling, seconds):
+def compare(args, engine, model, tokenizer, prompts, texts, num_new, sampling, seconds):
     """Generate again, with the cache if it was without and vice versa. Returns whether the texts are the same.
 
+    engine   what generated the texts; model: what generates them again
     texts    the generated ids, a list per row
     seconds  how long they took
     """
     began = time.perf_counter()
-    same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, tokenizer, args.stop)
+    other = None if engine is model else engine
+    same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, tokenizer, args.stop, other)
     for line in lines:
         note(f"verify: {line}")
     both = seconds, time.perf_counter() - began
@@ -640,7 +655,7 @@ def main():
     num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size, tokenizer.unit)
 
     # one row per sample: the samples of the first prompt, then those of the next
-    device = engine.lm_head.weight.device if args.engine == "torch" else torch.device("cpu")
+    device = device_of(engine)
     prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
@@ -669,14 +684,14 @@ def main():
     slots = allocated_slots(engine, stream, texts, prompts) if args.kv_cache else None
     for line in report(engine.config, args.dtype, slots, timing, texts, prompts):
         note(line)
-    note(f"loading: {loaded:.1f} s for the model{' and the step in C' if decoder and decoder.program else ''}")
+    note(f"loading: {loaded:.1f} s for the model{' and the C backend' if decoder and decoder.program else ''}")
     if decoder and stream.offered:
         rate = stream.accepted / stream.offered
         source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
-        note(f"draft: {stream.accepted} of {stream.offered} guesses accepted ({rate:.0%}), from {source}")
+        note(f"draft: {stream.accepted} of {stream.offered} draft tokens accepted ({rate:.0%}), from {source}")
     if args.verify:
         torch.set_num_threads(all_threads)
-        same = compare(args, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
+        same = compare(args, engine, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
         sys.exit(0 if same else 1)
 
 

@@ -1,6 +1,6 @@
 """What model.py, train.py, sample.py and data/prepare.py do not need: it makes them faster, or talks to the outside.
 
-decoding/      speculation with n-grams, the step in C, int8 weights, batches of prompts, --explain
+decoding/      speculation with n-grams, the C backend, int8 weights, batches of prompts, --explain
 interop/       Hugging Face folders, transformers, ONNX and the web page
 checkpoint.py  models with a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl
 bpe.py         tokens that are words or parts of words

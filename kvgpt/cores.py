@@ -18,7 +18,7 @@ from threading import Event, Thread
 
 import torch
 
-INTERVAL = 0.1  # seconds between two looks at the machine
+INTERVAL = 0.1  # seconds between two checks of the load
 BUSY = 0.1  # fraction of time that our threads wait for a core; it is 0.001 when we are alone on the machine
 
 
@@ -64,12 +64,12 @@ def hold_extra_threads(end):
     if not 1 < threads <= cores:  # torch needs no other thread, or has too many already
         end.set()
         return
-    for _ in range((cores - threads) // (threads - 1)):  # sets of threads - 1, besides the one of this thread
-        Thread(target=hold_a_set, args=(end,), daemon=True).start()
-    hold_a_set(end)
+    for _ in range((cores - threads) // (threads - 1)):  # teams of `threads`, besides the one of this thread
+        Thread(target=hold_a_team, args=(end,), daemon=True).start()
+    hold_a_team(end)
 
 
-def hold_a_set(end):
-    """Start a set of torch's threads, which every thread of Python has for itself, and keep it until `end` is set."""
+def hold_a_team(end):
+    """Start an OpenMP team, of which every Python thread has its own, and keep it until `end` is set."""
     torch.zeros(2**18).add_(1)  # large enough to be split over threads
     end.wait()

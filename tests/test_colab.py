@@ -142,7 +142,7 @@ def test_its_outputs_are_those_of_one_run_without_errors():
     outputs = [output for cell in cells for output in cell.outputs]
     assert not any(output.output_type == "error" for output in outputs)
     on_stderr = [output.text for output in outputs if output.get("name") == "stderr"]
-    assert all(text.startswith("--compile: compiled the step in C") for text in on_stderr)
+    assert all(text.startswith("--compile: compiled the C backend") for text in on_stderr)
     text = "".join(printed(notebook).values())
     assert not re.search(r"Warning|WARNING|Traceback|\d%\||(^|[\s\"'=(])(/\w|~/|[A-Z]:\\)", text)  # nor a local path
     drawing = [cell.id for cell in cells for output in cell.outputs if "image/png" in output.get("data", ())]

@@ -61,7 +61,7 @@ def test_every_loop_stays_on_its_device(network, settings, device):
         device.reads.clear()
         got = Decoder(there, "ngram", ngrams).generate(IDX.to(DEVICE), 30, **settings)
         assert got.device == DEVICE
-        assert max(device.reads) <= (2 * 4 * 65 if ngrams else 2 * 4)  # tokens, and noise for the guesses of the table
+        assert max(device.reads) <= (2 * 4 * 65 if ngrams else 2 * 4)  # tokens, and noise for the table
         assert got.tolist() == expected
 
 

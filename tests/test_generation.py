@@ -124,7 +124,7 @@ def test_rows_of_different_lengths_in_one_batch_see_only_their_own_tokens(model,
 
 @given(a_model, st.integers(2, 8), st.integers(1, 5), st.integers(1, 5))
 def test_going_back_forgets_what_came_after(model, length, back, redo):
-    """A rejected guess is overwritten; what lay beyond it must be neither visible nor taken for cached."""
+    """A rejected draft token is overwritten; what lay beyond it must be neither visible nor taken for cached."""
     back = min(back, length)
     idx, other = prompts(1, length), prompts(1, 8, seed=5)
     model(idx, pos=torch.arange(length))

@@ -104,7 +104,7 @@ def test_tokens_are_those_of_the_cpu(kind):
 
 @pytest.mark.parametrize("flags", [[], ["--draft", "ngram"], ["--compile"], ["--draft", "ngram", "--compile"]], ids=str)
 def test_sample_verifies_its_texts(flags):
-    """The step in C runs on CPUs only, so on a GPU one line says that the texts are made without it."""
+    """The C backend runs on CPUs only, so on a GPU one line says that the texts are made without it."""
     command = ["sample.py", "--ckpt", ROOT / "assets" / "shakespeare.pt", "--device", DEVICE, "--num_samples", 3]
     result = ok(run(*command, "--prompt", "O Romeo, ", "--verify", *flags, timeout=400))
     assert "3 of 3 samples match" in result.stderr

@@ -73,7 +73,7 @@ def test_the_flags_of_nanogpts_sample_py_work(trained):
     result = ok(sample(trained, f"--start={PROMPT}", *flags.split()))
     expected = texts_of(trained, PROMPT, 15, rows=3, temperature=0.7, top_k=200, seed=5)
     assert result.stdout.split("\n---------------\n") == expected
-    assert "for the model\n" in result.stderr  # and for no step in C
+    assert "for the model\n" in result.stderr  # and for no C backend
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_the_compiled_step_gives_the_same_text(trained, more):
     flags = ["--prompt", "First ", "--compile", "--max_new_tokens", 50, *more]
     result = ok(sample(trained, *flags, "--verify"))
     assert re.search(r"(\d) of \1 samples match", result.stderr), result.stderr
-    assert ("guesses accepted" in result.stderr) == ("ngram" in more)
-    assert "for the model and the step in C\n" in result.stderr
+    assert ("draft tokens accepted" in result.stderr) == ("ngram" in more)
+    assert "for the model and the C backend\n" in result.stderr
 
 
 @pytest.mark.slow

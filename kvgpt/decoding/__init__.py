@@ -1,1 +1,1 @@
-"""Decoding beyond the plain loop of model.py: guesses, the step in C, int8, batches of prompts, --explain."""
+"""Decoding beyond the plain loop of model.py: speculation, the C backend, int8, batches of prompts, --explain."""

@@ -1,4 +1,4 @@
-"""The decode step in C: compiles step.c for the shape of a model, and packs its weights into the structures it reads.
+"""The C backend: compiles step.c for the shape of a model, and packs its weights into the structures it reads.
 
 The program depends on the shape and not on the weights. We keep it next to Python's own compiled files, so the next
 model of the same shape starts at once.
@@ -34,10 +34,11 @@ SUFFIX, LINK = (".dll", "-static") if os.name == "nt" else (".so", "-fPIC")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-pthread", LINK]
 # GCC assumes that Windows aligns the stack for AVX, which crashes (GCC bug 54412). Its assembler can repair that.
 UNALIGNED = "-Wa,-muse-unaligned-vector-move"
-# Multiply-adds per thread in a step without guesses. Below this, waiting for a thread costs more than it saves.
+# Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
-# We feed a guess only if it and all guesses before it are right with at least this probability. In a small model, whose
-# weights stay in the cache of a core, each further row costs half as much as the first. In a larger one it costs less.
+# We feed a draft token only if it and all before it are accepted with at least this probability. In a small model,
+# whose weights stay in the cache of a core, each further row costs half as much as the first. In a larger one it costs
+# less.
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 # step.c is these functions of model.py rewritten in C. Comparing outputs could not prove that the two agree, because a
 # difference may show only late in the text. So step.c belongs to one version of each, whose hash stands here, and if
@@ -62,7 +63,7 @@ LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 
 class CompileError(RuntimeError):
-    """The step in C does not compile here, or would compute a different network. The message is one line."""
+    """The C backend does not compile here, or would compute a different network. The message is one line."""
 
 
 def compile_step(model, num_drafts, table, weights="float32"):
@@ -72,7 +73,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
     Returns bind(state), which makes a cache and returns two functions:
     run(max_steps, active)          runs up to max_steps steps, each of which appends tokens to the rows of `state`.
                                     `active` is the number of rows below their limits. Returns how many steps ran, and
-                                    how many guesses were offered and accepted
+                                    how many draft tokens were offered and accepted
     copy_slots(first, rows, slots)  copies the first slots of one row's cache to other rows
 
     We copy all weights, so later changes to the model have no effect. Raises CompileError.
@@ -140,17 +141,17 @@ class Pool:
         self.library, self.threads, self.pid, self.lock = library, threads, os.getpid(), threading.Lock()
         self.address = library.start_threads(threads)
         if not self.address:
-            raise CompileError("the system does not let us start the threads of the step in C")
+            raise CompileError("the system does not let us start the threads of the C backend")
         weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
 
     def run_steps(self, net, cache, state, table, B, threads, by_rows, max_steps, num_drafts):
-        """Call `run_steps` of step.c. Returns how many steps ran, and how many guesses were offered and accepted."""
+        """Call `run_steps` of step.c. Returns the numbers of steps, and of draft tokens offered and accepted."""
         structs = (self.address, ctypes.byref(net), cache, ctypes.byref(state), table and ctypes.byref(table))
         counters = (ctypes.c_int64 * 3)()
         with self.lock:  # the threads serve one call at a time
             failed = self.library.run_steps(*structs, B, threads, int(by_rows), max_steps, num_drafts, counters)
         if failed:
-            raise MemoryError("the step in C ran out of memory")
+            raise MemoryError("the C backend ran out of memory")
         return list(counters)
 
 
@@ -238,7 +239,7 @@ def check_model(model):
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
             found = f"{p.dtype} on {p.device.type}"
-            raise CompileError(f"the step in C runs in float32 on the CPU, and this model is in {found}")
+            raise CompileError(f"the C backend runs in float32 on the CPU, and this model is in {found}")
     for name, expected in REPEATED.items():
         found = source_hash(attrgetter(name)(model_py))
         if found != expected:
@@ -358,17 +359,17 @@ def load_library(macros):
             else:
                 lines = done.stderr.decode("utf-8", "replace").splitlines()
                 why = next((line.strip() for line in lines if "error" in line.lower()), f"exit code {done.returncode}")
-                raise CompileError(f"{' '.join(commands[-1])} cannot compile the step in C ({why[:200]})")
+                raise CompileError(f"{' '.join(commands[-1])} cannot compile the C backend ({why[:200]})")
             program = made.read_bytes()
             library = open_library(made)
     except (OSError, subprocess.TimeoutExpired) as error:  # no program may run from that folder, or the compiler hangs
-        raise CompileError(f"the step in C cannot be compiled or loaded ({error})") from None
+        raise CompileError(f"the C backend cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # if the folder cannot be written, we compile again next time
         folder.mkdir(exist_ok=True)
         partial = folder / f"step-{key}.{os.getpid()}"
         partial.write_bytes(program)
         os.replace(partial, folder / f"step-{key}-{sha256(program)}{SUFFIX}")  # whole, as another process may read it
-    print(f"--compile: compiled the step in C in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    print(f"--compile: compiled the C backend in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     return library
 
 

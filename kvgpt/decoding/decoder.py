@@ -1,4 +1,4 @@
-"""Decoder: generation with guesses, with the step in C, with prompts of different lengths, or all of these.
+"""Decoder: generation with speculation, with the C backend, with prompts of different lengths, or all of these.
 
 The tokens are those of GPT.generate for the same seed. The step in PyTorch is in speculate.py and the one in C in
 step.c. This is the loop around them.
@@ -10,20 +10,19 @@ from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.speculate import BatchState, prefill, rows_by_prompt, speculative_step
 from model import FILTERS, Sampling, context_start, eval_mode, gumbel_noise
 
-WORK_PER_CALL = 2**25  # multiply-adds; so the step in C returns every few milliseconds, and output streams
-NUM_DRAFTS = 3  # guesses per step; with the newest token that makes 4 rows, one tile of the matrix kernel
-MOST_DRAFTS = 7  # guesses per step in C, which makes fewer when they are unlikely
+WORK_PER_CALL = 2**25  # multiply-adds; so the C backend returns every few milliseconds, and output streams
+NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
+MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer when they are unlikely
 
 
 class Decoder:
     """Continues prompts with a model.
 
-    draft    None: one token per step. "ngram": guess from `ngrams`, the counts in a checkpoint (see count_ngrams), or
-             from the text so far if there are no counts
-    compile  use the step in C, or raise CompileError if that is impossible. It copies the weights, so make a new
-             Decoder after you change them. From 2^25 parameters on it reads the model's own weights, and raises
-             RuntimeError if they have changed
-    weights  "int8": the step in C reads int8, for a model whose weights were rounded by round_weights
+    draft    None: one token per step. "ngram": draft tokens from `ngrams`, the counts in a checkpoint (see
+             count_ngrams), or from the text so far if there are no counts
+    compile  use the C backend, or raise CompileError if that is impossible. It copies the weights, so make a new
+             Decoder after you change them
+    weights  "int8": the C backend reads int8, for a model whose weights were rounded by round_weights
     """
 
     def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
@@ -83,12 +82,12 @@ class Generation:
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
     ended     B booleans: the caller sets one to True to end that row; None: all rows run to their end
-    Rows advance at their own pace, because a step accepts more guesses in some of them, and a longer prompt fills its
-    context earlier. A row with fewer than n new tokens is padded with -1.
+    Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
+    its context earlier. A row with fewer than n new tokens is padded with -1.
 
     forwards  how many forwards there were so far
-    offered   how many guesses they checked
-    accepted  how many of those were right
+    offered   how many draft tokens they checked
+    accepted  how many of those they accepted
     Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
     """
 

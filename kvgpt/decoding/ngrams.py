@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-MAX_ORDER = 4  # tokens of the longest context; with a million characters of text, longer ones guess no better
+MAX_ORDER = 4  # tokens of the longest context; with a million characters of text, longer ones predict no better
 TABLE_SIZE = 2**23  # entries of the table of contexts and tokens: at most 32 MB for each of its two arrays
 LOOK_UP_ORDER = 3  # without counts: tokens of the longest match with the text so far
 
@@ -15,7 +15,7 @@ def count_ngrams(ids, vocab_size, limit):
     An n-gram is a context of `order` tokens and the token that follows. Its code is a number in base vocab_size whose
     digits are the tokens, the last token last. `order` is as large as 32-bit codes allow, at most MAX_ORDER.
     Returns None if there are no n-grams, if no order fits, or if the vocabulary has more than 2,895 tokens: then the
-    table has no room for a row per token, and without contexts the text so far guesses better.
+    table has no room for a row per token, and without contexts the text so far predicts better.
     """
     if vocab_size * (vocab_size + 1) > TABLE_SIZE:
         return None

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LOOKS 500000 /* at a barrier before a thread sleeps, which takes longer than waking another thread */
+#define SPINS 500000 /* at a barrier before a thread sleeps; waking it again takes longer than a short wait */
 
 typedef struct {
     int threads;
@@ -48,7 +48,7 @@ static void barrier(Barrier *b) {
         pthread_mutex_unlock(&b->mutex);
         return;
     }
-    for (int looks = 0; looks < LOOKS; looks++)
+    for (int spins = 0; spins < SPINS; spins++)
         if (atomic_load_explicit(&b->round, memory_order_acquire) != round) return;
     pthread_mutex_lock(&b->mutex);
     atomic_fetch_add(&b->sleeping, 1);

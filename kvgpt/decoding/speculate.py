@@ -1,10 +1,10 @@
-"""Speculative decoding: guess the next tokens, check all guesses in one forward, keep the right ones.
+"""Speculative decoding: draft the next tokens, check all of them in one forward, keep those that the model picks.
 
 The tokens are those of GPT.generate for the same seed. The sampler's noise determines which token the model picks at
-each position. A guess either is that token or it is not, and everything before the first wrong guess is final.
+each position. A draft token either is that token or it is not, and everything before the first wrong one is final.
 
-We know the noise before we know the logits. So we let the n-gram table pick its guess with the same noise, which is
-right more often than the most likely token of the table. Prior art: Daliri, Musco and Suresh, "Coupling without
+We know the noise before we know the logits. So we let the n-gram table pick its draft token with the same noise, which
+is right more often than the most likely token of the table. Prior art: Daliri, Musco and Suresh, "Coupling without
 Communication and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 """
 
@@ -66,26 +66,27 @@ def rows_by_prompt(state):
 
 
 def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling):
-    """Feed the newest token and num_drafts guesses per row, and append the 1 to num_drafts + 1 tokens that are right.
+    """Feed the newest token and num_drafts draft tokens per row, and append the 1 to num_drafts + 1 right tokens.
 
-    Known tokens that are not cached yet take the place of guesses, so a step may append nothing. Near block_size the
-    chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not change.
+    Known tokens that are not cached yet take the place of draft tokens, so a step may append nothing. Near block_size
+    the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not
+    change.
 
     cache     the KVCache of the rows
-    table     from ngram_table; None: guess from the text so far
+    table     from ngram_table; None: draft from the text so far
     noise_of  noise_of(steps) is the noise `(B, num_drafts + 1, V)` from each row's own step on
     Returns the slot of the first fed token of each row.
     """
-    # the chunk: fed tokens, known or guessed, and one more slot for the last prediction
+    # the chunk: fed tokens, known or drafted, and one more slot for the last prediction
     first = state.cached.clamp(max=model.config.block_size - 1 - num_drafts)
     slots = first[:, None] + torch.arange(num_drafts + 2)  # (B, num_drafts + 2)
     chunk = state.tokens.gather(1, slots)
     known = slots[:, 1:] < state.end[:, None]
     noise = noise_of(first + 1 - state.first_new)
     if num_drafts and table is not None:
-        guess_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
+        draft_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
     elif num_drafts:
-        guess_from_text(state, slots, chunk, known)
+        draft_from_text(state, slots, chunk, known)
 
     # check: one forward picks a token after each fed token
     fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
@@ -94,13 +95,13 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
     logits = model.unembed(model.hidden_states(fed, pos, cache))
     picks = sample_token(logits, noise, sampling).cpu()
 
-    # accept: a pick is final if every token fed before it was right. The last pick has no guess to compare with
+    # accept: a pick is final if every token fed before it was right. The last pick has no draft token to compare with
     right = known | (picks == chunk[:, 1:])
     index = torch.arange(num_drafts + 1)
     first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
 
     # append: pick i goes to slot first + i + 1, and `end` is one past the last final pick. The cache forgets the slots
-    # past `cached`, which hold keys of wrong guesses
+    # past `cached`, which hold keys of rejected draft tokens
     state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
     state.end.copy_(torch.minimum(first + first_wrong + 2, state.limit).maximum(state.end))
     state.cached.copy_(torch.minimum(first + num_drafts + 1, state.end - 1))
@@ -108,7 +109,7 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
     return starts
 
 
-def guess_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after):
+def draft_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after):
     """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after another."""
     # the row of the table for the newest tokens: the context
     before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
@@ -116,12 +117,12 @@ def guess_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after
     for i in range(MAX_ORDER):
         row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
     for i in range(1, chunk.size(1) - 1):
-        guess = sample_token(logits[row], noise[:, i - 1], sampling)
-        chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], guess)
+        token = sample_token(logits[row], noise[:, i - 1], sampling)
+        chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], token)
         row = after[row, chunk[:, i]]
 
 
-def guess_from_text(state, slots, chunk, known):
+def draft_from_text(state, slots, chunk, known):
     """Fill the unknown tokens of chunk[:, 1:-1] with the continuation of an earlier match of the newest tokens.
 
     The longest match of up to LOOK_UP_ORDER tokens wins, and among equally long ones the latest. This is prompt lookup
@@ -135,5 +136,5 @@ def guess_from_text(state, slots, chunk, known):
         same = same & (slot >= back) & (end >= back) & (text.roll(back, dims=1) == newest)
         length = length + same
     best = torch.where(slot < end, length * text.size(1) + slot, -1).argmax(1, keepdim=True)
-    guess = text.gather(1, (best + slots[:, 1:-1] - end).clamp(0, text.size(1) - 1))
-    chunk[:, 1:-1] = torch.where(known[:, :-1], chunk[:, 1:-1], guess)
+    draft = text.gather(1, (best + slots[:, 1:-1] - end).clamp(0, text.size(1) - 1))
+    chunk[:, 1:-1] = torch.where(known[:, :-1], chunk[:, 1:-1], draft)

@@ -1,14 +1,14 @@
-/* The decode step of sample.py --compile in C: the network of model.py, its sampler, and guesses.
+/* The decode step of sample.py --compile in C: the network of model.py, its sampler, and speculation.
 
 It gives the tokens of GPT.generate for the same seed. compile.py compiles this file for one shape, which it passes as
 macros (N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `run_steps` with pointers to packed weights and to a cache.
 
 Every forward has the same form: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a
-decode step feeds the newest token of each row, and speculative decoding also feeds the guesses after it.
+decode step feeds the newest token of each row, and speculative decoding also feeds the draft tokens after it.
 
 The order of additions depends on neither the number of tokens nor the number of threads, so a row gets the same bits
-alone or among 63 others, with or without guesses. The vector types are those of GCC and Clang, which map them to the
-registers of the chip. */
+alone or among 63 others, with or without draft tokens. The vector types are those of GCC and Clang, which map them to
+the registers of the chip. */
 
 #include "pool.h"
 
@@ -44,7 +44,7 @@ registers of the chip. */
 #define V PAD(VOCAB_SIZE)
 
 #define MAX_TOKENS 64     /* per forward, so that the activations of a small model stay in the cache of a core */
-#define LOOK_UP_GUESSES 3 /* per match in the text so far: we do not know how likely they are to be right */
+#define LOOK_UP_DRAFTS 3 /* per match in the text so far: we do not know how likely they are to be right */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -574,7 +574,7 @@ static int sample_token(const Worker *w, int row, int64_t step, const float *log
     return best;
 }
 
-/* -- guesses: speculate.py in C ------------------------------------------------------------------------------------ */
+/* -- speculation: speculate.py in C -------------------------------------------------------------------------------- */
 
 /* The row of the n-gram table after `end` tokens of a text. Its context is the newest of them. */
 static int context_row(const Table *table, const int64_t *text, int end) {
@@ -584,7 +584,7 @@ static int context_row(const Table *table, const int64_t *text, int end) {
 }
 
 /* The slot after the longest earlier match of the newest tokens, the latest of equally long ones. 0 if fewer than two
- * tokens match: then we do not guess, while speculate.py always does. */
+ * tokens match: then we draft nothing, while speculate.py always does. */
 static int find_in_text(const int64_t *text, int end) {
     int best = 0, longest = 2;
     for (int slot = 0; slot < end; slot++) {
@@ -595,28 +595,28 @@ static int find_in_text(const int64_t *text, int end) {
     return best;
 }
 
-/* The guesses of one row in a forward. */
+/* The draft tokens of one row in a forward. */
 typedef struct {
     int most, context; /* how many at most, and the row of the n-gram table after those so far */
-    int found;         /* without a table: the slot whose token is the next guess */
+    int found;         /* without a table: the slot whose token is the next draft token */
     float chance;      /* that all of them so far are right */
-} Guesses;
+} Draft;
 
-/* Prepare to guess up to `room` tokens after the `end` known ones. */
-static Guesses start_guesses(const Worker *w, const int64_t *text, int end, int room) {
-    Guesses g = {.most = room, .chance = 1};
+/* Prepare to draft up to `room` tokens after the `end` known ones. */
+static Draft start_draft(const Worker *w, const int64_t *text, int end, int room) {
+    Draft g = {.most = room, .chance = 1};
     if (!g.most) return g;
     if (w->table) {
         g.context = context_row(w->table, text, end);
     } else {
         g.found = find_in_text(text, end);
-        g.most = !g.found ? 0 : g.most < LOOK_UP_GUESSES ? g.most : LOOK_UP_GUESSES;
+        g.most = !g.found ? 0 : g.most < LOOK_UP_DRAFTS ? g.most : LOOK_UP_DRAFTS;
     }
     return g;
 }
 
-/* Write a guess to text[pos]. Returns 0 if it is too unlikely to be worth a row of the forward. */
-static int guess_next(const Worker *w, Guesses *g, int row, int64_t *text, int pos) {
+/* Write a draft token to text[pos]. Returns 0 if it is too unlikely to be worth a row of the forward. */
+static int draft_next(const Worker *w, Draft *g, int row, int64_t *text, int pos) {
     const State *s = w->state;
     const Table *table = w->table;
     if (!table) {
@@ -627,18 +627,18 @@ static int guess_next(const Worker *w, Guesses *g, int row, int64_t *text, int p
      * see docs/faster.md */
     float margin;
     const float *logits = table->logits + (size_t)g->context * VOCAB_SIZE;
-    int guess = sample_token(w, row, pos - s->first_new[row], logits, &margin);
+    int token = sample_token(w, row, pos - s->first_new[row], logits, &margin);
     g->chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
     if (g->chance < MIN_CHANCE) return 0;
-    text[pos] = guess;
-    g->context = table->after[g->context * VOCAB_SIZE + guess];
+    text[pos] = token;
+    g->context = table->after[g->context * VOCAB_SIZE + token];
     return 1;
 }
 
 /* -- a step -------------------------------------------------------------------------------------------------------- */
 
-/* Choose the tokens of the next forward: for each row, the known ones that are not cached yet, then guesses. Returns
- * the first row left for a later forward. */
+/* Choose the tokens of the next forward: for each row, the known ones that are not cached yet, then draft tokens.
+ * Returns the first row left for a later forward. */
 static int plan(const Worker *w, int row) {
     Group *g = w->group;
     const State *s = w->state;
@@ -649,32 +649,32 @@ static int plan(const Worker *w, int row) {
         if (end >= limit) continue;
         room = room < w->num_drafts ? room : w->num_drafts;
         if (g->n + 1 + room > MAX_TOKENS) return row;
-        Guesses guesses = start_guesses(w, text, end, room);
-        for (int pos = s->cached[row]; pos < end + guesses.most; pos++) {
+        Draft draft = start_draft(w, text, end, room);
+        for (int pos = s->cached[row]; pos < end + draft.most; pos++) {
             if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
             if (pos < end - 1) continue;
-            g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and maybe a guess */
-            if (pos + 1 == end + guesses.most || !guess_next(w, &guesses, row, text, pos + 1)) break;
+            g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and maybe a draft token */
+            if (pos + 1 == end + draft.most || !draft_next(w, &draft, row, text, pos + 1)) break;
         }
     }
     return row;
 }
 
-/* Append the picks of the forward up to the first wrong guess. */
+/* Append the picks of the forward up to the first rejected draft token. */
 static void accept(const Worker *w) {
     Group *g = w->group;
     const State *s = w->state;
     for (int i = 0; i < g->n; i++) s->cached[g->row[i]] = g->pos[i] + 1;
-    for (int j = 0, guesses; j < g->num_picks; j += guesses + 1) {
+    for (int j = 0, drafts; j < g->num_picks; j += drafts + 1) {
         int row = g->row[g->fed[j]];
         int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1) + s->end[row], right = 0;
-        for (guesses = 0; j + guesses + 1 < g->num_picks && g->row[g->fed[j + guesses + 1]] == row; guesses++) {}
-        while (right < guesses && text[right] == g->picks[j + right]) right++;
+        for (drafts = 0; j + drafts + 1 < g->num_picks && g->row[g->fed[j + drafts + 1]] == row; drafts++) {}
+        while (right < drafts && text[right] == g->picks[j + right]) right++;
         text[right] = g->picks[j + right];
         s->end[row] += right + 1;
-        s->cached[row] = s->end[row] - 1; /* later slots hold keys of wrong guesses and will be overwritten */
-        g->offered += guesses, g->accepted += right;
+        s->cached[row] = s->end[row] - 1; /* later slots hold keys of rejected draft tokens and will be overwritten */
+        g->offered += drafts, g->accepted += right;
     }
 }
 
@@ -709,10 +709,10 @@ static void work(void *workers, int i) {
 /* Outputs per panel of packed weights. */
 int lanes(void) { return LANES; }
 
-/* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, guesses offered and guesses
- * accepted to counters[0..2], which start at 0. Returns -1 if there is too little memory, else 0. */
+/* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, of draft tokens offered and of
+ * those accepted to counters[0..2], which start at 0. Returns -1 if there is too little memory, else 0. */
 int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
-           int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
+              int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + H) * MAX_TOKENS + 5 * (size_t)PAD(BLOCK_SIZE) + 3 * (size_t)V;

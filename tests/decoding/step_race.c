@@ -1,4 +1,4 @@
-/* The step in C on several threads, for ThreadSanitizer: test_compile.py compiles and runs it.
+/* The C backend on several threads, for ThreadSanitizer: test_compile.py compiles and runs it.
 
 Prints each race that ThreadSanitizer sees, and "differs" if the number of threads changes a token. */
 

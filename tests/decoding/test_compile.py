@@ -111,7 +111,7 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
         assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
 
 
-A_SLEEP = [("looks < LOOKS", "looks < 0")]
+A_SLEEP = [("spins < SPINS", "spins < 0")]
 NO_THREAD = [("if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;", "return NULL;")]
 NO_MEMORY = [("if (!memory) return -1;", "free(memory), memory = NULL; if (!memory) return -1;")]
 
@@ -151,7 +151,7 @@ def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
 
 def test_too_little_memory_is_an_error_of_its_own(patched_step):
     patched_step(NO_MEMORY)
-    with pytest.raises(MemoryError, match="the step in C"):
+    with pytest.raises(MemoryError, match="the C backend"):
         Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
 
 
@@ -552,7 +552,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
         got = Decoder(model, draft, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
         assert torch.equal(got[0][None], model.generate(idx, 6, seed=1, top_k=top_k))
         stderr = capfd.readouterr().err
-        assert stderr.count("\n") == stderr.count("--compile: compiled the step in C in")
+        assert stderr.count("\n") == stderr.count("--compile: compiled the C backend in")
         return stderr.count("compiled")
 
     assert compiles() == 1 and compiles() == 0
@@ -653,5 +653,5 @@ def test_where_the_assembler_refuses_the_chip_we_compile_for_any(patched_step, u
 def test_a_compiler_that_fails_is_named_with_its_error(patched_step, use_compiler, tmp_path):
     patched_step([])
     use_compiler(whose_assembler_refuses("-shared", tmp_path))
-    with pytest.raises(CompileError, match=r"compiler cannot compile the step in C \(step.s:7: Error: no such instr"):
+    with pytest.raises(CompileError, match=r"compiler cannot compile the C backend \(step.s:7: Error: no such instr"):
         Decoder(MODELS[0], compile=True)

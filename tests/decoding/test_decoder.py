@@ -130,7 +130,7 @@ def test_blocks_are_what_each_step_adds_and_together_the_continuation(model, dra
 
 
 def test_an_accepted_draft_makes_a_block_longer():
-    """Otherwise a Decoder that never guesses right would pass every test of longer blocks."""
+    """Otherwise a Decoder that never accepts a draft token would pass every test of longer blocks."""
     blocks = list(Decoder(MODELS[0], "ngram", NGRAMS).stream(prompts(1, 3), CONTEXT, seed=1))
     assert {block.size(1) for block in blocks} > {1} and len(blocks) < CONTEXT - 3
 

@@ -93,7 +93,7 @@ def test_more_rows_than_are_rounded_at_a_time():
     assert torch.equal(layer.weight.double(), expanded(*quantize(weight), 3))
 
 
-# -- the step in C -----------------------------------------------------------------------------------------------------
+# -- the C backend -----------------------------------------------------------------------------------------------------
 
 NETWORKS = [
     dict(n_embd=20, n_head=4, activation="gelu"),  # rows that end within a block

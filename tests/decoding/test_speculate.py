@@ -1,4 +1,4 @@
-"""Guesses: which are accepted, and honest counts of them."""
+"""Draft tokens: which are accepted, and honest counts of them."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_a_draft_that_knows_the_text_is_accepted_whole_and_a_wrong_one_never():
 
 
 @needs_compiler
-def test_guesses_continue_the_newest_tokens():
+def test_draft_tokens_continue_the_newest_tokens():
     """A model and n-grams that go round in a circle: each token has one successor."""
     model = constant_model(0, context=64, n_embd=32)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_guesses_continue_the_newest_tokens():
 
 
 @given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=3), a_filter, a_seed)
-def test_every_token_is_a_forwards_own_or_an_accepted_guess(model, draft, lengths, filters, seed):
+def test_every_token_is_a_forwards_own_or_an_accepted_draft_token(model, draft, lengths, filters, seed):
     decoder = Decoder(model, **draft)
     generation = decoder.stream([prompts(1, n, n)[0] for n in lengths], CONTEXT, seed=seed, **filters)
     sizes = [block.size(1) for block in generation]
@@ -72,13 +72,13 @@ def test_every_token_is_a_forwards_own_or_an_accepted_guess(model, draft, length
         assert sum(sizes) == new == generation.forwards + generation.accepted
         assert len(sizes) == generation.forwards
         assert max(sizes, default=0) <= decoder.num_drafts + 1
-        # what is left of the text, and of the context, clips a guess
+        # what is left of the text, and of the context, clips a draft
         ends = np.cumsum([lengths[0], *sizes])
         assert generation.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])
 
 
 @needs_compiler
-def test_the_compiled_step_guesses_as_much_as_pays():
+def test_the_c_backend_drafts_as_much_as_pays():
     """Much where the table is sure and right, less where it is often wrong, and by look-up nothing before a match."""
     model = constant_model(4, context=64)
     decoder = Decoder(model, "ngram", count_ngrams(np.full(100, 4), V, 100), compile=True)
@@ -99,8 +99,8 @@ def test_the_compiled_step_guesses_as_much_as_pays():
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
-def test_a_guess_is_drawn_with_the_noise_of_its_own_position(compile, monkeypatch):
-    """Model and table hold all tokens equally likely, so the noise alone decides, and every guess is right."""
+def test_a_draft_token_is_drawn_with_the_noise_of_its_own_position(compile, monkeypatch):
+    """Model and table hold all tokens equally likely, so the noise alone decides, and every draft token is accepted."""
     flat = torch.zeros(1, V), torch.zeros(1, V, dtype=torch.int32)
     monkeypatch.setattr("kvgpt.decoding.decoder.ngram_table", lambda *_: flat)
     monkeypatch.setattr("kvgpt.decoding.compile.MIN_CHANCE_SMALL", 0.0)
