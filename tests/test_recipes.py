@@ -125,14 +125,17 @@ SIZES |= {"laptop": (0.80, 3_584_000), "gpu": (10.65, 81_920_000)}
 
 
 @pytest.mark.parametrize("preset", FROM_SCRATCH)
-def test_a_presets_network_is_as_large_as_nanogpts(preset):
-    """nanoGPT prints 0.80M for its CPU setting and 10.65M for its GPU setting, without position embeddings."""
+def test_no_recipe_wins_by_size(preset):
+    """nanoGPT prints 0.80M for its CPU setting and 10.65M for its GPU setting, without position embeddings.
+
+    A new preset may need a different mlp_ratio for one of the recipes, to be as large with both.
+    """
     count = {}
     for recipe in RECIPES:
         config = resolve_config(dict(preset=preset, recipe=recipe), on_gpu=False)
         shapes = dict(GPT(GPTConfig(vocab_size=65, **config.model_args())).named_parameters())
         count[recipe] = sum(p.numel() for p in shapes.values())
-        if recipe == "nanogpt":
+        if recipe == "nanogpt" and preset in SIZES:
             millions = (count[recipe] - shapes["transformer.wpe.weight"].numel()) / 1e6
             assert (round(millions, 2), config.max_iters * config.tokens_per_step) == SIZES[preset]
     assert abs(count["modern"] / count["nanogpt"] - 1) < 0.03
