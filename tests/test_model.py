@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from helpers import KINDS, heads_of, prompts, random_model
+from helpers import KINDS, attend, heads_of, prompts, random_model
 from model import GPT, GPTConfig, KVCache, clear_kv_cache
 from oracles import packed_greedy_decode, per_head_logits, softmax, turned
 
@@ -297,14 +297,6 @@ def test_in_train_mode_pos_places_tokens_but_nothing_is_cached(pos_emb):
 
 
 # -- a layer against its heads, one by one -----------------------------------------------------------------------------
-
-
-def attend(head, q, pos):
-    """Attention over the caches of a Head, for queries `(B, T, hs)` at positions `(B, T)`: the output, the weights."""
-    scores = q @ head.key_cache.transpose(1, 2) / math.sqrt(q.size(-1))
-    visible = torch.arange(head.key_cache.size(1)) <= pos[..., None]
-    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
-    return weights @ head.value_cache, weights
 
 
 SAME_LENGTH = [[range(0, 5), range(0, 5)], [[5], [5]], [range(6, 9), range(6, 9)], [[9], [9]]]
