@@ -3,6 +3,7 @@ import { attend } from "./attention.js";
 import { startWorker } from "./client.js";
 import { keptColumns } from "./columns.js";
 import { readMoment, writeMoment } from "./moment.js";
+import { openingRun, openingWithout } from "./opening.js";
 import { characters, FIELDS, readAddress, readRequest, writeAddress } from "./request.js";
 import { $, element, forgetDrawings, glyph, percent, quoted, remember } from "./views/draw.js";
 import { drawGuesses, drawShapes } from "./views/folded.js";
@@ -11,13 +12,14 @@ import { drawNext } from "./views/next.js";
 import { makeScale } from "./views/scale.js";
 import * as stage from "./views/stage.js";
 import { drawSums } from "./views/sums.js";
-import { characterAt, drawText } from "./views/text.js";
+import { characterAt, drawText, drawTextWithout } from "./views/text.js";
 
 const form = $("form");
 const fields = form.elements;
 const ROUNDING = 1e-3; // right columns differ by less when they are computed differently
-const PREPARED = 71; // new characters at the start of a step of the lesson, if the run is long enough
-const LOOKS = [{ layer: 1, head: 3 }, { layer: 1, head: 3 }, {}, {}, {}]; // layer and head of each step, by default 0
+const PREPARED = 25; // new characters at the start of a step of the lesson, if the run is long enough
+// layer and head of each step, by default 0
+const LOOKS = [{ layer: 1, head: 3 }, { layer: 1, head: 3 }, { layer: 1 }, {}, {}];
 
 const worker = startWorker(onEvent);
 let info; // model.json, and `ids`: Map(character => id)
@@ -67,8 +69,8 @@ function reset(request) {
 /** Note that a run has gained or lost steps. */
 function changed(run) {
   run.version = ++versions;
-  run.fed = run.on.length ? run.kept.length : run.given; // how many characters have a cell
-  run.queries = run.on.at(-1)?.queries ?? null;
+  run.slots = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
+  if (!run.isOpening) run.queries = run.on.at(-1)?.queries ?? null;
 }
 
 function setPhase(name) {
@@ -89,7 +91,7 @@ function settle() {
 
 /** Put an answer on the stage instead of the run, or null: the run again.
  *
- *  answer  { kind, version, ids, fed, kept, queries, verdict, ... }; kind: "take", "change" or "mistake"
+ *  answer  { kind, version, ids, slots, kept, queries, verdict, ... }; kind: "take", "change" or "mistake"
  */
 function show(answer) {
   state.answer = answer;
@@ -106,6 +108,7 @@ function show(answer) {
 /** Read the form, and start a new run if it describes a different one. A mistake in the form leaves the run alone.
  *  Returns whether the form is valid. */
 function readForm() {
+  if (state.phase === "loading") return true; // it is read when the model has arrived
   say("");
   let request;
   try {
@@ -116,10 +119,12 @@ function readForm() {
     return false;
   }
   const { run } = state;
-  if (request.key === run?.request.key) return true;
+  if (request.key === run?.request.key && !run.isOpening) return true;
+  const taken = run?.isOpening && state.answer ? { take: state.answer.masked + 1 } : {};
   reset(request);
-  if (!run) enter(readMoment());
+  if (!run || run.isOpening) enter({ ...readMoment(), ...taken });
   else if (state.step > 2) enter(); // these steps have no button to run it
+  else goTo(state.run.given + 1); // so that the stage shows the new prompt
   return true;
 }
 
@@ -141,7 +146,7 @@ function keepAddress() {
   clearTimeout(writing);
   writing = setTimeout(() => {
     const { phase, run, answer, step, layer, head } = state;
-    if (!run || ["preparing", "running"].includes(phase) || document.querySelector("[aria-invalid]")) return;
+    if (!run || ["loading", "preparing", "running"].includes(phase) || document.querySelector("[aria-invalid]")) return;
     const at = run.given + Math.min(run.on.length, run.off.length);
     const look = lookOf(step);
     writeAddress(fields);
@@ -161,14 +166,13 @@ function keepAddress() {
 // -- the worker ---------------------------------------------------------------------------------------------------------
 
 async function load() {
-  info = await worker.call("load").catch(failed);
+  info = await worker.call("about").catch(failed);
   if (!info) return;
   info.ids = new Map(info.chars.map((char, id) => [char, id]));
   info.heads = info.n_layer * info.n_head;
   for (const each of document.querySelectorAll("[data-info]")) each.textContent = info[each.dataset.info];
   const size = `${(info.parameters / 1e6).toFixed(2)} million parameters`;
   $("model").textContent = `The model has ${size} and a context of ${info.block_size} characters.`;
-  $("guess-section").hidden = !info.guesses;
   makeSegments("layer", info.n_layer);
   makeSegments("head", info.n_head);
   $("changed").append(...info.chars.map((char, id) => element("option", glyph(char), { value: id })));
@@ -185,9 +189,26 @@ async function load() {
   listen();
   setSpeed();
   state.step = stepOfAddress();
-  setPhase("ready");
   drawStep();
+  showOpening();
+  const loaded = await worker.call("load").catch(failed);
+  if (!loaded) return;
+  $("guess-section").hidden = !loaded.guesses;
+  setPhase("ready");
   readForm();
+}
+
+/** Show the opening moment until the model has arrived, unless the address asks for something else. */
+function showOpening() {
+  const { opening, block_size } = info;
+  if (!opening || state.step > 2 || location.search) return;
+  const { layer, head, ids, given } = opening;
+  Object.assign(state, { layer, head });
+  const request = { ids: ids.slice(0, given), steps: block_size - given, notes: [] };
+  state.run = openingRun(info, request);
+  changed(state.run);
+  setLook("layer", layer);
+  setLook("head", head);
 }
 
 /** Make radio buttons for the layers or the heads. */
@@ -221,6 +242,7 @@ function onEvent(event, { run: name, on, off, received, total }) {
       run.kept.add(on.columns);
     }
     changed(run);
+    if (state.phase === "running" && state.step === 2 && !run.racing) stage.animateStep();
     render();
   }
 }
@@ -242,6 +264,7 @@ const isWhole = ({ request, on, off }) => on.length === request.steps && off.len
  *  racing: how many times as fast the cache is, by the reader's guess; 0: no race
  */
 async function play(count, racing = 0) {
+  if (state.phase === "loading") return;
   if (!readForm()) return form.querySelector("[aria-invalid]").focus();
   if (racing || isWhole(state.run)) reset(state.run.request);
   show(null);
@@ -315,7 +338,7 @@ async function enter({ at, layer, head, take, change, to, mistake } = {}) {
   setLook("head", Math.min(head ? head - 1 : look.head, info.n_head - 1));
   state.guess = null;
   show(null);
-  if (step === 5 || !run) return;
+  if (step === 5 || !run || state.phase === "loading") return;
   if (!(await goTo(at ?? prepared(run)))) return;
   if (step === 1 && take) {
     turnTo(Math.min(take, run.ids.length) - 1);
@@ -341,8 +364,9 @@ function setProjector(on) {
 
 /** Turn the worker's answer into something that the stage can show. */
 function picture(kind, answer) {
-  const kept = keptColumns(info).add(answer.columns);
-  return { kind, version: ++versions, fed: kept.length, ...answer, kept };
+  const kept = answer.kept ?? keptColumns(info).add(answer.columns);
+  const slots = answer.slots ?? answer.ids.slice(0, kept.length);
+  return { kind, version: ++versions, ...answer, kept, slots };
 }
 
 /** Take out a column: `index`, or the visible one that moves the prediction most. */
@@ -353,15 +377,17 @@ async function takeOut(index = null) {
   const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + stage.size.cells));
   if (index === newest) $("status").textContent = "The newest character is the one asking, so its column stays.";
   if (newest < 1 || index >= newest || !inSight.length) return;
-  const most = await ask("takeOut", inSight);
-  const answer = most && index !== null ? await ask("takeOut", [index]) : most;
+  const without = (columns) => (run.isOpening ? openingWithout(info, columns) : ask("takeOut", columns));
+  const most = await without(inSight);
+  const answer = most && index !== null ? await without([index]) : most;
   if (!answer) return;
   const name = ({ masked }) => `column ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
   const points = ({ moved }) => `${percent(moved).slice(0, -1)} percentage points`;
   const moved = `Without ${name(answer)}, the prediction changes by ${points(answer)}`;
   const isMost = answer.masked === most.masked;
   const rank = isMost ? ", more than for any other column shown." : `. For ${name(most)}, it is ${points(most)}.`;
-  show({ ...picture("take", answer), ids: run.ids.with(-1, answer.next), verdict: moved + rank });
+  const ids = run.ids.with(-1, answer.next);
+  show({ ...picture("take", { ...answer, ids }), verdict: moved + rank });
 }
 
 /** Change a character: `index`, or one in the middle of the visible ones. */
@@ -375,27 +401,26 @@ async function changeCharacter(index = state.answer?.position ?? null) {
   if (id === run.ids[position]) id = (id + 1) % info.chars.length; // otherwise nothing would change
   $("changed").value = id;
   const answer = await ask("change", position, id);
-  if (answer) show({ ...picture("change", answer), ids: run.ids.with(position, id).with(-1, answer.next), position });
+  if (!answer) return;
+  const ids = run.ids.with(position, id).with(-1, answer.next);
+  show(picture("change", { ...answer, ids, position }));
 }
 
-/** Describe what changed in a layer. The first layer is the surprise, so the reason waits for the second. */
+/** Describe what changed in a layer. */
 const drawChange = remember(({ position, differences }, was, layer, guess) => {
   const [keys, values] = differences.slice(2 * layer, 2 * layer + 2);
   const moved = keys.filter((x, i) => x > 0 || values[i] > 0).length;
   const left = Math.max(0, ...keys.subarray(0, position), ...values.subarray(0, position));
-  const there = `Character ${position + 1} was ${quoted(info.chars[was])}. In layer ${layer + 1}`;
-  const first = `${there}, only its own column changes, because keys and values there depend on a single character. In
-    deeper layers they also depend on what a character has looked at, so columns to the right can change too.`;
   const from = keys.length - position;
   const which = moved === from ? `all ${from} columns` : `${moved} of the ${from} columns`;
+  const there = `Character ${position + 1} was ${quoted(info.chars[was])}. In layer ${layer + 1}`;
+  const first = `${there}, only its own column changes, because keys and values there depend on a single character.`;
   const later = `${there}, ${which} from there on change, because their characters looked at it. All ${position} to its
     left stay the same: the difference is ${left || "exactly 0"}.`;
   const verdicts = { right: "You were right. ", left: "It is the other way round. ", all: "Not all of them change. " };
-  const reason = `${verdicts[guess] ?? ""}No character may look to its right. And writing only ever appends on the
-    right, so nothing that comes later can change a column, and we may keep it.`;
-  const isLast = layer > 0 || info.n_layer === 1;
-  $("change-verdict").textContent = [layer ? later : first, ...(isLast ? [reason] : [])].join(" ");
-  $("deeper").hidden = isLast;
+  const reason = `No character may look to its right. And writing only ever appends on the right, so nothing that comes
+    later can change a column, and we may keep it.`;
+  $("change-verdict").textContent = `${verdicts[guess] ?? ""}${layer ? later : first} ${reason}`;
 });
 
 /** Get the answers for all mistakes, one after the other, and show `first` as soon as it is there. */
@@ -408,7 +433,7 @@ async function askMistakes(first = NAMES[0]) {
     if (!answer) return;
     const [keys, values] = answer.differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
     const verdict = mistakeInWords(info.chars, name, answer, keys, values);
-    state.mistakes.set(name, { ...picture("mistake", answer), name, verdict, fed: answer.at });
+    state.mistakes.set(name, { ...picture("mistake", answer), name, verdict });
     drawMistake(info.chars, name, run.given, answer);
     if (state.answer) render(); // it can be chosen now
     else showMistake(name);
@@ -435,7 +460,7 @@ function render() {
   requestAnimationFrame(() => {
     due = false;
     drawControls();
-    if (state.run) draw();
+    if (state.run && state.phase !== "preparing") draw(); // the stage keeps its picture until the next one is there
   });
 }
 
@@ -448,11 +473,12 @@ function drawControls() {
   const asking = phase === "preparing" || (state.step === 4 && state.mistakes.size < NAMES.length);
   $("guess").disabled = !ready || asking; // a question would cancel the previous one
   for (const button of $("race").children) button.disabled = !ready;
-  $("to-step-3").hidden = phase === "running" && run.racing; // otherwise the result would be lost
+  $("next-step").hidden = state.step === 5 || (phase === "running" && run.racing); // or the result would be lost
   for (const button of $("guesses").querySelectorAll("button")) button.disabled = !computed;
   for (const input of $("mistakes").querySelectorAll("input")) input.disabled = !state.mistakes.has(input.value);
   $("back").disabled = !computed;
-  $("take").disabled = !(computed && run.kept.length > 1);
+  $("take").disabled = !(run?.kept.length > 1) || phase === "failed";
+  for (const name of ["layer", "head"]) $(name).disabled = phase === "loading"; // the opening has one of each
   $("take").textContent = answer?.kind === "take" ? "Undo" : "Show me";
   $("guesses").hidden = answer?.kind === "change";
   $("changing").hidden = answer?.kind !== "change";
@@ -461,15 +487,17 @@ function drawControls() {
 /** Show the lesson's step. */
 function drawStep() {
   document.body.dataset.step = state.step;
-  for (const link of document.querySelectorAll("nav a")) {
+  for (const link of document.querySelectorAll("nav a:not(.go)")) {
     link.ariaCurrent = link.hash.endsWith(state.step) ? "step" : null;
   }
+  $("next-step").hash = `step-${state.step + 1}`;
 }
 
 /** Return the first character on the stage. The strip moves by a quarter of its width at a time, so columns mostly stay
  *  in place. In a race it follows the slower text. */
-function firstCell({ fed, on, off }) {
+function firstCell({ slots, on, off }) {
   const { cells } = stage.size;
+  const fed = slots.length;
   if (state.page !== null) return Math.max(0, Math.min(state.page, fed - cells));
   const turn = Math.ceil(cells / 4);
   const end = off?.length < on?.length ? (off.at(-1)?.rows ?? 0) : fed;
@@ -484,9 +512,9 @@ const attentionOf = remember(({ kept, queries, masked }, layer, head) => {
   if (!queries) return {};
   const [keys, values] = [0, 1].map((kind) => kept.lane(layer, kind, keyHead(head)));
   const query = queries[layer].subarray(head * info.head_size, (head + 1) * info.head_size);
-  const { weights, mix } = attend(query, keys, values, masked);
+  const { scores, weights, mix } = attend(query, keys, values, masked);
   const most = Math.max(...weights);
-  return { query, weights, mix, strengths: weights.map((weight) => 0.12 + 0.88 * Math.sqrt(weight / most)) };
+  return { query, scores, weights, mix, strengths: weights.map((weight) => 0.12 + 0.88 * Math.sqrt(weight / most)) };
 });
 
 /** Whether the keys and values of a layer differ from what they were, or from what they should be. */
@@ -507,23 +535,26 @@ function draw() {
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
 
   // the text
-  const behind = run.off.length < run.on.length ? run.given + run.off.length - 1 : null;
-  drawText(chars, shown, run.given, behind, wrong, marked);
+  const newest = shown.at ?? shown.slots.length;
+  drawText(chars, { ...shown, fed: newest }, run.given, wrong, marked);
+  const without = [...run.ids.slice(0, run.given), ...run.off.map(({ id }) => id)];
+  drawTextWithout(chars, { ids: without, fed: null, version: run.version }, run.given, null, null);
 
   // the strip
-  const { query = null, weights = null, mix = null, strengths } = attentionOf(shown, layer, head);
+  const { query = null, scores = null, weights = null, mix = null, strengths } = attentionOf(shown, layer, head);
   const marks = marksOf(answer, layer);
   const computed = marks ? 0 : (on?.rows ?? 0);
   const lanes = [shown, run, layer, keyHead(head)];
   stage.drawCells(chars, shown, from, computed, wrong, marked, weights);
-  stage.drawKeys(...lanes, query, null, from);
-  stage.drawValues(...lanes, mix, step === 1 ? strengths : null, from);
+  stage.drawKeys(...lanes, query, null, from, marked);
+  stage.drawValues(...lanes, mix, step === 1 ? strengths : null, from, null);
+  stage.drawScores(scores, from);
   stage.drawAttention(weights, from);
   const same = answer?.kind === "change" ? "stay" : "right";
   stage.drawBelow(marks, same, run.kept.length, off?.rows ?? 0, computed, from);
 
   // what comes next, and the work
-  drawCandidates(marked, weights);
+  drawCandidates(marked, scores, weights);
   drawSums(run, info.block_size, info.parameters);
   $("all").textContent = off ? `all ${off.rows} columns` : "all columns";
   drawShapes(info, on, off, run.kept.length);
@@ -531,7 +562,7 @@ function draw() {
 }
 
 /** Draw the probabilities of the marked character, or else of the next one, and describe the marked one. */
-function drawCandidates(marked, weights) {
+function drawCandidates(marked, scores, weights) {
   const { run, answer } = state;
   const { chars } = info;
   const { ids } = answer ?? run;
@@ -541,13 +572,17 @@ function drawCandidates(marked, weights) {
   else if (answer?.at) drawNext(chars, `character ${answer.at + 1}`, answer.before, ids[answer.at], answer.after);
   else drawNext(chars, "next", run.on.at(-1)?.probabilities, ids.at(-1), answer?.probabilities);
 
-  const about = marked === null ? [] : [`Character ${marked + 1} is ${quoted(chars[ids[marked]])}.`];
+  const char = chars[answer?.slots[marked] ?? ids[marked]];
+  const about = marked === null ? [] : [`Character ${marked + 1} is ${quoted(char)}.`];
   const probability = step && percent(step.probabilities[ids[marked]]);
   if (marked !== null && marked === answer?.position) about.push("You put it there.");
   else if (marked !== null && marked < run.given) about.push("It is from the prompt.");
   else if (marked !== null && step) about.push(`The model gave it a probability of ${probability}.`);
   const share = weights?.[marked];
-  if (share !== undefined) about.push(`The newest character gives it ${percent(share)} of its attention.`);
+  const score = scores?.[marked]?.toFixed(1).replace("-", "−");
+  if (share !== undefined) {
+    about.push(`Its key scores ${score}, so the newest gives it ${percent(share)} of its attention.`);
+  }
   $("about").textContent = about.join(" ");
 }
 
@@ -593,7 +628,7 @@ function turnTo(index) {
 
 /** Move the focus along the strip, and the strip with it. */
 function moveFocus(event) {
-  const last = (state.answer ?? state.run).fed - 1;
+  const last = (state.answer ?? state.run).slots.length - 1;
   const index = cellIndex(event);
   const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[event.key];
   if (to === undefined || to < 0 || to > last) return;
@@ -641,17 +676,13 @@ function listen() {
     button.onclick = async () => {
       state.guess = button.dataset.guess;
       await changeCharacter();
-      focusInstead("#deeper");
+      focusInstead("#next-step");
     };
   }
   $("changed").oninput = () => changeCharacter();
   $("unchange").onclick = async () => {
     await enter();
     focusInstead("#guesses button");
-  };
-  $("deeper").onclick = () => {
-    setLook("layer", 1);
-    focusInstead(".does.step-3 .go");
   };
   $("guess").onclick = askGuesses;
   $("projector").onclick = () => {

@@ -1,6 +1,7 @@
-// Attention of one head, for one query: Head.forward of model.py for the newest character.
+// Attention of one head, for one query, that of the newest character.
 
-/** Return { weights, mix }: how much the query looks at each column, and the values mixed with these weights.
+/** Return { scores, weights, mix }: how well each key matches the query, how much the query therefore looks at each
+ *  column, and the values mixed with these weights.
  *
  *  query         Float32Array (size)
  *  keys, values  Float32Arrays (columns, size)
@@ -17,5 +18,5 @@ export function attend(query, keys, values, masked) {
   const total = exponents.reduce((sum, x) => sum + x, 0);
   const weights = exponents.map((x) => x / total);
   const mix = query.map((_, i) => weights.reduce((sum, weight, column) => sum + weight * values[column * size + i], 0));
-  return { weights, mix };
+  return { scores, weights, mix };
 }

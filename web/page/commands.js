@@ -12,21 +12,27 @@ const MOST_WITH_MISTAKE = 120; // new tokens
 let about, table, run;
 
 export const COMMANDS = {
-  /** Load everything. Returns model.json. */
-  async load() {
-    const files = ["model.json", RUNTIME, "model.onnx.gz", "ngrams.bin.gz"];
-    const arriving = files.map((name) => part(name, () => fetched(name)));
-    const module = part("ort/ort.wasm.min.mjs", () => import("./ort/ort.wasm.min.mjs"));
-    const [json, wasm, model, ngrams, ort] = await Promise.all([...arriving, module]);
+  /** Return model.json. */
+  async about() {
+    const json = await part("model.json", () => fetched("model.json"));
     about = await part("model.json", () => JSON.parse(new TextDecoder().decode(json)));
     about.chars = [...about.chars]; // by code points, as Python counts
+    return about;
+  },
+
+  /** Load everything else. */
+  async load() {
+    const files = [RUNTIME, "model.onnx.gz", "ngrams.bin.gz"];
+    const arriving = files.map((name) => part(name, () => fetched(name)));
+    const module = part("ort/ort.wasm.min.mjs", () => import("./ort/ort.wasm.min.mjs"));
+    const [wasm, model, ngrams, ort] = await Promise.all([...arriving, module]);
     ort.env.logLevel = "error";
     ort.env.wasm.numThreads = 1; // more would need headers that http.server does not send
     ort.env.wasm.wasmPaths = new URL("ort/", import.meta.url).href;
     ort.env.wasm.wasmBinary = wasm;
     await part("The model", () => createNetwork(ort, new Uint8Array(model), about));
     if (ngrams.byteLength) table = await part("ngrams.bin.gz", () => readNgrams(ngrams, about.chars.length));
-    return { ...about, guesses: Boolean(table) };
+    return { guesses: Boolean(table) };
   },
 
   /** Start a run, called `name` in its events. */

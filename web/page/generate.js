@@ -152,7 +152,8 @@ const MISTAKES = {
 
 /** Generate `steps` tokens with the cache and a mistake.
  *
- *  Returns a picture of the last step with `ids`, `logits` of every step, and `masked`: the column that its mask hides.
+ *  Returns a picture of the last step with `ids`, `logits` of every step, `slots`, the token of each column, and
+ *  `masked`, the column that its mask hides.
  */
 async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, isStopped, breathe) {
   const T = prompt.length;
@@ -160,14 +161,17 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
   const position = mistake.position ?? ((i) => i);
   const ids = [...prompt];
   const logits = [];
+  let slots = [...prompt]; // the token whose column is in each slot of the cache
   let masked;
 
   // prefill
   let result = await forward(prompt, emptyCache(), { keep: true });
+  if (mistake.again) slots.push(prompt.at(-1));
   if (mistake.again) result = await forward(prompt.slice(-1), result.cache, { positions: [T], keep: true });
   if (mistake.other) {
     const other = prompt.map((id) => (id + 1) % vocabSize);
     result.cache = (await forward(other, emptyCache(), { keep: true })).cache;
+    slots = other;
   }
 
   // decode
@@ -179,9 +183,10 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
     if (step === steps - 1) break;
     const past = mistake.overwrite ? columns(result.cache, 0, T) : result.cache;
     if (mistake.mask) masked = columnsOf(past) - 1;
+    slots = [...slots.slice(0, columnsOf(past)), ids.at(-1)];
     result = await forward(ids.slice(-1), past, { positions: [position(ids.length - 1, T)], masked, keep: true });
   }
-  return { ...picture(result), ids, masked, logits };
+  return { ...picture(result), ids, slots, masked, logits };
 }
 
 /** Generate with a mistake and without, and compare for as long as both have been fed the same text.
@@ -192,6 +197,7 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
  *    at, should     that index, or that of the most wrong logits; and the token that should be there
  *    largest        the largest error in a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
+ *    slots, masked  the tokens whose columns are in the cache, and the column that is hidden
  *    differences    of the columns, see network.js
  */
 export async function compareMistake(run, steps, name, vocabSize, isStopped, breathe) {
@@ -214,7 +220,7 @@ export async function compareMistake(run, steps, name, vocabSize, isStopped, bre
   return {
     ids: wrong.ids, right: run.right.ids, first, at: T + step, should: run.right.ids[T + step], largest,
     before: softmax(run.right.logits[step]), after: then.probabilities,
-    columns: then.columns, queries: then.queries, masked: then.masked,
+    columns: then.columns, queries: then.queries, slots: then.slots, masked: then.masked,
     differences: differences(run.right.columns, then.columns, count),
   };
 }

@@ -13,7 +13,8 @@ const assertClose = (got, expected) => {
 };
 
 test("weights and mix are PyTorch's", () => {
-  const { weights, mix } = attend(QUERY, flat(KEYS), flat(VALUES));
+  const { scores, weights, mix } = attend(QUERY, flat(KEYS), flat(VALUES));
+  assertClose(scores, [-1, 0, 0.75]); // products that one can add up by hand, divided by the root of 4
   // q, k, v: the tensors above, q of shape (1, 4). (q @ k.T / 2).softmax(-1), F.scaled_dot_product_attention(q, k, v)
   assertClose(weights, [0.105564475, 0.286953986, 0.607481599]);
   assertClose([...mix], [-0.029519126, -1.467838764, 0.924175024, 1.60364747]);

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT
+from kvgpt.interop.webpage import with_modules
 
 PAGE = ROOT / "web" / "page"
 HTML = (PAGE / "index.html").read_text(encoding="utf-8")
@@ -23,7 +24,7 @@ def test_its_unit_tests_pass(file):
 
 def test_all_modules_are_preloaded():
     """Otherwise the browser requests them one after the other, as it finds the imports."""
-    preloaded = re.findall(r'rel="modulepreload" href="([^"]+)"', HTML)
-    ours = {file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*.js")} - {"app.js", "start.js"}  # in <script>
+    ours = {file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*.js")}
     runtime = {"ort/ort.wasm.min.mjs", "ort/ort-wasm-simd-threaded.mjs"}
-    assert sorted(preloaded) == sorted(ours | runtime)
+    preloaded = re.findall(r'rel="modulepreload" href="([^"]+)"', with_modules(HTML, ours | runtime | {"page.png"}))
+    assert sorted(preloaded) == sorted((ours | runtime) - {"app.js", "start.js"})  # those are in <script>

@@ -108,7 +108,8 @@ seen.answers = await visit(plan.site, (page) =>
     const { whoseTurn } = await import("./generate.js");
     const on = [];
     const worker = startWorker((event, data) => event === "step" && on.push(data.on));
-    const info = await worker.call("load");
+    const info = await worker.call("about");
+    await worker.call("load");
     await worker.call("begin", 1, prompt, steps, { ...sampling, seed: BigInt(sampling.seed) });
     await worker.call("advance", Infinity);
     const kept = keptColumns(info);
@@ -166,7 +167,7 @@ await visit(plan.site, async (page) => {
   seen.stage = { marked: [], boxes: [] };
   const box = async () => {
     const boxes = await page.evaluate(() =>
-      ["text", "strip", "next", "form"].map((id) => {
+      ["strip", "next", "form"].map((id) => {
         const { x, y, bottom } = document.getElementById(id).getBoundingClientRect();
         return [x, y + scrollY, bottom + scrollY];
       }),
@@ -198,8 +199,8 @@ await visit(plan.site, async (page) => {
   await step(page, 3);
   await page.click("[data-guess=right]");
   seen.stage.change = [await said(page, "#change-verdict"), await result(page)];
-  await page.click("#deeper");
-  await page.waitForFunction(() => document.getElementById("change-verdict").textContent.includes("layer 2"));
+  await page.click("#layer label >> nth=0");
+  await page.waitForFunction(() => document.getElementById("change-verdict").textContent.includes("layer 1"));
   seen.stage.change.push(await said(page, "#change-verdict"), await result(page));
   await box();
   for (const letter of "abcdefgabcdefgabcdefgabc") await page.locator("#changed").selectOption(letter);
@@ -243,7 +244,7 @@ async function mistakes(page) {
   await drawn(page);
 }
 
-// where the labels are while the model is loading, and afterwards
+// where the labels are while the model is loading, and afterwards; and what the first picture shows
 {
   const page = await browser.newPage({ viewport: { width: 1280, height: 720 } });
   const places = () =>
@@ -256,10 +257,21 @@ async function mistakes(page) {
     await arrived;
     await route.continue();
   });
+  const picture = async () => {
+    await said(page, "#take-verdict");
+    return page.evaluate(() => ["text", "take-verdict", "next"].map((id) => document.getElementById(id).textContent));
+  };
   await page.goto(plan.site);
+  await page.locator("#cells .fresh").waitFor();
+  await drawn(page);
   seen.labels = [await places()];
+  await page.click("#take"); // before the model has arrived
+  seen.opening = [await picture()];
   arrive();
   await idle(page);
+  seen.opening.push(await picture());
+  await page.click("#take");
+  await drawn(page);
   seen.labels.push(await places());
   await page.close();
 }
@@ -345,7 +357,7 @@ await visit(plan.site + "#step-2", async (page) => {
     let wasRunning = false; // the first frame of a race still shows what was there before
     const watch = () => {
       const lit = [0, 1].map((row) => document.querySelectorAll(`#row-${row} .lit, #row-${row} .kept`).length);
-      const next = !document.getElementById("to-step-3").hidden;
+      const next = !document.getElementById("next-step").hidden;
       const running = document.body.dataset.state === "running";
       const began = wasRunning && document.getElementById("rows-off").textContent !== "0";
       if (began && running) window.lit.push([...lit, next]);
@@ -364,7 +376,7 @@ await visit(plan.site + "#step-2", async (page) => {
 seen.past = {};
 await visit(plan.site, async (page) => {
   await fill(page, { prompt: "A cab" });
-  await drawn(page);
+  await idle(page);
   const disabled = () => page.evaluate(() => ["take", "back", "run"].map((id) => document.getElementById(id).disabled));
   seen.past.edited = await disabled();
   await page.click("#one");
@@ -393,7 +405,7 @@ await visit(plan.site + "#step-3", async (page) => {
   await page.click("#unchange");
   await idle(page);
   await page.setViewportSize({ width: 320, height: 600 }); // too low for all lines of the text
-  await page.evaluate(() => (document.documentElement.style.fontSize = "200%"));
+  await page.evaluate(() => (document.documentElement.style.fontSize = "300%"));
   await drawn(page);
   await drawn(page);
   seen.past.scrolled = await page.evaluate(() => {

@@ -1,4 +1,4 @@
-// Step 4: the list of mistakes, each with its text, its bug and its largest error in a logit, called a score here.
+// Step 4: the list of mistakes, each with its text, its bug and its largest error in a logit.
 import { $, element, glyph, quoted } from "./draw.js";
 
 // name: [what was done, what that means, the line with the bug, the right line]
@@ -58,7 +58,7 @@ export function drawMistake(chars, name, given, { ids, first, largest }) {
   const mark = element("mark", first < 0 ? "" : text(first, first + 1));
   const [small, output] = labels[name].querySelectorAll("small, output");
   output.replaceChildren(text(from, wrong), mark, text(first < 0 ? wrong : wrong + 1, from + EXCERPT));
-  small.textContent = largest < SAME ? "nothing wrong" : `off by ${largest.toFixed(1)}`;
+  small.textContent = largest < SAME ? "nothing wrong" : `logits off by ${largest.toFixed(1)}`;
 }
 
 /** Return the answer to a mistake in sentences. keys, values: how many are wrong in the first layer. */
@@ -67,10 +67,10 @@ export function mistakeInWords(chars, name, { ids, first, should, largest }, key
   if (largest < SAME) return `${meaning} Nothing is wrong this time, because no step reads what it spoils.`;
   const count = (number, what) => `${number || "no"} ${what}${number === 1 ? "" : "s"}`;
   const layer = `In layer 1, where it starts, ${count(keys, "key")} and ${count(values, "value")} are wrong.`;
-  const score = `A score is off by up to ${largest.toFixed(2)}. ${layer}`;
-  if (first < 0) return `${meaning} The cache is wrong, but no character changed this time. ${score}`;
+  const wrong = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
+  if (first < 0) return `${meaning} The cache is wrong, but no character changed this time. ${wrong}`;
   const [is, ought] = [ids[first], should].map((id) => quoted(chars[id]));
-  return `${meaning} The first wrong character is number ${first + 1}: ${is} instead of ${ought}. ${score}`;
+  return `${meaning} The first wrong character is number ${first + 1}: ${is} instead of ${ought}. ${wrong}`;
 }
 
 /** Show which mistake is on the stage, or none, and its line of code. */

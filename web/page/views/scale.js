@@ -1,16 +1,17 @@
 // Step 5: what a cache costs in models of real size. A calculator, independent of the run.
 import { $, element, inEnglish } from "./draw.js";
 
-const FIELDS = ["layers", "heads", "size", "bytes", "tokens"];
+const FIELDS = ["parameters", "layers", "heads", "size", "bytes", "tokens"];
+const GPU = 80e9; // bytes
 const LLAMA = "Llama 3 8B";
 
 /** Make the calculator. info: model.json, because the model of this page is one of the choices. */
-export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size }) {
+export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size, parameters }) {
   const models = {
-    "this page": [n_layer, n_kv_head, head_size, 4, block_size],
-    "GPT-2": [12, 12, 64, 2, 1024],
-    [LLAMA]: [32, 8, 128, 2, 8192],
-    "Llama 3 70B": [80, 8, 128, 2, 8192],
+    "this page": [parameters / 1e9, n_layer, n_kv_head, head_size, 4, block_size],
+    "GPT-2": [0.124, 12, 12, 64, 2, 1024],
+    [LLAMA]: [8.03, 32, 8, 128, 2, 8192],
+    "Llama 3 70B": [70.6, 80, 8, 128, 2, 8192],
   };
   const queryHeads = { "this page": n_head, "GPT-2": 12, [LLAMA]: 32, "Llama 3 70B": 64 };
   const field = (name) => $(`scale-${name}`);
@@ -22,15 +23,17 @@ export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size })
     const numbers = FIELDS.map((name) => Number(field(name).value));
     const isWhole = numbers.every((number) => number > 0);
     $("scale-result").hidden = !isWhole;
-    $("scale-sharing").textContent = sharing(queryHeads[field("model").value], numbers[1]);
+    $("scale-sharing").textContent = sharing(queryHeads[field("model").value], numbers[2]);
     if (!isWhole) return ($("scale-formula").textContent = "Each field needs a number above 0.");
-    const [layers, heads, size, bytes, tokens] = numbers;
+    const [billions, layers, heads, size, bytes, tokens] = numbers;
     const token = 2 * layers * heads * size * bytes;
     const factors = `${layers} layers × ${heads} heads × ${size} numbers × ${bytes} bytes`;
     $("scale-formula").textContent = `A key and a value: 2 × ${factors} = ${inEnglish(token)} bytes.`;
     field("token").textContent = inBytes(token);
     field("text").textContent = inBytes(token * tokens);
     field("length").textContent = `${inEnglish(tokens)} token${tokens === 1 ? "" : "s"}`;
+    field("slider").value = Math.log2(tokens);
+    drawGpu(billions * 1e9 * bytes, token * tokens, inEnglish(tokens));
   };
   field("model").append(...Object.keys(models).map((name) => element("option", name)), element("option", "your own"));
   field("model").value = LLAMA;
@@ -41,8 +44,32 @@ export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size })
       calculate();
     };
   }
+  field("slider").oninput = () => {
+    field("tokens").value = Math.round(2 ** field("slider").value);
+    calculate();
+  };
   choose();
 }
+
+/** Draw the memory of a GPU: the weights, and the cache of each user who fits next to them. */
+function drawGpu(weights, user, tokens) {
+  const share = weights / user;
+  const compared = share >= 1 ? `: ${times(share)} of these are as large as the weights` : `: ${times(1 / share)} times the weights`;
+  $("scale-compared").textContent = compared;
+  const users = Math.max(0, Math.floor((GPU - weights) / user));
+  const part = (bytes) => `${(100 * bytes) / GPU}%`;
+  const bar = element("i", "weights", { className: "weights" });
+  bar.style.width = part(Math.min(weights, GPU));
+  const caches = Array.from({ length: Math.min(users, 200) }, () => element("i"));
+  for (const each of caches) each.style.width = `calc(${part((user * users) / caches.length)} - 1px)`;
+  $("gpu").replaceChildren(bar, ...caches);
+  const fit = `holds the weights and the caches of ${inEnglish(users)} user${users === 1 ? "" : "s"} with ${tokens} tokens each.`;
+  const none = weights > GPU ? "is too small for the weights alone." : "holds the weights, but not one cache as long as this.";
+  $("scale-users").textContent = `An 80 GB GPU ${users ? fit : none}`;
+  $("gpu").ariaLabel = $("scale-users").textContent;
+}
+
+const times = (number) => (number < 10 ? Number(number.toFixed(1)) : inEnglish(Math.round(number)));
 
 /** Return how many query heads share a key/value head, in words, or "" if the number of query heads is unknown. */
 function sharing(queryHeads, heads) {

@@ -16,7 +16,7 @@ export function measure() {
   size.cell = (width - size.gap) / (size.cells + 1);
   $("strip").style.setProperty("--cell", `${size.cell}px`);
   $("strip").style.setProperty("--count", size.cells);
-  for (const id of ["cells", "attention", "row-0", "row-1"]) {
+  for (const id of ["cells", "scores", "attention", "row-0", "row-1"]) {
     const tag = id === "cells" ? "button" : "i";
     const make = () => element(tag, "", { type: "button", tabIndex: -1 });
     $(id).replaceChildren(...Array.from({ length: size.cells }, make));
@@ -45,18 +45,21 @@ function frame(id, begin, end, from) {
 
 /** Draw the visible characters and the frames around their columns.
  *
- *  shown     what is on the stage: { ids, fed, masked, position }; `fed` ids have a column and get a cell
+ *  shown     what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
+ *            cell; at: the index of the next character in ids, if not after the slots
  *  computed  how many of the newest columns this step computed with the cache
  *  wrong     the index of a wrong or changed character, or null
  *  weights   how much attention each column gets, or null
  */
 export const drawCells = remember((chars, shown, from, computed, wrong, marked, weights) => {
-  const { ids, fed, masked, position } = shown;
+  const { ids, slots, masked, position } = shown;
+  const fed = slots.length;
+  const at = shown.at ?? fed;
   const end = Math.min(fed, from + size.cells);
   const inSight = (index) => index !== null && index >= from && index < end;
   const reachable = inSight(marked) ? marked : end - 1; // with the Tab key
   [...$("cells").children].forEach((cell, i) => {
-    const [index, number, char] = [from + i, from + i + 1, chars[ids[from + i]]];
+    const [index, number, char] = [from + i, from + i + 1, chars[slots[from + i]]];
     const there = inSight(index);
     cell.textContent = there ? glyph(char) : "";
     cell.dataset.number = there && (number % 10 === 0 || index === marked) ? number : "";
@@ -67,6 +70,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
     cell.ariaLabel = there ? `character ${number}, ${quoted(char)}${share}` : "no character yet";
   });
 
+  frame("recomputed-frame", 0, fed, from);
   frame("computed-frame", fed - computed, fed, from);
   frame("kept-frame", 0, position ?? 0, from);
   frame("masked-frame", masked ?? 0, (masked ?? -1) + 1, from);
@@ -76,12 +80,20 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
   $("asks").style.left = `${left(newest)}px`;
   $("asks").style.width = `${left(size.cells) + size.gap + size.cell / 2 - left(newest)}px`;
 
-  $("asking").textContent = fed ? `“${glyph(chars[ids[fed - 1]])}”` : "?";
-  $("next-cell").textContent = fed && fed < ids.length ? glyph(chars[ids[fed]]) : "?";
-  classes($("next-cell"), { wrong: fed && wrong === fed });
+  $("asking").textContent = fed ? `“${glyph(chars[slots[fed - 1]])}”` : "?";
+  $("next-cell").textContent = fed && at < ids.length ? glyph(chars[ids[at]]) : "?";
+  classes($("next-cell"), { wrong: fed && wrong === at });
   $("earlier").textContent = from ? `← ${from}` : "";
   $("later").textContent = fed > end ? `${fed - end} →` : "";
 });
+
+/** Animate a step: orange sweeps over the columns that are computed again without a cache, and the new one arrives. */
+export function animateStep() {
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+  const sweep = [{ clipPath: "inset(0 100% 0 0)", opacity: 1 }, { clipPath: "inset(0)", opacity: 1 }, { opacity: 0 }];
+  $("recomputed-frame").animate(sweep, 180);
+  $("computed-frame").animate([{ translate: "0 -0.6rem", opacity: 0 }, {}], 180);
+}
 
 /** Return the root mean square of numbers, the unit of their shades. */
 function unit(numbers) {
@@ -106,15 +118,16 @@ function drawColumn(context, numbers, scale, x, width, height, strength) {
  *  run        its columns of the prompt set the unit of the shades, so no later column changes them
  *  beyond     what is drawn beyond the strip, or null: a Float32Array (head size)
  *  strengths  of the columns, 0 to 1, or null: all 1
+ *  matched    the index of a key that is compared with what is beyond the strip, or null
  */
 function laneView(kind, name) {
-  return remember((shown, run, layer, head, beyond, strengths, from) => {
+  return remember((shown, run, layer, head, beyond, strengths, from, matched) => {
     const canvas = $(name);
     const { context, height } = blank(canvas);
     const { headSize, length } = shown.kept;
     const lane = shown.kept.lane(layer, kind, head);
     const scale = unit(run.kept.lane(layer, kind, head).subarray(0, run.given * headSize));
-    const [ink, empty] = [colour("ink"), colour("empty")];
+    const [ink, empty] = [colour(name), colour("empty")];
     const place = (numbers, x, width, scale, strength) => {
       context.fillStyle = numbers ? ink : empty;
       if (numbers) drawColumn(context, numbers, scale, x, width, height, strength);
@@ -126,12 +139,54 @@ function laneView(kind, name) {
       place(numbers, left(i), left(i + 1) - left(i) - 1, scale, strengths?.[index] ?? 1);
     }
     place(beyond, left(size.cells) + size.gap, Math.floor(size.cell) - 1, beyond && unit(beyond), 1);
+    if (beyond && matched !== null && matched >= from && matched < Math.min(length, from + size.cells)) {
+      drawMatch(context, lane.subarray(matched * headSize, (matched + 1) * headSize), beyond, matched - from, height);
+    }
     canvas.ariaLabel = `The ${name} of layer ${layer + 1}, head ${head + 1}: ${length} columns`;
   });
 }
 
+/** Lay the query next to the key in a cell, and draw the product of each pair of numbers as a bar: to the right where they
+ *  agree, and a pale one to the left where they do not. The sum of the products is the score. */
+function drawMatch(context, key, query, cell, height) {
+  const products = key.map((x, i) => x * query[i]);
+  const most = Math.max(...products.map(Math.abs));
+  const [own, bars] = [Math.floor(size.cell) - 1, 4 * size.cell];
+  const isLast = left(cell + 1) + own + bars > left(size.cells);
+  const queryX = isLast ? left(cell) - own - 1 : left(cell + 1);
+  const barsX = isLast ? queryX - bars : queryX + own + 1;
+  const ink = context.fillStyle;
+  context.fillStyle = colour("paper");
+  context.fillRect(Math.min(queryX, barsX) - 1, 0, own + bars + 2, height);
+  context.fillStyle = colour("keys");
+  drawColumn(context, query, unit(query), queryX, own, height, 1);
+  const step = height / products.length;
+  const zero = barsX + bars / 2;
+  products.forEach((product, row) => {
+    const width = (Math.abs(product) / most) * (bars / 2 - 2);
+    context.globalAlpha = product > 0 ? 1 : 0.3;
+    context.fillRect(product > 0 ? zero : zero - width, Math.round(row * step), width, Math.max(1, Math.round(step) - 1));
+  });
+  context.globalAlpha = 1;
+  context.fillStyle = ink;
+}
+
 export const drawKeys = laneView(0, "keys");
 export const drawValues = laneView(1, "values");
+
+/** Draw how well each key matches the query: up for a score above zero, down for one below. */
+export const drawScores = remember((scores, from) => {
+  const finite = scores?.filter(Number.isFinite) ?? [];
+  const most = Math.max(1e-6, ...finite.map(Math.abs));
+  [...$("scores").children].forEach((bar, i) => {
+    const score = scores?.[from + i];
+    bar.style.height = Number.isFinite(score) ? `${(50 * Math.abs(score)) / most}%` : 0;
+    classes(bar, { below: score < 0 });
+  });
+  const best = scores?.indexOf(Math.max(...finite));
+  const label = `Scores: the key of character ${best + 1} matches the query best, ${scores?.[best]?.toFixed(1)}`;
+  $("scores").ariaLabel = scores ? label : "No scores yet";
+});
 
 /** Draw how much of its attention the newest character gives to each column. The bars are scaled to the same height in
  *  every head, so the tallest visible one is labelled with its share. */

@@ -1,4 +1,4 @@
-// The work so far, with and without the cache: counts with their pictures, and how far and how fast both are.
+// The work so far, with and without the cache: counts with their pictures, and the two clocks.
 import { $, blank, colour, inEnglish, remember } from "./draw.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
@@ -26,9 +26,7 @@ export const drawSums = remember((run, blockSize, parameters) => {
     const steps = run[name];
     const [rows, ms] = ["rows", "ms"].map((what) => steps.map((step) => step[what]));
     drawSteps(name, rows, given, blockSize);
-    $(`track-${name}`).style.width = `${(30 * steps.length) / request.steps}%`;
-    const progress = `${steps.length} of ${request.steps} characters, ${(sum(ms) / 1e3).toFixed(2)} s`;
-    $(`time-${name}`).textContent = steps.length ? `${name === "on" ? "with" : "without"}: ${progress}` : "";
+    $(`time-${name}`).textContent = `${(sum(ms) / 1e3).toFixed(1)} s`;
     return { rows: sum(rows.slice(0, same)), ms: sum(ms.slice(0, same)) };
   });
   const less = same ? without.rows / withIt.rows : 1;
