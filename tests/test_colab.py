@@ -159,11 +159,12 @@ def test_its_outputs_are_what_the_cells_print_today(lesson):
 def test_the_stored_training_has_todays_settings():
     import train
     from helpers import CPU
-    from sample import PRETRAINED, load_model
+    from model import load_model
+    from sample import PRETRAINED
     from train import TrainState, parse_flags, pick_dtype, resolve_config
 
     command = re.search(r"!python train\.py (.*)", sources()["train"]).group(1)
-    config = resolve_config(parse_flags("", command.format(data_dir="data", out_dir="out").split()), on_gpu=False)
+    config = resolve_config(parse_flags(command.format(data_dir="data", out_dir="out").split()), on_gpu=False)
     vocab_size = len(load_model(PRETRAINED)[1].vocab)  # of tiny Shakespeare, too
     model = train.GPT(train.GPTConfig(vocab_size=vocab_size, **config.model_args()))
     today = train.describe(config, TrainState(model, config, CPU, pick_dtype(config.dtype, CPU)), "characters")

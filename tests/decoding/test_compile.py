@@ -347,8 +347,8 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
     "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
     "sampler": ("score = logits + sampling.temperature * noise", "score = logits + 2 * sampling.temperature * noise"),
     "cache": (
-        "pos = torch.arange(start, start + T, device=idx.device)",
-        "pos = torch.arange(start, start + T, device=idx.device).sub(start > 9).clamp(min=0)",
+        "pos = torch.arange(start, start + T, device=idx.device).expand(len(idx), T)",
+        "pos = torch.arange(start, start + T, device=idx.device).expand(len(idx), T) + (start > 0)",
     ),
     "constructor": ('"tanh" if config.activation == "gelu_tanh" else "none"', '"tanh"'),
 }
