@@ -33,7 +33,7 @@ compare: .venv/installed
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --no-kv_cache
 	@echo
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --kv_cache --verify
-	@echo; echo "and with guesses and the C backend"
+	@echo; echo "and with drafts and the C backend"
 	$(BIN)/python sample.py $(PROMPT) --ckpt assets/shakespeare.pt --draft ngram --compile
 
 demo: compare $(DEMO)/ckpt.pt
