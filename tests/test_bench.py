@@ -87,7 +87,7 @@ def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_p
 @pytest.mark.slow
 def test_an_edited_model_is_measured_without_the_variants_that_know_another(tmp_path):
     """A copy of the project whose model.py has RMSNorm instead of LayerNorm."""
-    for name in ("bench.py", "model.py", "kvgpt"):
+    for name in ("bench.py", "model.py", "train.py", "sample.py", "kvgpt"):
         (shutil.copytree if name == "kvgpt" else shutil.copy)(ROOT / name, tmp_path / name)
     source, old = (ROOT / "model.py").read_text(encoding="utf-8"), "nn.LayerNorm(config.n_embd, bias=config.bias)"
     assert old in source
