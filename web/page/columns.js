@@ -7,10 +7,9 @@ export function keptColumns({ n_layer, n_kv_head, head_size, block_size }) {
   const kept = {
     length: 0,
     headSize: head_size,
-    /** Add new columns: per slot a Float32Array (heads, new columns, head_size). */
-    add(columns) {
-      const count = columns[0].length / (n_kv_head * head_size);
-      columns.forEach((data, slot) => {
+    /** Add the columns of a cache: see cache.js. */
+    add({ length: count, slots: added }) {
+      added.forEach((data, slot) => {
         for (let head = 0; head < n_kv_head; head++) {
           const part = data.subarray(head * count * head_size, (head + 1) * count * head_size);
           slots[slot].set(part, (head * block_size + kept.length) * head_size);

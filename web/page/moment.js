@@ -6,9 +6,15 @@
 //   change    step 3: the character that is changed; to: what it is changed to
 //   mistake   step 4
 //   projector whether the page is large
+import { STEPS } from "./steps.js";
 
 const NUMBERS = ["at", "layer", "head", "take", "change"];
 const WORDS = ["to", "mistake", "projector"];
+
+/** Return the step in the address. */
+export function readStep() {
+  return Number(location.hash.match(/^#step-([1-5])$/)?.[1] ?? 1);
+}
 
 /** Return the moment in the address, without the entries that the address does not have. */
 export function readMoment() {
@@ -17,6 +23,23 @@ export function readMoment() {
   for (const name of NUMBERS) if (/^[1-9]\d{0,8}$/.test(query.get(name))) moment[name] = Number(query.get(name));
   for (const name of WORDS) if (query.get(name)) moment[name] = query.get(name);
   return moment;
+}
+
+/** Return the moment that the page shows. What a step starts with is null. */
+export function momentOf({ state, lookOfStep, prepared }) {
+  const { run, answer, info, step, layer, head } = state;
+  const at = run.given + Math.min(run.on.length, run.off.length);
+  const look = lookOfStep();
+  return {
+    at: !STEPS[step - 1].prepares || at === prepared(run) ? null : at,
+    layer: layer === look.layer ? null : layer + 1,
+    head: head === look.head ? null : head + 1,
+    take: answer?.kind === "take" ? answer.masked + 1 : null,
+    change: answer?.kind === "change" ? answer.position + 1 : null,
+    to: answer?.kind === "change" ? info.chars[answer.ids[answer.position]] : null,
+    mistake: answer?.name,
+    projector: state.projector ? "on" : null,
+  };
 }
 
 /** Put a moment into the address, next to the form. Entries that are null or undefined are left out. */

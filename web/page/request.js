@@ -1,4 +1,5 @@
 // What the reader asks for: the form, checked, and the address, which holds the same.
+import { characters } from "./words.js";
 
 export const FIELDS = ["prompt", "temperature", "top_k", "seed", "max_new_tokens"];
 
@@ -73,10 +74,6 @@ function number(field, pattern, fits, must) {
 function count(field) {
   const fits = (text) => !text || (text >= 1 && text < 2 ** 31);
   return Number(number(field, /^\d*$/, fits, "empty or a whole number from 1 to 2³¹ − 1")) || null;
-}
-
-export function characters(count) {
-  return `${count} character${count === 1 ? "" : "s"}`;
 }
 
 // -- the address --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { characters, FIELDS, readAddress, readRequest, writeAddress } from "../page/request.js";
+import { FIELDS, readAddress, readRequest, writeAddress } from "../page/request.js";
+import { characters } from "../page/words.js";
 
 const CHARS = "\n !',-.ROabemo";
 const info = { chars: [...CHARS], ids: new Map([...CHARS].map((char, id) => [char, id])), block_size: 16 };

@@ -1,5 +1,6 @@
 // The text, character by character. Each is an element, so that it can be pointed at, marked and clicked.
-import { $, classes, element, glyph, onForget, remember } from "./draw.js";
+import { glyph } from "../words.js";
+import { $, classes, element, onForget, remember } from "./draw.js";
 
 /** Return the view of a text in the pane `id`. In step 2 there are two, with the cache and without. */
 function textView(id) {
