@@ -55,6 +55,13 @@ function resize() {
   store.set({ cells: stage.measure() });
 }
 
+/** Draw for paper, or for the screen again. */
+function print(isPaper) {
+  document.body.toggleAttribute("data-print", isPaper);
+  resize();
+  draw(state); // the picture is taken before the next frame
+}
+
 async function load() {
   const info = await worker.call("about").catch(store.fail);
   if (!info) return;
@@ -63,6 +70,8 @@ async function load() {
   makePage(info);
   store.set({ info, step: readStep(), projector: Boolean(readMoment().projector), changed: info.ids.get("q") ?? 0 });
   const { readForm } = listen(store, worker, resize);
+  window.onbeforeprint = () => print(true);
+  window.onafterprint = () => print(false);
   resize();
   if (info.opening && STEPS[state.step - 1].runs && !location.search) store.open();
 
