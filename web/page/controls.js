@@ -49,7 +49,12 @@ export function listen(store, worker, resize) {
   for (const name of FIELDS) fields[name].oninput = readForm;
   $("one").onclick = () => play(1);
   $("back").onclick = store.goBack;
-  for (const button of $("race").children) button.onclick = () => play(Infinity, Number(button.dataset.times));
+  for (const button of $("race").children) {
+    button.onclick = () => {
+      play(Infinity, Number(button.dataset.times));
+      requestAnimationFrame(() => $("factor").scrollIntoView({ block: "nearest" })); // on a phone, the race is below
+    };
+  }
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
   $("take").onclick = () => (state.answer ? store.show(null) : store.takeOut());
   for (const button of $("guesses").querySelectorAll("button")) {

@@ -38,7 +38,8 @@ function textView(id) {
     });
     const end = wrong ?? ids.length - 1;
     const { offsetTop = 0, offsetHeight = 0 } = pane.children[end] ?? {};
-    if (end !== shown) pane.scrollTop = offsetTop + (offsetHeight - pane.clientHeight) / 2;
+    const middle = offsetTop + (right ? 0 : offsetHeight / 2); // of a pair: between the two
+    if (end !== shown) pane.scrollTop = middle - pane.clientHeight / 2;
     shown = end;
   });
 }
