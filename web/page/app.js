@@ -1,8 +1,7 @@
 // The page: connects the store, the controls and the views, and loads the model.
+import { momentOf, readForm, readMoment, readStep, writeAddress } from "./address.js";
 import { startWorker } from "./client.js";
 import { listen } from "./controls.js";
-import { momentOf, readMoment, readStep, writeMoment } from "./moment.js";
-import { readAddress, writeAddress } from "./request.js";
 import { STEPS } from "./steps.js";
 import { createStore } from "./store.js";
 import { $, element, forgetDrawings } from "./views/draw.js";
@@ -42,8 +41,7 @@ function keepAddress() {
   clearTimeout(writing);
   writing = setTimeout(() => {
     if (!state.run || state.refused || ["loading", "preparing", "running"].includes(state.phase)) return;
-    writeAddress(fields);
-    writeMoment(momentOf(store));
+    writeAddress(fields, momentOf(store));
   }, 200);
 }
 
@@ -69,7 +67,7 @@ async function load() {
   info.heads = info.n_layer * info.n_head;
   makePage(info);
   store.set({ info, step: readStep(), projector: Boolean(readMoment().projector), changed: info.ids.get("q") ?? 0 });
-  const { readForm } = listen(store, worker, resize);
+  const controls = listen(store, worker, resize);
   window.onbeforeprint = () => print(true);
   window.onafterprint = () => print(false);
   resize();
@@ -79,7 +77,7 @@ async function load() {
   if (!loaded) return;
   $("guess-section").hidden = !loaded.guesses;
   store.set({ phase: "ready" });
-  readForm();
+  controls.submit();
 }
 
 /** Fill in what depends on the model. */
@@ -98,7 +96,7 @@ function makePage(info) {
   makeMistakes(store.showMistake);
   makeScale(info);
   for (const name of ["prompt", "temperature", "seed"]) fields[name].value = fields[name].defaultValue = info.start[name];
-  readAddress(fields);
+  readForm(fields);
 
   // on GitHub Pages, the address tells where the code is
   const owner = location.hostname.match(/^([\w-]+)\.github\.io$/)?.[1];

@@ -1,20 +1,20 @@
 // What the reader does, as transitions of the store.
-import { readMoment, readStep } from "./moment.js";
-import { FIELDS, readAddress, readRequest } from "./request.js";
+import { readForm, readMoment, readStep } from "./address.js";
+import { FIELDS, readRequest } from "./request.js";
 import { STEPS } from "./steps.js";
 import { $ } from "./views/draw.js";
 import { indexAt } from "./views/stage.js";
 import { characterAt } from "./views/text.js";
 import { characters } from "./words.js";
 
-/** Listen to the reader. resize: to call when the size of the stage may have changed. Returns { readForm }. */
+/** Listen to the reader. resize: to call when the size of the stage may have changed. Returns { submit }. */
 export function listen(store, worker, resize) {
   const { state } = store;
   const form = $("form");
   const fields = form.elements;
 
-  /** Read the form. A mistake in it leaves the run alone. Returns whether the form is valid. */
-  function readForm() {
+  /** Follow the form. A mistake in it leaves the run alone. Returns whether the form is valid. */
+  function submit() {
     if (state.phase === "loading") return true; // it is read when the model has arrived
     try {
       store.describe(readRequest(fields, state.info), readMoment());
@@ -29,7 +29,7 @@ export function listen(store, worker, resize) {
 
   function play(count, racing) {
     if (state.phase === "loading") return;
-    if (readForm()) store.play(count, racing);
+    if (submit()) store.play(count, racing);
     else fields[state.refused.name].focus();
   }
 
@@ -46,7 +46,7 @@ export function listen(store, worker, resize) {
     event.preventDefault();
     if (!event.repeat) run();
   };
-  for (const name of FIELDS) fields[name].oninput = readForm;
+  for (const name of FIELDS) fields[name].oninput = submit;
   $("one").onclick = () => play(1);
   $("back").onclick = store.goBack;
   for (const button of $("race").children) {
@@ -93,8 +93,8 @@ export function listen(store, worker, resize) {
   window.onhashchange = () => readStep() !== state.step && follow();
   window.onpopstate = ({ state: held }) => {
     if (!held) return; // a new step, not one that the reader returns to
-    readAddress(fields);
-    readForm();
+    readForm(fields);
+    submit();
     follow(readMoment());
   };
   window.onkeydown = ({ key }) => {
@@ -127,7 +127,7 @@ export function listen(store, worker, resize) {
   }
   new ResizeObserver(resize).observe($("strip"));
   for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) matchMedia(query).onchange = resize;
-  return { readForm };
+  return { submit };
 }
 
 /** Move the focus after the next drawing, because the focused button disappears with it. */

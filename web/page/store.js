@@ -1,6 +1,6 @@
 // The state of the page and what can happen to it. Nothing here knows the document: controls.js calls the transitions, and
 // views/ draws the state and never changes it.
-import { keptColumns } from "./columns.js";
+import { keptColumns } from "./cache.js";
 import { NAMES } from "./mistakes.js";
 import { openingRun, openingWithout } from "./opening.js";
 import { STEPS } from "./steps.js";
@@ -88,7 +88,7 @@ export function createStore(worker, onChange) {
     if (!run.isOpening) run.queries = run.on.at(-1)?.queries ?? null;
   }
 
-  /** Start the run that the form describes, unless it is the present one. moment: see moment.js. */
+  /** Start the run that the form describes, unless it is the present one. moment: see address.js. */
   function describe(request, moment) {
     const { run, answer } = state;
     state.refused = null;
@@ -192,7 +192,7 @@ export function createStore(worker, onChange) {
     set(lookOfStep());
   }
 
-  /** Prepare this step of the lesson, or a moment in it: see moment.js. */
+  /** Prepare this step of the lesson, or a moment in it: see address.js. */
   async function enter(moment = {}) {
     const { run, info } = state;
     const { prepares, enter: begins } = STEPS[state.step - 1];
@@ -321,7 +321,7 @@ export function createStore(worker, onChange) {
   }
 
   const store = {
-    state, set, changed, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, play, pause, goBack,
+    state, set, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, play, pause, goBack,
     show, takeOut, changeCharacter, expect, askMistakes, showMistake, askGuesses, point, mark, click, turnTo,
   };
   return store;

@@ -5,10 +5,9 @@ import { readFileSync } from "node:fs";
 import { gunzipSync } from "node:zlib";
 import * as ort from "../node_modules/onnxruntime-web/dist/ort.wasm.min.mjs";
 import { attend } from "../page/attention.js";
-import { keptColumns } from "../page/columns.js";
-import { begin, changedText, generateWithGuesses, step, takeColumnOut } from "../page/generate.js";
+import { keptColumns } from "../page/cache.js";
+import { begin, step } from "../page/generate.js";
 import { createNetwork } from "../page/network.js";
-import { readNgrams } from "../page/ngrams.js";
 
 const [folder, plan] = [process.argv[2], JSON.parse(process.argv[3])];
 const file = (name) => readFileSync(`${folder}/${name}`);
@@ -17,10 +16,8 @@ info.chars = [...info.chars];
 ort.env.logLevel = "error";
 ort.env.wasm.numThreads = 1;
 const network = await createNetwork(ort, new Uint8Array(gunzipSync(file("model.onnx.gz"))), info);
-const table = readNgrams(new Uint8Array(gunzipSync(file("ngrams.bin.gz"))).buffer, info.chars.length);
 
 const lists = (arrays) => arrays.map((array) => [...array]);
-const breathe = async () => {};
 const run = begin(network, plan.prompt, plan.steps, { ...plan.sampling, seed: BigInt(plan.sampling.seed) });
 const kept = keptColumns(info);
 const steps = [];
@@ -44,11 +41,7 @@ const answers = {
     }),
   ),
 };
-const { masked, probabilities, next } = await takeColumnOut(run, [plan.column], () => false, breathe);
-answers.taken = { masked, probabilities, next };
-const change = await changedText(run, plan.position, plan.changed);
-answers.change = { differences: lists(change.differences), probabilities: change.probabilities, next: change.next };
-const options = { positions: plan.positions, every: true };
-answers.moved = lists((await network.forward(plan.prompt, network.empty, options)).logits);
-answers.guesses = await generateWithGuesses(run, plan.steps, table, () => false, breathe);
+const forward = async (options) => lists((await network.forward(plan.prompt, network.empty, { every: true, ...options })).logits);
+answers.moved = await forward({ positions: plan.positions });
+answers.masked = await forward({ masked: plan.masked });
 console.log(JSON.stringify(answers));

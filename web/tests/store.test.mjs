@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { momentOf } from "../page/address.js";
 import { COMMANDS, use } from "../page/commands.js";
 import { NAMES } from "../page/mistakes.js";
-import { momentOf } from "../page/moment.js";
 import { STEPS } from "../page/steps.js";
 import { createStore } from "../page/store.js";
 import { runInWords } from "../page/words.js";

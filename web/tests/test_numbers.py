@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from helpers import attend, ok
-from kvgpt.decoding.decoder import Decoder
 from kvgpt.interop.webpage import START
-from model import Sampling, gumbel_noise, sample_token
 from oracles import per_head_logits
 from web.tests.conftest import CHARS, CONFIG
 
@@ -24,7 +22,7 @@ def ids_of(text):
 
 PROMPT = ids_of("A cab, dad? ")
 T, STEPS, SAMPLING = len(PROMPT), 18, dict(temperature=1.0, seed=3)
-COLUMN, POSITION, CHANGED = 7, 9, CHARS.index("z")
+MASKED = 7  # a column
 POSITIONS = [0, 1, 2, 2, 5, 6, 7, 8, 20, 21, 22, 30]  # of the prompt
 
 
@@ -32,8 +30,8 @@ POSITIONS = [0, 1, 2, 2, 5, 6, 7, 8, 20, 21, 22, 30]  # of the prompt
 def answers(page):
     if not shutil.which("node"):
         pytest.skip("no node")
-    plan = dict(prompt=PROMPT, steps=STEPS, sampling=SAMPLING | dict(topK=None), positions=POSITIONS)
-    plan |= dict(column=COLUMN, position=POSITION, changed=CHANGED)
+    sampling = SAMPLING | dict(topK=None)
+    plan = dict(prompt=PROMPT, steps=STEPS, sampling=sampling, positions=POSITIONS, masked=MASKED)
     command = ["node", Path(__file__).with_name("numbers.mjs"), page, json.dumps(plan)]
     return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)).stdout)
 
@@ -80,49 +78,12 @@ def test_the_columns_and_the_attention_of_every_head(answers, model, text):
             torch.testing.assert_close(torch.tensor(mix), out.flatten(), atol=1e-5, rtol=1e-4)
 
 
-def without(model, text, column):
-    """The logits after text[:-1] if the newest token may not see a column."""
-    allowed = torch.ones(len(text) - 1, len(text) - 1).tril() == 1
-    allowed[-1, column] = False
-    return logits_of(model, text[:-1], allowed=allowed)[-1]
-
-
-def drawn_last(logits):
-    """The token that the last step draws from different logits, with the same random numbers."""
-    noise = gumbel_noise(SAMPLING["seed"], torch.tensor([0]), torch.arange(STEPS), len(CHARS))[0]
-    return sample_token(logits[None], noise[-1:], Sampling(**SAMPLING)).item()
-
-
-def test_without_a_column(answers, model, text):
-    logits = without(model, text, COLUMN)
-    assert_probabilities(answers["taken"]["probabilities"], logits)
-    assert (answers["taken"]["masked"], answers["taken"]["next"]) == (COLUMN, drawn_last(logits))
-
-
-def test_with_a_changed_character_columns_change_to_the_right_only(answers, model, text):
-    """In the first layer only its own column, because keys and values there depend on a single character."""
-    logits = logits_of(model, [*text[:POSITION], CHANGED, *text[POSITION + 1 : -1]])[-1]
-    assert_probabilities(answers["change"]["probabilities"], logits)
-    assert answers["change"]["next"] == drawn_last(logits)
-    differing = [[i for i, x in enumerate(slot) if x] for slot in answers["change"]["differences"]]
-    assert differing == [[POSITION]] * 2 + [list(range(POSITION, T + STEPS - 1))] * 2
-
-
-def test_at_other_positions(answers, model):
-    torch.testing.assert_close(
-        torch.tensor(answers["moved"]), logits_of(model, PROMPT, POSITIONS).float(), atol=1e-4, rtol=1e-4
-    )
-
-
-def test_guesses_give_the_same_text_in_as_many_forwards_as_the_decoder(answers, model, ngrams, text):
-    ids, rounds = answers["guesses"]["ids"], answers["guesses"]["rounds"]
-    assert ids == text
-    decoder = Decoder(model, "ngram", ngrams)
-    generation = decoder.stream(PROMPT, STEPS, **SAMPLING)
-    list(generation)
-    right, wrong = (sum(len(each[name]) for each in rounds) for name in ("right", "wrong"))
-    assert (len(rounds), right, right + wrong) == (generation.forwards, generation.accepted, generation.offered)
-    assert right and wrong
+def test_at_other_positions_and_with_a_masked_column(answers, model):
+    allowed = torch.ones(T, T).tril() == 1
+    allowed[MASKED + 1 :, MASKED] = False
+    for got, expected in (("moved", dict(positions=POSITIONS)), ("masked", dict(allowed=allowed))):
+        logits = logits_of(model, PROMPT, **expected).float()
+        torch.testing.assert_close(torch.tensor(answers[got]), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_the_first_picture(page, model):
@@ -138,4 +99,7 @@ def test_the_first_picture(page, model):
         torch.testing.assert_close(torch.tensor(opening[name]), cache.flatten(), atol=1e-3, rtol=0)
     assert_probabilities(opening["probabilities"], logits_of(model, ids)[given - 1 : -1], atol=2e-5, rtol=0)
     for column, taken in enumerate(opening["taken"]):
-        assert_probabilities(taken["probabilities"], without(model, ids, column), atol=2e-5, rtol=0)
+        allowed = torch.ones(len(ids) - 1, len(ids) - 1).tril() == 1
+        allowed[-1, column] = False  # from the newest character
+        logits = logits_of(model, ids[:-1], allowed=allowed)[-1]
+        assert_probabilities(taken["probabilities"], logits, atol=2e-5, rtol=0)

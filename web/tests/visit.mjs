@@ -181,6 +181,7 @@ await visit(
     await idle(page);
     await page.click("[data-guess=right]");
     seen.change = [await said(page, "#verdict-3"), (await result(page)).ends];
+    await page.waitForFunction(() => location.search.includes("change")); // the address changes a little later
     await page.click("#layer label >> nth=0");
     seen.change.push(await said(page, "#verdict-3", "layer 1"), (await result(page)).ends);
 
@@ -210,6 +211,7 @@ await visit(
     await page.goBack();
     await page.waitForFunction(() => document.querySelector("#verdict-4").textContent);
     seen.returned = await result(page);
+    seen.reloaded = await page.evaluate(() => !("nexts" in window));
   },
   async (page) => {
     await page.locator("#cells .fresh").waitFor();

@@ -13,7 +13,7 @@ export function drawControls(state) {
   const { phase, run, answer, step } = state;
   Object.assign(document.body.dataset, { step, racing: run?.racing ? "on" : "off" });
   for (const link of all("nav a:not(.go)")) link.ariaCurrent = link.hash.endsWith(step) ? "step" : null;
-  $("next-step").hash = `step-${step + 1}`;
+  $("next-step").setAttribute("href", `#step-${step + 1}`); // "hash" would keep the address of now, and reload the page
   $("next-step").hidden = step === STEPS.length || (phase === "running" && run.racing > 0); // or the result would be lost
 
   const ready = run && !["loading", "failed"].includes(phase);

@@ -1,4 +1,4 @@
-// A moment of the lesson in the address, so that a teacher can link to it. All numbers count from 1.
+// The address: the form, and a moment of the lesson, so that a teacher can link to it. All numbers count from 1.
 //
 //   at        how many characters the text has
 //   layer, head
@@ -6,6 +6,7 @@
 //   change    step 3: the character that is changed; to: what it is changed to
 //   mistake   step 4
 //   projector whether the page is large
+import { FIELDS } from "./request.js";
 import { STEPS } from "./steps.js";
 
 const NUMBERS = ["at", "layer", "head", "take", "change"];
@@ -25,7 +26,7 @@ export function readMoment() {
   return moment;
 }
 
-/** Return the moment that the page shows. What a step starts with is null. */
+/** Return the moment that the page shows. What is as at the start of the step is null. */
 export function momentOf({ state, lookOfStep, prepared }) {
   const { run, answer, info, step, layer, head } = state;
   const at = run.given + Math.min(run.on.length, run.off.length);
@@ -42,10 +43,16 @@ export function momentOf({ state, lookOfStep, prepared }) {
   };
 }
 
-/** Put a moment into the address, next to the form. Entries that are null or undefined are left out. */
-export function writeMoment(moment) {
-  const query = new URLSearchParams(location.search);
-  for (const name of [...NUMBERS, ...WORDS]) query.delete(name);
+/** Put the form and a moment into the address, so that you can link to them and a reload loses nothing. */
+export function writeAddress(fields, moment) {
+  const query = new URLSearchParams();
+  for (const name of FIELDS) if (fields[name].value !== fields[name].defaultValue) query.set(name, fields[name].value);
   for (const [name, value] of Object.entries(moment)) if (value != null) query.set(name, value);
   history.replaceState({ isMoment: true }, "", (query.size ? `?${query}` : location.pathname) + location.hash);
+}
+
+/** Fill the form from the address. */
+export function readForm(fields) {
+  const query = new URLSearchParams(location.search);
+  for (const name of FIELDS) if (query.has(name)) fields[name].value = query.get(name);
 }
