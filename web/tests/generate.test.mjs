@@ -11,7 +11,7 @@ import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
 const PROMPT = [1, 4, 2, 7];
 const OTHER = PROMPT.map((id) => (id + 1) % INFO.chars.length); // the prompt of the mistake "another prompt"
 const [T, STEPS] = [PROMPT.length, 12];
-const SAMPLING = { temperature: 0.8, topK: null, seed: 3n };
+const SAMPLING = { temperature: 4, topK: null, seed: 3n };
 const never = () => false;
 const breathe = async () => {};
 
