@@ -28,6 +28,8 @@ client.on("Page.screencastFrame", ({ data, metadata, sessionId }) => {
 });
 await client.send("Page.startScreencast", { format: "png" });
 await page.locator("[data-times='8']").click();
+await page.waitForFunction(() => document.body.dataset.racing === "on");
+frames.length = 0;
 await page.mouse.move(0, 0);
 await page.waitForFunction(() => document.getElementById("rows-on").textContent === "255");
 const arrived = frames.length; // with the cache

@@ -17,6 +17,8 @@ from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 from model import Sampling, gumbel_noise, sample_token
 
 WEB = Path(__file__).resolve().parent.parent.parent / "web"
+# the defaults of the page's form, and the moment at which it opens: after `new` characters, in this layer and head
+START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25, layer=1, head=3)
 
 
 def export_web(model, tokenizer, checkpoint, folder):
@@ -37,7 +39,8 @@ def export_web(model, tokenizer, checkpoint, folder):
         file = Path(made) / "model.onnx"
         write_onnx(model, tokenizer, file, queries=True)
         compare_onnx(file, model, own_text(model))
-        first = opening(OnnxGPT(file), model)
+        start = START if set(START["prompt"]) <= set(chars) else START | dict(prompt="")
+        first = opening(OnnxGPT(file), model, **start) if len(start["prompt"]) in range(1, config.block_size) else None
         graph = file.read_bytes()
     about = dict(
         chars=chars,
@@ -48,6 +51,7 @@ def export_web(model, tokenizer, checkpoint, folder):
         head_size=config.head_size,
         pos_emb=config.pos_emb,
         parameters=sum(p.numel() for p in model.parameters()),
+        start=start,
         opening=first,
     )
 
@@ -82,29 +86,26 @@ def with_versions(html, files):
     return re.sub(fetched, lambda name: f"{name[0]}?{sha256(files[name[0]])[:8]}", html)
 
 
-def opening(onnx, model, prompt="O Romeo, ", temperature=0.8, seed=5, most=25, layer=1, head=3):
-    """Return what the page shows before its model has arrived, or None if the model does not know the prompt.
+def opening(onnx, model, prompt, temperature, seed, new, layer, head):
+    """Return what the page shows before its model has arrived: the moment START, in a single layer and head, rounded.
 
-    It is the moment at which app.js opens: the defaults of its form, and PREPARED and LOOKS of step 1. It has a single
-    layer and head, rounded, and the same without each of the columns, so that a reader can take one out.
+    It contains the same without each of the columns, so that a reader can take one out.
     """
     config, chars = model.config, onnx.tokenizer.state_dict()["chars"]
-    if not set(prompt) <= set(chars) or len(prompt) >= config.block_size:
-        return None
     layer, head = min(layer, config.n_layer - 1), min(head, config.n_head - 1)
     kv_head = head * config.num_kv_heads // config.n_head
-    steps = min(most, -(-7 * (config.block_size - len(prompt)) // 10))
+    steps = min(new, -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
     prompt = [chars.index(char) for char in prompt]
     ids = model.generate(torch.tensor([prompt]), steps, temperature=temperature, seed=seed)[0].tolist()
     names = [output.name for output in onnx.session.get_outputs()]
     noise = gumbel_noise(seed, torch.tensor([0]), torch.tensor([steps - 1]), config.vocab_size)[0, 0]
 
-    def forward(new, past, masked=None):
-        end = past[0].shape[2] + len(new)
+    def forward(fed, past, masked=None):
+        end = past[0].shape[2] + len(fed)
         inputs = dict(zip(onnx.past_inputs, past))
-        inputs["input_ids"] = np.array([new])
+        inputs["input_ids"] = np.array([fed])
         inputs["attention_mask"] = np.array([[int(i != masked) for i in range(end)]])
-        inputs["position_ids"] = np.arange(end - len(new), end)[None]
+        inputs["position_ids"] = np.arange(end - len(fed), end)[None]
         outputs = dict(zip(names, onnx.session.run(names, inputs)))
         return outputs, [outputs[name] for name in onnx.outputs[1:]]
 

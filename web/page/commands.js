@@ -9,7 +9,12 @@ import { readNgrams } from "./ngrams.js";
 const RUNTIME = "ort/ort-wasm-simd-threaded.wasm.gz";
 const MOST_WITH_MISTAKE = 120; // new tokens
 
-let about, table, run;
+let about, network, table, run;
+
+/** Set the network and the n-grams, or null, that the commands work with. */
+export function use(loaded) {
+  ({ network, table } = loaded);
+}
 
 export const COMMANDS = {
   /** Return model.json. */
@@ -30,14 +35,15 @@ export const COMMANDS = {
     ort.env.wasm.numThreads = 1; // more would need headers that http.server does not send
     ort.env.wasm.wasmPaths = new URL("ort/", import.meta.url).href;
     ort.env.wasm.wasmBinary = wasm;
-    await part("The model", () => createNetwork(ort, new Uint8Array(model), about));
-    if (ngrams.byteLength) table = await part("ngrams.bin.gz", () => readNgrams(ngrams, about.chars.length));
+    const created = await part("The model", () => createNetwork(ort, new Uint8Array(model), about));
+    const read = () => (ngrams.byteLength ? readNgrams(ngrams, about.chars.length) : null);
+    use({ network: created, table: await part("ngrams.bin.gz", read) });
     return { guesses: Boolean(table) };
   },
 
   /** Start a run, called `name` in its events. */
   begin(_, name, prompt, steps, sampling) {
-    run = { name, ...begin(prompt, steps, sampling) };
+    run = { name, ...begin(network, prompt, steps, sampling) };
   },
 
   /** Take `count` steps with the two texts of the run, or race, or hurry. An event "step" reports each. */
@@ -71,7 +77,7 @@ export const COMMANDS = {
 
   mistake({ isStopped }, name) {
     const steps = Math.min(run.total - run.prompt.length, MOST_WITH_MISTAKE);
-    return compareMistake(run, steps, name, about.chars.length, isStopped, breathe);
+    return compareMistake(run, steps, name, isStopped, breathe);
   },
 
   guess({ isStopped }) {

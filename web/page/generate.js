@@ -1,16 +1,19 @@
-// Generation: with the cache and without, with guesses, and with a mistake. Ids in, ids out, and nothing of the page.
+// Generation: with the cache and without, with guesses, and with a mistake. Ids in, ids out, and nothing of the page. The
+// network is an argument, { forward, empty }: see network.js.
+import { columns, differences } from "./cache.js";
+import { MISTAKES } from "./mistakes.js";
 import { guess } from "./ngrams.js";
-import { columns, columnsOf, differences, emptyCache, forward } from "./network.js";
 import { gumbelNoise, pick, softmax } from "./sampler.js";
 
 const NUM_GUESSES = 3;
 
 /** Start a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
-export function begin(prompt, steps, sampling) {
+export function begin(network, prompt, steps, sampling) {
   const noise = gumbelNoise(sampling.seed);
   const choose = (logits, step) => pick(logits, (id) => noise(step, id), sampling.temperature, sampling.topK);
-  const text = (keep) => ({ ids: [...prompt], cache: emptyCache(), keep, ms: 0 });
-  return { prompt, sampling, noise, choose, total: prompt.length + steps, on: text(true), off: text(false) };
+  const text = (keep) => ({ ids: [...prompt], cache: network.empty, keep, ms: 0 });
+  const total = prompt.length + steps;
+  return { network, prompt, sampling, noise, choose, total, on: text(true), off: text(false) };
 }
 
 /** Return which texts take the next step, a list of "on" and "off", empty at the end.
@@ -32,18 +35,18 @@ export function whoseTurn(run, racing) {
  */
 export async function step(run, name) {
   const text = run[name];
-  const past = columnsOf(text.cache);
+  const past = text.cache.length;
   const fed = text.ids.slice(past);
 
   const began = performance.now();
-  const { logits, cache, queries, shapes } = await forward(fed, text.cache, { keep: text.keep });
+  const { logits, cache, queries, shapes } = await run.network.forward(fed, text.cache, { keep: text.keep });
   const id = run.choose(logits, text.ids.length - run.prompt.length);
   const ms = performance.now() - began;
 
   text.ids.push(id);
   text.cache = cache;
   text.ms += ms;
-  const added = text.keep ? columns(cache, past, columnsOf(cache)) : null;
+  const added = text.keep ? columns(cache, past, cache.length) : null;
   return { id, ms, rows: fed.length, shapes, probabilities: softmax(logits), columns: added, queries };
 }
 
@@ -52,7 +55,7 @@ export function rewind(run, steps) {
   for (const text of [run.on, run.off]) {
     text.ids.length = Math.min(text.ids.length, run.prompt.length + steps);
     const end = steps ? text.ids.length - 1 : 0;
-    if (columnsOf(text.cache) > end) text.cache = columns(text.cache, 0, end);
+    if (text.cache.length > end) text.cache = columns(text.cache, 0, end);
   }
 }
 
@@ -72,11 +75,11 @@ const drawAgain = ({ on, prompt, choose }, logits) => choose(logits, on.ids.leng
  *  `next`, the token that is drawn now.
  */
 export async function takeColumnOut(run, candidates, isStopped, breathe) {
-  const { on } = run;
+  const { on, network } = run;
   const newest = on.ids.length - 2;
   const cache = columns(on.cache, 0, newest);
   const again = async (masked) => {
-    const result = await forward([on.ids[newest]], cache, { masked, keep: true });
+    const result = await network.forward([on.ids[newest]], cache, { masked, keep: true });
     return { ...picture(result), next: drawAgain(run, result.logits) };
   };
   const whole = await again();
@@ -91,17 +94,16 @@ export async function takeColumnOut(run, candidates, isStopped, breathe) {
   return most;
 }
 
-/** Compute the whole text again with one character changed. Returns a picture with `differences`, see network.js, and
+/** Compute the whole text again with one character changed. Returns a picture with `differences`, see cache.js, and
  *  `next`, the token that is drawn now. */
 export async function changedText(run, position, id) {
+  const { forward, empty } = run.network;
   const ids = run.on.ids.slice(0, -1); // those with columns
-  if (run.again?.length !== ids.length) {
-    const { cache } = await forward(ids, emptyCache(), { keep: true });
-    run.again = { cache, length: ids.length }; // for the next changes
-  }
-  const changed = await forward(ids.with(position, id), emptyCache(), { keep: true });
+  // kept for the next changes
+  if (run.again?.length !== ids.length) run.again = (await forward(ids, empty, { keep: true })).cache;
+  const changed = await forward(ids.with(position, id), empty, { keep: true });
   const next = drawAgain(run, changed.logits);
-  return { ...picture(changed), next, differences: differences(run.again.cache, changed.cache, ids.length) };
+  return { ...picture(changed), next, differences: differences(run.again, changed.cache, ids.length) };
 }
 
 // -- guesses ----------------------------------------------------------------------------------------------------------
@@ -111,15 +113,17 @@ export async function changedText(run, position, id) {
  *  A round is one forward: the newest token and up to NUM_GUESSES guesses. It has `right`, the guesses that were kept,
  *  `wrong`, those that were thrown away, and `picked`, the token that the model picked itself.
  */
-export async function generateWithGuesses({ prompt, sampling, noise, choose }, steps, table, isStopped, breathe) {
+export async function generateWithGuesses(run, steps, table, isStopped, breathe) {
+  const { prompt, sampling, noise, choose } = run;
+  const { forward, empty } = run.network;
   const ids = [...prompt];
   const total = prompt.length + steps;
   const rounds = [];
-  for (let cache = emptyCache(); ids.length < total; ) {
+  for (let cache = empty; ids.length < total; ) {
     const step = ids.length - prompt.length;
     const count = Math.min(NUM_GUESSES, total - ids.length - 1);
     const guesses = guess(table, ids, count, step, noise, sampling);
-    const fed = [...ids.slice(columnsOf(cache)), ...guesses];
+    const fed = [...ids.slice(cache.length), ...guesses];
     const { logits, cache: grown } = await forward(fed, cache, { keep: true, every: true });
     const picks = logits.slice(-1 - count).map((each, i) => choose(each, step + i));
     const wrong = picks.findIndex((id, i) => id !== guesses[i]); // never -1: the last pick has no guess
@@ -134,30 +138,14 @@ export async function generateWithGuesses({ prompt, sampling, noise, choose }, s
 
 // -- mistakes ---------------------------------------------------------------------------------------------------------
 
-// Each mistake is made in one place of the loop below. T is the length of the prompt.
-//   position(i, T)  the claimed position of the new token i of the text
-//   again           feed the last token of the prompt twice
-//   overwrite       write every new column into the slot after the prompt
-//   mask            hide from each new token the one before it
-//   other           decode with the cache of another prompt, as long but without a character in common
-const MISTAKES = {
-  none: {},
-  "one too far": { position: (i) => i + 1 },
-  "never moves": { position: (i, T) => T },
-  "fed twice": { position: (i) => i + 1, again: true },
-  overwritten: { overwrite: true },
-  mask: { mask: true },
-  "another prompt": { other: true },
-};
-
 /** Generate `steps` tokens with the cache and a mistake.
  *
  *  Returns a picture of the last step with `ids`, `logits` of every step, `slots`, the token of each column, and
  *  `masked`, the column that its mask hides.
  */
-async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, isStopped, breathe) {
+async function generateWithMistake({ network, prompt, choose }, steps, mistake, isStopped, breathe) {
+  const { forward, empty } = network;
   const T = prompt.length;
-  const mistake = MISTAKES[name];
   const position = mistake.position ?? ((i) => i);
   const ids = [...prompt];
   const logits = [];
@@ -165,12 +153,12 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
   let masked;
 
   // prefill
-  let result = await forward(prompt, emptyCache(), { keep: true });
+  let result = await forward(prompt, empty, { keep: true });
   if (mistake.again) slots.push(prompt.at(-1));
   if (mistake.again) result = await forward(prompt.slice(-1), result.cache, { positions: [T], keep: true });
   if (mistake.other) {
-    const other = prompt.map((id) => (id + 1) % vocabSize);
-    result.cache = (await forward(other, emptyCache(), { keep: true })).cache;
+    const other = prompt.map((id) => (id + 1) % result.logits.length);
+    result.cache = (await forward(other, empty, { keep: true })).cache;
     slots = other;
   }
 
@@ -182,8 +170,8 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
     if (isStopped()) return null;
     if (step === steps - 1) break;
     const past = mistake.overwrite ? columns(result.cache, 0, T) : result.cache;
-    if (mistake.mask) masked = columnsOf(past) - 1;
-    slots = [...slots.slice(0, columnsOf(past)), ids.at(-1)];
+    if (mistake.mask) masked = past.length - 1;
+    slots = [...slots.slice(0, past.length), ids.at(-1)];
     result = await forward(ids.slice(-1), past, { positions: [position(ids.length - 1, T)], masked, keep: true });
   }
   return { ...picture(result), ids, slots, masked, logits };
@@ -198,12 +186,12 @@ async function generateWithMistake({ prompt, choose }, steps, name, vocabSize, i
  *    largest        the largest error in a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
  *    slots, masked  the tokens whose columns are in the cache, and the column that is hidden
- *    differences    of the columns, see network.js
+ *    differences    of the columns, see cache.js
  */
-export async function compareMistake(run, steps, name, vocabSize, isStopped, breathe) {
-  const generate = (name, steps) => generateWithMistake(run, steps, name, vocabSize, isStopped, breathe);
-  run.right ??= await generate("none", steps);
-  const wrong = await generate(name, steps);
+export async function compareMistake(run, steps, name, isStopped, breathe) {
+  const generate = (mistake, steps) => generateWithMistake(run, steps, mistake, isStopped, breathe);
+  run.right ??= await generate({}, steps);
+  const wrong = await generate(MISTAKES[name], steps);
   if (!run.right || !wrong) return null;
 
   const T = run.prompt.length;
@@ -214,9 +202,9 @@ export async function compareMistake(run, steps, name, vocabSize, isStopped, bre
   );
   const largest = Math.max(...off);
   const step = first < 0 ? off.indexOf(largest) : first - T;
-  const then = await generate(name, step + 1);
+  const then = await generate(MISTAKES[name], step + 1);
   if (!then) return null;
-  const count = Math.min(T + step, columnsOf(then.columns)); // both have been fed the same so far
+  const count = Math.min(T + step, then.columns.length); // both have been fed the same so far
   return {
     ids: wrong.ids, right: run.right.ids, first, at: T + step, should: run.right.ids[T + step], largest,
     before: softmax(run.right.logits[step]), after: then.probabilities,

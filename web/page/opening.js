@@ -29,7 +29,7 @@ export function openingWithout({ opening, head_size, n_head }, candidates) {
   return { ...rest, masked, kept, queries: queriesOf(query, layer, head, head_size, n_head) };
 }
 
-/** Like keptColumns of columns.js, for the only layer and head that are there. */
+/** Like keptColumns of cache.js, for the only layer and head that are there. */
 function columnsOf(keys, values, headSize) {
   return { length: keys.length / headSize, headSize, lane: (layer, kind) => [keys, values][kind] };
 }

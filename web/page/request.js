@@ -1,4 +1,5 @@
-// What the reader asks for: the form, checked, and the address, which holds the same.
+// What the reader asks for: the form, checked.
+import { characters } from "./words.js";
 
 export const FIELDS = ["prompt", "temperature", "top_k", "seed", "max_new_tokens"];
 
@@ -73,24 +74,4 @@ function number(field, pattern, fits, must) {
 function count(field) {
   const fits = (text) => !text || (text >= 1 && text < 2 ** 31);
   return Number(number(field, /^\d*$/, fits, "empty or a whole number from 1 to 2³¹ − 1")) || null;
-}
-
-export function characters(count) {
-  return `${count} character${count === 1 ? "" : "s"}`;
-}
-
-// -- the address --------------------------------------------------------------------------------------------------------
-
-/** Put the form into the address, so that you can link to a run and a reload loses nothing. */
-export function writeAddress(fields) {
-  const values = FIELDS.filter((name) => fields[name].value !== fields[name].defaultValue);
-  const query = new URLSearchParams(values.map((name) => [name, fields[name].value]));
-  history.replaceState(null, "", (query.size ? `?${query}` : location.pathname) + location.hash);
-}
-
-/** Fill the form from the address. Returns whether the address has a prompt. */
-export function readAddress(fields) {
-  const query = new URLSearchParams(location.search);
-  for (const name of FIELDS) if (query.has(name)) fields[name].value = query.get(name);
-  return query.has("prompt");
 }

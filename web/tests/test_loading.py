@@ -1,25 +1,15 @@
 """How the exported page loads in Chromium, from a server that counts requests and breaks files. See loading.mjs."""
 
 import hashlib
-import json
-import os
 import re
-import shutil
-import subprocess
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, ok, random_model, run, save_model
-from model import GPTConfig
+from web.tests.conftest import Handler
 
 pytestmark = pytest.mark.slow
 
-CHARS = "\n ,Omeor"
-CONFIG = GPTConfig(block_size=16, vocab_size=len(CHARS), n_layer=1, n_head=1, n_embd=8)
 MODEL, RUNTIME = "model.onnx.gz", "ort/ort-wasm-simd-threaded.wasm.gz"
 FETCHED = [MODEL, RUNTIME, "ngrams.bin.gz", "model.json"]
 
@@ -48,7 +38,7 @@ BROKEN = {
 }
 
 
-class Handler(SimpleHTTPRequestHandler):
+class BrokenHandler(Handler):
     """Serves the page at /NAME/, with the one file broken that BROKEN names."""
 
     def do_GET(self):
@@ -69,29 +59,15 @@ class Handler(SimpleHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
         self.close_connection = True
 
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(serve, drive, page):
     """What loading.mjs saw, the requests, a list of (page, file), and the folder of the page."""
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if not (chromium and shutil.which("node") and (ROOT / "web" / "node_modules" / "playwright-core").is_dir()):
-        pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in web")
-    folder = tmp_path_factory.mktemp("out")
-    save_model(folder, random_model(CONFIG, seed=1), CHARS)
-    ok(run("export.py", "--format", "web", "--out_dir", folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder / "web")) as server:
-        server.requests = []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        urls = {name: f"http://127.0.0.1:{server.server_port}/{name}/" for name in BROKEN}
-        urls["file"] = (folder / "web" / "index.html").as_uri()
-        plan = dict(chromium=chromium, urls=urls, lacking={"old browser": "DecompressionStream"})
-        command = ["node", Path(__file__).with_name("loading.mjs"), json.dumps(plan)]
-        result = ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240))
-        server.shutdown()
-    return json.loads(result.stdout) | {"requests": server.requests, "folder": folder / "web"}
+    server = serve(BrokenHandler)
+    urls = {name: f"{server.address}/{name}/" for name in BROKEN}
+    urls["file"] = (page / "index.html").as_uri()
+    report = drive("loading.mjs", dict(urls=urls, lacking={"old browser": "DecompressionStream"}))
+    return report | {"requests": server.requests, "folder": page}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -105,12 +81,12 @@ def test_a_page_opened_as_a_file_asks_to_be_served(seen):
     assert "python -m http.server" in seen["file"]["said"]
 
 
-def test_files_are_requested_at_once_and_only_once(seen):
+def test_files_are_requested_only_once_and_the_large_ones_last(seen):
     assert seen["whole"]["state"] not in ("loading", "failed")
     names = [name for page, name in seen["requests"] if page == "whole"]
-    for name in FETCHED:
-        assert names.count(name) == 1
-        assert names.index(name) < names.index("views/draw.js") + 6  # a browser has six connections
+    assert all(names.count(name) == 1 for name in FETCHED)
+    small = max(names.index(name) for name in ("model.json", "app.js", "style.css"))
+    assert small < min(names.index(MODEL), names.index(RUNTIME))
 
 
 def test_a_screen_reader_does_not_announce_the_progress(seen):

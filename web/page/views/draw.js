@@ -1,4 +1,4 @@
-// Shared by the views: elements by id, canvases in device pixels, and how to write characters and numbers.
+// Shared by the views: elements by id, canvases in device pixels, and drawing only what changed.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -53,24 +53,12 @@ export function element(tag, text = "", properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
 }
 
+/** Set the text of an element. A screen reader announces a status each time it is set, so only if it differs. */
+export function say(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
+}
+
 /** Give an element exactly the classes whose value is true. */
 export function classes(element, names) {
   element.className = Object.keys(names).filter((name) => names[name]).join(" ");
 }
-
-/** Return a character as one glyph. */
-export function glyph(char) {
-  return { " ": "␣", "\n": "⏎", "\t": "⇥" }[char] ?? char;
-}
-
-/** Return a character as a reader would say it. */
-export function quoted(char) {
-  return { " ": "a space", "\n": "a line break", "\t": "a tab" }[char] ?? `“${char}”`;
-}
-
-export function percent(share) {
-  if (share > 0 && share < 0.0005) return "0.0%";
-  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}%`;
-}
-
-export const inEnglish = (number) => number.toLocaleString("en");

@@ -1,5 +1,6 @@
 // Folded away below the stage: the shapes of the newest step, the bytes of the cache, and the guesses.
-import { $, element, glyph, inEnglish, remember } from "./draw.js";
+import { glyph, inEnglish } from "../words.js";
+import { $, element, remember } from "./draw.js";
 
 export const drawShapes = remember((info, on, off, columns) => {
   const { n_layer, n_kv_head, head_size } = info;
@@ -17,8 +18,9 @@ export const drawShapes = remember((info, on, off, columns) => {
   $("shapes").tBodies[0].replaceChildren(...rows);
 });
 
-/** Draw a text and, on a second line, the guesses below its characters. same: whether it is the text of the run. */
-export function drawGuesses(chars, given, { ids, rounds }, same) {
+/** Draw a text and, on a second line, the guesses below its characters. run: the ids that have been generated. */
+export const drawGuesses = remember((chars, given, guesses, run) => {
+  const { ids, rounds } = guesses ?? { ids: [], rounds: [] };
   const pairs = ids.map((id) => element("span", glyph(chars[id])));
   const note = (index, id, tag) => pairs[index].append(element(tag, glyph(chars[id])));
   let end = given;
@@ -31,6 +33,7 @@ export function drawGuesses(chars, given, { ids, rounds }, same) {
   const accepted = rounds.flatMap(({ right }) => right).length;
   const offered = accepted + rounds.flatMap(({ wrong }) => wrong).length;
   const runs = `${rounds.length} model runs instead of ${ids.length - given}`;
-  const counts = `${runs}; ${accepted} of ${offered} guesses were right.`;
-  $("guess-verdict").textContent = `${counts} ${same ? "The text is the same." : "The text differs."}`;
-}
+  const same = run.every((id, i) => id === ids[i]) ? "The text is the same." : "The text differs.";
+  const verdict = `${runs}; ${accepted} of ${offered} guesses were right. ${same}`;
+  $("guess-verdict").textContent = guesses ? verdict : "";
+});

@@ -1,5 +1,6 @@
 // The probabilities of a character: the next one, or the one that the reader points to.
-import { $, element, glyph, percent, quoted, remember } from "./draw.js";
+import { glyph, percent, quoted } from "../words.js";
+import { $, element, remember } from "./draw.js";
 
 const COUNT = 5;
 

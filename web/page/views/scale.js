@@ -1,5 +1,6 @@
 // Step 5: what a cache costs in models of real size. A calculator, independent of the run.
-import { $, element, inEnglish } from "./draw.js";
+import { inEnglish } from "../words.js";
+import { $, element } from "./draw.js";
 
 const FIELDS = ["parameters", "layers", "heads", "size", "bytes", "tokens"];
 const GPU = 80e9; // bytes

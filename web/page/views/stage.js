@@ -1,11 +1,12 @@
 // The stage: a strip of characters and, below each, its column and its part in the newest step.
-import { $, blank, classes, colour, element, glyph, percent, quoted, remember } from "./draw.js";
+import { glyph, percent, quoted } from "../words.js";
+import { $, blank, classes, colour, element, remember } from "./draw.js";
 
 const MOST_CELLS = 40;
 const ON_A_PROJECTOR = 16;
 export const size = { cells: MOST_CELLS, cell: 20, gap: 14 }; // in CSS pixels
 
-/** Choose how many cells there are. They fill the lane, and the query has its own cell beyond them. */
+/** Choose how many cells there are, and return it. They fill the lane, and the query has its own cell beyond them. */
 export function measure() {
   const em = parseFloat(getComputedStyle(document.documentElement).fontSize);
   const least = em * (matchMedia("(pointer: coarse)").matches ? 1.4 : 1.05);
@@ -21,6 +22,7 @@ export function measure() {
     const make = () => element(tag, "", { type: "button", tabIndex: -1 });
     $(id).replaceChildren(...Array.from({ length: size.cells }, make));
   }
+  return size.cells;
 }
 
 /** Return where a cell starts, in whole pixels: a column between two pixels would be blurred. */

@@ -1,10 +1,12 @@
 // The work so far, with and without the cache: counts with their pictures, and the two clocks.
-import { $, blank, colour, inEnglish, remember } from "./draw.js";
+import { inEnglish } from "../words.js";
+import { $, blank, colour, remember, say } from "./draw.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
 const times = (factor) => `${factor < 9.95 && factor > 1 ? factor.toFixed(1) : Math.round(factor)}×`;
 
-/** Draw the columns that each step computed, one row per step: without the cache a triangle, with it a line. */
+/** Draw the columns that each step computed, one row per step: without the cache a triangle, with it a line. They are
+ *  visible in a race. */
 function drawSteps(name, rows, given, most) {
   const { context, width, height } = blank($(`steps-${name}`));
   const [x, y] = [width / most, height / most];
@@ -15,7 +17,7 @@ function drawSteps(name, rows, given, most) {
   });
   const shape = name === "off" ? "A triangle: each step computes all columns" : "A line: each step computes one column";
   $(`steps-${name}`).ariaLabel = `${shape}, ${inEnglish(sum(rows))} so far`;
-  $(`rows-${name}`).textContent = inEnglish(sum(rows));
+  say(`rows-${name}`, inEnglish(sum(rows)));
 }
 
 /** run: { on, off, given, request, racing }, with lists of { rows, ms } per step. */
@@ -26,15 +28,14 @@ export const drawSums = remember((run, blockSize, parameters) => {
     const steps = run[name];
     const [rows, ms] = ["rows", "ms"].map((what) => steps.map((step) => step[what]));
     drawSteps(name, rows, given, blockSize);
-    $(`time-${name}`).textContent = `${(sum(ms) / 1e3).toFixed(1)} s`;
+    say(`time-${name}`, `${(sum(ms) / 1e3).toFixed(1)} s`);
     return { rows: sum(rows.slice(0, same)), ms: sum(ms.slice(0, same)) };
   });
   const less = same ? without.rows / withIt.rows : 1;
-  $("factor").textContent = times(less);
+  say("factor", times(less));
   const faster = times(without.ms / withIt.ms);
   const guess = run.racing ? `You guessed ${run.racing}×. ` : "";
-  const why = `${guess}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: it
-    reads all ${inEnglish(parameters)} weights and starts hundreds of small operations. Without the cache, many columns
-    share that cost. With it, one column bears it alone.`;
-  $("speeds").textContent = same > 1 && same === request.steps ? why : "";
+  const fixed = `it reads all ${inEnglish(parameters)} weights and starts hundreds of small operations`;
+  const why = `${guess}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: ${fixed}. Without the cache, many columns share that cost. With it, one column bears it alone.`;
+  say("speeds", same > 1 && same === request.steps ? why : "");
 });

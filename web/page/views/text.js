@@ -1,5 +1,6 @@
 // The text, character by character. Each is an element, so that it can be pointed at, marked and clicked.
-import { $, classes, element, glyph, onForget, remember } from "./draw.js";
+import { glyph } from "../words.js";
+import { $, classes, element, onForget, remember } from "./draw.js";
 
 /** Return the view of a text in the pane `id`. In step 2 there are two, with the cache and without. */
 function textView(id) {
@@ -37,7 +38,8 @@ function textView(id) {
     });
     const end = wrong ?? ids.length - 1;
     const { offsetTop = 0, offsetHeight = 0 } = pane.children[end] ?? {};
-    if (end !== shown) pane.scrollTop = offsetTop + (offsetHeight - pane.clientHeight) / 2;
+    const middle = offsetTop + (right ? 0 : offsetHeight / 2); // of a pair: between the two
+    if (end !== shown) pane.scrollTop = middle - pane.clientHeight / 2;
     shown = end;
   });
 }

@@ -1,0 +1,136 @@
+// What the reader does, as transitions of the store.
+import { readForm, readMoment, readStep } from "./address.js";
+import { FIELDS, readRequest } from "./request.js";
+import { STEPS } from "./steps.js";
+import { $ } from "./views/draw.js";
+import { indexAt } from "./views/stage.js";
+import { characterAt } from "./views/text.js";
+import { characters } from "./words.js";
+
+/** Listen to the reader. resize: to call when the size of the stage may have changed. Returns { submit }. */
+export function listen(store, worker, resize) {
+  const { state } = store;
+  const form = $("form");
+  const fields = form.elements;
+
+  /** Follow the form. A mistake in it leaves the run alone. Returns whether the form is valid. */
+  function submit() {
+    if (state.phase === "loading") return true; // it is read when the model has arrived
+    try {
+      store.describe(readRequest(fields, state.info), readMoment());
+      return true;
+    } catch (error) {
+      if (!error.field) throw error;
+      if ($("settings").contains(error.field)) $("settings").open = true;
+      store.set({ refused: { message: error.message, name: error.field.name } });
+      return false;
+    }
+  }
+
+  function play(count, racing) {
+    if (state.phase === "loading") return;
+    if (submit()) store.play(count, racing);
+    else fields[state.refused.name].focus();
+  }
+
+  /** Run from the form. In later steps the button is hidden, but Enter still submits. */
+  const run = () => STEPS[state.step - 1].runs && play(Infinity);
+
+  form.onsubmit = (event) => {
+    event.preventDefault();
+    if (state.phase === "running") store.pause();
+    else run();
+  };
+  fields.prompt.onkeydown = (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!event.repeat) run();
+  };
+  for (const name of FIELDS) fields[name].oninput = submit;
+  $("one").onclick = () => play(1);
+  $("back").onclick = store.goBack;
+  for (const button of $("race").children) {
+    button.onclick = () => {
+      play(Infinity, Number(button.dataset.times));
+      requestAnimationFrame(() => $("factor").scrollIntoView({ block: "nearest" })); // on a phone, the race is below
+    };
+  }
+  for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
+  $("take").onclick = () => (state.answer ? store.show(null) : store.takeOut());
+  for (const button of $("guesses").querySelectorAll("button")) {
+    button.onclick = async () => {
+      await store.expect(button.dataset.guess);
+      focusInstead("#next-step");
+    };
+  }
+  $("changed").oninput = ({ target }) => store.changeCharacter(undefined, state.info.chars[target.value]);
+  $("unchange").onclick = async () => {
+    await store.enter();
+    focusInstead("#guesses button");
+  };
+  $("guess").onclick = store.askGuesses;
+  $("projector").onclick = () => {
+    store.set({ projector: !state.projector });
+    resize();
+  };
+
+  function setSpeed() {
+    const value = Number($("speed").value);
+    const perSecond = value < 100 ? 2 ** (value / 14) : Infinity;
+    $("speed").ariaValueText = value < 100 ? `${characters(Math.round(perSecond))} per second` : "as fast as possible";
+    worker.setDelay(1000 / perSecond);
+  }
+  $("speed").oninput = setSpeed;
+  setSpeed();
+
+  /** Go to the step in the address, and to a moment in it. */
+  function follow(moment) {
+    const isNext = document.activeElement.matches(".go");
+    store.turnToStep(readStep(), moment);
+    if (isNext) focusInstead(`.says.step-${state.step} h2`);
+    scrollTo(0, 0);
+  }
+  window.onhashchange = () => readStep() !== state.step && follow();
+  window.onpopstate = ({ state: held }) => {
+    if (!held) return; // a new step, not one that the reader returns to
+    readForm(fields);
+    submit();
+    follow(readMoment());
+  };
+  window.onkeydown = ({ key }) => {
+    if (key !== "Escape") return;
+    $("settings").open = false;
+    store.set({ clicked: null });
+  };
+
+  // characters
+  const cells = $("cells");
+  const cellIndex = ({ target }) => state.from + [...cells.children].indexOf(target);
+  cells.onkeydown = (event) => {
+    const last = (state.answer ?? state.run).slots.length - 1;
+    const index = cellIndex(event);
+    const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[event.key];
+    if (to === undefined || to < 0 || to > last) return;
+    event.preventDefault();
+    store.turnTo(to);
+    cells.children[to - state.from].focus();
+  };
+  cells.addEventListener("focusin", (event) => {
+    if (event.target.matches(":focus-visible")) store.point(cellIndex(event));
+  });
+  cells.addEventListener("focusout", () => store.point(null));
+  const places = [[$("strip"), (event) => indexAt(event, state.from)], [$("text"), characterAt]];
+  for (const [place, indexOf] of places) {
+    place.onpointermove = (event) => store.point(indexOf(event));
+    place.onpointerleave = () => store.point(null);
+    place.onclick = (event) => store.click(indexOf(event));
+  }
+  new ResizeObserver(resize).observe($("strip"));
+  for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) matchMedia(query).onchange = resize;
+  return { submit };
+}
+
+/** Move the focus after the next drawing, because the focused button disappears with it. */
+function focusInstead(selector) {
+  requestAnimationFrame(() => document.querySelector(selector).focus({ preventScroll: true }));
+}

@@ -1,0 +1,328 @@
+// The state of the page and what can happen to it. Nothing here knows the document: controls.js calls the transitions, and
+// views/ draws the state and never changes it.
+import { keptColumns } from "./cache.js";
+import { NAMES } from "./mistakes.js";
+import { openingRun, openingWithout } from "./opening.js";
+import { STEPS } from "./steps.js";
+
+export const isWhole = ({ request, on, off }) => on.length === request.steps && off.length === request.steps;
+
+/** Return { state, and the transitions }. worker: see client.js. onChange() is called after every transition. */
+export function createStore(worker, onChange) {
+  let [runs, questions, versions] = [0, 0, 0];
+
+  const state = {
+    phase: "loading", // or ready, preparing, running, paused, done, failed
+    info: null, // model.json, and `ids`: Map(character => id)
+    progress: null, // of loading: { received, total }
+    step: 1, // of the lesson, 1 to 5
+    layer: 0, // from 0, like the head
+    head: 0,
+    run: null, // see begin; null until the form describes one
+    answer: null, // what is on the stage instead of the run, see show
+    mistakes: new Map(), // name => answer
+    guesses: null, // the answer to "Guess ahead"
+    expected: null, // which columns the reader expects to change: "left", "right" or "all"
+    changed: 0, // the id that step 3 changes a character to
+    cells: 1, // how many characters fit on the stage
+    from: 0, // the first of them
+    page: null, // the same if the reader chose it; null: the newest characters are on the stage
+    pointed: null, // the character below the pointer, or with the focus
+    clicked: null,
+    note: "", // about the last click
+    refused: null, // what is wrong with the form: { message, name }
+    error: "",
+    projector: false,
+  };
+
+  /** Call after every transition. */
+  function changed() {
+    const from = state.run ? firstCell(state.answer ?? state.run) : 0;
+    if (from !== state.from) Object.assign(state, { from, pointed: null }); // another character is below the pointer now
+    onChange();
+  }
+
+  function set(values) {
+    Object.assign(state, values);
+    changed();
+  }
+
+  /** Return the first character on the stage. The strip moves by a quarter of its width at a time, so columns mostly stay
+   *  in place. In a race it follows the slower text. */
+  function firstCell({ slots, on, off }) {
+    const { cells, page } = state;
+    const fed = slots.length;
+    if (page !== null) return Math.max(0, Math.min(page, fed - cells));
+    const turn = Math.ceil(cells / 4);
+    const end = off?.length < on?.length ? (off.at(-1)?.rows ?? 0) : fed;
+    return Math.max(0, Math.ceil((end - cells) / turn) * turn);
+  }
+
+  // -- runs -------------------------------------------------------------------------------------------------------------
+
+  /** Make the worker end its current work. Returns the number of the next question. */
+  function cancel() {
+    worker.stop();
+    return ++questions;
+  }
+
+  /** Start a new run, with nothing computed. Everything of the previous run is dropped. */
+  function begin(request) {
+    cancel();
+    const { ids, steps, sampling } = request;
+    state.run = {
+      name: ++runs, request, given: ids.length, ids: [...ids], racing: 0,
+      on: [], off: [], // steps with the cache and without: { id, rows, ms, probabilities, shapes, queries }
+      kept: keptColumns(state.info),
+    };
+    grown(state.run);
+    worker.call("begin", runs, ids, steps, sampling).catch(fail);
+    Object.assign(state, { mistakes: new Map(), guesses: null, phase: "ready" });
+    show(null);
+  }
+
+  /** Note that a run has gained or lost steps. */
+  function grown(run) {
+    run.version = ++versions;
+    run.slots = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
+    if (!run.isOpening) run.queries = run.on.at(-1)?.queries ?? null;
+  }
+
+  /** Start the run that the form describes, unless it is the present one. moment: see address.js. */
+  function describe(request, moment) {
+    const { run, answer } = state;
+    state.refused = null;
+    if (request.key === run?.request.key && !run.isOpening) return changed();
+    begin(request);
+    if (!run || run.isOpening) enter({ ...moment, ...(answer && { take: answer.masked + 1 }) });
+    else if (!STEPS[state.step - 1].runs) enter();
+    else goTo(state.run.given + 1); // so that the stage shows the new prompt
+  }
+
+  /** Take `count` steps of the run. A race starts over, and so does a finished run.
+   *
+   *  racing: how many times as fast the cache is, by the reader's guess; 0: no race
+   */
+  async function play(count, racing = 0) {
+    if (racing || isWhole(state.run)) begin(state.run.request);
+    show(null);
+    const { run } = state;
+    run.racing ||= racing;
+    const question = cancel();
+    set({ phase: "running" });
+    await worker.call("advance", count, { racing: run.racing && count > 1 }).catch(fail);
+    if (question === questions) settle();
+  }
+
+  /** End a run where it is now. */
+  function settle() {
+    if (state.phase === "failed") return;
+    set({ phase: isWhole(state.run) ? "done" : state.run.on.length ? "paused" : "ready" });
+  }
+
+  function pause() {
+    cancel();
+    settle();
+  }
+
+  /** Move the run, forward or back, to a text of `length` characters. Returns whether it got there uninterrupted. */
+  async function goTo(length) {
+    const { run } = state;
+    const steps = Math.max(0, Math.min(length - run.given, run.request.steps));
+    const question = cancel();
+    if (steps > Math.min(run.on.length, run.off.length)) set({ phase: "preparing" });
+    await worker.call("rewind", steps).catch(fail);
+    run.on.splice(steps);
+    run.off.splice(steps);
+    run.ids.splice(run.given + steps);
+    run.kept.truncate(steps ? run.given + steps - 1 : 0);
+    run.racing = 0;
+    grown(run);
+    const missing = steps - Math.min(run.on.length, run.off.length);
+    if (question !== questions) return false;
+    await worker.call("advance", missing, { hurrying: true }).catch(fail);
+    if (question !== questions || state.phase === "failed") return false;
+    settle();
+    return true;
+  }
+
+  function goBack() {
+    show(null);
+    goTo(state.run.ids.length - 1);
+  }
+
+  /** Respond to an event of the worker: see commands.js. */
+  function receive(event, { run: name, on, off, ...progress }) {
+    const { run } = state;
+    if (event === "loading") return set({ progress });
+    if (name !== run.name) return;
+    if (off) run.off.push(off);
+    if (on) {
+      run.on.push(on);
+      run.ids.push(on.id);
+      run.kept.add(on.columns);
+    }
+    grown(run);
+    changed();
+  }
+
+  function fail({ message }) {
+    set({ phase: "failed", error: `${message}.`.replace(/\.\.$/, ".") });
+  }
+
+  // -- the lesson -------------------------------------------------------------------------------------------------------
+
+  /** The length of the text at the start of a step. Never the whole text: the step is about the next character. */
+  const prepared = ({ given, request }) => given + Math.min(state.info.start.new, Math.ceil(0.7 * request.steps));
+
+  /** The layer and the head at the start of the step. */
+  function lookOfStep() {
+    const { info, step } = state;
+    const { look = {} } = STEPS[step - 1];
+    const { layer = 0, head = 0 } = look === "start" ? info.start : look;
+    return { layer: Math.min(layer, info.n_layer - 1), head: Math.min(head, info.n_head - 1) };
+  }
+
+  /** Show the opening moment, which model.json contains, until the model has arrived. */
+  function open() {
+    const { ids, given } = state.info.opening;
+    const request = { ids: ids.slice(0, given), steps: state.info.block_size - given, notes: [] };
+    state.run = openingRun(state.info, request);
+    grown(state.run);
+    set(lookOfStep());
+  }
+
+  /** Prepare this step of the lesson, or a moment in it: see address.js. */
+  async function enter(moment = {}) {
+    const { run, info } = state;
+    const { prepares, enter: begins } = STEPS[state.step - 1];
+    const { layer, head } = lookOfStep();
+    state.layer = Math.min(moment.layer ? moment.layer - 1 : layer, info.n_layer - 1);
+    state.head = Math.min(moment.head ? moment.head - 1 : head, info.n_head - 1);
+    state.expected = null;
+    show(null);
+    if (!prepares || !run || state.phase === "loading") return;
+    if (await goTo(moment.at ?? prepared(run))) await begins?.(store, moment);
+  }
+
+  function turnToStep(step, moment) {
+    state.step = step;
+    enter(moment);
+  }
+
+  /** Put an answer on the stage instead of the run, or null: the run again.
+   *
+   *  answer  { kind, version, ids, slots, kept, queries, ... }; kind: "take", "change" or "mistake"
+   */
+  function show(answer) {
+    if (!answer || answer.kind === "mistake") state.page = null;
+    if (!answer) state.pointed = state.clicked = null;
+    set({ answer, note: "" });
+  }
+
+  /** Turn the worker's answer into something that the stage can show. */
+  function picture(kind, answer) {
+    const kept = answer.kept ?? keptColumns(state.info).add(answer.columns);
+    const slots = answer.slots ?? answer.ids.slice(0, kept.length);
+    return { kind, version: ++versions, ...answer, kept, slots };
+  }
+
+  /** Ask the worker. A newer question or another run cancels this one, and then the answer is null. */
+  async function ask(name, ...args) {
+    const question = cancel();
+    if (["running", "preparing"].includes(state.phase)) settle();
+    const answer = await worker.call(name, ...args).catch(fail);
+    return question === questions ? answer : null;
+  }
+
+  /** Take out a column: `index`, or the visible one that moves the prediction most. */
+  async function takeOut(index = null) {
+    const { run, info } = state;
+    const newest = run.kept.length - 1; // it is the one asking, so it stays
+    if (index !== null) turnTo(Math.min(index, newest));
+    if (index === newest) return set({ note: "The newest character is the one asking, so its column stays." });
+    const from = firstCell(run);
+    const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + state.cells));
+    if (newest < 1 || index > newest || !inSight.length) return;
+    const without = (columns) => (run.isOpening ? openingWithout(info, columns) : ask("takeOut", columns));
+    const most = await without(inSight);
+    const answer = most && index !== null ? await without([index]) : most;
+    if (answer) show(picture("take", { ...answer, most, ids: run.ids.with(-1, answer.next) }));
+  }
+
+  /** Change a character, in the middle of the visible ones by default, to the character `to`. */
+  async function changeCharacter(index = state.answer?.position ?? null, to = null) {
+    const { run, info } = state;
+    if (!run.kept.length) return;
+    if (index !== null) turnTo(index);
+    const from = firstCell(run);
+    const middle = Math.floor((from + Math.min(run.kept.length, from + state.cells)) / 2);
+    const position = Math.min(run.kept.length - 1, index ?? middle);
+    let id = info.ids.get(to) ?? state.changed;
+    if (id === run.ids[position]) id = (id + 1) % info.chars.length; // otherwise nothing would change
+    set({ changed: id });
+    const answer = await ask("change", position, id);
+    if (!answer) return;
+    const ids = run.ids.with(position, id).with(-1, answer.next);
+    show(picture("change", { ...answer, ids, position }));
+  }
+
+  /** Change a character after the reader has said which columns will change. */
+  function expect(which) {
+    state.expected = which;
+    return changeCharacter();
+  }
+
+  /** Get the answers for all mistakes, one after the other, and show `first` as soon as it is there. */
+  async function askMistakes(first = NAMES[0]) {
+    if (state.mistakes.has(first)) showMistake(first);
+    const missing = NAMES.filter((name) => !state.mistakes.has(name)).sort((a, b) => (b === first) - (a === first));
+    for (const name of missing) {
+      const answer = await ask("mistake", name);
+      if (!answer) return;
+      set({ mistakes: new Map(state.mistakes).set(name, { ...picture("mistake", answer), name }) });
+      if (!state.answer) showMistake(name);
+    }
+  }
+
+  const showMistake = (name) => show(state.mistakes.get(name) ?? null);
+
+  async function askGuesses() {
+    const guesses = await ask("guess");
+    if (guesses) set({ guesses });
+  }
+
+  // -- pointing ---------------------------------------------------------------------------------------------------------
+
+  const there = (index) => (index !== null && index < (state.answer ?? state.run).ids.length ? index : null);
+
+  /** Point at a character, or at none. */
+  function point(index) {
+    if (state.run && there(index) !== state.pointed) set({ pointed: there(index) });
+  }
+
+  /** Mark a character, or remove its mark. */
+  function mark(index) {
+    if (index !== null) turnTo(index);
+    set({ clicked: state.clicked === index ? null : there(index) });
+  }
+
+  /** Respond to a click on a character: do what this step is about. */
+  function click(index) {
+    if (index !== null && state.run) STEPS[state.step - 1].click?.(store, index);
+  }
+
+  /** Move the strip to a character. A run would move it back at once, so pause the run. */
+  function turnTo(index) {
+    const { from, cells } = state;
+    if (index >= from && index < from + cells) return;
+    if (state.phase === "running") pause();
+    set({ page: Math.max(0, index - Math.floor(cells / 2)) });
+  }
+
+  const store = {
+    state, set, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, play, pause, goBack,
+    show, takeOut, changeCharacter, expect, askMistakes, showMistake, askGuesses, point, mark, click, turnTo,
+  };
+  return store;
+}

@@ -1,0 +1,181 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { differences } from "../page/cache.js";
+import {
+  begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
+} from "../page/generate.js";
+import { MISTAKES, mistakeInWords, NAMES, ROUNDING } from "../page/mistakes.js";
+import { softmax } from "../page/sampler.js";
+import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
+
+const PROMPT = [1, 4, 2, 7];
+const OTHER = PROMPT.map((id) => (id + 1) % INFO.chars.length); // the prompt of the mistake "another prompt"
+const [T, STEPS] = [PROMPT.length, 12];
+const SAMPLING = { temperature: 4, topK: null, seed: 3n };
+const never = () => false;
+const breathe = async () => {};
+
+const assertClose = (got, expected, most = 1e-5) => {
+  assert.equal(got.length, expected.length);
+  got.forEach((x, i) => assert.ok(Math.abs(x - expected[i]) < most, `${got} is not ${expected}`));
+};
+
+const start = (network = toyNetwork()) => begin(network, PROMPT, STEPS, SAMPLING);
+
+/** Take all steps of both texts, and return them. */
+async function finish(run) {
+  const steps = { on: [], off: [] };
+  for (let names = whoseTurn(run, false); names.length; names = whoseTurn(run, false)) {
+    for (const name of names) steps[name].push(await step(run, name));
+  }
+  return steps;
+}
+
+test("with the cache and without, the text is that of one forward, and each step's columns are counted", async () => {
+  const run = start();
+  const { on, off } = await finish(run);
+  assert.deepEqual(run.on.ids, run.off.ids);
+  assert.deepEqual(on.map(({ rows }) => rows), [T, ...Array(STEPS - 1).fill(1)]);
+  assert.deepEqual(off.map(({ rows }) => rows), Array.from({ length: STEPS }, (_, i) => T + i));
+  const logits = wholeLogits(run.on.ids).slice(T - 1, -1);
+  on.forEach(({ probabilities }, i) => assertClose(probabilities, softmax(logits[i])));
+  assert.deepEqual(run.on.ids.slice(T), logits.map((each, i) => run.choose(each, i)));
+  assert.ok(new Set(run.on.ids).size > 3);
+});
+
+test("a run that goes back generates the same text again", async () => {
+  const run = start();
+  await finish(run);
+  const text = [...run.on.ids];
+  for (const left of [5, 0]) {
+    rewind(run, left);
+    assert.equal(run.on.cache.length, left ? T + left - 1 : 0);
+    const { on } = await finish(run);
+    assert.deepEqual(run.on.ids, text);
+    assert.equal(on[0].rows, left ? 1 : T);
+  }
+});
+
+test("side by side, the text that is behind steps; in a race, the one with less computing time", () => {
+  const [ahead, slow] = [{ ids: [0, 1], ms: 1 }, { ids: [0], ms: 5 }];
+  assert.deepEqual(whoseTurn({ on: ahead, off: slow, total: 3 }, false), ["off"]);
+  assert.deepEqual(whoseTurn({ on: ahead, off: slow, total: 3 }, true), ["on"]);
+  assert.deepEqual(whoseTurn({ on: { ids: [0, 1, 2], ms: 1 }, off: slow, total: 3 }, true), ["off"]);
+});
+
+test("without a column, the prediction is that of a masked forward, and the one that moves it most is found", async () => {
+  const run = start();
+  await finish(run);
+  const fed = run.on.ids.slice(0, -1);
+  const newest = fed.length - 1;
+  const without = (column) => wholeLogits(fed, { allowed: (i, j) => j <= i && (i < newest || j !== column) }).at(-1);
+  const whole = softmax(wholeLogits(fed).at(-1));
+  const moved = (column) => softmax(without(column)).reduce((sum, p, id) => sum + Math.abs(p - whole[id]) / 2, 0);
+  for (let column = 0; column < newest; column++) {
+    const answer = await takeColumnOut(run, [column], never, breathe);
+    assertClose(answer.probabilities, softmax(without(column)));
+    assertClose([answer.moved], [moved(column)]);
+    assert.equal(answer.next, run.choose(without(column), STEPS - 1));
+  }
+  const all = [...Array(newest).keys()];
+  const most = await takeColumnOut(run, all, never, breathe);
+  assertClose([most.moved], [Math.max(...all.map(moved))]);
+  assert.equal(await takeColumnOut(run, all, () => true, breathe), null);
+});
+
+test("a changed character changes columns to its right only, and in the first layer only its own", async () => {
+  const run = start();
+  await finish(run);
+  const [position, id] = [6, (run.on.ids[6] + 1) % INFO.chars.length];
+  const answer = await changedText(run, position, id);
+  const changed = wholeLogits(run.on.ids.slice(0, -1).with(position, id)).at(-1);
+  assertClose(answer.probabilities, softmax(changed));
+  assert.equal(answer.next, run.choose(changed, STEPS - 1));
+  const all = [...Array(T + STEPS - 1).keys()];
+  const differing = answer.differences.map((slot) => all.filter((i) => slot[i] > 0));
+  const right = all.slice(position);
+  assert.deepEqual(differing, [[position], [position], right, right]);
+});
+
+test("guesses give the same text in fewer forwards", async () => {
+  const run = start();
+  await finish(run);
+  const text = run.on.ids;
+  // knows every second character of the text
+  const table = (ids) => INFO.chars.map((_, id) => (id === (ids.length % 2 ? text[ids.length] : 0) ? 0 : -50));
+  const { ids, rounds } = await generateWithGuesses(start(run.network), STEPS, table, never, breathe);
+  assert.deepEqual(ids, text);
+  assert.ok(rounds.length < STEPS && rounds.some(({ wrong }) => wrong.length) && rounds.some(({ right }) => right.length));
+  assert.equal(rounds.reduce((sum, { right }) => sum + right.length + 1, 0), STEPS);
+});
+
+/** The logits of every step of a mistake, by one forward without a cache. added: the new tokens that are fed. */
+function mistakenLogits(name, added) {
+  const n = T + added.length;
+  const isNew = (i) => i >= T;
+  const places = [...Array(n).keys()];
+  const whole = (ids, options) => wholeLogits(ids, options).slice(-1 - added.length);
+  const ids = [...PROMPT, ...added];
+  return {
+    "never moves": () => whole(ids, { positions: places.map((i) => Math.min(i, T)) }),
+    "one too far": () => whole(ids, { positions: places.map((i) => (isNew(i) ? i + 1 : i)) }),
+    overwritten: () => whole(ids, { allowed: (i, j) => j <= i && (!isNew(j) || j === i) }),
+    mask: () => whole(ids, { allowed: (i, j) => j <= i && !(isNew(i) && j === i - 1) }),
+    "fed twice": () => whole([...PROMPT, PROMPT.at(-1), ...added]),
+    "another prompt": () => [wholeLogits(PROMPT).at(-1), ...wholeLogits([...OTHER, ...added]).slice(T)],
+  }[name]();
+}
+
+for (const name of NAMES) {
+  test(`the mistake "${name}" gives the text and the logits that it computes`, async () => {
+    const run = start();
+    const answer = await compareMistake(run, STEPS, name, never, breathe);
+    const logits = mistakenLogits(name, answer.ids.slice(T, -1));
+    assert.deepEqual(answer.ids, [...PROMPT, ...logits.map((each, step) => run.choose(each, step))]);
+
+    // compared with the right ones until the first wrong token
+    await finish(run);
+    const { right, first, at } = answer;
+    assert.deepEqual(right, run.on.ids);
+    const expected = wholeLogits(right).slice(T - 1, -1);
+    assert.equal(first, answer.ids.findIndex((id, i) => id !== right[i]));
+    const compared = first < 0 ? STEPS : first - T + 1;
+    const off = logits.slice(0, compared).map((each, step) => Math.max(...each.map((x, id) => Math.abs(x - expected[step][id]))));
+    assertClose([answer.largest], [Math.max(...off)]);
+    assert.equal(at, T + (first < 0 ? off.indexOf(Math.max(...off)) : first - T));
+    assert.equal(answer.should, right[at]);
+    assertClose(answer.before, softmax(expected[at - T]));
+    assertClose(answer.after, softmax(logits[at - T]));
+  });
+}
+
+test("a mistake shows in the keys and values by its cause", async () => {
+  const answers = {};
+  for (const name of NAMES) answers[name] = await compareMistake(start(), STEPS, name, never, breathe);
+  // in the first layer, as you would see it when looking for the bug: which columns are wrong, in keys or in values
+  const wrong = (name) => answers[name].differences.slice(0, 2).map((slot) => [...slot.keys()].filter((i) => slot[i] > ROUNDING));
+  const places = (begin, end) => Array.from({ length: end - begin }, (_, i) => begin + i);
+  const fed = (name) => answers[name].ids.slice(0, answers[name].at);
+  // only keys, because rotary positions do not touch values; "never moves" starts at the second new character
+  assert.deepEqual(wrong("one too far"), [places(T, answers["one too far"].at), []]);
+  assert.deepEqual(wrong("never moves"), [places(T + 1, answers["never moves"].at), []]);
+  assert.deepEqual(wrong("mask"), [[], []]);
+  assert.deepEqual(wrong("another prompt"), [places(0, T), places(0, T)]);
+  // the tokens whose columns are in the cache
+  assert.deepEqual(answers.mask.slots, fed("mask"));
+  assert.deepEqual(answers["fed twice"].slots, [...PROMPT, PROMPT.at(-1), ...fed("fed twice").slice(T)]);
+  assert.deepEqual(answers["another prompt"].slots, [...OTHER, ...fed("another prompt").slice(T)]);
+  assert.deepEqual(answers.overwritten.slots, [...PROMPT, ...fed("overwritten").slice(T).slice(-1)]);
+  assert.equal(answers.overwritten.columns.length, answers.overwritten.slots.length);
+
+  for (const name of NAMES) {
+    const words = mistakeInWords({ info: INFO, answer: { name, ...answers[name] } });
+    assert.ok(words.startsWith(MISTAKES[name].meaning) && words.includes("A logit is off by up to"), words);
+  }
+  assert.equal(new Set(NAMES.map((name) => MISTAKES[name].bug)).size, NAMES.length);
+});
+
+test("a cache differs from itself by nothing", async () => {
+  const { cache } = await toyNetwork().forward(PROMPT, toyNetwork().empty, { keep: true });
+  assert.deepEqual(differences(cache, cache, T).map((slot) => [...slot]), Array(4).fill([0, 0, 0, 0]));
+});
