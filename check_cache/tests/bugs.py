@@ -1,4 +1,4 @@
-"""For the tests: a small decoder with a right cache, and many ways to break a cache.
+"""For the tests: a small decoder with a right cache, and many scenarios to break a cache.
 
 Each bug is a function that breaks one thing with pytest's monkeypatch and returns the argument of check_cache.
 """
