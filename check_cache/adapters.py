@@ -203,6 +203,10 @@ class Transformers(Adapter):
     kinds = ("own", "static")
 
     def __init__(self, model, inputs):
+        import transformers
+
+        if int(transformers.__version__.partition(".")[0]) < 5:
+            raise ImportError(f"needs transformers 5.0 or newer, but this is {transformers.__version__}")
         super().__init__([model], inputs)
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.vocab_size = model.get_output_embeddings().weight.size(0)

@@ -73,17 +73,18 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
     count = T - guesses
     rows, positions = rows[:, :count], positions[:, :count]
     row, real = rows[:, 0], positions >= 0
-    heads, slots, needed = expected.weights.size(1), read.weights.size(-1), min(fed, reference.window or fed)
-    if slots < needed:
+    heads, slots = expected.weights.size(1), read.weights.size(-1)
+
+    # how should the new tokens weigh each position, and which position is in which slot?
+    by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
+    if slots < (needed := (by_position > 0).any(2).any(1).sum(1).max().item()):
         return Cause("kept", f"attention reads {slots} slots and needs {needed}")
     if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some put the heads of a group into that dim
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if read.weights.size(2) != T:
         return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
 
-    # which position is in which slot, and how should the new tokens weigh it?
-    by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
-    places = place(read, expected, by_position, row, fed, stream.pads)
+    places = place(stream, read, expected, by_position, row, fed, T)
     known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
@@ -96,14 +97,21 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
 
     used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
     new = places >= fed - T - stream.pads
+    seen = compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places)
+    if stream.pads.any():
+        # rotary keys may count the padding, because that moves no weight
+        if seen is None:
+            return compare_contents(reference, read, expected, row, places, used, new, names=("value",))
+        if seen.what == "hidden":
+            return seen
     return (
         compare_contents(reference, read, expected, row, places, used, new)
         or compare_queries(reference, read.query, expected.query, rows, positions)
-        or compare_weights(reference, read.weights[:, :, :count], weights, row, positions, places)
+        or seen
     )
 
 
-def compare_contents(reference, read, expected, row, places, used, new):
+def compare_contents(reference, read, expected, row, places, used, new, names=("key", "value")):
     """Return the Cause if a slot that is used holds a wrong key or value.
 
     row     (B,) the sequence in each row
@@ -111,7 +119,7 @@ def compare_contents(reference, read, expected, row, places, used, new):
     new     (B, slots) whether the token of a slot has just arrived
     """
     found = {}  # name: which slots are wrong (B, slots), what they hold, what they should hold (B, heads, slots, size)
-    for name in ("key", "value"):
+    for name in names:
         got, wanted = getattr(read, name), getattr(expected, name)
         if got is not None and wanted is not None:
             got, wanted = same_heads(got, at_places(wanted[row], 2, places))
@@ -154,10 +162,10 @@ def compare_queries(reference, got, wanted, rows, positions):
         return Cause("arrival", f"only the query of {whose} is wrong: position ids, or the norm or scale of queries")
 
 
-def compare_weights(reference, got, wanted, row, positions, places):
+def compare_weights(stream, got, wanted, row, positions, places):
     """Return the Cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
     got, wanted = same_heads(got, wanted)
-    wrong = ((got - wanted).abs() > reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
+    wrong = ((got - wanted).abs() > stream.reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
     if not wrong.any():
         return None
     got, wanted = got.amax(1), wanted.amax(1)
@@ -165,19 +173,25 @@ def compare_weights(reference, got, wanted, row, positions, places):
     for bad, text in ((seen, "sees {}, but should not"), (hidden, "does not see {}, but should"), (wrong, None)):
         if bad.any():
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
-            where = f"slot {slot}" + ("" if places[i, slot] == slot else f" (position {places[i, slot]})")
+            position, where = places[i, slot].item(), f"slot {slot}"
+            if position < 0:
+                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0)"
+            elif position != slot:
+                where += f" (position {position})"
             given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
             text = text or f"gives {{}} a weight of {given:.3g}, not {needed:.3g}: mask, bias, scale, heads or dropout"
             what = "weight" if bad is wrong else "hidden"
             return Cause(what, f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}")
 
 
-def place(read, expected, weights, row, fed, pads):
+def place(stream, read, expected, weights, row, fed, T):
     """Return the position (B, slots) in each slot, in the layout that fits best: by keys, or else by weights."""
-    B, slots = len(row), read.weights.size(-1)
+    B, slots, reference = len(row), read.weights.size(-1), stream.reference
     slot = torch.arange(slots)
     layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
-    choices = [(layout - pads).expand(B, -1) for layout in layouts]
+    if slots > fed == T:
+        layouts.append(slot + fed - slots)  # the cache was not empty
+    choices = [(layout - (0 if stream.ragged else stream.pads)).expand(B, -1) for layout in layouts]
 
     def distance(places):
         if read.key is None or expected.key is None:
@@ -186,7 +200,17 @@ def place(read, expected, weights, row, fed, pads):
             got, wanted = same_heads(read.key, at_places(expected.key[row], 2, places))
         return (got - wanted).abs().sum()
 
-    return min(choices, key=distance)
+    best = min(choices, key=distance)
+    if read.key is None or expected.key is None or (slots >= fed and not reference.window):
+        return best
+
+    # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
+    # holds the key of a position, that is where the positions are.
+    got, wanted = same_heads(read.key, expected.key[row, :, :fed])
+    apart = (got[:, :, :, None] - wanted[:, :, None]).abs().amax((1, 4))  # (B, slots, fed)
+    nearest, empty = apart.min(2), (got == 0).all(3).all(1)
+    fits = (nearest.values <= reference.coarse * wanted.abs().max()) | empty
+    return nearest.indices.where(~empty, -1) if fits.all() and not stream.pads.any() else best
 
 
 def at_places(x, dim, places):

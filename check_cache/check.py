@@ -50,8 +50,11 @@ def check_cache(
     scenarios  only those whose name contains one of these words; skip: not those
     tolerance  how far off a logit may be, for a cache that rounds on purpose. None: as far as rounding explains
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
-    Raises TypeError for any other object, and ValueError for a length, inputs or words that do not work.
+    Raises TypeError for any other object, ValueError for a length, inputs or words that do not work, and ImportError
+    for torch before 2.9 or transformers before 5.0.
     """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        raise ImportError(f"needs torch 2.9 or newer, but this is {torch.__version__}")
     parts = dict(full=full, new=new, step=step, crop=crop, reorder=reorder, reset=reset, fork=fork, generate=generate)
     parts |= dict(vocab_size=vocab_size, context=context, window=window, pad=pad)
     decoder = adapter_of(model, parts, inputs or {})

@@ -663,7 +663,7 @@ def first_rows_selected(patch):
     return Decoder()
 
 
-@bug(HOLDS, "the second sequence sees the first")
+@bug("the cache was not empty at position 0", "the second sequence sees the first")
 def reset_keeps_the_text(patch):
     patch(
         Cache,
