@@ -77,14 +77,14 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
 
     # how should the new tokens weigh each position, and which position is in which slot?
     by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
-    if slots < (needed := (by_position > 0).any(2).any(1).sum(1).max().item()):
+    places, found = place(stream, read, expected, by_position, row, fed, T)
+    if slots < (needed := min(fed, reference.window or fed)) and not found:
         return Cause("kept", f"attention reads {slots} slots and needs {needed}")
     if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some put the heads of a group into that dim
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if read.weights.size(2) != T:
         return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
 
-    places = place(stream, read, expected, by_position, row, fed, T)
     known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
@@ -185,7 +185,7 @@ def compare_weights(stream, got, wanted, row, positions, places):
 
 
 def place(stream, read, expected, weights, row, fed, T):
-    """Return the position (B, slots) in each slot, in the layout that fits best: by keys, or else by weights."""
+    """Return the position (B, slots) in each slot, in the layout that fits best, and whether keys show all of them."""
     B, slots, reference = len(row), read.weights.size(-1), stream.reference
     slot = torch.arange(slots)
     layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
@@ -202,7 +202,7 @@ def place(stream, read, expected, weights, row, fed, T):
 
     best = min(choices, key=distance)
     if read.key is None or expected.key is None or (slots >= fed and not reference.window):
-        return best
+        return best, False
 
     # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
     # holds the key of a position, that is where the positions are.
@@ -210,7 +210,8 @@ def place(stream, read, expected, weights, row, fed, T):
     apart = (got[:, :, :, None] - wanted[:, :, None]).abs().amax((1, 4))  # (B, slots, fed)
     nearest, empty = apart.min(2), (got == 0).all(3).all(1)
     fits = (nearest.values <= reference.coarse * wanted.abs().max()) | empty
-    return nearest.indices.where(~empty, -1) if fits.all() and not stream.pads.any() else best
+    found = bool(fits.all()) and not stream.pads.any()
+    return (nearest.indices.where(~empty, -1) if found else best), found
 
 
 def at_places(x, dim, places):
