@@ -143,15 +143,15 @@ def family(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dtype):
-    """All ways in float32. Half precision only rounds differently, so a few ways are enough there."""
-    half = dict(modes=["decode", "padding", "chunks of 3", "generate"], caches=("own",))
+    """All scenarios in float32. Half precision only rounds differently, so a few scenarios are enough there."""
+    half = dict(scenarios=["decode", "padding", "chunks of mixed sizes", "generate"], caches=("own",))
     report = check_cache(family(name), length=48, dtype=dtype, **({} if dtype == torch.float32 else half))
     assert report.fault is None
     wrong = [result for result in report.results if result.status == "wrong"]
     if name not in DEFECTS:
         assert report.exit_code == 0, report
     for result in wrong:
-        assert any(word in f"{result.way}, {result.cache} cache" for word in DEFECTS[name].split("|")), report
+        assert any(word in f"{result.scenario}, {result.cache} cache" for word in DEFECTS[name].split("|")), report
     assert wrong or name not in DEFECTS or dtype != torch.float32, "transformers has fixed it"
     assert report.exit_code == bool(wrong)
 
@@ -162,5 +162,5 @@ if __name__ == "__main__":
     for name in FAMILIES:
         began = time.perf_counter()
         report = check_cache(family(name))
-        counts = [sum(r.status == status for r in report.results) for status in ("right", "wrong", "not run")]
+        counts = [sum(r.status == status for r in report.results) for status in ("correct", "wrong", "not run")]
         print(f"| {name} | {time.perf_counter() - began:.1f} | {' | '.join(map(str, counts))} |", flush=True)

@@ -177,7 +177,7 @@ def said(report):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
-    check_cache(**RIGHT[name](), length=48).assert_right()
+    check_cache(**RIGHT[name](), length=48).assert_correct()
 
 
 @pytest.mark.parametrize("name", WRONG)
