@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cosine_similarity
 
+from check_cache.adapters import ROWS
 from check_cache.attention import repeat_heads, shaped
 
 
@@ -38,17 +39,25 @@ def find_cause(stream, reads, T, rows, positions, guesses):
     if not reference.reads:
         unseen = "reads no sequence as a whole" if calls else "calls no scaled_dot_product_attention and no softmax"
         return Cause(None, f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads")
-    if len(reads) == T * calls and T > 1:  # the step feeds one token after the other
-        for t in range(T - guesses):
-            one = slice(t, t + 1)
-            part = reads[t * calls :][:calls]
-            cause = compare_layers(stream, part, stream.fed - T + t + 1, rows[:, one], positions[:, one], 0)
-            if cause.what != "after":
-                break
-        return cause
-    if len(reads) != calls:
+    sizes, end, cause = sizes_of(stream, reads, T), 0, None
+    if sum(sizes) != T:
         return Cause("arrival", f"a step calls attention {len(reads)} times, but {calls} times without a cache")
-    return compare_layers(stream, reads, stream.fed, rows, positions, guesses)
+    while end < T - guesses and (cause is None or cause.what == "after"):
+        part, size = reads[:calls], sizes.pop(0)
+        reads, new, end = reads[calls:], slice(end, end + size), end + size
+        later = max(0, end - T + guesses)
+        cause = compare_layers(stream, part, stream.fed - T + end, rows[:, new], positions[:, new], later)
+    return cause
+
+
+def sizes_of(stream, reads, T):
+    """Return how many tokens a step feeds at a time. Some decoders split the T tokens, often into single tokens."""
+    calls, first = stream.reference.calls, stream.reference.reads[0][0]
+    if len(reads) in (calls, T * calls):
+        return [T] if len(reads) == calls else [1] * T
+    if len(reads) % calls:
+        return []
+    return [shaped(read, len(stream.rows)).weights.size(2) for read in reads[first::calls]]
 
 
 def compare_layers(stream, reads, fed, rows, positions, guesses):
@@ -78,7 +87,8 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
     # how should the new tokens weigh each position, and which position is in which slot?
     by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
     places, found = place(stream, read, expected, by_position, row, fed, T)
-    if slots < (needed := min(fed, reference.window or fed)) and not found:
+    needed = (by_position * real[:, None, :, None] > 0).any(2).any(1).sum(1).max()
+    if slots < needed and not found:
         return Cause("kept", f"attention reads {slots} slots and needs {needed}")
     if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some put the heads of a group into that dim
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
@@ -97,69 +107,103 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
 
     used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
     new = places >= fed - T - stream.pads
-    seen = compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places)
-    if stream.pads.any():
-        # rotary keys may count the padding, because that moves no weight
-        if seen is None:
-            return compare_contents(reference, read, expected, row, places, used, new, names=("value",))
-        if seen.what == "hidden":
-            return seen
-    return (
-        compare_contents(reference, read, expected, row, places, used, new)
-        or compare_queries(reference, read.query, expected.query, rows, positions)
-        or seen
-    )
+    contents = compare_contents(reference, read, expected, row, places, used)
+    wrong_query = compare_queries(reference, read.query, expected.query, rows, positions)
+    if stream.pads.any() and "key" in contents:
+        # Rotary positions may count the padding, because that moves no weight. Then no key of a row is as expected.
+        (key, *_), (value, *_) = contents["key"], contents.get("value", [used & False])
+        counts = (stream.pads > 0) & (key | ~used).all(1, keepdim=True) & ~value.any(1, keepdim=True)
+        contents["key"] = key & ~counts, *contents["key"][1:]
+        wrong_query = wrong_query if wrong_query is None else wrong_query & ~counts
+    if cause := explain_contents(reference, expected, contents, rows, positions, places, new, wrong_query):
+        return cause
+    if wrong_query is not None and wrong_query.any():
+        t, i = wrong_query.T.nonzero()[0].tolist()
+        whose = f"row {rows[i, t]}, position {positions[i, t]}"
+        return Cause("arrival", f"only the query of {whose} is wrong: position ids, or the norm or scale of queries")
+    return compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places)
 
 
-def compare_contents(reference, read, expected, row, places, used, new, names=("key", "value")):
-    """Return the Cause if a slot that is used holds a wrong key or value.
+def compare_contents(reference, read, expected, row, places, used):
+    """Return {"key" or "value": (which slots are wrong (B, slots), what they hold, what they should hold)}, if seen.
 
     row     (B,) the sequence in each row
     places  (B, slots) which of its positions each slot should hold
-    new     (B, slots) whether the token of a slot has just arrived
+    used    (B, slots) whether that matters
     """
-    found = {}  # name: which slots are wrong (B, slots), what they hold, what they should hold (B, heads, slots, size)
-    for name in names:
+    contents = {}
+    for name in ("key", "value"):
         got, wanted = getattr(read, name), getattr(expected, name)
         if got is not None and wanted is not None:
             got, wanted = same_heads(got, at_places(wanted[row], 2, places))
-            found[name] = reference.differ(got, wanted).any(1) & used, got, wanted
-    bad = sum(bad.int() for bad, _, _ in found.values()) if found else used & False
-    if not bad.any():
+            contents[name] = reference.differ(got, wanted).any(1) & used, got, wanted
+    return contents
+
+
+def explain_contents(reference, expected, contents, rows, positions, places, new, wrong_query):
+    """Return the Cause if a slot holds a wrong key or value, or None.
+
+    contents     as compare_contents returns it
+    new          (B, slots) whether the token of a slot has just arrived
+    wrong_query  (B, count) whether the query of a new token is wrong, or None if we cannot see it
+    """
+    bad = sum(bad.int() for bad, _, _ in contents.values())
+    if not contents or not bad.any():
         return None
 
     # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
     kept = (bad.bool() & ~new).any()
     slot, i = (bad * ~new if kept else bad).T.nonzero()[0].tolist()
-    wrong = {name: (got[i], wanted[i, :, slot]) for name, (off, got, wanted) in found.items() if off[i, slot]}
+    wrong = {name: (got[i], wanted[i, :, slot]) for name, (off, got, wanted) in contents.items() if off[i, slot]}
     what, be = " and ".join(wrong), "are" if len(wrong) > 1 else "is"
-    position = places[i, slot].item()
-    whose = f"row {row[i]}, position {position}"
+    row, position = rows[i, 0].item(), places[i, slot].item()
+    whose = f"row {row}, position {position}"
+    asked = None if kept or wrong_query is None else wrong_query[i, positions[i] == position].any().item()
     if close := distance_if_close(reference, wrong, slot):
         if not kept and "rounded to" not in close:
-            text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or from a wrong input"
+            reason = {None: "rounded, scaled, or from a wrong input", True: "from a wrong input"}
+            text = f"the new {what} of {whose} {be} slightly off on arrival: {reason.get(asked, 'rounded or scaled')}"
             return Cause("arrival", text)
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
     heads = sum(reference.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
-    if owner := find_owner(reference, expected, wrong, heads, slot, row[i].item(), position, not kept):
+    if owner := find_owner(reference, expected, wrong, heads, slot, row, position, not kept):
         return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
     if kept:
         text = "but holds something that no token produced: it was changed later, or is a rejected guess"
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
-    which = "only the new key" if what == "key" and "value" in found else f"the new {what}"
-    reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
-    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}, or changed by the cache")
+    which = "only the new key" if what == "key" and "value" in contents else f"the new {what}"
+    reason = explain_arrival(reference, expected, wrong, heads, slot, row, position, asked)
+    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}")
+
+
+def explain_arrival(reference, own, wrong, heads, slot, row, position, wrong_query):
+    """Say why a new key or value is wrong. own to position: as in find_owner."""
+    if own is reference.reads[0][1]:  # nothing before it mixes tokens, so token and position decide
+        # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
+        tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
+        with reference.exactly():
+            _, reads = reference.watch(reference.ids[row, tried][:, None].expand_as(reference.ids))
+        same = torch.ones(ROWS, reference.length, dtype=torch.bool)
+        for name, (got, _) in wrong.items():
+            x = repeat_heads(getattr(reads[0][1], name), len(heads))[:, heads]
+            same &= ~reference.differ(got[heads, slot][:, None], x).any(1)
+        if same[tried == position].any():
+            return f"its position is {same[tried == position].nonzero()[0, 1]}"
+        if same[:, position].any():
+            return f"its token is that of position {tried[same[:, position]][0]}"
+    if wrong_query:
+        return "wrong input" if "value" in wrong else "position ids, because its query is wrong too"
+    if wrong_query is None:
+        return "wrong input or absolute position, or changed by the cache"
+    return "changed on the way into the cache, because its query is correct"
 
 
 def compare_queries(reference, got, wanted, rows, positions):
-    """Return the Cause if the query of a new token is wrong."""
+    """Return which queries of new tokens are wrong (B, count), or None if we cannot see them."""
     if got is None or wanted is None:
         return None
     got, wanted = got[:, :, : positions.size(1)], wanted[rows, :, positions.clamp(min=0)].transpose(1, 2)
-    if got.shape == wanted.shape and (bad := reference.differ(got, wanted).any(1) & (positions >= 0)).any():
-        t, i = bad.T.nonzero()[0].tolist()
-        whose = f"row {rows[i, t]}, position {positions[i, t]}"
-        return Cause("arrival", f"only the query of {whose} is wrong: position ids, or the norm or scale of queries")
+    return reference.differ(got, wanted).any(1) & (positions >= 0) if got.shape == wanted.shape else None
 
 
 def compare_weights(stream, got, wanted, row, positions, places):
@@ -201,17 +245,18 @@ def place(stream, read, expected, weights, row, fed, T):
         return (got - wanted).abs().sum()
 
     best = min(choices, key=distance)
-    if read.key is None or expected.key is None or (slots >= fed and not reference.window):
+    if read.key is None or expected.key is None or stream.pads.any() or (slots >= fed and not reference.window):
         return best, False
 
     # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
     # holds the key of a position, that is where the positions are.
     got, wanted = same_heads(read.key, expected.key[row, :, :fed])
-    apart = (got[:, :, :, None] - wanted[:, :, None]).abs().amax((1, 4))  # (B, slots, fed)
-    nearest, empty = apart.min(2), (got == 0).all(3).all(1)
-    fits = (nearest.values <= reference.coarse * wanted.abs().max()) | empty
-    found = bool(fits.all()) and not stream.pads.any()
-    return (nearest.indices.where(~empty, -1) if found else best), found
+    fits = ~torch.stack([reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)], 2)  # (B, slots, fed)
+    nearest = fits.int().argmax(2).where(fits.any(2), -1)
+    empty = (got == 0).all(3).all(1)
+    as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)
+    found = bool((fits.any(2) | empty).all())
+    return (best.where(as_best, nearest) if found else best), found
 
 
 def at_places(x, dim, places):

@@ -172,10 +172,10 @@ class Reference:
                 "so a wrong cache would look correct"
             )
 
-    def watch(self):
+    def watch(self, ids=None):
         """Return (how often a forward calls attention, [(index of a call, its Read)] for calls over all tokens)."""
         with Watch() as watch:
-            self.full()
+            self.full(ids=ids)
         reads = [read() if callable(read) else read for read in watch.reads]
         square = (self.length, self.length)  # not the softmax of a router
         found = [(i, read) for i, read in enumerate(reads) if read.weights.shape[-2:] == square]

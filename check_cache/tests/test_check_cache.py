@@ -23,8 +23,9 @@ def assert_found(name, patch, **options):
     wrong = [result.why for result in report.results if result.status == "wrong"]
     assert report.exit_code == 1 and wrong, "not found"
     right = [all(words in why for words in cause.split("|")) for why in wrong]
-    # if one scenario names the cause, it is enough that others raise, find leftovers, or miss a position
-    enough = [named or bool(re.search("raises|was not empty at|in no slot", why)) for named, why in zip(right, wrong)]
+    # if one scenario names the cause, it is enough that others raise, find leftovers, miss a position, or defer to it
+    vague = "raises|was not empty at|in no slot|if all other scenarios are correct"
+    enough = [named or bool(re.search(vague, why)) for named, why in zip(right, wrong)]
     assert any(right) and sum(enough) >= 0.8 * len(wrong), report
 
 
@@ -129,7 +130,7 @@ def test_functions_make_an_adapter(adapter, monkeypatch):
     function, cause, _, _ = BUGS["rope_begins_at_0_in_each_step"]
     function(monkeypatch.setattr)
     report = check_cache(**adapter(Decoder()), scenarios=["decode"])
-    assert report.exit_code == 1 and cause in report.results[0].why, report
+    assert report.exit_code == 1 and cause.partition("|")[0] in report.results[0].why, report
 
 
 def test_scenarios_that_cannot_run_are_listed_with_the_reason():

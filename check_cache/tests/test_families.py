@@ -128,11 +128,16 @@ FAMILIES = {
 DEFECTS = {
     "falcon with ALiBi": "static cache",
     "bamba": "own cache|static cache",
-    "jamba": "chunks|padding|rollback|reset",
+    "jamba": "chunks|ones|padding|rollback|reset",
     "mamba": "chunks|ones|reset|padding",
     "minimax": "own cache",
     "rwkv": "generate",
 }
+SEES_PADDING = {"recurrent_gemma"}  # even without a cache
+# One of each style of cache, mask or router: half precision rounds the same everywhere, but not all of them alike.
+HALF = "gpt2 bloom llama gemma3_text llama4_text mixtral qwen3_moe deepseek_v3 qwen3_next bamba".split()
+CASES = [(name, torch.float32) for name in FAMILIES]
+CASES += [(name, dtype) for name in HALF for dtype in (torch.bfloat16, torch.float16)]
 
 
 def family(name):
@@ -140,8 +145,7 @@ def family(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, dtype", CASES, ids=lambda part: str(part).removeprefix("torch."))
 def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dtype):
     """All scenarios in float32. Half precision only rounds differently, so a few scenarios are enough there."""
     half = dict(scenarios=["decode", "padding", "chunks of mixed sizes", "generate"], caches=("own",))
@@ -149,11 +153,11 @@ def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dty
     assert report.fault is None
     wrong = [result for result in report.results if result.status == "wrong"]
     if name not in DEFECTS:
-        assert report.exit_code == 0, report
+        assert not wrong, report
     for result in wrong:
         assert any(word in f"{result.scenario}, {result.cache} cache" for word in DEFECTS[name].split("|")), report
     assert wrong or name not in DEFECTS or dtype != torch.float32, "transformers has fixed it"
-    assert report.exit_code == bool(wrong)
+    assert report.exit_code == (2 if name in SEES_PADDING else bool(wrong)), report
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Real decoders from published packages, right and wrong. repros.py shows each bug without check_cache."""
 
+import re
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -109,7 +110,7 @@ WRONG = {
     "litgpt: Gemma 3, chunks over a full window": (
         lambda: litgpt("Gemma-3-1b-it", most=8, **WINDOWED),
         lambda: (repros.litgpt_logits("Gemma-3-1b-it", [8] * 5, **WINDOWED)[WINDOW:] > 0.01).all(),
-        "position 15 needs position 1, which is in no slot",
+        "needs position [0-9]+, which is in no slot",
     ),
     "LLMs-from-scratch: GPT-2, the cache as generate() gives it": (
         lambda: llms_from_scratch("gpt2"),
@@ -139,7 +140,7 @@ WRONG = {
     "moshi: two frames at a time over a full context": (
         lambda: moshi(context=WINDOW),
         lambda: (repros.moshi_stream(2, WINDOW)[WINDOW::2] > 0.01).all(),
-        "position 15 needs position 1, which is in no slot",
+        "needs position [0-9]+, which is in no slot",
     ),
     "torchtune: Gemma 2 past its window": (
         lambda: torchtune("gemma2", head_dim=16, sliding_window_size=WINDOW),
@@ -187,7 +188,7 @@ def test_wrong(name):
     torch.manual_seed(0)
     report = check_cache(**adapter(), length=48)
     assert report.exit_code == 1
-    assert cause in said(report)
+    assert re.search(cause, said(report)), report
 
 
 def test_repros_find_nothing_in_right_decoders():
