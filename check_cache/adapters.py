@@ -71,6 +71,8 @@ class Adapter:
 
     def inputs_of(self, rows):
         """Return the inputs of some rows, in the dtype and on the device of the weights."""
+        if not self.inputs:
+            return {}
         weights = [p for module in self.modules for p in module.parameters() if p.is_floating_point()]
         chosen = {name: tensor[rows.to(tensor.device)] for name, tensor in self.inputs.items()}
         like = weights[0] if weights else rows
