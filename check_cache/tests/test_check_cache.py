@@ -1,14 +1,15 @@
 """check_cache: right caches pass, and broken ones are found with their cause."""
 
 import json
-import os
 import re
 import shutil
+import sys
 
 import pytest
 import torch
 
 from check_cache import check_cache, copies_of
+from check_cache.__main__ import main
 from check_cache.tests.bugs import BUGS, Attention, Cache, Decoder, rounded, tiny
 from check_cache.tests.test_families import family
 from helpers import ROOT, random_model, run
@@ -558,41 +559,56 @@ def test_the_folder_can_be_copied_and_needs_only_torch(tmp_path):
     assert "torch" in loaded and not {"transformers", "kvgpt", "model", "matplotlib"} & {*loaded}
 
 
-@pytest.mark.slow
-def test_the_command_says_right_wrong_or_cannot_run(tmp_path):
-    command = ["-m", "check_cache"]
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command in this process: (exit code, standard output, standard error)."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Cache, "reorder_cache", Cache.reorder_cache)  # restored if a test changes it
+
+    def run_main(*arguments):
+        monkeypatch.setattr(sys, "argv", ["check-cache", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code, *capsys.readouterr()
+
+    yield run_main
+    sys.modules.pop("mine", None)
+
+
+def test_the_command_says_right_wrong_or_cannot_run(command, tmp_path):
     tiny("llama").save_pretrained(tmp_path / "llama")
     flags = ["--length", "32", "--scenarios", "decode", "reorder"]
-    right = run(*command, tmp_path / "llama", *flags)
-    assert right.returncode == 0 and "WRONG" not in right.stdout, right.stderr
+    code, shown, _ = command(tmp_path / "llama", *flags)
+    assert code == 0 and "WRONG" not in shown
     (tmp_path / "mine.py").write_text(
         "from check_cache.tests import bugs\n\ndef broken():\n    bugs.Cache.reorder_cache = lambda self, rows: None\n"
         "    return bugs.Decoder()\n",
         encoding="utf-8",
     )
-    env = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, tmp_path)))}
-    wrong = run(*command, "mine:broken", *flags, env=env)
-    assert (
-        wrong.returncode == 1 and "WRONG    rollback, then reorder, reorder, own cache: logits off by" in wrong.stdout
-    ), wrong.stderr
+    code, shown, _ = command("mine:broken", *flags)
+    assert code == 1 and "WRONG    rollback, then reorder, reorder, own cache: logits off by" in shown
+    code, shown, _ = command("mine:broken", "--scenarios", "decode", "generate", "--require", "generate")
+    assert code == 2 and "MISSING  required, but not run: generate" in shown
     for model, words in ((tmp_path / "nothing", "check-cache: "), ("mine:nothing", "AttributeError")):
-        result = run(*command, model, env=env)
-        assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
-        assert result.stderr.count("\n") == 1
+        code, _, shown = command(model)
+        assert code == 2 and words in shown and shown.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_the_readme_shows_what_the_check_prints(tmp_path):
+def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
     """For each Python block that is followed by a text block, up to rounding."""
     page = (ROOT / "check_cache" / "README.md").read_text(encoding="utf-8")
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE).group(1)
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
-    env = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, tmp_path)))}
+    monkeypatch.syspath_prepend(tmp_path)
     pairs = re.findall(r"^```python\n([^`]*)^```\n\n```text\n([^`]*)^```", page, re.MULTILINE)
     assert len(pairs) == 4
     for script, shown in pairs:
+        sys.modules.pop("mine", None)  # each script breaks a decoder that is right
+        exec(script, {})
         said, shown = (
             re.sub(r"logits off by .*? positions|by\s+\S+ of its size|\s+", " ", text)
-            for text in (run("-c", script, env=env).stdout, shown)
+            for text in (capsys.readouterr().out, shown)
         )
         assert said == shown and "WRONG" in said
+    sys.modules.pop("mine", None)
