@@ -37,7 +37,7 @@ def find_cause(stream, reads, T, rows, positions, guesses):
     """
     reference, calls = stream.reference, stream.reference.calls
     if not reference.reads:
-        unseen = "reads no sequence as a whole" if calls else "calls no scaled_dot_product_attention and no softmax"
+        unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
         return Cause(None, f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads")
     sizes, end, cause = sizes_of(stream, reads, T), 0, None
     if sum(sizes) != T:

@@ -18,6 +18,11 @@ LARGEST, MEDIAN = 4, 1.25
 VISIBLE = 10
 
 
+def middle(length):
+    """Return where sequences part that begin alike: at an odd position, which is within a page of a paged cache."""
+    return length // 2 | 1
+
+
 @contextmanager
 def changed(modules, change):
     """Replace each weight by change(tensor) for a while. Weights in 8 bits stay, because their layers need them so.
@@ -86,7 +91,7 @@ class Reference:
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
-        ids[3:6, : length // 2] = ids[:3, : length // 2]
+        ids[3:6, : middle(length)] = ids[:3, : middle(length)]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
         # the logits of reference, in float64 if the decoder can run in it

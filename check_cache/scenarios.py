@@ -8,6 +8,7 @@ import torch
 from check_cache.adapters import ROWS, Transformers, on_cache
 from check_cache.attention import Watch
 from check_cache.cause import Cause, find_cause
+from check_cache.reference import middle
 from check_cache.report import first_line
 
 PADS = (0, 5, 11)  # padding tokens of each row
@@ -137,7 +138,7 @@ def largest_chunk(L):
 
 def scenarios_for(window, L, seed):
     """Return {name: scenario} for sequences of L tokens. A scenario is called with `start`, which makes a Stream."""
-    half, third, n = L // 2, L // 3, min(8, L // 4)  # n single tokens are enough to see a mistake
+    half, third, n = middle(L), L // 3, min(8, L // 4)  # n single tokens are enough to see a mistake
     largest = largest_chunk(L)
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
     sizes = (window - 1, window + 2) if window and largest - 2 < window < L else ()
