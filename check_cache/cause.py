@@ -120,7 +120,8 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
     if wrong_query is not None and wrong_query.any():
         t, i = wrong_query.T.nonzero()[0].tolist()
         whose = f"row {rows[i, t]}, position {positions[i, t]}"
-        return Cause("arrival", f"only the query of {whose} is wrong: position ids, or the norm or scale of queries")
+        reason = "its position, norm or scale, or an input that is slightly wrong"
+        return Cause("arrival", f"mostly the query of {whose} is wrong: {reason}")
     return compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places)
 
 

@@ -118,6 +118,24 @@ FAMILIES = {
         mamba_dt_rank=4,
     ),
     "minimax": dict(LLAMA, layer_types=["linear_attention", "full_attention"], num_local_experts=2, block_size=16),
+    "zamba2": dict(
+        {**LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 4},
+        layers_block_type=["mamba", "hybrid"] * 2,
+        num_mem_blocks=1,
+        adapter_rank=4,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        mamba_ngroups=1,
+        mamba_d_state=8,
+        chunk_size=16,
+    ),
+    "git": dict(
+        COMMON,
+        intermediate_size=48,
+        vision_config=dict(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4
+        ),
+    ),
     "recurrent_gemma": dict(
         {**LLAMA, "num_hidden_layers": 3}, lru_width=32, attention_window_size=12, intermediate_size=96
     ),
@@ -128,10 +146,12 @@ FAMILIES = {
 DEFECTS = {
     "falcon with ALiBi": "static cache",
     "bamba": "own cache|static cache",
+    "git": "left padding",
     "jamba": "chunks|ones|padding|rollback|reset",
     "mamba": "chunks|ones|reset|padding",
     "minimax": "own cache",
     "rwkv": "generate",
+    "zamba2": "own cache",
 }
 SEES_PADDING = {"recurrent_gemma"}  # even without a cache
 # One of each style of cache, mask or router: half precision rounds the same everywhere, but not all of them alike.
