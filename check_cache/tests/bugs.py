@@ -106,6 +106,8 @@ class Attention(nn.Module):
         k, v = self.expand(k), self.expand(v)
         scores = q @ k.transpose(2, 3) * self.scale(T)
         query, slot = start + torch.arange(T)[:, None], torch.arange(k.size(2))
+        if hasattr(cache, "at"):  # the position in each slot
+            slot = cache.at[self.layer]
         if self.positions == "alibi":
             scores = scores + (slot - query) * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
         weights = (

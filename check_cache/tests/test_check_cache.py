@@ -10,7 +10,7 @@ import torch
 
 from check_cache import check_cache, copies_of
 from check_cache.__main__ import main
-from check_cache.tests.bugs import BUGS, Attention, Cache, Decoder, rounded, tiny
+from check_cache.tests.bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
 from check_cache.tests.test_families import family
 from helpers import ROOT, random_model, run
 from model import GPTConfig, KVCache
@@ -241,6 +241,96 @@ def test_a_step_may_overwrite_its_ids():
         return ids[:, -count:].clone() + ids.zero_()[:, :1]
 
     check_cache(**functions(model, full=full, generate=generate), scenarios=["decode", "generate"]).assert_correct()
+
+
+# -- causes ------------------------------------------------------------------------------------------------------------
+
+
+class Window(Cache):
+    """The first `sinks` tokens and the newest `size`, in a ring of slots. A chunk is read next to the old slots."""
+
+    def __init__(self, sinks, size):
+        super().__init__()
+        self.sinks, self.size, self.at, self.kept = sinks, size, [None] * LAYERS, [None] * LAYERS
+
+    def update(self, key, value, layer):
+        T, start = key.size(2), self.lengths[layer]
+        self.lengths[layer] += T
+        slots, at = (key, value), torch.arange(start, start + T)
+        if start:
+            *old, old_at = self.kept[layer]
+            slots, at = [torch.cat(pair, 2) for pair in zip(old, slots)], torch.cat((old_at, at))
+        keep = ((at < self.sinks) | (at > at[-1] - self.size)).nonzero()[:, 0]
+        keep = keep[(at[keep] % self.size).argsort()]
+        self.kept[layer] = *(x[:, :, keep] for x in slots), at[keep]
+        *slots, self.at[layer] = self.kept[layer] if T == 1 else (*slots, at)
+        return slots
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_sinks_and_slots_in_any_order(sinks, missing, monkeypatch):
+    """Keys show which position is in which slot."""
+    seen = lambda self, query, slot, mask: (slot <= query) & ((slot > query - 12) | (slot < sinks))  # noqa: E731
+    monkeypatch.setattr(Attention, "visible", seen)
+    new = lambda rows, length: Window(sinks, 12 - missing)  # noqa: E731
+    report = check_cache(**functions(Decoder(), new=new), scenarios=["decode", "chunks of mixed"])
+    assert report.exit_code == missing, report
+    if missing:
+        wrong = [result for result in report.results if result.status == "wrong"]
+        assert all(re.search("needs position [0-9]+, which is in no slot", result.why) for result in wrong), report
+
+
+def first_cause(model, change, scenario="decode", **more):
+    """Return the cause of the first wrong scenario, if change(ids, pos) is what reaches the model."""
+    step = lambda ids, cache, mask, pos: model(*change(ids, cache, mask, pos))  # noqa: E731
+    report = check_cache(**functions(model, step=step), scenarios=[scenario], **more)
+    return next(result.why for result in report.results if result.status == "wrong")
+
+
+@pytest.mark.parametrize("positions, parts", [("learned", "the new key and value of"), ("rope", "only the new key of")])
+def test_a_wrong_position_is_named(positions, parts):
+    said = first_cause(Decoder(positions), lambda ids, cache, mask, pos: (ids, cache, mask, pos + 2 * (pos > 20)))
+    assert said.startswith(parts) and said.endswith("wrong on arrival: its position is 23"), said
+
+
+def test_a_wrong_token_is_named():
+    previous = lambda ids, *rest: (torch.cat((ids[:, :1], ids[:, :-1]), 1), *rest)  # noqa: E731
+    said = first_cause(Decoder("learned"), previous, "chunks of mixed", seed=1)  # no other row has that token
+    assert "wrong on arrival: its token is that of position" in said, said
+
+
+def test_a_key_that_its_cache_changes_is_named(monkeypatch):
+    update = Cache.update
+    changed = lambda self, key, *rest: update(self, key.flip(-1) if self.lengths[0] > 20 else key, *rest)  # noqa: E731
+    monkeypatch.setattr(Cache, "update", changed)
+    said = first_cause(Decoder("learned"), lambda *arguments: arguments)
+    assert said.endswith("wrong on arrival: changed on the way into the cache, because its query is correct"), said
+
+
+def test_rotary_positions_may_count_the_padding(monkeypatch):
+    """Then no key is as it is without padding, and a mistake elsewhere must not be blamed on the keys."""
+    count = lambda ids, cache, mask, pos: (  # noqa: E731
+        ids,
+        cache,
+        mask,
+        (cache.lengths[0] + torch.arange(ids.size(1))).expand_as(ids),
+    )
+    model = Decoder()
+    step = lambda *arguments: model(*count(*arguments))  # noqa: E731
+    adapter = functions(model, step=lambda ids, cache, mask, pos: step(ids, cache, mask, pos))
+    check_cache(**adapter, scenarios=["padding"], skip=["generate"]).assert_correct(require="left padding in chunks")
+    monkeypatch.setattr(Attention, "scale", lambda self, T: 0.3 if T == 1 else 1 / SIZE**0.5)
+    said = first_cause(model, count, "left padding")
+    assert "gives slot" in said and "scale" in said, said
+
+
+def test_where_attention_is_hidden_the_cause_is_unknown(monkeypatch):
+    """flex_attention, for example."""
+    pattern = lambda x: torch.special.softmax(x, -1)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: pattern(x))
+    said = first_cause(Decoder(), lambda ids, cache, mask, pos: (ids, cache, mask, pos * 0))
+    assert said.startswith("cause unknown: without a cache, attention calls no softmax"), said
 
 
 # -- what could hide a wrong cache, or make a right one look wrong -----------------------------------------------------
