@@ -241,8 +241,6 @@ class Transformers(Adapter):
     def new(self, rows, length, kind):
         import transformers
 
-        if kind == "own" and self.cache_name is None:  # then we only see what generate() does
-            return None
         if kind == "own":  # None lets the model make one
             has_default = getattr(self.model, "_supports_default_dynamic_cache", lambda: True)()
             return transformers.DynamicCache(config=self.config) if has_default else None
@@ -253,7 +251,7 @@ class Transformers(Adapter):
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
     def step(self, ids, cache, mask, pos, rows, lengths):
-        if self.cache_name is None:
+        if self.cache_name is None:  # then we only see what generate() does
             raise NotImplementedError("the model takes no cache_params and no past_key_values")
         make_mask = getattr(self.model, "create_masks_for_generate", None)
         if make_mask and mask is not None and getattr(cache, "is_compileable", False):
