@@ -112,7 +112,7 @@ def first_line(error):
 
 def describe(error):
     """Return an exception in one line, with the line of their code that it comes from."""
-    text, name = first_line(error), type(error).__name__
+    text, name = first_line(error).rstrip("."), type(error).__name__
     if isinstance(error, NotImplementedError):
         return text
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]

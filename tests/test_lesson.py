@@ -153,19 +153,19 @@ NO_POS = ("            pos = idx.size(1)\n", "            pos += 1\n")
 
 
 @pytest.mark.parametrize(
-    "edit, scenario",
+    "edit, scenario, cause",
     [
-        (POSITION_0, "decode"),
-        (VALIDATION, "decode"),
-        (NO_MASK, "decode"),
-        (OWN_SLOT, "decode"),
-        (NO_POS, "generate"),
+        (POSITION_0, "decode", "wrong on arrival: its position is 0"),
+        (VALIDATION, "decode", r"at 2_cache\.py:[0-9]+: .* The cache was not empty at position 0"),
+        (NO_MASK, "decode", "sees slot 1, but should not"),
+        (OWN_SLOT, "decode", "does not see slot 1, but should"),
+        (NO_POS, "generate", "the second call of generate"),
     ],
     ids=["position 0", "validation", "no mask", "mask without an offset", "pos of the loop"],
 )
-def test_the_exercise_calls_a_trap_wrong(edit, scenario):
-    results = {result.scenario: result.status for result in exercise(CACHE, edit).results}
-    assert results[scenario] == "wrong"
+def test_the_exercise_calls_a_trap_wrong(edit, scenario, cause):
+    results = {result.scenario: result for result in exercise(CACHE, edit).results}
+    assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why)
 
 
 def preallocated(*edits):

@@ -294,6 +294,18 @@ def test_a_wrong_position_is_named(positions, parts):
     assert said.startswith(parts) and said.endswith("wrong on arrival: its position is 23"), said
 
 
+def test_a_step_may_feed_its_tokens_in_parts():
+    """Then a chunk calls attention several times."""
+    model = Decoder()
+
+    def step(ids, cache, pos):
+        parts = zip(ids.split(3, 1), pos.split(3, 1))
+        return torch.cat([model(part, cache, None, at + 2 * (at > 20)) for part, at in parts], 1)
+
+    report = check_cache(**functions(model, step=step), scenarios=["double"])
+    assert report.results[0].why.endswith("wrong on arrival: its position is 23"), report
+
+
 def test_a_wrong_token_is_named():
     previous = lambda ids, *rest: (torch.cat((ids[:, :1], ids[:, :-1]), 1), *rest)  # noqa: E731
     said = first_cause(Decoder("learned"), previous, "chunks of mixed", seed=1)  # no other row has that token
