@@ -101,15 +101,11 @@ class Stream:
         self.result.errors.append((rows, positions, error, differs, batch[: len(rows)], tokens[: len(rows)]))
         return (error > self.reference.suspicious).any(), (error > self.reference.limit).any()
 
-    def feed_until(self, end, size=1):
-        end = min(end, self.reference.length)
-        while self.fed < end:
-            self.feed(min(size, end - self.fed))
-        return self
-
-    def feed_all(self, sizes):
+    def feed_all(self, *sizes):
+        """Feed steps of these sizes, until the sequences end."""
         for size in sizes:
-            self.feed_until(self.fed + size, size)
+            if size := min(size, self.reference.length - self.fed):
+                self.feed(size)
         return self
 
     def crop(self, count):
@@ -138,45 +134,20 @@ def largest_chunk(L):
 
 def scenarios_for(window, L, seed):
     """Return {name: scenario} for sequences of L tokens. A scenario is called with `start`, which makes a Stream."""
-    half, third, n = middle(L), L // 3, min(8, L // 4)  # n single tokens are enough to see a mistake
+    half, third, n = middle(L), L // 3, min(8, L // 4)
+    ones = [1] * n  # so many single tokens are enough to see a mistake
     largest = largest_chunk(L)
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
-    sizes = (window - 1, window + 2) if window and largest - 2 < window < L else ()
+    around = (window - 1, window + 2) if window and largest - 2 < window < L else ()
+    # decode up to the end, or from a window that is nearly full until a ring of its size starts again
+    P, end = (max(1, window - n), 2 * window + n) if window and window < L else (max(third, L - 6 * n), L)
 
-    def decode(start):
-        """Up to the end, or from a window that is nearly full until a ring of its size starts again."""
-        P, end = (window - n, 2 * window + n) if window and window < L else (max(third, L - 6 * n), L)
-        start().feed(max(1, P)).feed_until(end)
-
-    def decode_from_1(start):
-        start().feed(1).feed_until(2 * n)
-
-    def left_padding(start):
-        start(pads=PADS).feed(third).feed_until(third + n)
-
-    def left_padding_in_chunks(start):
-        start(pads=[pad + 2 for pad in PADS]).feed(third).feed_all(mixed[:n])
-
-    def chunks(start, size):
-        start().feed_until(L, size)
-
-    def mixed_chunks(start):
-        start().feed_all(mixed)
-
-    def doubling(start):
-        stream = start().feed(n)
-        while stream.fed < L:
-            stream.feed(min(stream.fed, L - stream.fed))
-
-    def mask_of_ones(start):
-        start(masked=True).feed(third).feed(5).feed_until(third + 5 + n)
+    def feed(start, *sizes, **options):
+        start(**options).feed_all(*sizes)
 
     def batches(start):
         for B in range(1, ROWS + 1):
-            start(rows=range(B)).feed(third).feed(1)
-
-    def different_lengths(start):
-        start(pads=PADS, ragged=True).feed(third).feed_until(third + n).feed(4)
+            feed(start, third, 1, rows=range(B))
 
     def generate(start, pads=(0,)):
         """Let the decoder's own loop or search choose tokens, twice, so that the second run may meet leftovers.
@@ -226,15 +197,15 @@ def scenarios_for(window, L, seed):
         first = start().feed(half)
         second = copy.copy(first)
         second.change(first.decoder.fork, rows=first.rows + 3)
-        for _ in range(n // 2):
-            first.feed(1)
-            second.feed(1)
+        for size in ones[: n // 2]:
+            first.feed(size)
+            second.feed(size)
 
     def two_at_once(start):
         first, second = start(), start(rows=(5, 6, 7))
-        for count in (third, *[1] * (n // 2)):
-            first.feed(count)
-            second.feed(count)
+        for size in (third, *ones[: n // 2]):
+            first.feed(size)
+            second.feed(size)
 
     def rollback(start, P=half, everything=False, then=None):
         """Speculative decoding: feed a token and some guesses, then take the guesses back."""
@@ -251,29 +222,29 @@ def scenarios_for(window, L, seed):
                 stream.reorder(then)
 
     def reset(start):
-        stream = start(rows=(5, 6, 7)).feed(L - 2).feed_until(L)
+        stream = start(rows=(5, 6, 7)).feed_all(L - 2, 1, 1)
         stream.change(stream.decoder.reset, rows=(0, 1, 2)).fed = 0
-        stream.feed(third).feed_until(third + n)
+        stream.feed_all(third, *ones)
 
     def reorder(start):
         """Two beams continue row 0, as it is and as row 3, which differs from it from now on."""
         stream = start().feed(half)
-        stream.change(stream.decoder.reorder, torch.tensor((2, 0, 0)), rows=(2, 0, 3)).feed_until(half + n)
+        stream.change(stream.decoder.reorder, torch.tensor((2, 0, 0)), rows=(2, 0, 3)).feed_all(*ones)
 
     def rearrange(start, method, argument, rows):
         stream = start().feed(half)
-        stream.change(partial(on_cache, name=method), argument, rows=rows).feed_until(half + n)
+        stream.change(partial(on_cache, name=method), argument, rows=rows).feed_all(*ones)
 
     return {
-        "decode": decode,
-        "decode from 1 token": decode_from_1,
-        **{f"chunks of {size}": partial(chunks, size=size) for size in sizes},
-        "chunks of mixed sizes": mixed_chunks,
-        "chunks that double": doubling,
-        "mask of ones": mask_of_ones,
-        "left padding": left_padding,
-        "left padding in chunks": left_padding_in_chunks,
-        "rows of different lengths": different_lengths,
+        "decode": lambda start: feed(start, P, *[1] * (end - P)),
+        "decode from 1 token": lambda start: feed(start, 1, *ones, *ones),
+        **{f"chunks of {size}": lambda start, size=size: feed(start, *[size] * L) for size in around},
+        "chunks of mixed sizes": lambda start: feed(start, *mixed),
+        "chunks that double": lambda start: feed(start, n, *(n * 2**i for i in range(L.bit_length()))),
+        "mask of ones": lambda start: feed(start, third, 5, *ones, masked=True),
+        "left padding": lambda start: feed(start, third, *ones, pads=PADS),
+        "left padding in chunks": lambda start: feed(start, third, *mixed[:n], pads=[pad + 2 for pad in PADS]),
+        "rows of different lengths": lambda start: feed(start, third, *ones, 4, pads=PADS, ragged=True),
         "generate": generate,
         "generate with left padding": partial(generate, pads=PADS),
         "prefix used twice": prefix_twice,
