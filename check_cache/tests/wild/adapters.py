@@ -140,7 +140,7 @@ def mambapy():
     """Jamba: layers with keys and values, and layers with a recurrent state. Its step accepts one token at a time."""
     from mambapy.jamba import JambaLM, JambaLMConfig
 
-    sizes = dict(d_model=64, n_layers=4, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    sizes = dict(d_model=64, n_layers=2, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     model = JambaLM(JambaLMConfig(**sizes, num_experts=1, attn_layer_offset=1, attn_layer_period=2))
 
     def new(rows, length):
