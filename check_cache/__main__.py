@@ -1,4 +1,4 @@
-"""python -m check_cache FOLDER, or module:function"""
+"""check-cache FOLDER, or module:function"""
 
 import argparse
 import importlib
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from check_cache.check import check_cache
-from check_cache.report import first_line, plot
+from check_cache.report import first_line
 
 
 def load(name):
@@ -28,32 +28,40 @@ def load(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="check_cache", description="Is the KV cache of a model right?")
+    parser = argparse.ArgumentParser(
+        prog="check-cache", description="Checks whether the KV cache of a model is correct"
+    )
     add = parser.add_argument
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", help="for example cuda (default: where the model is)")
-    add("--modes", nargs="+", metavar="WORD", help="only the ways whose name contains one of these: chunks padding")
+    add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
+    add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
+    add("--require", nargs="+", metavar="WORD", default=(), help="exit with 2 if one of these scenarios cannot run")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
+    add("--tolerance", type=float, help="how far off a logit may be, for a cache that rounds on purpose")
+    add("--seed", type=int, default=0, help="of the sequences and chunk sizes (default: 0)")
     add("--json", action="store_true", help="print JSON")
-    add("--plot", metavar="FILE", help="plot how far off each way is at each position")
     args = parser.parse_args()
+    options = {name: getattr(args, name) for name in "length device scenarios skip tolerance seed".split()}
+    sys.path.insert(0, "")  # module:function may be in this folder
     warnings.simplefilter("ignore")
     try:
-        dtype = getattr(torch, args.dtype)
-        report = check_cache(load(args.model), length=args.length, dtype=dtype, device=args.device, modes=args.modes)
-        if args.plot:
-            plot(report, args.plot)
+        report = check_cache(load(args.model), dtype=getattr(torch, args.dtype), **options)
     except (Exception, SystemExit) as error:
         own = args.model.partition(":")[0] == getattr(error, "name", None)  # the module that the argument names
         install = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) and not own else ""
-        parser.exit(2, f"check_cache: {args.model}: {type(error).__name__}: {first_line(error)}{install}\n")
+        parser.exit(2, f"check-cache: {args.model}: {type(error).__name__}: {first_line(error)}{install}\n")
+    missing = report.missing(args.require)
+    exit_code = report.exit_code or (2 if missing else 0)
     if args.json:
         results = [{key: x for key, x in vars(result).items() if key != "errors"} for result in report.results]
-        print(json.dumps({**vars(report), "exit_code": report.exit_code, "results": results}))
+        print(json.dumps({**vars(report), "exit_code": exit_code, "missing": missing, "results": results}))
     else:
         print(report)
-    sys.exit(report.exit_code)
+        for word in missing:
+            print(f"MISSING  required, but not run: {word}")
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the check needs to know about a decoder: functions, a transformers model, or a GPT of kvGPT."""
+"""What the check needs to know about a decoder: functions, or a transformers model."""
 
 import copy
 import functools
@@ -9,12 +9,13 @@ from torch import nn
 
 from check_cache.report import first_line
 
+ROWS = 8  # sequences
 NEEDED = ("full", "new", "step")
 TAKES = {"crop": "cache", "reorder": "cache", "reset": "cache", "fork": "cache", "generate": "use_cache"}
 OPTIONAL = ("vocab_size", "context", "window", "pad", *TAKES)
 
 
-def adapter_of(model, parts):
+def adapter_of(model, parts, inputs):
     """Return the adapter of a model, or of the functions in `parts`."""
     parts = {name: part for name, part in parts.items() if part is not None}
     if not parts and model is not None:
@@ -24,16 +25,14 @@ def adapter_of(model, parts):
                 del parts[name]
         if not {*NEEDED} <= {*parts}:
             if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
-                return Transformers(model)
-            if hasattr(model, "new_cache") and hasattr(getattr(model, "config", None), "block_size"):
-                return KvGPT(model)
+                return Transformers(model, inputs)
             raise TypeError(
-                f"{type(model).__name__} is not a causal language model of transformers, a GPT of kvGPT, or an "
-                f"adapter, which has {', '.join(NEEDED)}"
+                f"{type(model).__name__} is neither a causal language model of transformers nor an adapter, which has "
+                f"{', '.join(NEEDED)}"
             )
     if missing := [name for name in NEEDED if name not in parts]:
         raise TypeError(f"check_cache needs the functions {', '.join(NEEDED)}. Missing: {', '.join(missing)}")
-    return Functions(model, parts)
+    return Functions(model, parts, inputs)
 
 
 def copies_of(model, setup=lambda model, rows, length: None):
@@ -61,6 +60,23 @@ class Adapter:
     context = window = None
     pad = 0
     takes_mask = full_takes_mask = True
+    takes_lengths = False
+
+    def __init__(self, modules, inputs):
+        self.modules, self.inputs = modules, {}
+        for name, tensor in inputs.items():
+            if len(tensor) != ROWS:
+                raise ValueError(f"inputs[{name!r}]: must have one entry for each of the {ROWS} sequences")
+            self.inputs[name] = torch.cat((tensor[:3], tensor[:3], tensor[6:]))  # 3 to 5 begin like 0 to 2
+
+    def inputs_of(self, rows):
+        """Return the inputs of some rows, in the dtype and on the device of the weights."""
+        if not self.inputs:
+            return {}
+        weights = [p for module in self.modules for p in module.parameters() if p.is_floating_point()]
+        chosen = {name: tensor[rows.to(tensor.device)] for name, tensor in self.inputs.items()}
+        like = weights[0] if weights else rows
+        return {name: x.to(like if x.is_floating_point() and weights else like.device) for name, x in chosen.items()}
 
     def attentions(self):
         """Switch to each implementation of attention and yield (name, None, or why it cannot be used)."""
@@ -68,17 +84,18 @@ class Adapter:
 
     def crop(self, cache, length, removed):
         """Keep the first `length` tokens and drop the newest `removed`. May return a new cache, like all of these."""
-        return on_cache(cache, "crop", -removed)
+        return on_cache(cache, -removed, name="crop")
 
     def reorder(self, cache, rows):
-        return on_cache(cache, "reorder_cache", rows)
+        return on_cache(cache, rows, name="reorder_cache")
 
     def reset(self, cache):
-        return on_cache(cache, "reset")
+        return on_cache(cache, name="reset")
 
     def fork(self, cache):
-        try:
-            return fork_module(cache) if isinstance(cache, nn.Module) else copy.deepcopy(cache)
+        known = {id(part): part for module in self.modules for part in (*module.modules(), *module.parameters())}
+        try:  # modules may be keys of the cache
+            return fork_module(cache) if isinstance(cache, nn.Module) else copy.deepcopy(cache, known)
         except Exception as error:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
@@ -86,7 +103,7 @@ class Adapter:
         raise NotImplementedError("there is no generate(ids, count, use_cache)")
 
 
-def on_cache(cache, name, *args):
+def on_cache(cache, *args, name):
     """Call a method that the cache may or may not have."""
     if not hasattr(cache, name):
         raise NotImplementedError(f"the cache has no {name}")
@@ -101,28 +118,31 @@ def on_cache(cache, name, *args):
 class Functions(Adapter):
     """The adapter of a decoder given as functions, or as an object with these methods."""
 
-    def __init__(self, model, parts):
-        self.parts, self.modules = parts, find_modules(model, *parts.values())
+    def __init__(self, model, parts, inputs):
+        super().__init__(find_modules(model, *parts.values()), inputs)
+        self.parts = parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.takes_mask, self.full_takes_mask = (asks_for(parts[name], "mask") for name in ("step", "full"))
+        self.takes_lengths = asks_for(parts["step"], "lengths")
         for name in ("reorder", "reset", "fork"):
             if name in parts:
                 setattr(self, name, parts[name])
 
     @functools.cached_property
     def vocab_size(self):
-        return self.parts.get("vocab_size") or self.full(torch.zeros(1, 2, dtype=torch.long)).size(-1)
+        return self.parts.get("vocab_size") or self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1)).size(-1)
 
-    def full(self, ids, mask=None, pos=None):
-        output = call(self.parts["full"], dict(ids=ids), dict(mask=mask, pos=pos))
+    def full(self, ids, rows, mask=None, pos=None):
+        output = call(self.parts["full"], dict(ids=ids), dict(mask=mask, pos=pos, **self.inputs_of(rows)))
         return output[0] if isinstance(output, tuple) else output
 
     def new(self, rows, length, kind):
         return call(self.parts["new"], dict(rows=rows, length=length), dict(kind=kind))
 
-    def step(self, ids, cache, mask, pos):
-        return call(self.parts["step"], dict(ids=ids, cache=cache), dict(mask=mask, pos=pos))
+    def step(self, ids, cache, mask, pos, rows, lengths):
+        more = dict(mask=mask, pos=pos, lengths=lengths, **self.inputs_of(rows))
+        return call(self.parts["step"], dict(ids=ids, cache=cache), more)
 
     def crop(self, cache, length, removed):
         crop = self.parts.get("crop")
@@ -184,15 +204,21 @@ class Transformers(Adapter):
 
     kinds = ("own", "static")
 
-    def __init__(self, model):
-        self.model, self.config, self.modules = model, model.config.get_text_config(decoder=True), [model]
+    def __init__(self, model, inputs):
+        import transformers
+
+        if int(transformers.__version__.partition(".")[0]) < 5:
+            raise ImportError(f"needs transformers 5.0 or newer, but this is {transformers.__version__}")
+        super().__init__([model], inputs)
+        self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.vocab_size = model.get_output_embeddings().weight.size(0)
-        self.context = getattr(self.config, "max_position_embeddings", None)
+        grows = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
+        self.context = None if grows else getattr(self.config, "max_position_embeddings", None)
         windows = "sliding_window", "attention_chunk_size", "window_size", "attention_window_size"
         self.window = next(filter(None, (getattr(self.config, name, None) for name in windows)), None)
         self.pad = getattr(self.config, "pad_token_id", None) or 0
         self.takes = inspect.signature(model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in self.takes else "past_key_values"
+        self.cache_name = next((name for name in ("cache_params", "past_key_values") if name in self.takes), None)
 
     def attentions(self):
         own, experts = (getattr(self.config, f"_{part}_implementation", None) for part in ("attn", "experts"))
@@ -208,8 +234,9 @@ class Transformers(Adapter):
         if experts:
             self.model.set_experts_implementation(experts)
 
-    def full(self, ids, mask=None, pos=None):
-        return self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos)).logits
+    def full(self, ids, rows, mask=None, pos=None):
+        more = self.placed(mask, pos) | self.inputs_of(rows)
+        return self.model(input_ids=ids, **({"use_cache": False} if "use_cache" in self.takes else {}), **more).logits
 
     def new(self, rows, length, kind):
         import transformers
@@ -217,17 +244,20 @@ class Transformers(Adapter):
         if kind == "own":  # None lets the model make one
             has_default = getattr(self.model, "_supports_default_dynamic_cache", lambda: True)()
             return transformers.DynamicCache(config=self.config) if has_default else None
-        if kind == "static" and self.model._can_compile_fullgraph:
+        if kind == "static" and self.cache_name and self.model._can_compile_fullgraph:
             return transformers.StaticCache(config=self.config, max_cache_len=length)
         if kind == "quantized":
             return transformers.QuantizedCache("fp8", config=self.config)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
-    def step(self, ids, cache, mask, pos):
+    def step(self, ids, cache, mask, pos, rows, lengths):
+        if self.cache_name is None:  # then we only see what generate() does
+            raise NotImplementedError("the model takes no cache_params and no past_key_values")
         make_mask = getattr(self.model, "create_masks_for_generate", None)
         if make_mask and mask is not None and getattr(cache, "is_compileable", False):
             mask = make_mask(self.config, self.model.get_input_embeddings()(ids), mask, cache)
-        output = self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache}, **self.placed(mask, pos))
+        more = {self.cache_name: cache, **self.placed(mask, pos), **self.inputs_of(rows)}
+        output = self.model(input_ids=ids, use_cache=True, **more)
         held = getattr(output, self.cache_name, None)
         if held is None:
             raise NotImplementedError("the model returns no cache")
@@ -238,7 +268,7 @@ class Transformers(Adapter):
         given = {"attention_mask": mask, "position_ids": pos} if mask is not None else {}
         return {name: value for name, value in given.items() if name in self.takes}
 
-    def generated_logits(self, ids, mask, count):
+    def generated_logits(self, ids, mask, count, rows):
         """Return the logits (B, count, V) of generate(), forced to choose the last `count - 1` tokens of `ids`."""
         import transformers
 
@@ -263,36 +293,6 @@ class Transformers(Adapter):
             attention_mask=mask[:, :end],
             generation_config=settings,
             logits_processor=transformers.LogitsProcessorList([force]),
+            **self.inputs_of(rows),
         )
         return torch.stack(said.logits, 1)
-
-
-class KvGPT(Adapter):
-    """The adapter of kvGPT's GPT, whose cache is a value that is passed along."""
-
-    takes_mask = full_takes_mask = False  # it pads on the right
-
-    def __init__(self, model):
-        self.model, self.modules = model, [model]
-        self.vocab_size, self.context = model.config.vocab_size, model.config.block_size
-
-    def full(self, ids):
-        return self.model(ids)[0]
-
-    def new(self, rows, length, kind):
-        return self.model.new_cache(rows)
-
-    def step(self, ids, cache, mask, pos):
-        return self.model(ids, pos=pos, cache=cache)[0]
-
-    def crop(self, cache, length, removed):
-        """Do nothing: pos says how much of the cache is valid."""
-
-    def reorder(self, cache, rows):
-        cache.select(rows.tolist())
-
-    def reset(self, cache):
-        return self.model.new_cache(len(cache.lengths))
-
-    def generate(self, ids, count, use_cache):
-        return self.model.generate(ids, count, temperature=0, kv_cache=use_cache)

@@ -9,6 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+BADDBMM = {torch.baddbmm, torch.Tensor.baddbmm}
+WATCHED = SOFTMAX | MATMUL | BADDBMM | {F.scaled_dot_product_attention, torch.einsum}
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
+        if function not in WATCHED:
+            return result
         if function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:
@@ -69,7 +73,7 @@ def operands_of(function, args):
     """Return the two operands of a matrix product, in the layout of torch.matmul, or None."""
     if function in MATMUL:
         return args if len(args) == 2 and min(args[0].dim(), args[1].dim()) > 1 else None
-    if function in (torch.baddbmm, torch.Tensor.baddbmm):
+    if function in BADDBMM:
         return args[1:3] if len(args) > 2 else None
     if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")

@@ -1,7 +1,7 @@
 """Where a wrong logit comes from: the first thing that attention reads but should not.
 
-We ask in the order in which a decoder computes. Are the keys, values and queries of the new tokens right? Are the keys
-and values kept from earlier tokens right? Are the weights right, that is, does each token see what it should?
+We ask in the order in which a decoder computes. Are the keys, values and queries of the new tokens correct? Are the
+keys and values kept from earlier tokens correct? Are the weights correct, that is, does each token see what it should?
 """
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cosine_similarity
 
+from check_cache.adapters import ROWS
 from check_cache.attention import repeat_heads, shaped
 
 
@@ -23,10 +24,10 @@ class Cause(NamedTuple):
     text: str
     layer: int | None = None
 
-    def certain(self, truth):
+    def certain(self, reference):
         """Whether this cannot be rounding, not even rounding that made an earlier router choose another expert."""
         wrong_content = self.what in ("changed", "arrival") and self.layer is not None
-        return self.what in ("kept", "hidden") or (wrong_content and truth.steady[self.layer])
+        return self.what in ("kept", "hidden") or (wrong_content and reference.steady[self.layer])
 
 
 def find_cause(stream, reads, T, rows, positions, guesses):
@@ -34,60 +35,70 @@ def find_cause(stream, reads, T, rows, positions, guesses):
 
     rows, positions  (B, T) of the new tokens. A position below 0 is padding
     """
-    truth, calls = stream.truth, stream.truth.calls
-    if not truth.reads:
-        unseen = "reads no sequence as a whole" if calls else "calls no scaled_dot_product_attention and no softmax"
+    reference, calls = stream.reference, stream.reference.calls
+    if not reference.reads:
+        unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
         return Cause(None, f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads")
-    if len(reads) == T * calls and T > 1:  # the step feeds one token after the other
-        for t in range(T - guesses):
-            one = slice(t, t + 1)
-            part = reads[t * calls :][:calls]
-            cause = compare_layers(stream, part, stream.fed - T + t + 1, rows[:, one], positions[:, one], 0)
-            if cause.what != "after":
-                break
-        return cause
-    if len(reads) != calls:
+    sizes, end, cause = sizes_of(stream, reads, T), 0, None
+    if sum(sizes) != T:
         return Cause("arrival", f"a step calls attention {len(reads)} times, but {calls} times without a cache")
-    return compare_layers(stream, reads, stream.fed, rows, positions, guesses)
+    while end < T - guesses and (cause is None or cause.what == "after"):
+        part, size = reads[:calls], sizes.pop(0)
+        reads, new, end = reads[calls:], slice(end, end + size), end + size
+        later = max(0, end - T + guesses)
+        cause = compare_layers(stream, part, stream.fed - T + end, rows[:, new], positions[:, new], later)
+    return cause
+
+
+def sizes_of(stream, reads, T):
+    """Return how many tokens a step feeds at a time. Some decoders split the T tokens, often into single tokens."""
+    calls, first = stream.reference.calls, stream.reference.reads[0][0]
+    if len(reads) in (calls, T * calls):
+        return [T] if len(reads) == calls else [1] * T
+    if len(reads) % calls:
+        return []
+    return [shaped(read, len(stream.rows)).weights.size(2) for read in reads[first::calls]]
 
 
 def compare_layers(stream, reads, fed, rows, positions, guesses):
     """Return the Cause of wrong logits, when `fed` tokens per row are in the cache."""
     before = None
-    for layer, (call, right) in enumerate(stream.truth.reads):
-        cause = compare_layer(stream, shaped(reads[call], len(rows)), right, fed, rows, positions, guesses)
+    for layer, (call, expected) in enumerate(stream.reference.reads):
+        cause = compare_layer(stream, shaped(reads[call], len(rows)), expected, fed, rows, positions, guesses)
         if cause and cause.what == "arrival" and before is not None:
-            text = f"attention in layer {before} is right, so the mistake is between the two layers: {cause.text}"
+            text = f"attention in layer {before} is correct, so the mistake is between the two layers: {cause.text}"
             cause = cause._replace(text=text)
         if cause:
             return cause._replace(layer=layer)
         before = layer
-    if any(right.key is None or right.value is None for _, right in stream.truth.reads):
+    if any(expected.key is None or expected.value is None for _, expected in stream.reference.reads):
         return Cause("after", "attention sees what it should, but we could not see all keys and values: check those")
     return Cause("after", "attention reads and sees what it should in all layers, so the mistake comes after it")
 
 
-def compare_layer(stream, read, right, fed, rows, positions, guesses):
+def compare_layer(stream, read, expected, fed, rows, positions, guesses):
     """Return the Cause if the attention of one layer is wrong, or None."""
-    truth, T = stream.truth, positions.size(1)
+    reference, T = stream.reference, positions.size(1)
     count = T - guesses
     rows, positions = rows[:, :count], positions[:, :count]
     row, real = rows[:, 0], positions >= 0
-    heads, slots, needed = right.weights.size(1), read.weights.size(-1), min(fed, truth.window or fed)
-    if slots < needed:
+    heads, slots = expected.weights.size(1), read.weights.size(-1)
+
+    # how should the new tokens weigh each position, and which position is in which slot?
+    by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
+    places, found = place(stream, read, expected, by_position, row, fed, T)
+    needed = (by_position * real[:, None, :, None] > 0).any(2).any(1).sum(1).max()
+    if slots < needed and not found:
         return Cause("kept", f"attention reads {slots} slots and needs {needed}")
     if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some put the heads of a group into that dim
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if read.weights.size(2) != T:
         return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
 
-    # which position is in which slot, and how should the new tokens weigh it?
-    by_position = right.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
-    places = place(read, right, by_position, row, fed, stream.pads)
     known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
-    absent = (by_position.sum(3) - weights.sum(3) > truth.coarse).any(1) & real  # (B, count)
+    absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
     if absent.any():
         t, i = absent.T.nonzero()[0].tolist()
         missing = by_position[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax()
@@ -96,97 +107,157 @@ def compare_layer(stream, read, right, fed, rows, positions, guesses):
 
     used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
     new = places >= fed - T - stream.pads
-    return (
-        compare_contents(truth, read, right, row, places, used, new)
-        or compare_queries(truth, read.query, right.query, rows, positions)
-        or compare_weights(truth, read.weights[:, :, :count], weights, row, positions, places)
-    )
+    contents = compare_contents(reference, read, expected, row, places, used)
+    wrong_query = compare_queries(reference, read.query, expected.query, rows, positions)
+    if stream.pads.any() and "key" in contents:
+        # Rotary positions may count the padding, because that moves no weight. Then no key of a row is as expected.
+        (key, *_), (value, *_) = contents["key"], contents.get("value", [used & False])
+        counts = (stream.pads > 0) & (key | ~used).all(1, keepdim=True) & ~value.any(1, keepdim=True)
+        contents["key"] = key & ~counts, *contents["key"][1:]
+        wrong_query = wrong_query if wrong_query is None else wrong_query & ~counts
+    if cause := explain_contents(reference, expected, contents, rows, positions, places, new, wrong_query):
+        return cause
+    if wrong_query is not None and wrong_query.any():
+        t, i = wrong_query.T.nonzero()[0].tolist()
+        whose = f"row {rows[i, t]}, position {positions[i, t]}"
+        reason = "its position, norm or scale, or an input that is slightly wrong"
+        return Cause("arrival", f"mostly the query of {whose} is wrong: {reason}")
+    return compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places)
 
 
-def compare_contents(truth, read, right, row, places, used, new):
-    """Return the Cause if a slot that is used holds a wrong key or value.
+def compare_contents(reference, read, expected, row, places, used):
+    """Return {"key" or "value": (which slots are wrong (B, slots), what they hold, what they should hold)}, if seen.
 
     row     (B,) the sequence in each row
     places  (B, slots) which of its positions each slot should hold
-    new     (B, slots) whether the token of a slot has just arrived
+    used    (B, slots) whether that matters
     """
-    found = {}  # name: which slots are wrong (B, slots), what they hold, what they should hold (B, heads, slots, size)
+    contents = {}
     for name in ("key", "value"):
-        got, wanted = getattr(read, name), getattr(right, name)
+        got, wanted = getattr(read, name), getattr(expected, name)
         if got is not None and wanted is not None:
             got, wanted = same_heads(got, at_places(wanted[row], 2, places))
-            found[name] = truth.differ(got, wanted).any(1) & used, got, wanted
-    bad = sum(bad.int() for bad, _, _ in found.values()) if found else used & False
-    if not bad.any():
+            contents[name] = reference.differ(got, wanted).any(1) & used, got, wanted
+    return contents
+
+
+def explain_contents(reference, expected, contents, rows, positions, places, new, wrong_query):
+    """Return the Cause if a slot holds a wrong key or value, or None.
+
+    contents     as compare_contents returns it
+    new          (B, slots) whether the token of a slot has just arrived
+    wrong_query  (B, count) whether the query of a new token is wrong, or None if we cannot see it
+    """
+    bad = sum(bad.int() for bad, _, _ in contents.values())
+    if not contents or not bad.any():
         return None
 
     # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
     kept = (bad.bool() & ~new).any()
     slot, i = (bad * ~new if kept else bad).T.nonzero()[0].tolist()
-    wrong = {name: (got[i], wanted[i, :, slot]) for name, (off, got, wanted) in found.items() if off[i, slot]}
+    wrong = {name: (got[i], wanted[i, :, slot]) for name, (off, got, wanted) in contents.items() if off[i, slot]}
     what, be = " and ".join(wrong), "are" if len(wrong) > 1 else "is"
-    position = places[i, slot].item()
-    whose = f"row {row[i]}, position {position}"
-    if close := distance_if_close(truth, wrong, slot):
+    row, position = rows[i, 0].item(), places[i, slot].item()
+    whose = f"row {row}, position {position}"
+    asked = None if kept or wrong_query is None else wrong_query[i, positions[i] == position].any().item()
+    if close := distance_if_close(reference, wrong, slot):
         if not kept and "rounded to" not in close:
-            text = f"the new {what} of {whose} {be} slightly off on arrival: rounded, scaled, or from a wrong input"
+            reason = {None: "rounded, scaled, or from a wrong input", True: "from a wrong input"}
+            text = f"the new {what} of {whose} {be} slightly off on arrival: {reason.get(asked, 'rounded or scaled')}"
             return Cause("arrival", text)
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
-    heads = sum(truth.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
-    if owner := find_owner(truth, right, wrong, heads, slot, row[i].item(), position, not kept):
+    heads = sum(reference.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
+    if owner := find_owner(reference, expected, wrong, heads, slot, row, position, not kept):
         return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
     if kept:
         text = "but holds something that no token produced: it was changed later, or is a rejected guess"
         return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
-    which = "only the new key" if what == "key" and "value" in found else f"the new {what}"
-    reason = "wrong input or absolute position" if "value" in wrong else "position ids, or the norm of keys"
-    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}, or changed by the cache")
+    which = "only the new key" if what == "key" and "value" in contents else f"the new {what}"
+    reason = explain_arrival(reference, expected, wrong, heads, slot, row, position, asked)
+    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}")
 
 
-def compare_queries(truth, got, right, rows, positions):
-    """Return the Cause if the query of a new token is wrong."""
-    if got is None or right is None:
+def explain_arrival(reference, own, wrong, heads, slot, row, position, wrong_query):
+    """Say why a new key or value is wrong. own to position: as in find_owner."""
+    if own is reference.reads[0][1]:  # nothing before it mixes tokens, so token and position decide
+        # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
+        tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
+        with reference.exactly():
+            _, reads = reference.watch(reference.ids[row, tried][:, None].expand_as(reference.ids))
+        same = torch.ones(ROWS, reference.length, dtype=torch.bool)
+        for name, (got, _) in wrong.items():
+            x = repeat_heads(getattr(reads[0][1], name), len(heads))[:, heads]
+            same &= ~reference.differ(got[heads, slot][:, None], x).any(1)
+        if same[tried == position].any():
+            return f"its position is {same[tried == position].nonzero()[0, 1]}"
+        if same[:, position].any():
+            return f"its token is that of position {tried[same[:, position]][0]}"
+    if wrong_query:
+        return "wrong input" if "value" in wrong else "position ids, because its query is wrong too"
+    if wrong_query is None:
+        return "wrong input or absolute position, or changed by the cache"
+    return "changed on the way into the cache, because its query is correct"
+
+
+def compare_queries(reference, got, wanted, rows, positions):
+    """Return which queries of new tokens are wrong (B, count), or None if we cannot see them."""
+    if got is None or wanted is None:
         return None
-    got, right = got[:, :, : positions.size(1)], right[rows, :, positions.clamp(min=0)].transpose(1, 2)
-    if got.shape == right.shape and (bad := truth.differ(got, right).any(1) & (positions >= 0)).any():
-        t, i = bad.T.nonzero()[0].tolist()
-        whose = f"row {rows[i, t]}, position {positions[i, t]}"
-        return Cause("arrival", f"only the query of {whose} is wrong: position ids, or the norm or scale of queries")
+    got, wanted = got[:, :, : positions.size(1)], wanted[rows, :, positions.clamp(min=0)].transpose(1, 2)
+    return reference.differ(got, wanted).any(1) & (positions >= 0) if got.shape == wanted.shape else None
 
 
-def compare_weights(truth, got, right, row, positions, places):
-    """Return the Cause if queries at `positions` weigh the slots, which hold `places`, differently from `right`."""
-    got, right = same_heads(got, right)
-    wrong = ((got - right).abs() > truth.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
+def compare_weights(stream, got, wanted, row, positions, places):
+    """Return the Cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
+    got, wanted = same_heads(got, wanted)
+    wrong = ((got - wanted).abs() > stream.reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
     if not wrong.any():
         return None
-    got, right = got.amax(1), right.amax(1)
-    seen, hidden = wrong & (right == 0), wrong & (got == 0)
+    got, wanted = got.amax(1), wanted.amax(1)
+    seen, hidden = wrong & (wanted == 0), wrong & (got == 0)
     for bad, text in ((seen, "sees {}, but should not"), (hidden, "does not see {}, but should"), (wrong, None)):
         if bad.any():
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
-            where = f"slot {slot}" + ("" if places[i, slot] == slot else f" (position {places[i, slot]})")
-            given, wanted = got[i, t, slot].item(), right[i, t, slot].item()
-            text = text or f"gives {{}} a weight of {given:.3g}, not {wanted:.3g}: mask, bias, scale, heads or dropout"
+            position, where = places[i, slot].item(), f"slot {slot}"
+            if position < 0:
+                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0)"
+            elif position != slot:
+                where += f" (position {position})"
+            given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
+            text = text or f"gives {{}} a weight of {given:.3g}, not {needed:.3g}: mask, bias, scale, heads or dropout"
             what = "weight" if bad is wrong else "hidden"
             return Cause(what, f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}")
 
 
-def place(read, right, weights, row, fed, pads):
-    """Return the position (B, slots) in each slot, in the layout that fits best: by keys, or else by weights."""
-    B, slots = len(row), read.weights.size(-1)
+def place(stream, read, expected, weights, row, fed, T):
+    """Return the position (B, slots) in each slot, in the layout that fits best, and whether keys show all of them."""
+    B, slots, reference = len(row), read.weights.size(-1), stream.reference
     slot = torch.arange(slots)
     layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
-    choices = [(layout - pads).expand(B, -1) for layout in layouts]
+    if slots > fed == T:
+        layouts.append(slot + fed - slots)  # the cache was not empty
+    choices = [(layout - (0 if stream.ragged else stream.pads)).expand(B, -1) for layout in layouts]
 
     def distance(places):
-        if read.key is None or right.key is None:
+        if read.key is None or expected.key is None:
             got, wanted = same_heads(read.weights[:, :, : weights.size(2)], at_places(weights, 3, places))
         else:
-            got, wanted = same_heads(read.key, at_places(right.key[row], 2, places))
+            got, wanted = same_heads(read.key, at_places(expected.key[row], 2, places))
         return (got - wanted).abs().sum()
 
-    return min(choices, key=distance)
+    best = min(choices, key=distance)
+    if read.key is None or expected.key is None or stream.pads.any() or (slots >= fed and not reference.window):
+        return best, False
+
+    # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
+    # holds the key of a position, that is where the positions are.
+    got, wanted = same_heads(read.key, expected.key[row, :, :fed])
+    fits = ~torch.stack([reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)], 2)  # (B, slots, fed)
+    nearest = fits.int().argmax(2).where(fits.any(2), -1)
+    empty = (got == 0).all(3).all(1)
+    as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)
+    found = bool((fits.any(2) | empty).all())
+    return (best.where(as_best, nearest) if found else best), found
 
 
 def at_places(x, dim, places):
@@ -204,19 +275,19 @@ def same_heads(x, y):
     return repeat_heads(x, heads), repeat_heads(y, heads)
 
 
-def distance_if_close(truth, wrong, slot):
+def distance_if_close(reference, wrong, slot):
     """If a slot holds nearly what it should, as after rounding, return how far off it is in words. Otherwise None."""
-    pairs = [(got[:, slot], right) for got, right in wrong.values()]
-    if any(cosine_similarity(got, right, dim=-1).min() < 0.98 for got, right in pairs):
+    pairs = [(got[:, slot], wanted) for got, wanted in wrong.values()]
+    if any(cosine_similarity(got, wanted, dim=-1).min() < 0.98 for got, wanted in pairs):
         return None
-    off = max(((got - right).abs().max() / right.abs().max()).item() for got, right in pairs)
+    off = max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        if torch.finfo(dtype).eps > truth.eps and all((got.to(dtype).float() == got).all() for got, _ in pairs):
+        if torch.finfo(dtype).eps > reference.eps and all((got.to(dtype).float() == got).all() for got, _ in pairs):
             return f"it rounded to {str(dtype)[6:]}, off by {off:.1g} of its size"
     return f"it rounded or scaled, off by {off:.1g} of its size"
 
 
-def find_owner(truth, own, wrong, heads, slot, row, position, new):
+def find_owner(reference, own, wrong, heads, slot, row, position, new):
     """Return in words what is in a slot instead of what belongs there, or None if we do not recognize it.
 
     own    the Read of this layer without a cache
@@ -224,37 +295,29 @@ def find_owner(truth, own, wrong, heads, slot, row, position, new):
     heads  (heads,) which of them are wrong
     new    whether the token has just arrived. Then a key at a wrong position may be that of the same token elsewhere
     """
-    pairs = [(got[heads, slot], right[heads]) for got, right in wrong.values()]
-    where = [~truth.differ(got[heads], right[heads, None]).any(0) for got, right in wrong.values()]
+    pairs = [(got[heads, slot], wanted[heads]) for got, wanted in wrong.values()]
+    where = [~reference.differ(got[heads], wanted[heads, None]).any(0) for got, wanted in wrong.values()]
     if len(elsewhere := torch.stack(where).all(0).nonzero()):
         return f"something else: what belongs there is in slot {elsewhere[0].item()}"
     if not any(got.any() for got, _ in pairs):
         return "zeros, as in an empty slot"
-    if all(~truth.differ(got[heads, slot][:, None], right).all(1).any() for got, right in wrong.values()):
+    if all(~reference.differ(got[heads, slot][:, None], wanted).all(1).any() for got, wanted in wrong.values()):
         return "its heads in another order"
 
-    # the value as a key, or the other way round?
-    for name, (got, _) in zip(wrong, pairs):
-        other = {"key": "value", "value": "key"}[name]
-        content = getattr(own, other)
-        content = None if content is None else repeat_heads(content, len(heads))[row, heads, position]
-        if content is not None and content.shape == got.shape and not truth.differ(got, content).any():
-            return f"the {other} of this token as its {name}"
-
     # the key or value of another token, row or layer?
-    for layer, (_, read) in sorted(enumerate(truth.reads), key=lambda pair: pair[1][1] is not own):
+    for layer, (_, read) in sorted(enumerate(reference.reads), key=lambda pair: pair[1][1] is not own):
         kept = [getattr(read, name) for name in wrong]  # each (8, heads, length, size)
         if any(x is None or x.size(-1) != got.size(-1) or len(heads) % x.size(1) for x, (got, _) in zip(kept, pairs)):
             continue
         kept = [repeat_heads(x, len(heads))[:, heads] for x in kept]
-        same = ~torch.stack([truth.differ(got[:, None], x).any(1) for x, (got, _) in zip(kept, pairs)]).any(0)
+        same = ~torch.stack([reference.differ(got[:, None], x).any(1) for x, (got, _) in zip(kept, pairs)]).any(0)
         if new and read is own:
-            same &= truth.ids != truth.ids[row, position]
+            same &= reference.ids != reference.ids[row, position]
         if same.any():
             # the same token may be in many places: name the nearest, preferably in the same row
-            steps, another = (torch.arange(truth.length) - position).abs(), torch.arange(len(truth.ids)) != row
+            steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(len(reference.ids)) != row
             nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
-            text, there = divmod(nearest, truth.length)
+            text, there = divmod(nearest, reference.length)
             whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected guess"
             layer = "" if read is own else f"layer {layer}, "
             return f"that of {layer}{whose}, position {there}"

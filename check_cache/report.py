@@ -2,35 +2,44 @@
 
 import re
 import textwrap
+import traceback
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+
+import torch
+
+NOT_THEIRS = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 
 
 @dataclass
 class Result:
-    """The result of one way to feed the cache."""
+    """The result of one scenario."""
 
-    way: str
+    scenario: str
     cache: str | None
     attention: str | None = None
-    status: str = "right"  # or "wrong", or "not run"
+    status: str = "correct"  # or "wrong", "not run", or "fault": wrong without a cache, too
     why: str | None = None  # the cause, or the reason
+    rule: str | None = None  # what the scenario has violated
     off: float | None = None  # how far the worst logit is off
     allowed: float | None = None  # how far rounding might move it
     argmaxes: int | None = None  # at how many positions the argmax differs
     row: int | None = None  # where the first wrong logit is
     position: int | None = None
+    step: tuple | None = None  # the number of rows and tokens that were fed to get it
     layer: int | None = None  # counts the calls of attention
-    errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs
+    errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs, step
 
     def __str__(self):
         """Return what was wrong, or why it was not run."""
-        if self.off is None or self.status != "wrong":
+        if self.rule is None:
             return self.why or ""
         layer = "" if self.layer is None else f"layer {self.layer}: "
+        fed = "in a step of {} rows and {} tokens".format(*self.step)
         return (
-            f"logits off by {self.off:.2g} (allowed {self.allowed:.1g}), argmax differs at {self.argmaxes} positions, "
-            f"first at row {self.row}, position {self.position}. {layer}{self.why}"
+            f"{self.rule}, argmax differs at {self.argmaxes} positions, first at row {self.row}, position "
+            f"{self.position}, {fed}. {layer}{self.why}"
         )
 
     @property
@@ -43,7 +52,7 @@ class Report:
     """repr() and str() are for people, `results` is for programs.
 
     fault   None, or why we cannot judge the cache
-    beyond  what no way covers
+    beyond  what no scenario covers
     """
 
     title: str
@@ -53,47 +62,61 @@ class Report:
 
     @property
     def exit_code(self):
-        """0: right, 1: wrong, 2: nothing could be checked."""
+        """0: correct, 1: wrong, 2: nothing could be checked, or the decoder is wrong without a cache."""
         statuses = {result.status for result in self.results}
-        return 1 if "wrong" in statuses else 0 if "right" in statuses else 2
+        return 1 if "wrong" in statuses else 0 if "correct" in statuses and "fault" not in statuses else 2
 
-    def assert_right(self):
-        """Raise AssertionError with the report, unless at least one way is right and none is wrong."""
+    def missing(self, require):
+        """Return those of the words in `require` that name no result, or one that was not run."""
+        ran = {f"{result.scenario}, {result.place}": result.status != "not run" for result in self.results}
+        named = {word: [ran[name] for name in ran if word in name] for word in as_list(require)}
+        return [word for word, those in named.items() if not those or not all(those)]
+
+    def assert_correct(self, require=()):
+        """Raise AssertionError with the report, unless at least one scenario is correct and none is wrong.
+
+        require  words: each scenario whose name, cache or attention contains one of them must have run
+        """
         if self.exit_code:
-            raise AssertionError(f"the cache is wrong, or nothing could be checked\n{self}")
+            raise AssertionError(f"the cache is wrong, or could not be checked\n{self}")
+        if missing := self.missing(require):
+            raise AssertionError(f"required, but not run: {', '.join(missing)}\n{self}")
+
+    def __bool__(self):
+        raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
 
     def __repr__(self):
         lines = [self.fault] if self.fault else []
-        for status, label in (("wrong", "WRONG  "), ("right", "right  "), ("not run", "not run")):
+        labels = {"wrong": "WRONG  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
+        for status, label in labels.items():
             groups = {}  # results with the same cause, apart from rows and positions
             for result in self.results:
                 cause = re.sub(r"\d+", "", str(result.why))
                 if result.status == status:
                     groups.setdefault((result.place, result.layer, cause), []).append(result)
             for (place, _, _), results in groups.items():
-                ways = ", ".join(result.way for result in results)
-                lines.append(f"{label}  {ways}, {place}" + (f": {results[0]}" if results[0].why else ""))
+                names = ", ".join(result.scenario for result in results)
+                lines.append(f"{label}  {names}, {place}" + (f": {results[0]}" if results[0].why else ""))
         lines.append(f"beyond   not covered: {self.beyond}")
         wrap = partial(textwrap.fill, width=120, subsequent_indent=" " * 9, break_long_words=False)
         return "\n".join([self.title, *map(wrap, lines)])
+
+
+def as_list(words):
+    return [words] if isinstance(words, str) else list(words or ())
 
 
 def first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
 
 
-def plot(report, file):
-    """Plot how far off each way is at each position, and what is allowed. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot(yscale="log", xlabel="position", ylabel="error of the worst logit", title=report.title)
-    for result in report.results:
-        look = dict(label=f"{result.way}, {result.place}") if result.status == "wrong" else dict(color="silver")
-        for _, positions, error, _ in result.errors:
-            axes.plot(positions.cpu(), error.cpu(), ".", markersize=2, **look)
-            look |= dict(label=None, color=axes.lines[-1].get_color())
-    allowed = max((result.allowed or 0 for result in report.results), default=0)
-    axes.axhspan(0, allowed, color="green", alpha=0.15, label="allowed")
-    axes.legend(fontsize="small", markerscale=5)
-    figure.savefig(file)
+def describe(error):
+    """Return an exception in one line, with the line of their code that it comes from."""
+    text, name = first_line(error).rstrip("."), type(error).__name__
+    if isinstance(error, NotImplementedError):
+        return text
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
+    where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
+    return ". ".join(
+        [f"raises {name}{where}" + (f": {text}" if text != name else ""), *getattr(error, "__notes__", [])]
+    )

@@ -140,9 +140,9 @@ def exercise(mine=CACHE, *edits):
 
 def test_the_exercise_calls_the_cache_right():
     report = exercise()
-    report.assert_right()
-    right = {result.way for result in report.results if result.status == "right"}
-    assert {"decode", "chunks of 3", "two caches at once", "eight rows", "generate"} <= right
+    report.assert_correct()
+    right = {result.scenario for result in report.results if result.status == "correct"}
+    assert {"decode", "chunks of mixed sizes", "two caches at once", "batches of 1 to 8 rows", "generate"} <= right
 
 
 POSITION_0 = ("pos + torch.arange(idx.size(1))", "torch.arange(idx.size(1))")
@@ -153,19 +153,19 @@ NO_POS = ("            pos = idx.size(1)\n", "            pos += 1\n")
 
 
 @pytest.mark.parametrize(
-    "edit, way",
+    "edit, scenario, cause",
     [
-        (POSITION_0, "decode"),
-        (VALIDATION, "decode"),
-        (NO_MASK, "decode"),
-        (OWN_SLOT, "decode"),
-        (NO_POS, "generate"),
+        (POSITION_0, "decode", "wrong on arrival: its position is 0"),
+        (VALIDATION, "decode", r"at 2_cache\.py:[0-9]+: .* The cache was not empty at position 0"),
+        (NO_MASK, "decode", "sees slot 1, but should not"),
+        (OWN_SLOT, "decode", "does not see slot 1, but should"),
+        (NO_POS, "generate", "the second call of generate"),
     ],
     ids=["position 0", "validation", "no mask", "mask without an offset", "pos of the loop"],
 )
-def test_the_exercise_calls_a_trap_wrong(edit, way):
-    results = {result.way: result.status for result in exercise(CACHE, edit).results}
-    assert results[way] == "wrong"
+def test_the_exercise_calls_a_trap_wrong(edit, scenario, cause):
+    results = {result.scenario: result for result in exercise(CACHE, edit).results}
+    assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why)
 
 
 def preallocated(*edits):
@@ -176,12 +176,12 @@ def preallocated(*edits):
         new=copies_of(model),
         step=lambda ids, cache, pos: cache(ids, int(pos[0, 0])),
         context=200,
-        modes=["decode", "chunks", "two caches", "eight rows"],
+        scenarios=["decode", "chunks", "two caches", "batches"],
     )
 
 
 def test_the_preallocated_cache_is_right():
-    preallocated().assert_right()
+    preallocated().assert_correct()
 
 
 def test_one_slot_too_far_is_wrong():
@@ -216,7 +216,7 @@ def beyond_block_size(step):
         start = int(pos[0, 0])
         return torch.cat([step(cache, ids[:, i : i + 1], start + i) for i in range(ids.size(1))], dim=1)
 
-    return check_cache(full=full, new=copies_of(mine), step=token_by_token, length=32, modes=["decode"])
+    return check_cache(full=full, new=copies_of(mine), step=token_by_token, length=32, scenarios=["decode"])
 
 
 def test_dropping_the_oldest_slot_at_block_size_is_wrong():
@@ -238,4 +238,4 @@ def test_reading_the_newest_tokens_again_at_block_size_is_right():
         cache.seen = seen
         return cache(ids, pos) if pos < 16 else cache(seen[:, -16:])[:, -1:]
 
-    beyond_block_size(read_again).assert_right()
+    beyond_block_size(read_again).assert_correct()

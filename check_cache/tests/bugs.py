@@ -1,4 +1,4 @@
-"""For the tests: a small decoder with a right cache, and many ways to break a cache.
+"""For the tests: a small decoder with a right cache, and many scenarios to break a cache.
 
 Each bug is a function that breaks one thing with pytest's monkeypatch and returns the argument of check_cache.
 """
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
 
 # what the report says about each kind of bug; a | separates words that must all appear
-WRONG_VALUE, WRONG_KEY = "wrong on arrival: wrong input", "only the new key"
-HOLDS, TOO_FEW, SEEN = "should hold the", "slots and needs", "the token of row"
+WRONG_VALUE, WRONG_KEY = "are wrong on arrival: its position is", "only the new key|its position is"
+HOLDS, TOO_FEW, SEEN = "should hold the", " needs ", "the token of row"
 IN_GENERATE, RAISES = "what generate() feeds", "raises"
 
 
@@ -106,6 +106,8 @@ class Attention(nn.Module):
         k, v = self.expand(k), self.expand(v)
         scores = q @ k.transpose(2, 3) * self.scale(T)
         query, slot = start + torch.arange(T)[:, None], torch.arange(k.size(2))
+        if hasattr(cache, "at"):  # the position in each slot
+            slot = cache.at[self.layer]
         if self.positions == "alibi":
             scores = scores + (slot - query) * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
         weights = (
@@ -532,13 +534,13 @@ def keys_normed_twice(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|of this token as its", "keys and values change places")
+@bug(HOLDS, "keys and values change places")
 def keys_and_values_swapped(patch):
     patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
     return Decoder()
 
 
-@bug(f"{HOLDS}|position", "transformers 37574: rolled before the window is full", caches=("static",))
+@bug("which is in no slot", "transformers 37574: rolled before the window is full", caches=("static",))
 def static_window_rolled_too_early(patch):
     from transformers.cache_utils import StaticSlidingWindowLayer as Layer
 
@@ -663,7 +665,7 @@ def first_rows_selected(patch):
     return Decoder()
 
 
-@bug(HOLDS, "the second sequence sees the first")
+@bug("the cache was not empty at position 0", "the second sequence sees the first")
 def reset_keeps_the_text(patch):
     patch(
         Cache,

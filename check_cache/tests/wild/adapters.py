@@ -140,7 +140,7 @@ def mambapy():
     """Jamba: layers with keys and values, and layers with a recurrent state. Its step accepts one token at a time."""
     from mambapy.jamba import JambaLM, JambaLMConfig
 
-    sizes = dict(d_model=64, n_layers=4, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    sizes = dict(d_model=64, n_layers=2, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     model = JambaLM(JambaLMConfig(**sizes, num_experts=1, attn_layer_offset=1, attn_layer_period=2))
 
     def new(rows, length):
@@ -212,3 +212,89 @@ def moshi(context):
     model = Moshi(context)
     new = copies_of(model, lambda model, rows, length: model.transformer.streaming_forever(rows))
     return dict(full=model, new=new, step=lambda ids, cache: cache(ids), window=context)
+
+
+def titans(**options):
+    """Titans without its neural memory. Each step is given all tokens so far, and computes only the newest one."""
+    from titans_pytorch import MemoryAsContextTransformer
+
+    sizes = dict(num_tokens=64, dim=64, depth=2, segment_len=16, dim_head=16, heads=4, neural_memory_layers=())
+    model = MemoryAsContextTransformer(**sizes, num_residual_streams=1, **options)
+
+    def step(ids, cache):
+        seen, state = cache
+        logits = []
+        for part in [ids] if state is None else ids.split(1, 1):
+            seen = torch.cat((seen, part), 1)
+            new, state = model(seen, cache=state, return_cache=True)
+            logits.append(new[:, -part.size(1) :])
+        return torch.cat(logits, 1), (seen, state)
+
+    def new(rows, length):
+        return torch.empty(rows, 0, dtype=torch.long), None
+
+    return dict(full=model, new=new, step=step)
+
+
+def speculative_decoding():
+    from speculative_decoding.speculative_decoding import Decoder
+
+    model = Decoder(num_tokens=64, dim=64, depth=2, heads=4, dim_head=16)
+
+    def step(ids, cache):
+        seen, state = cache
+        seen = torch.cat((seen, ids), 1)
+        logits, state = model(seen, cache=state, return_cache=True)
+        return logits[:, -ids.size(1) :], (seen, state)
+
+    def change(cache, function):
+        seen, (kept, _) = cache
+        return function(seen), (function(kept.movedim(-2, 1)).movedim(1, -2), None)
+
+    return dict(
+        full=model,
+        new=lambda rows, length: (torch.empty(rows, 0, dtype=torch.long), None),
+        step=step,
+        crop=lambda cache, length: change(cache, lambda part: part[:, :length]),
+        reorder=lambda cache, rows: change(cache, lambda part: part[rows]),
+    )
+
+
+def encodec(context):
+    """A language model of two codebooks, whose codes we derive from one id."""
+    from encodec.model import LMModel
+
+    model = LMModel(n_q=2, card=64, dim=64, num_heads=4, num_layers=2, past_context=context)
+
+    def run(ids, states=None, offset=0):
+        probabilities, states, offset = model(torch.stack((ids, (ids + 1) % 64), 1), states, offset)
+        return probabilities.log().sum(2).mT, (states, offset)
+
+    return dict(full=run, new=lambda rows, length: (None, 0), step=lambda ids, cache: run(ids, *cache))
+
+
+def whisper():
+    """Hooks keep a dict whose keys are modules. We skip chunks, which whisper never feeds."""
+    from whisper.model import ModelDimensions, Whisper
+
+    model = Whisper(
+        ModelDimensions(8, 10, 64, 4, 1, n_vocab=64, n_text_ctx=128, n_text_state=64, n_text_head=4, n_text_layer=2)
+    )
+    nn.init.normal_(model.decoder.positional_embedding)  # torch.empty until a checkpoint is loaded
+
+    def step(ids, cache, audio):
+        cache, hooks = model.install_kv_cache_hooks(cache)
+        logits = model.decoder(ids, audio, kv_cache=cache)
+        for hook in hooks:
+            hook.remove()
+        return logits, cache
+
+    return dict(
+        model=model,
+        full=lambda ids, audio: model.decoder(ids, audio),
+        new=lambda rows, length: {},
+        step=step,
+        reorder=lambda cache, rows: {module: kept[rows] for module, kept in cache.items()},
+        inputs=dict(audio=torch.randn(8, 10, 64)),
+        context=128,
+    )

@@ -115,3 +115,19 @@ def llms_from_scratch_gpt2(**options):
     right = model(ids)[:, -1]
     model(ids[:, :8], cache=cache, **options)
     return (model(ids[:, 8:], cache=cache, **options)[:, -1] - right).abs().max().item()
+
+
+def titans_greedy(prompt=16, **options):
+    """Return how many of 160 greedy tokens differ with the cache. A segment has 16 tokens."""
+    from titans_pytorch import MemoryAsContextTransformer
+
+    torch.manual_seed(0)
+    sizes = dict(num_tokens=64, dim=64, depth=2, segment_len=16, dim_head=16, heads=4, neural_memory_layers=())
+    model = MemoryAsContextTransformer(**sizes, num_residual_streams=1, **options).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(64, (4, prompt))
+    greedy = dict(seq_len=prompt + 40, temperature=0.0, show_progress=False)
+    with_cache, without = (model.sample(ids, use_cache=use, **greedy) for use in (True, False))
+    return (with_cache != without).sum().item()

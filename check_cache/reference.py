@@ -1,4 +1,4 @@
-"""The right logits, without a cache, and how far rounding moves them."""
+"""The logits of reference, without a cache, and how far rounding moves them."""
 
 import copy
 from contextlib import contextmanager
@@ -7,34 +7,44 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from check_cache.adapters import ROWS
 from check_cache.attention import Watch, shaped
 
-# How far off a right cache may be, in units of what rounding alone does to logits: the largest error, and the median.
-# The 43 families of transformers that are right reached 1.9 and 1.0, in three dtypes. Most bugs are a thousand times as
-# far off.
+# How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
+# The 43 families of transformers that are correct reached 1.9 and 1.0, in three dtypes. Most bugs are a thousand times
+# as far off.
 LARGEST, MEDIAN = 4, 1.25
 # How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
 
 
+def middle(length):
+    """Return where sequences part that begin alike: at an odd position, which is within a page of a paged cache."""
+    return length // 2 | 1
+
+
 @contextmanager
 def changed(modules, change):
-    """Replace each weight by change(tensor) for a while.
+    """Replace each weight by change(tensor) for a while. Weights in 8 bits stay, because their layers need them so.
 
-    Afterwards we restore attributes and buffers too, because some modules keep a table of angles in the dtype in which
-    they first ran.
+    Afterwards we restore attributes and buffers too, because a forward may write them, and some modules keep a table of
+    angles in the dtype in which they first ran.
     """
     parts = {part for module in modules for part in module.modules()}
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
-    tensors = dict.fromkeys(tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    kept = {tensor: tensor.data for tensor in tensors if tensor.is_floating_point()}
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    kept = {tensor: tensor.data for tensor in (*parameters, *buffers)}
     try:
         for tensor in kept:
-            tensor.data = change(tensor)
+            if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+                tensor.data = change(tensor)
         yield
     finally:
         for tensor, data in kept.items():
             tensor.data = data
+        for buffer, content in buffers.items():
+            buffer.data.copy_(content)
         for content, before in held:
             content.clear()
             content.update(before)
@@ -63,11 +73,11 @@ def normal(tensor, draw):
     return torch.randn(tensor.shape, generator=draw, device="cpu").to(tensor)
 
 
-class Truth:
+class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits.
 
-    Most ways feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on, and two more make a batch of
-    eight. Some tokens have the padding id, because a cache must not mistake them for padding.
+    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on, and two more make a
+    batch of eight. Some tokens have the padding id, because a cache must not mistake them for padding.
 
     fault  None, or why these logits cannot judge a cache
     """
@@ -79,47 +89,50 @@ class Truth:
         self.inspects = self.eps > 1e-4  # in half precision, logits alone show too little
         self.room = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
-        ids = torch.randint(decoder.vocab_size, (8, length), generator=draw, device="cpu")
+        ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
-        ids[3:6, : length // 2] = ids[:3, : length // 2]
+        ids[3:6, : middle(length)] = ids[:3, : middle(length)]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
-        # the right logits, in float64 if the decoder can run in it
+        # the logits of reference, in float64 if the decoder can run in it
         self.exact = torch.float64
         try:
-            self.set_right_logits()
+            self.set_logits()
         except Exception:
             self.exact = dtype
-            self.set_right_logits()
+            self.set_logits()
 
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
-        plain = decoder.full(self.ids)
+        plain = self.full()
         self.argmax = plain.argmax(-1)
         least = self.logits.std() * self.eps * (1 if modules else 64)  # a guess for weights that we cannot change
         self.rounding = self.error(plain).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
-            error = self.error(decoder.full(self.ids[rows, :end]), rows, slice(end))
+            error = self.error(self.full(rows, end), rows, slice(end))
             self.rounding[rows, :end] = self.rounding[rows, :end].maximum(error)
         for _ in range(3):
             with changed(modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
-                self.rounding = self.rounding.maximum(self.error(decoder.full(self.ids)))
-        self.set_limits()
+                self.rounding = self.rounding.maximum(self.error(self.full()))
+        # Half-way between the two limits, a cause decides. They are far apart if rounding makes a router choose a
+        # different expert, which moves a few logits a lot.
+        self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
         self.fault = self.fault or self.find_blindness()
 
-    def set_right_logits(self):
+    def full(self, rows=slice(None), end=None, ids=None):
+        """Return logits without a cache, of some rows up to `end`. A decoder may overwrite the ids that it gets."""
+        ids = self.ids if ids is None else ids
+        return self.decoder.full(ids[rows, :end].clone(), torch.arange(ROWS)[rows])
+
+    def set_logits(self):
+        """Set `logits` and `fault`. The shorter sequences come first, because some decoders remember the longest."""
+        half = self.length // 2
         with self.exactly():
-            self.logits = self.decoder.full(self.ids).double()
+            fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
+            self.logits = self.full().double()
             if self.logits.shape != (*self.ids.shape, self.decoder.vocab_size):
                 shape, needed = tuple(self.logits.shape), (*self.ids.shape, self.decoder.vocab_size)
                 raise ValueError(f"full returns logits of shape {shape}, but we need one per token: {needed}")
-            self.fault = self.find_fault()
-
-    def set_limits(self):
-        """Set how far off a logit may be, and how far off it must be before we look for a cause.
-
-        The two are far apart if rounding makes a router choose a different expert, which moves a few logits a lot.
-        """
-        self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
+            self.fault = self.find_fault(fewer, half)
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -128,27 +141,25 @@ class Truth:
         """Return the error of the worst logit at each position. NaN counts as infinite."""
         return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
 
-    def loosened(self, result):
-        """Return a Truth for a cache that rounds on purpose. result: that of plain decoding with this cache."""
-        off = torch.cat([error for _, _, error, _ in result.errors]) if result.errors else self.logits.new_zeros(1)
-        if off.mean() > self.logits.std() / 4:
-            return self  # too far off to be rounding
+    def loosened(self, limit):
+        """Return a Reference for a cache that rounds on purpose, so that logits may be off by `limit`."""
         other = copy.copy(self)
-        other.rounding = self.rounding.clamp(min=off.max())
-        other.set_limits()
+        other.rounding = self.rounding.clamp(min=limit)
+        other.limit, other.suspicious = self.limit.clamp(min=limit), self.suspicious.clamp(min=limit)
         other.coarse, other.inspects = 0.3, True
         return other
 
-    def find_fault(self):
-        """Return why no cache can give these logits, or None. They must not depend on later tokens or other rows."""
+    def find_fault(self, fewer, half):
+        """Return why no cache can give these logits, or None. They must not depend on later tokens or other rows.
+
+        fewer  {what was left out: the logits (some rows, half, V)}
+        """
         no_cache = "NOT THE CACHE'S FAULT  logits without a cache {}, so no cache can give the same logits"
         if not self.logits.isfinite().all():
             return no_cache.format("are not finite")
-        half = self.length // 2
-        fewer = {"later tokens": self.ids[:, :half], "other rows": self.ids[:1]}
         tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
-        for what, ids in fewer.items():
-            off = self.error(self.decoder.full(ids)[:, :half], slice(len(ids)), slice(half)).amax(0)
+        for what, logits in fewer.items():
+            off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
             if (off > tolerance).any():
                 first = (off > tolerance).int().argmax()
                 change = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
@@ -158,18 +169,18 @@ class Truth:
         """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
         shifted = (self.ids + 1) % self.decoder.vocab_size
-        matters = self.error(self.decoder.full(self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
+        matters = self.error(self.full(ids=self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
         noise = self.rounding.median()
         if matters < VISIBLE * noise:
             return (
                 f"CANNOT SEE THE CACHE  earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}, "
-                "so a wrong cache would look right"
+                "so a wrong cache would look correct"
             )
 
-    def watch(self):
+    def watch(self, ids=None):
         """Return (how often a forward calls attention, [(index of a call, its Read)] for calls over all tokens)."""
         with Watch() as watch:
-            self.decoder.full(self.ids)
+            self.full(ids=ids)
         reads = [read() if callable(read) else read for read in watch.reads]
         square = (self.length, self.length)  # not the softmax of a router
         found = [(i, read) for i, read in enumerate(reads) if read.weights.shape[-2:] == square]
@@ -191,10 +202,10 @@ class Truth:
     @cached_property
     def steady(self):
         """Whether rounding barely moves the keys and values, per layer. After a router it may move them a lot."""
-        pairs = [(read, right) for (_, read), (_, right) in zip(self.watch()[1], self.reads)]
+        pairs = [(read, wanted) for (_, read), (_, wanted) in zip(self.watch()[1], self.reads)]
         parts = [[(getattr(x, name), getattr(y, name)) for name in ("key", "value")] for x, y in pairs]
         return [not any(y is not None and self.differ(2 * x - y, y).any() for x, y in part) for part in parts]  # half
 
-    def differ(self, x, right):
-        """Whether keys, values or queries (..., size) differ from the right ones by more than rounding explains."""
-        return (x - right).abs().amax(-1) > self.coarse * right.abs().max()
+    def differ(self, x, wanted):
+        """Whether keys, values or queries (..., size) differ from `wanted` by more than rounding explains."""
+        return (x - wanted).abs().amax(-1) > self.coarse * wanted.abs().max()
