@@ -13,7 +13,7 @@ from pathlib import Path
 from kvgpt.cli import need
 from kvgpt.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 from model import build
-from sample import Parser, one_line_errors, path, pick_checkpoint, read_checkpoint, run_main
+from sample import Parser, fail, one_line_errors, path, pick_checkpoint, read_checkpoint, run_main
 from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -42,6 +42,8 @@ def main():
         need(f"--format {args.format}", *PACKAGES[args.format])
         checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
         model = build(checkpoint).eval()
+    if model.config.block_size < 2:
+        fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the lock is next to the folder, because people publish everything inside it
@@ -51,7 +53,7 @@ def main():
         elif args.format == "hf":
             from kvgpt.interop.transformers import export_hf
 
-            export_hf(model, tokenizer, folder)
+            export_hf(model, tokenizer, folder, checkpoint.get("special_tokens"))
         else:
             from kvgpt.interop.webpage import export_web
 

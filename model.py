@@ -74,6 +74,8 @@ class GPTConfig:
         return self.n_kv_head or self.n_head
 
 
+NO_CACHE = "the model is in train mode, where there is no cache: call model.eval() first"
+
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,10 +241,12 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, rope=None, pos=None, mask=None, cache=None):
         """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, x is at positions pos `(B, T)`, and mask is its mask."""
+        if self.training and cache is not None:
+            raise RuntimeError(NO_CACHE)
         B, T, C = x.shape
         q, k, v = self.project(x, rope)
         gqa = self.n_kv_head != self.n_head
-        if self.training or cache is None:  # causal attention within x
+        if cache is None:  # causal attention within x
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
         else:  # write the new keys and values, then read all so far: (B, nkv, t, hs)
@@ -430,7 +434,7 @@ class GPT(nn.Module):
                 x = block(x, rope, pos, mask, cache)
         except BaseException:  # Ctrl-C, for example: some layers have the new keys and values, and some do not
             if cache is not None:
-                cache.lengths = [0] * len(cache.lengths)
+                cache.lengths = pos[:, 0].tolist()  # so forget them
             raise
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
@@ -454,17 +458,17 @@ class GPT(nn.Module):
         max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
         kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
         settings        those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
-        Raises ValueError for invalid arguments.
+        Raises ValueError for invalid arguments, and RuntimeError in train mode, where there is no cache.
 
         A small model, below about 4 million parameters, runs best on one thread: torch.set_num_threads(1). While
         another program is busy, a second thread can make it many times slower.
         """
-        with eval_mode(self):
-            blocks = list(self.stream(idx, max_new_tokens, *settings, kv_cache=kv_cache, **more_settings))
+        blocks = list(self.stream(idx, max_new_tokens, *settings, kv_cache=kv_cache, **more_settings))
+        self._show(self.cache)  # so that the Heads do not keep the cache of this generation in memory
         return torch.cat((idx, *blocks), dim=1)
 
     def stream(self, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
-        """Yield the new tokens of `generate`, a block `(B, 1)` per step. Call model.eval() first."""
+        """Yield the new tokens of `generate`, a block `(B, 1)` per step."""
         return stream_tokens(self, idx, max_new_tokens, Sampling(*settings, **more_settings), kv_cache)
 
     def new_cache(self, batch_size, slots=None):
@@ -476,38 +480,22 @@ class GPT(nn.Module):
         """Return the logits `(B, V)` of the token after idx `(B, T)`.
 
         cache  a KVCache, to which idx is appended; None: idx is the whole context
+        Raises RuntimeError in train mode.
         """
-        if self.training:  # the caller may train between our steps
-            with eval_mode(self):
-                return self.next_logits(idx, cache)
+        if self.training:
+            raise RuntimeError(NO_CACHE)
         if cache is None:
             return self.unembed(self.hidden_states(idx)[:, -1])
         (B, T), start = idx.shape, cache.length
-        shared = B > 1 and T > 1 and start == 0 and bool((idx == idx[0]).all())
-        if shared:  # the samples of one prompt share its prefill
-            idx, cache.lengths = idx[:1], [0]
-        pos = torch.arange(start, start + T, device=idx.device).expand(len(idx), T)
-        cache.extend([start] * len(idx), T)
-        logits = self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
-        if shared:
-            cache.select([0] * B)
-        return logits.expand(B, -1)
-
-
-@contextmanager
-def eval_mode(model):
-    """Put the model in eval mode inside the block, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    was_training = any(training for _, training in modes)
-    if was_training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()  # empties the cache, because training may change the weights
-            for module, training in modes:
-                module.training = training
+        if B > 1 and T > 1 and start == 0 and bool((idx == idx[0]).all()):  # samples of one prompt share its prefill
+            one = self.new_cache(1, cache.slots)
+            logits = self.next_logits(idx[:1], one)
+            one.select([0] * B)
+            cache.key, cache.value, cache.lengths = one.key, one.value, one.lengths
+            return logits.expand(B, -1)
+        pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
+        cache.extend([start] * B, T)
+        return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
 
 
 def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
@@ -523,7 +511,9 @@ def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
     (B, T), block_size = idx.shape, model.config.block_size
     num_new = sampling.num_new_tokens(T, max_new_tokens, block_size)  # the cap: "stop" ends at a full context
     noises = sampling.noise(sampling.sample_ids(B, idx.device), num_new, model.config.vocab_size)
-    tokens, start, cache = F.pad(idx, (0, num_new)), 0, None  # start: index of the first token of the context
+    with torch.inference_mode(False):  # so that the caller may leave inference mode between two steps
+        tokens = F.pad(idx, (0, num_new))
+    start, cache = 0, None  # start: index of the first token of the context
     for end, noise in zip(range(T, T + num_new), noises):  # end: index of the new token
         if end == T or end - start > block_size:
             # prefill: feed the whole prompt at once. A full context slides: we cut it to its newest half, which starts
@@ -576,6 +566,12 @@ class Sampling:
     def __post_init__(self):
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
+        # plain numbers, also for NumPy's, because step.c reads them from memory
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            require(self, name, value is None or value == int(value), "must be a whole number")
+            setattr(self, name, None if value is None else int(value))
+        self.temperature, self.top_p = float(self.temperature), None if self.top_p is None else float(self.top_p)
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         require(self, "top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
@@ -718,16 +714,17 @@ class CharTokenizer:
 
 
 def write_atomically(files):
-    """Write {path: bytes}. At any moment, each file is either the old one or the new one, even after a power cut.
+    """Write {path: pieces}, iterables of bytes. At any moment, each file is the old one or the new one, even after a
+    power cut.
 
     We write temporary files first, and rename them only when all of them are on the disk. So a full disk leaves the old
     files alone. Raises OSError.
     """
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
-        for path, content in files.items():
+        for path, pieces in files.items():
             with name_in_errors(path), open(temporary[path], "wb") as file:
-                file.write(content)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
         for path in files:
@@ -751,7 +748,7 @@ def save(path, checkpoint):
     """Write a checkpoint, a dict of tensors and plain values, atomically. Raises OSError."""
     buffer = io.BytesIO()  # because torch.save raises many kinds of errors on a full disk
     torch.save(checkpoint, buffer)
-    write_atomically({Path(path): buffer.getbuffer()})
+    write_atomically({Path(path): [buffer.getbuffer()]})
 
 
 def load(path):
@@ -777,12 +774,16 @@ def load(path):
                 if damaged := archive.testzip():
                     raise zipfile.BadZipFile(f"{damaged} has changed")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        model_args, known = dict(checkpoint["model_args"]), GPTConfig.__dataclass_fields__
+        if unknown := model_args.keys() - known:  # llama2.c has model_args too
+            raise TypeError(f"its model_args have {', '.join(sorted(unknown))}, which a GPT has not")
         weights = {
-            name.removeprefix("_orig_mod."): tensor  # torch.compile adds this prefix
+            # torch.compile and DistributedDataParallel wrap a module, which adds a prefix
+            name.replace("_orig_mod.", "").replace("module.", ""): tensor
             for name, tensor in checkpoint["model"].items()
             if not name.endswith(".attn.bias")  # causal masks, which old versions of nanoGPT saved
         }
-        return checkpoint | dict(model=weights, model_args=dict(checkpoint["model_args"]), path=path)
+        return checkpoint | dict(model=weights, model_args=model_args, path=path)
     except pickle.UnpicklingError:
         raise ValueError(f"{path} is damaged, or contains more than tensors and plain values: not loaded") from None
     except Exception as error:  # a damaged file can raise anything
@@ -836,7 +837,7 @@ def char_tokenizer(checkpoint):
     if "tokenizer" in checkpoint:
         raise ValueError(f"the tokens in {path} are not characters: load it with load_model in kvgpt/checkpoint.py")
     if "chars" not in checkpoint:
-        where = "nanoGPT keeps it in meta.pkl, so pass --meta meta.pkl to sample.py or export.py"
+        where = "nanoGPT keeps it in meta.pkl, so pass that as --meta"
         raise ValueError(f"{path} contains no vocabulary: {where}")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])

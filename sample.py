@@ -16,6 +16,7 @@ stderr.
 
 import argparse
 import math
+import os
 import signal
 import sys
 import time
@@ -31,7 +32,6 @@ from model import (
     build,
     char_tokenizer,
     context_start,
-    eval_mode,
     gumbel_noise,
     load,
     sample_token,
@@ -53,12 +53,9 @@ def parse_args(argv=None):
     # text and cache
     add("--prompt", action="append", help="text to continue, or FILE:path; repeat for a batch (default: a newline)")
     add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name for --prompt")
-    add(
-        "--kv_cache",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="decode from the cache, or recompute everything for every token (default: --kv_cache)",
-    )
+    cache_help = "decode from the cache; False recomputes everything for every token (default: True)"
+    add("--kv_cache", type=boolean, nargs="?", const=True, default=True, metavar="True|False", help=cache_help)
+    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="the same as --kv_cache False")
     add(
         "--max_new_tokens",
         type=count,
@@ -222,22 +219,33 @@ def model_to_verify(args, engine):
 
 
 def make_decoder(args, model, ngrams):
-    """Return a Decoder for speculation, the C backend or several prompts. None means the plain loop, stream_tokens."""
-    several = len(args.prompt) > 1
+    """Return (decoder, model) to generate with.
+
+    decoder  a Decoder for speculation, the C backend or several prompts; None: use the plain loop, stream_tokens
+    model    for the plain loop: `model`, or a CompiledGPT where the C backend cannot run
+    """
+    several = len(args.prompt) > 1 and args.engine == "torch"
     if not (args.draft or args.compile or several):
-        return None
+        return None, model
     with needs_kvgpt("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
+        from kvgpt.decoding.compile import CompileError, NotHereError
         from kvgpt.decoding.decoder import Decoder
+        from kvgpt.decoding.static import CompiledGPT
 
     draft, ngrams = args.draft, ngrams if args.draft else None
     if args.compile:
-        from kvgpt.decoding.compile import CompileError
-
         try:
-            return Decoder(model, draft, ngrams, compile=True, weights=args.weights)
+            return Decoder(model, draft, ngrams, compile=True, weights=args.weights), model
         except CompileError as error:
+            if isinstance(error, NotHereError) and not (draft or several):
+                note(f"{error}: compiling with torch.compile instead, which can take a minute")
+                torch.set_num_threads(num_threads(step_work(args, model, None, args.num_samples)))
+                try:
+                    return None, CompiledGPT(model, args.num_samples)
+                except RuntimeError as failed:
+                    error = failed
             note(f"{error}: decoding without --compile")
-    return Decoder(model, draft, ngrams) if draft or several else None
+    return Decoder(model, draft, ngrams) if draft or several else None, model
 
 
 def pick_device(name):
@@ -276,11 +284,11 @@ def read_prompt(prompt, tokenizer):
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs a file name after the colon")
         try:
-            prompt = Path(name).read_bytes().decode("utf-8-sig")
+            prompt = Path(name).read_text(encoding="utf-8-sig")
         except OSError as error:
             fail(f"cannot read the prompt from {name}: {error.strerror}")
         except UnicodeDecodeError:
-            fail(f"the prompt in {name} is not UTF-8")
+            fail(f"the prompt in {name} is not UTF-8: convert it first")
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
@@ -329,13 +337,13 @@ class Sequence:
 
     def __init__(self, ids, tokenizer, stops=()):
         self.ids, self.decode, self.stops, self.ended = list(ids), tokenizer.decode, stops, False
-        self.text = self.decode(self.ids)
-        self.prompt_length = len(self.text)
-        # `whole` is the text of ids[:end]. The text of a token depends on earlier ones, which may hold the first bytes
-        # of its character. So we decode new tokens together with ids[begin:end], and skip the text of those.
-        self.whole, self.end = self.text, len(self.ids)
-        self.begin = max(0, self.end - 4)
-        self.skip = len(self.decode(self.ids[self.begin :]))
+        self.byte_ids = getattr(tokenizer, "byte_ids", ())
+        # `whole` is the text of ids[:end], which no later token changes. The text of a token depends on earlier ones,
+        # which may hold the first bytes of its character. So we decode new tokens together with ids[begin:end], and
+        # skip the text of those.
+        self.text = self.whole = ""
+        self.begin = self.end = self.skip = 0
+        self.prompt_length = len(self.update())
 
     def add(self, tokens):
         """Append tokens, up to a stop string. Returns self."""
@@ -354,19 +362,22 @@ class Sequence:
         if not self.ended and self.end < len(self.ids):
             window = self.decode(self.ids[self.begin :])
             self.text = self.whole + window[self.skip :]
-            if not window.endswith("\ufffd"):  # otherwise the last character may be incomplete
+            # the next token may complete the last character, or change all that a run of bytes stands for
+            if not window.endswith("\ufffd") and self.ids[-1] not in self.byte_ids:
                 self.whole, self.begin, self.end = self.text, self.end, len(self.ids)
                 self.skip = len(self.decode(self.ids[self.begin :]))
         return self.text
 
     def final(self, begin):
         """Return text[begin:] without characters at the end that the next tokens may still change or cut off."""
-        text = self.update()[begin:]
+        text = self.update()
         if self.ended:
-            return text
+            return text[begin:]
+        if self.ids and self.ids[-1] in self.byte_ids:
+            text = self.whole
         # an incomplete character decodes to one replacement character, or to one per byte, at most three
         text = text[: len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))]
-        return text[: len(text) - num_undecided(text, self.stops)]
+        return text[begin : len(text) - num_undecided(text[self.prompt_length :], self.stops)]
 
 
 def num_undecided(text, stops):
@@ -387,8 +398,8 @@ def write_stream(stream, sequences, ended, timing):
     ended   B booleans: we set one to True when that row has reached a stop string
     Returns the number of new tokens in the longest sequence, including those of a stop string.
     """
-    first, written, num_new = sequences[0], len(sequences[0].text), [0] * len(sequences)
-    sys.stdout.write(first.text)
+    first, num_new = sequences[0], [0] * len(sequences)
+    written = sys.stdout.write(first.final(0))
     sys.stdout.flush()
     for block in stream:
         # append
@@ -401,9 +412,7 @@ def write_stream(stream, sequences, ended, timing):
                 ended[i] = sequence.ended
 
         # write
-        text = first.final(written)
-        written += len(text)
-        sys.stdout.write(text)
+        written += sys.stdout.write(first.final(written))
         sys.stdout.flush()
         if all(ended):
             break
@@ -519,8 +528,7 @@ def near_tie(model, context, sample, step, picks, sampling):
     sampling      a Sampling
     The picks are a near-tie if each of them wins once the logits move by at most NEAR_TIE in its favour.
     """
-    with eval_mode(model):
-        logits = model(torch.tensor([context], device=next(model.parameters()).device))[0][:, -1].float()
+    logits = model(torch.tensor([context], device=next(model.parameters()).device))[0][:, -1].float()
     counters = (torch.tensor([i], device=logits.device) for i in (sample, step))
     noise = gumbel_noise(sampling.seed, *counters, logits.size(-1))[:, 0]
 
@@ -667,14 +675,14 @@ def main():
 
     # generate
     sequences = [Sequence(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
-    decoder = make_decoder(args, engine, ngrams)
+    decoder, looped = make_decoder(args, engine, ngrams)
     all_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads(step_work(args, engine, decoder, len(prompts))))
     ended = [False] * len(prompts)
     if decoder:
         stream = decoder.generation(prompts, num_new, sampling, ended)
     else:
-        stream = stream_tokens(engine, torch.stack(prompts), num_new, sampling, args.kv_cache)
+        stream = stream_tokens(looped, torch.stack(prompts), num_new, sampling, args.kv_cache)
     loaded, timing = time.perf_counter() - began, Timing(device)
     most_new = write_stream(stream, sequences, ended, timing)
 
@@ -782,6 +790,7 @@ def run_main(main, memory_hint):
     memory_hint  what to suggest when memory runs out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's >&- closes it
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
     try:

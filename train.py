@@ -4,7 +4,8 @@
     python train.py --preset nanogpt-cpu             nanoGPT's CPU settings: its size and number of characters
     python train.py --recipe nanogpt                 nanoGPT's network and optimizer instead of the modern ones
     python train.py --init_from resume               continue the last run in --out_dir
-    python train.py --init_from gpt2 --data_dir data/gpt2    finetune the model of a Hugging Face folder
+    python train.py --init_from gpt2 --data_dir data/gpt2    finetune a model: a Hugging Face folder or a checkpoint
+    python train.py --init_from out --eval_only              the val loss of a model, without training it
     torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
@@ -22,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -42,7 +44,17 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT, CharTokenizer, GPTConfig, build, eval_mode, load, name_in_errors, save, write_atomically
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    build,
+    char_tokenizer,
+    load,
+    name_in_errors,
+    save,
+    write_atomically,
+)
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints, evaluates and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -76,6 +88,7 @@ RECIPES = {
     | dict(grad_clip=1.0, warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
 }
 PAIRS = {("gpu", "nanogpt"): dict(max_iters=5000, dropout=0.2)}  # a preset with a recipe
+EVAL_TOKENS = 2**17  # of the val split per evaluation, without --eval_iters
 OLD_DEFAULTS = dict(lr_stable_frac=0.0, ngram_targets=None, mtp_weight=None)  # of runs that are older than the setting
 
 
@@ -96,13 +109,20 @@ class TrainConfig:
     preset: str = flag(
         "auto",
         ("auto", *PRESETS),
-        "size and length; auto: finetune with --init_from FOLDER, gpu on a GPU, else cpu",
+        "size and length; auto: finetune for a Hugging Face folder, gpu on a GPU, else cpu",
     )
     recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: ours, or nanoGPT's")
-    init_from: str = flag("scratch", "path", "scratch; resume (last.pt in --out_dir); or a Hugging Face folder")
+    init_from: str = flag(
+        "scratch", "path", "scratch; resume (last.pt in --out_dir); or a checkpoint, a run or a Hugging Face folder"
+    )
+    meta: str | None = flag(None, "path", "for a nanoGPT checkpoint in --init_from: its meta.pkl", none="none")
     data_dir: str | None = flag(None, "path", "folder that data/prepare.py wrote", none="data, next to train.py")
     out_dir: str = flag("out", "path", "folder for checkpoints and log.csv")
-    eval_interval: int = flag(250, "positive", "steps between evaluations on the whole val split")
+    eval_only: bool = flag(False, "boolean", "print the val loss of the model in --init_from, and stop")
+    eval_interval: int = flag(250, "positive", "steps between evaluations")
+    eval_iters: int | None = flag(
+        None, "positive", "batches per evaluation, spread over the val split", none=f"up to {EVAL_TOKENS:,} tokens"
+    )
     save_interval: int = flag(250, "positive", "steps between writes of last.pt; an evaluation writes it too")
     log_interval: int = flag(20, "positive", "steps between lines of progress and rows of log.csv")
     sample_interval: int | None = flag(None, "positive", "steps between samples in samples.txt", none="off")
@@ -164,6 +184,11 @@ class TrainConfig:
     def tokens_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
+    @property
+    def eval_tokens(self):
+        """Tokens of the val split per evaluation, at most."""
+        return self.eval_iters * self.batch_size * self.block_size if self.eval_iters else EVAL_TOKENS
+
     def model_args(self):
         """Return the fields that GPTConfig shares."""
         return {name: getattr(self, name) for name in MODEL_FLAGS}
@@ -183,7 +208,7 @@ def resolve_config(flags, *, on_gpu, source=None):
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     if flags.get("preset") == "finetune" and source is None:
-        raise ValueError("--preset finetune starts from a trained model: pass its Hugging Face folder as --init_from")
+        raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
     if flags.get("init_from") == "resume":
         earlier = saved_config(source)
         fixed = ["preset", "recipe", "optimizer", *MODEL_FLAGS]
@@ -192,7 +217,8 @@ def resolve_config(flags, *, on_gpu, source=None):
         require_unchanged(f"the run in {source['path'].parent}", vars(earlier), flags, fixed)
         config = replace(earlier, **flags)
     else:
-        preset = flags.get("preset", "finetune" if source else "gpu" if on_gpu else "cpu")
+        finetune = source and source["path"].suffix != ".pt"  # a folder
+        preset = flags.get("preset", "finetune" if finetune else "gpu" if on_gpu else "cpu")
         recipe = flags.get("recipe", TrainConfig.recipe)
         settings = RECIPES[recipe] | PRESETS[preset] | PAIRS.get((preset, recipe), {})
         config = TrainConfig(**(settings | flags | dict(preset=preset, recipe=recipe)))
@@ -522,6 +548,8 @@ class TrainState:
     mtp         the layers of the objective for multi-token prediction
     optimizers  AdamW, or AdamW and Muon
     step        steps done; `iter_num` in a checkpoint, which is nanoGPT's name
+    row         the log row of a step that still has to be evaluated, or None
+    max_iters   of the run that we resume, before a new --max_iters
     """
 
     def __init__(self, model, config, device, dtype):
@@ -531,7 +559,8 @@ class TrainState:
         self.optimizers = configure_optimizers(self.objective, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-        self.step, self.best_val_loss, self.evals_since_best = 0, math.inf, 0
+        self.step, self.best_val_loss, self.evals_since_best, self.row = 0, math.inf, 0, None
+        self.max_iters = config.max_iters
 
     def num_parameters(self):
         return sum(p.numel() for p in self.model.parameters())
@@ -555,6 +584,7 @@ class TrainState:
                 scaler=self.scaler.state_dict(),
                 mtp=self.mtp.state_dict(),
                 evals_since_best=self.evals_since_best,
+                row=self.row,
             )
         return state
 
@@ -569,7 +599,8 @@ class TrainState:
             if self.scaler.is_enabled() and saved["scaler"]:
                 self.scaler.load_state_dict(saved["scaler"])
             self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
-            self.best_val_loss = float(saved["best_val_loss"])
+            self.best_val_loss, self.row = float(saved["best_val_loss"]), saved.get("row")
+            self.max_iters = saved["config"]["max_iters"]
         except Exception as error:  # torch raises many kinds of errors
             path, why = saved["path"], " ".join(str(error).split())[:200]
             raise ValueError(f"{path} does not contain the state of this run ({why}): start a new run") from None
@@ -634,35 +665,68 @@ def require_finite(loss):
     return loss
 
 
+@contextmanager
+def eval_mode(model):
+    """Put the model in eval mode inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def eval_windows(ids, block_size, num_tokens, at_once):
+    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
+
+    They do not overlap, and together they cover `ids`; the last one may be shorter. If that is more than num_tokens,
+    we take fewer windows, spread evenly over `ids`. They are the same in every evaluation.
+    """
+    starts = block_size * np.arange((len(ids) - 1) // block_size)
+    rest = ids[len(starts) * block_size :]
+    if num_tokens < len(ids) - 1:
+        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // block_size)).astype(int)]
+        rest = rest[:0]
+    for i in range(0, len(starts), at_once):
+        yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
+    if len(rest) > 1:
+        yield rest[None]
+
+
 @torch.no_grad()
-def evaluate(model, ids, block_size, device, autocast):
+def evaluate(model, ids, block_size, device, autocast, num_tokens=math.inf, signals=None):
     """Return the mean cross-entropy in nats over every token of `ids` but the first. Only rank 0 computes it.
 
-    The windows of block_size tokens do not overlap, and the last one may be shorter. We draw no random numbers, so
-    evaluating more often does not change a run.
-    model     a Module that maps (x, y) to (logits, loss)
-    autocast  a context manager around the forwards
+    We draw no random numbers, so evaluating more often does not change a run.
+    model       a Module that maps (x, y) to (logits, loss)
+    autocast    a context manager around the forwards
+    num_tokens  read at most this many
+    signals     StopSignals; once it has received one, we return None
     Raises Diverged if the loss is not finite.
     """
-    total, count = 0.0, len(ids) - 1
-    whole = count // block_size * block_size  # tokens in whole windows
     most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
-    chunk = max(1, most // block_size) * block_size
-    edges = sorted({*range(0, whole, chunk), whole, count}) if RANK == 0 else []
-    with eval_mode(model), autocast:
-        for begin, end in itertools.pairwise(edges):
-            window = torch.from_numpy(ids[begin : end + 1].astype(np.int64)).to(device)
-            width = min(block_size, end - begin)
-            _, loss = model(window[:-1].view(-1, width), window[1:].view(-1, width))
-            total += loss.item() * (end - begin)
-    return require_finite(all_reduce(total / count))  # the other ranks add 0
+    total, count = 0.0, 0
+    windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size)) if RANK == 0 else []
+    size = min(num_tokens, len(ids) - 1)
+    with eval_mode(model), autocast, tqdm(total=size, desc="evaluate", leave=False, disable=None, delay=2) as bar:
+        for window in windows:
+            if signals and signals.received:
+                return None
+            window = torch.from_numpy(window.astype(np.int64)).to(device)
+            x, y = window[:, :-1], window[:, 1:]
+            _, loss = model(x, y)
+            total += loss.item() * x.numel()
+            count += x.numel()
+            bar.update(x.numel())
+    return require_finite(all_reduce(total / max(1, count)))  # the other ranks add 0
 
 
 def sample(config, data, state):
     """Return a sample of 300 new tokens, or as many as fit the context. It does not affect the run."""
     tokenizer = data.tokenizer
     start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=state.device)
-    return tokenizer.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
+    with eval_mode(state.model):
+        return tokenizer.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -674,44 +738,52 @@ def train(config, data, state, run, progress, signals):
     Returns the number of the stop signal, or 0. Raises Diverged rather than save weights whose loss is not finite.
     """
 
-    def val_loss(ids):
-        return evaluate(state.model, ids, config.block_size, state.device, state.autocast)
+    def val_loss(ids, **limits):
+        return evaluate(state.model, ids, config.block_size, state.device, state.autocast, **limits)
 
-    signum = 0
-    while state.step < config.max_iters and not signum:
-        # one step
-        lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon each have their own peak
-        for optimizer in state.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * lr_scale
-        number = state.step + 1
+    signum, row = 0, state.row
+    while not signum and (row or state.step < config.max_iters):
+        # one step, unless the run was interrupted between a step and its evaluation
+        number = state.step if row else state.step + 1
         evaluating = number % config.eval_interval == 0 or number == config.max_iters
         saving = evaluating or number % config.save_interval == 0
         logging = saving or number % config.log_interval == 0
-        loss, grad_norm = train_step(config, data, state, measure=logging)
-        progress.update(loss)
-        state.step = number
+        if not row:
+            lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon each have their own peak
+            for optimizer in state.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * lr_scale
+            loss, grad_norm = train_step(config, data, state, measure=logging)
+            progress.update(loss)
+            state.step = number
+            signum = int(all_reduce(signals.received, dist.ReduceOp.MAX))  # all processes stop after the same step
+            if config.sample_interval and number % config.sample_interval == 0 and RANK == 0:
+                run.add_sample(number, sample(config, data, state))
+            if not (logging or signum):
+                continue
+            row = progress.row(number, config.learning_rate * lr_scale, grad_norm)
 
-        # evaluate, save, log
-        signum = int(all_reduce(signals.received, dist.ReduceOp.MAX))  # all processes stop after the same step
+        # evaluate, log, save
         saving = saving or signum
-        if config.sample_interval and number % config.sample_interval == 0 and RANK == 0:
-            run.add_sample(number, sample(config, data, state))
-        if not (logging or signum):
-            continue
-        row = progress.row(number, config.learning_rate * lr_scale, grad_norm)
+        if saving:  # the loss above is from before the update, which may have broken the weights
+            val_loss(data.val[: config.block_size + 1])
         if evaluating:
-            row["val_loss"] = val_loss(data.val)
+            state.row = row  # if we are stopped during the evaluation, a resume begins with it
+            if RANK == 0:
+                run.save("last.pt", state.state_dict(with_optimizers=True))
+            stopped = signals if WORLD_SIZE == 1 else None
+            row["val_loss"] = val_loss(data.val, num_tokens=config.eval_tokens, signals=stopped)
+            if row["val_loss"] is None:
+                return signals.received
             if data.val_bytes:
                 row["val_bpb"] = data.bits_per_byte(row["val_loss"])
+            state.row = None
             if state.record_evaluation(row["val_loss"]) and RANK == 0:
                 run.save("ckpt.pt", state.state_dict(with_optimizers=False))
             if state.evals_since_best == 3 and not config.patience:
                 progress.bar.write(
                     "no better val loss in 3 evaluations: the run may overfit (--patience 3 would stop it)"
                 )
-        elif saving:  # the loss above is from before the update, which may have broken the weights
-            val_loss(data.val[: config.block_size + 1])
         if RANK == 0:
             run.log(row | {"seconds": progress.seconds()})  # before last.pt, because a resume drops rows after its step
             if saving:
@@ -721,6 +793,7 @@ def train(config, data, state, run, progress, signals):
 
                 plot_loss(run.path)
         progress.show(row)
+        row = None
         if config.patience and state.evals_since_best >= config.patience:
             break
     return signum
@@ -736,8 +809,9 @@ class Dataset:
     tokenizer      a CharTokenizer, or a BPETokenizer of kvgpt/bpe.py
     train, val     arrays of ids
     sha256         the hashes of train.bin and val.bin, by split
-    val_bytes      the length of the val text in UTF-8; None if tokens are characters
+    val_bytes      the length of the val text in UTF-8; None if tokens are characters, which need no such number
     ngram_targets  ngram_targets(train, ...), if the run uses them
+    special_tokens those of the model that we start from, such as {"eos": 50256}; for export.py
     """
 
     tokenizer: object
@@ -746,25 +820,30 @@ class Dataset:
     sha256: dict
     val_bytes: int | None = None
     ngram_targets: tuple | None = None
+    special_tokens: dict | None = None
 
     def bits_per_byte(self, loss):
         """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
-        return loss / math.log(2) * len(self.val) / self.val_bytes
+        val_bytes = self.val_bytes
+        if not val_bytes:  # tokens are characters
+            lengths = [len(char.encode()) for char in self.tokenizer.vocab]
+            val_bytes = np.bincount(self.val, minlength=len(lengths)) @ lengths
+        return loss / math.log(2) * len(self.val) / val_bytes
 
 
 def load_dataset(data_dir, block_size):
     """Return the Dataset in data_dir, a Path.
 
-    Raises ValueError if files are missing or damaged, or if the train split is too short for a context of block_size.
+    Raises ValueError if files are missing or damaged, or if the splits are too short for a context of block_size.
     """
-    # read everything into memory, because the files may be replaced while we train
     meta_file = data_dir / "meta.json"
     try:
         meta = json.loads(meta_file.read_bytes())
-        raw = {split: (data_dir / f"{split}.bin").read_bytes() for split in ("train", "val")}
-        vocabulary = "tokenizer" if "tokenizer" in meta else "chars"
-        contents, recorded = {**raw, vocabulary: meta[vocabulary].encode()}, meta["sha256"]
-        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        vocabulary, recorded = "tokenizer" if "tokenizer" in meta else "chars", meta["sha256"]
+        hashes = {vocabulary: hashlib.sha256(meta[vocabulary].encode()).hexdigest()}
+        for split in ("train", "val"):
+            with open(data_dir / f"{split}.bin", "rb") as file:
+                hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
         changed = [name for name in hashes if recorded[name] != hashes[name]]
     except FileNotFoundError as error:
         hint = "run python data/prepare.py first, or pass a different --data_dir"
@@ -784,19 +863,17 @@ def load_dataset(data_dir, block_size):
     else:
         tokenizer = CharTokenizer(meta["chars"])
     id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
-    train, val = (np.frombuffer(content, id_type) for content in raw.values())
-    for split, ids in (("train", train), ("val", val)):
-        if len(ids) and ids.max() >= len(tokenizer.vocab):
-            raise ValueError(
-                f"{data_dir / split}.bin contains the id {ids.max()}, but {meta_file} has only "
-                f"{len(tokenizer.vocab):,} {tokenizer.unit}: run data/prepare.py again"
-            )
-    if len(train) < block_size + 1:
+    length = {split: (data_dir / f"{split}.bin").stat().st_size // int(id_type[-1]) for split in ("train", "val")}
+    if length["train"] < block_size + 1:
         raise ValueError(
-            f"the train split has {len(train)} {tokenizer.unit}, but a context of {block_size} needs {block_size + 1}: "
-            "use a longer text or a smaller --block_size"
+            f"the train split has {length['train']} {tokenizer.unit}, but a context of {block_size} needs "
+            f"{block_size + 1}: use a longer text or a smaller --block_size"
         )
-    return Dataset(tokenizer, train, val, {split: hashes[split] for split in raw}, meta.get("val_bytes"))
+    if length["val"] < 2:
+        raise ValueError(f"the val split has {length['val']} {tokenizer.unit}, but needs 2: use a longer text")
+    # the files may be larger than memory, and prepare.py may replace them meanwhile without changing what we map
+    train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in length)
+    return Dataset(tokenizer, train, val, {split: hashes[split] for split in length}, meta.get("val_bytes"))
 
 
 # -- the folder of a run -----------------------------------------------------------------------------------------------
@@ -818,23 +895,28 @@ class RunFolder:
         self.columns = COLUMNS
 
     def lock(self):
-        """Lock the folder, which must exist, until the process ends. Raises ValueError if it is already locked."""
+        """Lock the folder until the process ends. Raises ValueError if it is already locked, or not writable."""
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             self.lock_file = self.lock_file or lock_folder(self.path)
         except BlockingIOError:
             raise ValueError(f"another run is writing to {self.path}: stop it, or change --out_dir") from None
+        except PermissionError as error:
+            raise ValueError(f"cannot write to {self.path} ({error.strerror}): change --out_dir") from None
 
-    def begin(self, step, header, bits_per_byte):
+    def begin(self, step, header, bits_per_byte, row=None):
         """Prepare for a run that starts at `step`. At step 0, move an earlier run in the folder out of the way.
 
         header         the part of a checkpoint that stays the same during the run
         bits_per_byte  whether to log val losses in bits per byte too
+        row            the row of `step`, if it is not complete yet
         Returns (tokens, seconds), what the log has counted so far. Raises OSError, or ValueError if the log is damaged.
         """
         self.header, self.columns = header, COLUMNS + (("val_bpb",) if bits_per_byte else ())
         if not step:
             self.set_aside()
-        return self.trim_log(step)
+        self.trim_samples(step)
+        return self.trim_log(step - 1 if row else step)
 
     def set_aside(self):
         """Move the files of an earlier run to a new folder, last.pt last. Nothing is ever overwritten."""
@@ -866,8 +948,15 @@ class RunFolder:
         except ValueError:
             raise ValueError(f"{file} is damaged: remove it to start a new one") from None
         header = ",".join(self.columns) + "\r\n"
-        write_atomically({file: header.encode() + b"".join(rows)})
+        write_atomically({file: [header.encode(), *rows]})
         return counted
+
+    def trim_samples(self, step):
+        """Cut samples.txt back to the samples up to `step`, like the log."""
+        file = self.path / "samples.txt"
+        if step and file.is_file():
+            samples = re.split(rb"^(?==== step \d+ ===$)", file.read_bytes(), flags=re.MULTILINE)
+            write_atomically({file: [each for each in samples if each and int(each.split()[2]) <= step]})
 
     def log(self, row):
         file = self.path / "log.csv"
@@ -919,7 +1008,7 @@ class Progress:
 
     def __init__(self, config, state, tokens=0, seconds_before=0.0):
         self.config, self.first_step = config, state.step
-        self.tokens, self.seconds_before = tokens, seconds_before
+        self.tokens, self.seconds_before = state.row["tokens"] if state.row else tokens, seconds_before
         self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
         self.rates = []  # tokens per second, per row
         self.val_loss = "-"  # of the last evaluation, as text
@@ -976,7 +1065,7 @@ class Progress:
         self.bar.set_postfix_str(text)
         if not self.on_terminal:
             done, left = row["step"] - self.first_step - 1, self.config.max_iters - row["step"]
-            if done:
+            if done > 0:
                 text += f", {(time.perf_counter() - self.first_ended) / done * left:.0f} s left"
             print(f"step {row['step']}/{self.config.max_iters}: {text}", flush=True)
         self.loss_sum.zero_()
@@ -1228,6 +1317,7 @@ def run_main(main, memory_hint):
     memory_hint  what to suggest when memory runs out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's >&- closes it
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     if not TORCHRUN:  # its SIGTERM has to end a process that waits in a library
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
@@ -1251,24 +1341,31 @@ def run_main(main, memory_hint):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
-def load_source(init_from, run):
-    """Return the checkpoint to resume or to start from, or None for a run from scratch. Raises ValueError."""
+def load_source(init_from, meta, run):
+    """Return the checkpoint to resume or to start from, or None for a run from scratch.
+
+    meta  for a nanoGPT checkpoint: the file of its vocabulary
+    Raises FileNotFoundError or ValueError.
+    """
     if init_from == "scratch":
         return None
     if init_from == "resume":
         if RANK == 0 and run.path.is_dir():
             run.lock()  # before we read, so that no other process writes meanwhile
         return load(run.path / "last.pt")
-    if init_from.startswith("gpt2") and not Path(init_from).exists():  # gpt2, gpt2-xl and so on are folders here
-        download = f"hf download openai-community/{init_from} --local-dir {init_from}"
-        raise ValueError(f"there is no folder {init_from}: {download} downloads it")
-    if not Path(init_from, "config.json").is_file():
-        raise ValueError(f"{init_from} is not a Hugging Face folder: it has no config.json")
-    with needs_kvgpt(f"--init_from {init_from}, a Hugging Face folder,"):
+    path, checkpoint = Path(init_from), None
+    if path.is_dir() and not (path / "config.json").exists():
+        path = path / "ckpt.pt"  # the folder of a run
+    if not (meta or path.is_dir()):
+        checkpoint = load(path)
+        if "tokenizer" not in checkpoint:
+            char_tokenizer(checkpoint)  # raises ValueError if it does not fit the weights
+            return checkpoint
+    with needs_kvgpt(f"--init_from {init_from}, whose tokens are not characters,"):
         from kvgpt.checkpoint import build_tokenizer, load_checkpoint
-    source = load_checkpoint(init_from)
-    build_tokenizer(source)  # raises ValueError if it does not fit the weights
-    return source
+    checkpoint = checkpoint or load_checkpoint(path, meta)
+    build_tokenizer(checkpoint)
+    return checkpoint
 
 
 def load_text(config, source, run):
@@ -1288,6 +1385,7 @@ def load_text(config, source, run):
             f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {source['path']}: "
             f"python data/prepare.py --tokenizer {source['path']} prepares text for it"
         )
+    data.special_tokens = source.get("special_tokens")
     return data
 
 
@@ -1329,9 +1427,11 @@ def choose_threads(config, asked):
 def setup(flags, run):
     """Return (config, data, state) for the flags. Raises ValueError with one line for the user."""
     # settings
-    source = load_source(flags.get("init_from", TrainConfig.init_from), run)
+    source = load_source(flags.get("init_from", TrainConfig.init_from), flags.get("meta"), run)
     on_gpu = pick_device(flags.get("device", TrainConfig.device)).type == "cuda"
     config = resolve_config(flags, on_gpu=on_gpu, source=source)
+    if config.eval_only and not source:
+        raise ValueError("--eval_only needs a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE:
         raise ValueError(
             f"--batch_size {config.batch_size} does not divide among {WORLD_SIZE} processes: "
@@ -1356,8 +1456,9 @@ def setup(flags, run):
     return config, data, state
 
 
-def describe(config, state, unit):
-    """Return the first line that a run prints. unit is "characters" or "tokens"."""
+def describe(config, data, state):
+    """Return the first line that a run prints."""
+    unit, num_val = data.tokenizer.unit, len(data.val) - 1
     more = f" and {WORLD_SIZE - 1} more" if WORLD_SIZE > 1 else ""
     if state.device.type == "cpu" and config.threads:
         more += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
@@ -1367,6 +1468,7 @@ def describe(config, state, unit):
         f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}, "
         f"{state.num_parameters() / 1e6:.2f}M parameters; "
         f"steps {state.step}..{config.max_iters} of {config.tokens_per_step:,} {unit}"
+        + (f"; an evaluation reads {config.eval_tokens:,} of {num_val:,} {unit}" * (config.eval_tokens < num_val))
     )
 
 
@@ -1387,7 +1489,18 @@ def main():
     run = RunFolder(flags.get("out_dir", TrainConfig.out_dir))
     with one_line_errors():
         config, data, state = setup(flags, run)
-    if state.step >= config.max_iters:
+    if config.eval_only:
+        loss = evaluate(state.model, data.val, config.block_size, state.device, state.autocast)
+        where = f"{config.init_from}, {len(data.val) - 1:,} {data.tokenizer.unit}"
+        print(f"val loss {loss:.4f} ({data.bits_per_byte(loss):.4f} bits per byte): {where}")
+        return
+    if config.patience and state.evals_since_best >= config.patience:
+        print(
+            f"the run in {run.path} has ended at step {state.step}: no better val loss in {state.evals_since_best} "
+            "evaluations (a larger --patience would continue it)"
+        )
+        return
+    if state.step >= config.max_iters and not state.row:
         print(
             f"the run in {run.path} is already at step {state.step} of {config.max_iters}: "
             f"--max_iters {2 * state.step} would continue it"
@@ -1410,19 +1523,21 @@ def main():
             config=asdict(config),
             **data.tokenizer.state_dict(),
             data_sha256=data.sha256,
+            special_tokens=data.special_tokens,
             # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
             ngrams=count_ngrams(data.train, state.model.config.vocab_size, state.num_parameters() // 16),
         )
-        run.path.mkdir(parents=True, exist_ok=True)
         with one_line_errors():
             run.lock()
-            counted = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes))
-    print(describe(config, state, data.tokenizer.unit), flush=True)
-    progress = Progress(config, state, *counted)
+            counted = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes), row=state.row)
+    print(describe(config, data, state), flush=True)
+    if state.max_iters != config.max_iters and not config.lr_decay_iters:
+        print(f"the learning rate now falls until step {config.max_iters}, not {state.max_iters}", flush=True)
+    progress, signals = Progress(config, state, *counted), StopSignals()
 
     # train
     try:
-        signum = train(config, data, state, run, progress, StopSignals())
+        signum = train(config, data, state, run, progress, signals)
     except Diverged as error:
         progress.close()
         fail(
@@ -1430,6 +1545,12 @@ def main():
             f"The checkpoints in {run.path} are from before that step"
         )
     progress.close()
+    whole_loss = None
+    if not signum and config.eval_tokens < len(data.val) - 1:
+        print(f"evaluating ckpt.pt on all {len(data.val):,} {data.tokenizer.unit} (Ctrl-C skips this)", flush=True)
+        best = build(load(run.path / "ckpt.pt")).to(state.device) if RANK == 0 else state.model
+        where = (config.block_size, state.device, state.autocast)
+        whole_loss = evaluate(best, data.val, *where, signals=signals if WORLD_SIZE == 1 else None)
     disconnect(128 + signum if signum else 0)
 
     # report
@@ -1447,6 +1568,8 @@ def main():
     best = f"best val loss {state.best_val_loss:.4f}"
     if data.val_bytes:
         best += f" ({data.bits_per_byte(state.best_val_loss):.4f} bits per byte)"
+    if whole_loss:
+        best += f", {whole_loss:.4f} on all of the val split"
     print(f"{best}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     print(sample(config, data, state))
 

@@ -1,10 +1,10 @@
 """Turn text into training data: train.bin and val.bin with token ids, and meta.json.
 
     python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
-    python data/prepare.py --input my.txt   your own UTF-8 text
+    python data/prepare.py --input a.txt b.txt   your own UTF-8 text, one file or several
     python data/prepare.py --url https://…  UTF-8 text from the web
     python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
-    python data/prepare.py --tokenizer gpt2                   the tokens of the model in the folder gpt2
+    python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
     python data/prepare.py --hold_out       split the training text again, into data/dev
 
 A setting chosen for its loss on val.bin looks better than it is. So choose settings on data/dev, which trains on the
@@ -12,12 +12,16 @@ first nine tenths of train.bin and evaluates on the last tenth. val.bin stays un
 """
 
 import argparse
+import codecs
 import errno
 import hashlib
+import io
+import itertools
 import json
 import os
 import signal
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,12 +34,13 @@ CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/ti
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = "sample.txt (offline stand-in)"
 TIMEOUT = 30  # seconds, to connect and between two chunks of the response
+PIECE = 2**20  # bytes that we read at once, so that a text may be larger than memory
 
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-def download(url):
-    """Return the bytes at `url`, and check the hash of tiny Shakespeare.
+def download(url, file):
+    """Write the response from `url` to an open file, and check the hash of tiny Shakespeare.
 
     Raises OSError, like all errors of requests, or ValueError if the response is not the text.
     """
@@ -45,14 +50,13 @@ def download(url):
         response.raise_for_status()
         if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
             raise ValueError("the response is an HTML page, not plain text")
-        body, size = bytearray(), int(response.headers.get("Content-Length", 0))
+        size = int(response.headers.get("Content-Length", 0))
         with tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar:
-            for chunk in response.iter_content(2**16):
-                body += chunk
+            for chunk in response.iter_content(PIECE):
+                file.write(chunk)
                 bar.update(len(chunk))
-    if url == CORPUS_URL and sha256(body) != CORPUS_SHA256:
-        raise ValueError(f"the response ({len(body)} bytes) is not tiny Shakespeare: its SHA-256 differs")
-    return body
+    if url == CORPUS_URL and sha256_of(file) != CORPUS_SHA256:
+        raise ValueError(f"the response ({file.tell()} bytes) is not tiny Shakespeare: its SHA-256 differs")
 
 
 def reason(error):
@@ -65,29 +69,63 @@ def reason(error):
 # -- from text to ids --------------------------------------------------------------------------------------------------
 
 
-def split(text):
-    """Return the first 90% of a str or an array of ids, for training, and the last 10%, for evaluation."""
-    n = int(0.9 * len(text))
-    return text[:n], text[n:]
+def read_text(files, task):
+    """Yield the text of several files in pieces, and show a progress bar if that takes long.
 
-
-def encode_characters(text):
-    """Return (chars, ids): the distinct characters in order, and the place of each character of the text among them."""
-    codes, ids = np.unique(np.frombuffer(text.encode("utf-32-le"), "<u4"), return_inverse=True)
-    return "".join(map(chr, codes)), ids
-
-
-def make_tokenizer(text, name, vocab_size):
-    """Return the tokenizer for --tokenizer. Raises ValueError.
-
-    text  all of it; a BPE learns only from the training part
-    name  "bpe", or a folder or file
+    files  [(name, open binary file), ...]
+    task   what the bar says
+    A line ends with "\\n", as in every text file that Python opens, whatever it ends with in the file. Raises
+    ValueError if a file is not UTF-8.
     """
-    with needs_kvgpt("--tokenizer"):
-        from kvgpt.bpe import read_tokenizer, tokenizer_from_json, train_bpe
-    if name == "bpe":
-        return tokenizer_from_json(train_bpe(split(text)[0], vocab_size))
-    return tokenizer_from_json(read_tokenizer(Path(name)))
+    size = sum(os.fstat(file.fileno()).st_size for _, file in files)
+    with tqdm(total=size, unit="B", unit_scale=True, desc=task, disable=None, delay=1) as bar:
+        for name, file in files:
+            file.seek(0)
+            decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+            for raw in itertools.chain(iter(lambda: file.read(PIECE), b""), [b""]):  # noqa: B023
+                try:
+                    yield decoder.decode(raw, final=not raw)
+                except UnicodeDecodeError as error:
+                    why = f"byte {file.tell() - len(error.object) + error.start}: {error.reason}"
+                    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                        why = "it looks like UTF-16"
+                    raise ValueError(f"{name} is not UTF-8 ({why}); convert it first") from None
+                bar.update(len(raw))
+
+
+def part(pieces, begin, end):
+    """Yield characters `begin` to `end` of the text in `pieces`."""
+    for piece in pieces:
+        yield piece[max(0, begin) : max(0, end)]
+        begin, end = begin - len(piece), end - len(piece)
+        if end <= 0:
+            return
+
+
+def split_point(length):
+    """Return where the val split begins: 90% of the text is for training."""
+    return int(0.9 * length)
+
+
+def code_points(text):
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def distinct_characters(pieces):
+    """Return (chars, length): the distinct characters of a text in order, and how many characters it has."""
+    seen, length = np.zeros(sys.maxunicode + 1, bool), 0
+    for piece in pieces:
+        seen[code_points(piece)] = True
+        length += len(piece)
+    return "".join(map(chr, np.flatnonzero(seen))), length
+
+
+def encode_characters(pieces, chars):
+    """Yield the ids of a text in pieces: the place of each character in `chars`."""
+    ids = np.zeros(sys.maxunicode + 1, np.uint32)
+    ids[code_points(chars)] = np.arange(len(chars))
+    for piece in pieces:
+        yield ids[code_points(piece)]
 
 
 def tokenizer_from(name, vocab_size):
@@ -97,30 +135,44 @@ def tokenizer_from(name, vocab_size):
     return f"bpe of {vocab_size}" if name == "bpe" else os.path.abspath(name)
 
 
-def write_text(data_dir, source, raw, name, vocab_size):
-    """Write the files for `raw`, the bytes of the text from `source`, and print its size."""
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        fail(f"{source} is not UTF-8 (byte {error.start}: {error.reason}); convert it first")
-    if not text:
-        fail(f"{source} is empty")
-    more = {}
-    if name is None:
-        chars, ids = encode_characters(text)
-        vocabulary, size, kind = {"chars": chars}, len(chars), "distinct"
-        train, val = split(ids)
-    else:
-        with one_line_errors():
-            tokenizer = make_tokenizer(text, name, vocab_size)
-            train, val = (tokenizer.encode(part) if part else [] for part in split(text))
-        vocabulary, size, kind = tokenizer.state_dict(), len(tokenizer.vocab), "distinct"
-        more["tokenizer_from"] = tokenizer_from(name, vocab_size)
-        if "tokenizer" in vocabulary:  # with the bytes, losses can be compared across tokenizers
-            more["val_bytes"], kind = len(split(text)[1].encode()), "tokens"
-    write(data_dir, vocabulary, size, train, val, source, raw, **more)
+def write_text(data_dir, source, files, name, vocab_size):
+    """Write the files for the text from `source`, and print its size.
+
+    files             as in read_text
+    name, vocab_size  --tokenizer and --vocab_size
+    """
+    with one_line_errors():
+        # the vocabulary
+        chars, length = distinct_characters(read_text(files, "read"))
+        if not length:
+            fail(f"{source} is empty")
+        middle, tokenizer, more = split_point(length), None, {}
+        if name:
+            with needs_kvgpt("--tokenizer"):
+                from kvgpt.checkpoint import make_tokenizer
+            tokenizer = make_tokenizer(name, vocab_size, training_text=part(read_text(files, "learn"), 0, middle))
+            more["tokenizer_from"] = tokenizer_from(name, vocab_size)
+        vocabulary = tokenizer.state_dict() if tokenizer else {"chars": chars}
+        unit = "tokens" if "tokenizer" in vocabulary else "distinct"
+        if unit == "tokens":  # with the bytes, losses can be compared across tokenizers
+            val_text = part(read_text(files, "count"), middle, length)
+            more["val_bytes"] = sum(len(piece.encode()) for piece in val_text)
+        elif tokenizer:
+            tokenizer.encode(chars)  # raises ValueError for characters that the model never saw
+            chars = tokenizer.vocab
+
+        # the ids
+        def encode(begin, end):
+            pieces = part(read_text(files, "encode"), begin, end)
+            return tokenizer.encode_pieces(pieces) if unit == "tokens" else encode_characters(pieces, chars)
+
+        size = len(tokenizer.vocab if tokenizer else chars)
+        text_sha256 = sha256_of(*(file for _, file in files))
+        num_ids = write(
+            data_dir, vocabulary, size, encode(0, middle), encode(middle, length), source, text_sha256, **more
+        )
     print(f"source: {source}")
-    print(f"{len(text):,} characters, {size:,} {kind}; train {len(train):,}, val {len(val):,}: {data_dir}")
+    print(f"{length:,} characters, {size:,} {unit}; train {num_ids['train']:,}, val {num_ids['val']:,}: {data_dir}")
 
 
 def hold_out(data_dir):
@@ -129,51 +181,74 @@ def hold_out(data_dir):
         from kvgpt.holdout import read_training_ids
     with one_line_errors():
         tokenizer, ids = read_training_ids(data_dir)
-    (train, val), vocabulary = split(ids), tokenizer.state_dict()
-    source, dev, text = f"the training text in {data_dir}", data_dir / "dev", tokenizer.decode(ids.tolist())
-    more = dict(val_bytes=len(tokenizer.decode(val.tolist()).encode())) if "tokenizer" in vocabulary else {}
-    write(dev, vocabulary, len(tokenizer.vocab), train, val, source, text.encode(), **more)
-    print(f"train {len(train):,}, val {len(val):,} {tokenizer.unit}: {dev}")
+    middle, vocabulary, more = split_point(len(ids)), tokenizer.state_dict(), {}
+    if "tokenizer" in vocabulary:
+        more["val_bytes"] = len(tokenizer.decode(ids[middle:].tolist()).encode())
+    source, dev = f"the training text in {data_dir}", data_dir / "dev"
+    num_ids = write(dev, vocabulary, len(tokenizer.vocab), [ids[:middle]], [ids[middle:]], source, **more)
+    print(f"train {num_ids['train']:,}, val {num_ids['val']:,} {tokenizer.unit}: {dev}")
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def sha256(content):
-    return hashlib.sha256(content).hexdigest()
+def sha256_of(*files):
+    """Return the SHA-256 of the content of open binary files, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        file.seek(0)
+        while chunk := file.read(PIECE):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
-def write(data_dir, vocabulary, size, train, val, source, text, **more):
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **more):
     """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none.
 
-    vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}
-    size        the number of tokens in it
-    train, val  sequences of ids
-    source      where the text comes from
-    text        its bytes, UTF-8
-    more        additional entries for meta.json
-    Raises OSError; BlockingIOError if another process is writing there.
+    vocabulary   {"chars": the characters} or {"tokenizer": a tokenizer.json}
+    size         the number of tokens in it
+    train, val   the ids, in pieces: iterables of sequences
+    source       where the text comes from
+    text_sha256  the hash of its bytes
+    more         additional entries for meta.json
+    Returns {"train": the number of ids, "val": the same}. Raises OSError; BlockingIOError if another process is
+    writing there.
     """
     id_type = "<u2" if size <= 2**16 else "<u4"
-    splits = {"train": np.asarray(train, id_type).tobytes(), "val": np.asarray(val, id_type).tobytes()}
-    hashed = {"text": text, **{name: content.encode() for name, content in vocabulary.items()}, **splits}
-    hashes = {name: sha256(content) for name, content in hashed.items()}
-    files = {data_dir / f"{name}.bin": content for name, content in splits.items()}
-    meta = vocabulary | {"source": source} | more | {"sha256": hashes}
-    files[data_dir / "meta.json"] = json.dumps(meta, indent=1).encode("utf-8")  # last, because it vouches for the rest
+    hashes, num_ids = {"text": text_sha256, **{name: sha256(content) for name, content in vocabulary.items()}}, {}
+
+    def to_bytes(name, pieces):
+        digest, num_ids[name] = hashlib.sha256(), 0
+        for ids in pieces:
+            content = np.asarray(ids, id_type).tobytes()
+            digest.update(content)
+            num_ids[name] += len(ids)
+            yield content
+        hashes[name] = digest.hexdigest()
+
+    def meta():  # runs after the rest is written, when the hashes are known
+        yield json.dumps(vocabulary | {"source": source} | more | {"sha256": hashes}, indent=1).encode()
+
+    files = {data_dir / f"{name}.bin": to_bytes(name, pieces) for name, pieces in (("train", train), ("val", val))}
     data_dir.mkdir(parents=True, exist_ok=True)
     with lock_folder(data_dir):
-        write_atomically(files)
+        write_atomically(files | {data_dir / "meta.json": meta()})
+    return num_ids
 
 
 def prepared(data_dir):
     """Return the meta.json in data_dir, or {} if a file there is missing or damaged."""
     try:
         meta = json.loads((data_dir / "meta.json").read_bytes())
-        contents = {name: (data_dir / f"{name}.bin").read_bytes() for name in ("train", "val")}
-        contents |= {name: meta[name].encode() for name in ("chars", "tokenizer") if name in meta}
-        whole = len(contents) == 3 and all(sha256(each) == meta["sha256"][name] for name, each in contents.items())
-        return meta if whole else {}
+        hashes = {name: sha256(meta[name]) for name in ("chars", "tokenizer") if name in meta}
+        for name in ("train", "val"):
+            with open(data_dir / f"{name}.bin", "rb") as file:
+                hashes[name] = sha256_of(file)
+        return meta if len(hashes) == 3 and hashes.items() <= meta["sha256"].items() else {}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}
 
@@ -184,7 +259,8 @@ def prepared(data_dir):
 def parse_args():
     parser = Parser(__doc__)
     task = parser.add_mutually_exclusive_group()
-    task.add_argument("--input", type=path, metavar="FILE", help="use this UTF-8 text file instead of tiny Shakespeare")
+    input_help = "use these UTF-8 text files instead of tiny Shakespeare, one after the other"
+    task.add_argument("--input", type=path, nargs="+", metavar="FILE", help=input_help)
     task.add_argument("--url", help="download this UTF-8 text instead of tiny Shakespeare")
     task.add_argument("--hold_out", action="store_true", help="split the training text in DIR again, into DIR/dev")
     parser.add_argument(
@@ -193,8 +269,9 @@ def parse_args():
     parser.add_argument(
         "--tokenizer",
         type=path,
-        metavar="bpe|FOLDER",
-        help="bpe: learn a BPE from the text; FOLDER: use the tokenizer of a model (default: characters)",
+        metavar="bpe|MODEL",
+        help="bpe: learn a BPE from the text; MODEL: the tokens of a Hugging Face folder, a checkpoint or a run "
+        "(default: the characters of the text)",
     )
     size_help = "vocabulary size of --tokenizer bpe (default: 512)"
     parser.add_argument("--vocab_size", type=int, metavar="N", help=size_help)
@@ -222,9 +299,8 @@ def main():
         hold_out(data_dir)
         return
     if args.input:
-        write_text(
-            data_dir, os.path.abspath(args.input), Path(args.input).read_bytes(), args.tokenizer, args.vocab_size
-        )
+        files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
+        write_text(data_dir, ", ".join(map(os.path.abspath, args.input)), files, args.tokenizer, args.vocab_size)
         return
 
     # is everything in place already?
@@ -241,30 +317,37 @@ def main():
 
     # download, or fall back to the stand-in for tiny Shakespeare
     try:
-        raw = download(source)
+        data_dir.mkdir(parents=True, exist_ok=True)
+        lock_folder(data_dir).close()
+    except PermissionError as error:
+        fail(f"cannot write to {data_dir} ({error.strerror}): choose a different folder with --data_dir")
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        download(source, file)
     except (ImportError, OSError, ValueError) as error:
         if args.url or same_text:
             fail(f"cannot download {source}: {reason(error)}; nothing was changed")
         note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
         note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
-        source, raw = STAND_IN, (HERE / "sample.txt").read_bytes()
-    write_text(data_dir, source, raw, args.tokenizer, args.vocab_size)
+        source, file = STAND_IN, open(HERE / "sample.txt", "rb")  # noqa: SIM115
+    write_text(data_dir, source, [(source, file)], args.tokenizer, args.vocab_size)
 
 
 # -- helpers, as in model.py and train.py ------------------------------------------------------------------------------
 
 
 def write_atomically(files):
-    """Write {path: bytes}. At any moment, each file is either the old one or the new one, even after a power cut.
+    """Write {path: pieces}, iterables of bytes. At any moment, each file is the old one or the new one, even after a
+    power cut.
 
     We write temporary files first, and rename them only when all of them are on the disk. So a full disk leaves the old
     files alone. Raises OSError.
     """
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
-        for path, content in files.items():
+        for path, pieces in files.items():
             with name_in_errors(path), open(temporary[path], "wb") as file:
-                file.write(content)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
         for path in files:
@@ -358,12 +441,12 @@ def needs_kvgpt(feature):
         fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
 
 
-def run_main(main, memory_hint):
+def run_main(main):
     """Run main(). Errors that are not bugs are reported in one line.
 
-    memory_hint  what to suggest when memory runs out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's >&- closes it
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
     try:
@@ -376,12 +459,7 @@ def run_main(main, memory_hint):
         sys.exit(1)
     except OSError as error:
         fail(error)
-    except (MemoryError, RuntimeError) as error:
-        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
-        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
-            raise
-        fail(f"out of memory: {memory_hint}")
 
 
 if __name__ == "__main__":
-    run_main(main, memory_hint="a shorter text would fit")
+    run_main(main)

@@ -1,16 +1,16 @@
 """Tokens that are words or parts of words: read or train a tokenizer.json. The library tokenizers runs it."""
 
+import json
 import re
-
-from tqdm import tqdm
 
 from kvgpt.cli import first_line, need
 from model import CharTokenizer
 
-PIECE = 2**12  # characters per call, because time and memory grow with the square of the length of a word
-# A piece ends where GPT-2's tokens end too: after a line that is not empty, or before a single space. Text without
-# either, such as DNA, is cut anywhere.
-PIECE_END = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)|(?<=\S{1000})(?=\S)")
+# The library's time and memory grow with the square of the length of a word, so we cut long text into pieces. We cut
+# where a token ends in any case: before a single space; in text without any, at a line; or else, in DNA, anywhere.
+PIECE = 2**12  # characters, at least
+FAR = 2**16  # characters in which to look for a better place
+CUTS = [re.compile(pattern) for pattern in (r"(?<=\S)(?= \S)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\S)")]
 
 
 def library():
@@ -37,6 +37,9 @@ class BPETokenizer:
             by_id = {i: token for token, i in self.ids.items()}
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from None
+        # Llama 2 spells rare characters in tokens of a byte. A run of them is decoded together, and one byte too many
+        # makes all of it unreadable
+        self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
         self.vocab = [by_id.get(i, f"<{i}>") for i in range(max(by_id, default=-1) + 1)]
 
     @property
@@ -46,17 +49,28 @@ class BPETokenizer:
         return kind == "WordLevel" and set(map(len, self.ids)) == {1} and len(self.ids) == len(self.vocab)
 
     def encode(self, text):
-        """Return the ids of a text as a list. Raises ValueError if there are none."""
-        pieces, ids = pieces_of(text), []
-        try:
-            for piece in tqdm(pieces, desc="tokenize", unit="piece", disable=None, delay=2):
-                ids += self.tokenizer.encode(piece, add_special_tokens=len(pieces) == 1).ids  # only around a prompt
-        except Exception as error:
-            why = "not UTF-8" if isinstance(error, TypeError) else first_line(error)  # a str of broken bytes
-            raise ValueError(f"the tokenizer refuses {text[:40]!r}: {why}") from None
+        """Return the ids of a prompt as a list, with special tokens such as Llama's <s>.
+
+        Raises ValueError if there are none.
+        """
+        ids = encode_with(self.tokenizer, text, add_special_tokens=True)
         if not ids:
             raise ValueError(f"the tokenizer finds no tokens in {text[:40]!r}")
         return ids
+
+    def encode_pieces(self, pieces):
+        """Yield the ids of a long text in pieces, without special tokens, so that they decode to the text.
+
+        Some tokenizers put a space before a text, which only some of them take away again. Here it is before the first
+        piece only, and not at all if it would change the text. Raises ValueError.
+        """
+        tokenizer, plain = self.tokenizer, library().Tokenizer.from_str(without_prefix(self.tokenizer.to_str()))
+        for piece in pieces_of(pieces):
+            ids = encode_with(tokenizer, piece)
+            if tokenizer is not plain and self.decode(ids) != piece:
+                ids = encode_with(plain, piece)
+            yield ids
+            tokenizer = plain
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -88,18 +102,57 @@ def to_json(tokenizer):
     return characters.to_str(pretty=True)
 
 
-def pieces_of(text):
-    """Cut the text into pieces of at least PIECE characters. Empty text is one piece."""
-    pieces, begin = [], 0
-    while end := PIECE_END.search(text, begin + PIECE):
-        pieces.append(text[begin : end.start()])
-        begin = end.start()
-    return [*pieces, text[begin:]]
+def encode_with(tokenizer, text, add_special_tokens=False):
+    """Return the ids that the library gives a text. Raises ValueError."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except Exception as error:
+        why = "not UTF-8" if isinstance(error, TypeError) else first_line(error)  # a str of broken bytes
+        raise ValueError(f"the tokenizer refuses {text[:40]!r}: {why}") from None
 
 
-def train_bpe(text, vocab_size):
+def without_prefix(content):
+    """Return a tokenizer.json without what puts a space before a text: in Llama's, RoBERTa's and T5's, for example."""
+    never = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}
+    settings = json.loads(content)
+    for name, members in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        whole = settings[name] or {}
+        for each in whole.get(members, [whole]):  # a Sequence has several
+            each.update({key: value for key, value in never.items() if key in each})
+    return json.dumps(settings)
+
+
+def pieces_of(texts):
+    """Cut a text into pieces of about PIECE characters. It arrives in pieces of any size, which make no difference."""
+    rest = ""
+    for text in texts:
+        begin, rest = 0, rest + text
+        while len(rest) - begin > PIECE + FAR:
+            end = cut(rest, begin)
+            yield rest[begin:end]
+            begin = end
+        rest = rest[begin:]
+    while len(rest) > PIECE:
+        end = cut(rest, 0)
+        yield rest[:end]
+        rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def cut(text, begin):
+    """Return where the piece that starts at `begin` ends."""
+    far = begin + PIECE + FAR
+    for pattern in CUTS if len(text) > far else CUTS[:1]:
+        if match := pattern.search(text, begin + PIECE, far):
+            return match.start()
+    return min(far, len(text))
+
+
+def train_bpe(texts, vocab_size):
     """Return the tokenizer.json of a byte-level BPE like GPT-2's, with vocab_size tokens: 256 bytes and merged pairs.
 
+    texts  the text, in pieces of any size
     The most frequent pair is merged first. Raises ValueError if too few pairs occur twice.
     """
     hf = library()
@@ -108,7 +161,7 @@ def train_bpe(text, vocab_size):
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(pieces_of(text), trainer)
+    tokenizer.train_from_iterator(pieces_of(texts), trainer)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
         raise ValueError(f"--vocab_size {vocab_size} is too large for this text: at most {size}")

@@ -55,6 +55,23 @@ def build_tokenizer(checkpoint):
     return tokenizer
 
 
+def make_tokenizer(name, vocab_size, training_text):
+    """Return the tokenizer for prepare.py --tokenizer. Raises ValueError.
+
+    name           "bpe"; or a tokenizer.json, a checkpoint, or a folder with either
+    training_text  the text in pieces, from which a BPE of vocab_size tokens learns
+    """
+    from kvgpt.bpe import read_tokenizer, tokenizer_from_json, train_bpe
+
+    if name == "bpe":
+        return tokenizer_from_json(train_bpe(training_text, vocab_size))
+    path = Path(name)
+    for file in (path, path / "ckpt.pt", path / "last.pt"):
+        if file.suffix == ".pt" and file.is_file():
+            return build_tokenizer(load(file))
+    return tokenizer_from_json(read_tokenizer(path))
+
+
 def check_vocab_size(tokenizer, vocab_size, path):
     """Raise ValueError unless the weights from `path`, with vocab_size tokens, fit this tokenizer.
 

@@ -21,8 +21,12 @@ def read_meta(path):
         raise ValueError(f"--meta {path}: there is no such file")
     try:
         with open(path, "rb") as file:
-            itos = PlainUnpickler(file).load()["itos"]
-        return "".join(itos[i] for i in range(len(itos)))
+            meta = PlainUnpickler(file).load()
+        itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta["stoi"].items()}
+        tokens = [itos[i] for i in range(len(itos))]
+        if any(len(token) != 1 for token in tokens):
+            raise ValueError("its tokens are not characters, so pass their tokenizer.json instead")
+        return "".join(tokens)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
 
@@ -32,8 +36,6 @@ def read_meta(path):
 INSTEAD = {  # flags of nanoGPT that we do not have: what to type instead
     "--init_from": "sample.py loads the run in --out_dir, or --ckpt; for GPT-2 pass its folder: --ckpt FOLDER",
     "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
-    "--eval_iters": "leave it out: an evaluation is exact here, because it covers the whole val split",
-    "--eval_only": "leave it out: log.csv in --out_dir has the val loss of every evaluation, and a run ends with one",
     "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
     "--decay_lr": "leave it out, or type --lr_decay none for a constant learning rate",
     "--backend": "leave it out: several processes use nccl on GPUs and gloo on CPUs",

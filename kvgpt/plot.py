@@ -23,4 +23,4 @@ def plot_loss(out_dir):
     axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture)
-    write_atomically({out_dir / "loss.png": picture.getvalue()})
+    write_atomically({out_dir / "loss.png": [picture.getvalue()]})

@@ -24,7 +24,7 @@ from kvgpt.bpe import train_bpe
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.ngrams import count_ngrams
 from model import GPT, CharTokenizer, GPTConfig, Head, Sampling, save
-from prepare import encode_characters, split, write
+from prepare import distinct_characters, encode_characters, split_point, write
 from sample import near_tie, text_context_start
 from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype
 
@@ -122,19 +122,19 @@ def num_threads(n):
         torch.set_num_threads(before)
 
 
-def here(*flags):
-    """Like child, but in this process, which saves the import of torch. Still runs train.py as __main__."""
+def here(*flags, script="train.py"):
+    """Like child, but in this process, which saves the import of torch. Still runs the script as __main__."""
     text = dict(encoding="utf-8", newline="\n", write_through=True)  # as run() reads it: \n on Windows too
     out, err, code = io.TextIOWrapper(io.BytesIO(), **text), io.TextIOWrapper(io.BytesIO(), **text), 0
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         num_threads(torch.get_num_threads()),
-        patch("sys.argv", ["train.py", *map(str, flags)]),
+        patch("sys.argv", [script, *map(str, flags)]),
         patch("signal.signal"),  # pytest keeps its own handlers
     ):
         try:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as error:
             code = error.code or 0
     return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
@@ -157,8 +157,9 @@ def log(out_dir):
 
 def write_ids(folder, tokenizer, text, **more):
     """Write `text` as data/prepare.py would for this tokenizer."""
-    ids = [tokenizer.encode(part) for part in split(text)]
-    write(folder, tokenizer.state_dict(), len(tokenizer.vocab), *ids, "a test", text.encode(), **more)
+    middle = split_point(len(text))
+    ids = [[tokenizer.encode(part)] for part in (text[:middle], text[middle:])]
+    write(folder, tokenizer.state_dict(), len(tokenizer.vocab), *ids, "a test", **more)
 
 
 def batch(ids, seed, number, batch_size, block_size, *ranks):
@@ -217,11 +218,13 @@ def tiny_run(**settings):
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
     config = TrainConfig(**(RECIPES["nanogpt"] | sizes | settings))
     text = "the quick brown fox jumps over the lazy dog\n" * 20
-    chars, ids = encode_characters(text)
+    chars, _ = distinct_characters([text])
+    (ids,) = encode_characters([text], chars)
+    middle = split_point(len(ids))
     torch.manual_seed(config.seed)
     model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(CharTokenizer(chars), *split(ids), sha256={}), state
+    return config, Dataset(CharTokenizer(chars), ids[:middle], ids[middle:], sha256={}), state
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------
@@ -355,7 +358,7 @@ def tiny(**network):
 @lru_cache
 def bpe(vocab_size=512):
     """The tokenizer.json of a BPE that was trained on data/sample.txt."""
-    return train_bpe(SAMPLE.read_text(encoding="utf-8"), vocab_size)
+    return train_bpe([SAMPLE.read_text(encoding="utf-8")], vocab_size)
 
 
 def write_gpt2(folder, seed=0, **settings):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import model
 from helpers import PROMPT, assert_one_line, load, ok, random_model, run, same, sample, saved, texts_of
 from kvgpt import checkpoint
+from kvgpt.nanogpt import read_meta
 from model import GPT, GPTConfig, blank_model, build, load_model, save
 from model import load as load_file
 from oracles import per_head_logits
@@ -95,8 +96,10 @@ def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, pl
         assert same(got, CONTENT | {"path": path})
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "prefix, bias",
+    [("", True), ("_orig_mod.", False), ("module.", True), ("_orig_mod.module.", True), ("module._orig_mod.", False)],
+)
 def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
     """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
     args = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=bias, vocab_size=31, dropout=0.1)
@@ -123,6 +126,33 @@ def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, 
     ids = torch.randint(31, (1, 12), generator=g)
     expected = per_head_logits(state, args, ids[0].tolist())
     torch.testing.assert_close(build(loaded).eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):
+    """llama2.c's file has model_args too."""
+    args = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=32, multiple_of=32, max_seq_len=32)
+    save(tmp_path / "ckpt.pt", {"model": {}, "model_args": args})
+    with pytest.raises(ValueError, match=r"not a checkpoint of a GPT.*model_args have dim, .*n_layers"):
+        load_file(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    "meta, chars",
+    [
+        ({"itos": {0: "a", 1: "b"}}, "ab"),
+        ({"itos": ["a", "b"]}, "ab"),
+        ({"stoi": {"b": 1, "a": 0}}, "ab"),
+        ({"itos": {0: "a", 1: "the"}}, "tokens are not characters"),
+        ({"vocab_size": 2}, "stoi"),
+    ],
+)
+def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(meta, chars, tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    if chars == "ab":
+        assert read_meta(tmp_path / "meta.pkl") == chars
+    else:
+        with pytest.raises(ValueError, match=chars):
+            read_meta(tmp_path / "meta.pkl")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, linux, unix
+from helpers import ROOT, assert_one_line, here, linux, save_model, tiny, unix
 from sample import PRETRAINED, Parser, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -72,23 +72,24 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
 
 SCRIPT = """
 import os, signal, sys, time
-from train import StopSignals, note, one_line_errors, run_main
+from {file} import note, one_line_errors, run_main
 
 def main():
 {body}
 
-run_main(main, memory_hint="a smaller batch would fit")
+run_main(main{hint})
 """
 
 
 @pytest.fixture
 def script(tmp_path):
-    """A function: start a script "tool.py" whose main() has the given lines."""
+    """A function: start a script "tool.py" whose main() has the given lines, with the helpers of a file of the kit."""
 
-    def script(*lines, env=None, **kwargs):
+    def script(*lines, file="prepare", env=None, **kwargs):  # prepare.py starts sooner than the rest
         body = "\n".join(f"    {line}" for line in lines)
-        (tmp_path / "tool.py").write_text(SCRIPT.format(body=body), encoding="utf-8")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **(env or {})}
+        hint = "" if file == "prepare" else ", memory_hint='a smaller batch would fit'"
+        (tmp_path / "tool.py").write_text(SCRIPT.format(body=body, file=file, hint=hint), encoding="utf-8")
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'data'}", "PYTHONUNBUFFERED": "", **(env or {})}
         kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE) | kwargs
         return subprocess.Popen([sys.executable, tmp_path / "tool.py"], env=env, cwd=tmp_path, **kwargs)
 
@@ -105,6 +106,14 @@ def assert_fails(process, line):
     assert finish(process) == (1, "", f"tool.py: {line}\n")
 
 
+@unix
+def test_a_closed_stdout_is_no_error(script, tmp_path):
+    """As with `>&-` in a shell. No file that the script opens may take its place."""
+    lines = ("file = open('log', 'w')", "print('text')", "os.write(1, b'from a library')", "file.close()")
+    assert finish(script(*lines, stdout=None, preexec_fn=lambda: os.close(1)))[::2] == (0, "")
+    assert (tmp_path / "log").read_bytes() == b""
+
+
 def test_output_is_utf8_whatever_the_terminal_asks_for(script):
     r"""A character that no encoding has, half a surrogate pair, is shown as its escape. Lines end in \n everywhere."""
     process = script(r"print('β → 字 \ud800\né')", "note('a remark')", env={"PYTHONIOENCODING": "cp1252"})
@@ -119,7 +128,7 @@ def test_a_users_mistake_is_one_line(script):
 
 @pytest.mark.parametrize("lines", [["bytearray(10**18)"], ["import torch", "torch.empty(10**17)"]])
 def test_no_memory_is_one_line_with_what_would_fit(lines, script):
-    assert_fails(script(*lines), "out of memory: a smaller batch would fit")
+    assert_fails(script(*lines, file="train"), "out of memory: a smaller batch would fit")
 
 
 @pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
@@ -153,14 +162,70 @@ def test_a_signal_is_an_exit_code_without_a_word_or_a_temporary_folder(name, cod
 def test_under_torchrun_sigterm_ends_a_process_that_waits_inside_a_library(script):
     """There no handler of Python runs, so the process keeps the handler of the operating system."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    assert finish(script("os.kill(os.getpid(), signal.SIGTERM)", env=env)) == (-signal.SIGTERM, "", "")
+    assert finish(script("os.kill(os.getpid(), signal.SIGTERM)", file="train", env=env)) == (-signal.SIGTERM, "", "")
 
 
 @unix
 @pytest.mark.parametrize("first, survives", [("SIGINT", False), ("SIGTERM", True)])  # `timeout` sends SIGTERM twice
 def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(first, survives, script):
     kill = f"os.kill(os.getpid(), signal.{first}); print(stop.received, flush=True)"
-    lines = ["stop = StopSignals()", "print(stop.received)", kill, kill]
+    lines = ["from train import StopSignals", "stop = StopSignals()", "print(stop.received)", kill, kill]
     number = int(getattr(signal, first))
     expected = (0, f"0\n{number}\n{number}\n", "") if survives else (-number, f"0\n{number}\n", "")
     assert finish(script(*lines)) == expected
+
+
+# -- every engine with every flag --------------------------------------------------------------------------------------
+
+ENGINES = {
+    "plain": [],
+    "no cache": ["--no_kv_cache"],
+    "draft": ["--draft", "ngram"],
+    "C": ["--compile"],
+    "C, draft": ["--compile", "--draft", "ngram"],
+    "int8": ["--weights", "int8"],
+    "onnx": ["--engine", "onnx"],
+}
+CELLS = {  # what is added, and the engines that refuse it
+    "seed": ("--seed 5 --top_k 3 --top_p 0.9", []),
+    "two prompts": ("--prompt ba", ["no cache"]),
+    "prompts of two lengths": ("--prompt b", ["no cache", "onnx"]),
+    "samples": ("--num_samples 3", []),
+    "two prompts, samples": ("--prompt ba --num_samples 2", ["no cache"]),
+    "stop": ("--stop a --stop bb", []),
+    "slide": ("--overflow slide --max_new_tokens 40", []),
+    "slide, two prompts": ("--overflow slide --max_new_tokens 40 --prompt ba", ["no cache"]),
+    "verify": ("--verify", []),
+    "verify, stop, samples": ("--verify --stop c --num_samples 2", []),
+    "bfloat16": ("--dtype bfloat16", ["onnx"]),
+    "explain": ("--explain", ["no cache", "draft", "C", "C, draft", "onnx"]),
+    "cache as a value": ("--kv_cache=True", []),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with ckpt.pt and its export."""
+    folder = tmp_path_factory.mktemp("exported")
+    save_model(folder, tiny())
+    done = here("--format", "onnx", "--out_dir", folder, script="export.py")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_engine_takes_every_flag_or_refuses_it_in_one_line(engine, cell, exported):
+    more, refused_by = CELLS[cell]
+    if (cell, engine) == ("bfloat16", "C"):
+        pytest.skip("torch.compile, in test_gpu.py")
+    flags = ["--out_dir", exported, "--device", "cpu", "--prompt", "ab", *more.split()]
+    result = here(*flags, *ENGINES[engine], script="sample.py")
+    if engine in refused_by:
+        assert_one_line(result)
+        assert result.stdout == ""
+        return
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    if engine != "int8" and cell != "bfloat16":
+        assert result.stdout == here(*flags, script="sample.py").stdout

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import nbformat
@@ -165,9 +166,9 @@ def test_the_stored_training_has_todays_settings():
 
     command = re.search(r"!python train\.py (.*)", sources()["train"]).group(1)
     config = resolve_config(parse_flags(command.format(data_dir="data", out_dir="out").split()), on_gpu=False)
-    vocab_size = len(load_model(PRETRAINED)[1].vocab)  # of tiny Shakespeare, too
-    model = train.GPT(train.GPTConfig(vocab_size=vocab_size, **config.model_args()))
-    today = train.describe(config, TrainState(model, config, CPU, pick_dtype(config.dtype, CPU)), "characters")
+    data = SimpleNamespace(tokenizer=load_model(PRETRAINED)[1], val=range(111_540))  # of tiny Shakespeare, too
+    model = train.GPT(train.GPTConfig(vocab_size=len(data.tokenizer.vocab), **config.model_args()))
+    today = train.describe(config, data, TrainState(model, config, CPU, pick_dtype(config.dtype, CPU)))
     line, rest = printed(nbformat.read(NOTEBOOK, 4))["train"].split("\n", 1)
     assert re.sub(r" with \d+ threads?", "", line) == today
     assert re.search(r"^best val loss 1\.\d{4}: out/ckpt\.pt; \d+ s\. A sample:$", rest, re.MULTILINE)

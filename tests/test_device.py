@@ -49,8 +49,7 @@ def test_the_pretend_device_refuses_tensors_of_the_cpu(device):
         ours + torch.ones(3)
 
 
-@pytest.mark.parametrize("network", [LEARNED, ROPE])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("network, settings", list(zip([LEARNED, ROPE] * 2, SETTINGS)))
 def test_every_loop_stays_on_its_device(network, settings, device):
     here, there = both(network)
     expected = here.generate(IDX, 30, **settings).tolist()

@@ -41,7 +41,7 @@ def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
         folder = Path(folder)
         for name, content in old.items():
             (folder / name).write_bytes(content)
-        write_atomically({folder / name: content for name, content in new.items()})
+        write_atomically({folder / name: [content] for name, content in new.items()})
         assert contents(folder) == old | new  # and no temporary file
 
 
@@ -51,7 +51,7 @@ def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     calls = Mock(fsync=Mock(wraps=os.fsync), replace=Mock(wraps=os.replace))
     monkeypatch.setattr(os, "fsync", calls.fsync)
     monkeypatch.setattr(os, "replace", calls.replace)
-    write_atomically({tmp_path / "file": b"new"})
+    write_atomically({tmp_path / "file": [b"n", b"ew"]})
     assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace"]
 
 
@@ -71,21 +71,36 @@ def faults(tmp_path_factory):
 
 
 WRITE_NEW = """
-import sys
+import os, sys
 from pathlib import Path
 from kvgpt.interop.checksums import write_tree
-write_tree(Path(sys.argv[1]), {"a": b"new", "b/c": b"new"})
+
+for folder in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        os.environ["FAULT_AT"] = Path(folder).name
+        try:
+            write_tree(Path(folder), {"a": b"new", "b/c": b"new"})
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
 def test_a_tree_fits_its_checksums_only_if_it_is_wholly_old_or_new(kills, faults, tmp_path):
-    for at in itertools.count(1):
-        folder = tmp_path / str(at)
+    """In folder n, the n-th write fails. From some n on, there are not so many."""
+    folders = [tmp_path / str(at) for at in range(1, 31)]
+    for folder in folders:
         write_tree(folder, {"a": b"old", "b/c": b"old"})
         check_folder(folder)
-        old = tree(folder)
-        result = run("-c", WRITE_NEW, folder, env=faults(folder, at, kills))
+    old = tree(folder)
+    codes = [int(code) for code in ok(run("-c", WRITE_NEW, *folders, env=faults(tmp_path, 0, kills))).stdout.split()]
+    num_faults = codes.index(0)
+    assert num_faults > 11  # an open, a write, a sync and a rename of three files
+    assert codes == [-signal.SIGKILL if kills else 1] * num_faults + [0] * (len(folders) - num_faults)
+    for folder in folders[: num_faults + 1]:
         left = {name: content for name, content in tree(folder).items() if not name.endswith(".tmp") and content}
         assert {left["a"], left["b/c"]} <= {b"old", b"new"}
         if left["a"] == left["b/c"] == b"old":
@@ -94,12 +109,9 @@ def test_a_tree_fits_its_checksums_only_if_it_is_wholly_old_or_new(kills, faults
         elif left[SUMS] == old[SUMS]:
             with pytest.raises(ValueError, match="has changed"):
                 check_folder(folder)
-        ok(run("-c", WRITE_NEW, folder))
+        write_tree(folder, {"a": b"new", "b/c": b"new"})
         assert tree(folder).keys() == {"a", "b", "b/c", SUMS}
         check_folder(folder)
-        if result.returncode == 0:
-            break
-    assert at > 12  # an open, a write, a sync and a rename of three files
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_nanogpts_recipe_too(kit, data_dir, tmp_path):
 
 
 def test_it_generates_as_in_the_repository(kit, trained_alone):
-    for flags in (["--kv_cache"], SLIDE, ["--top_k", 5, "--temperature", 1.2, "--seed", 7]):
+    for flags in (SLIDE, ["--kv_cache", "--top_k", 5, "--temperature", 1.2, "--seed", 7]):
         flags = ["--prompt", "First ", "--device", "cpu", *flags]
         here, there = alone(kit, "sample.py", *flags), run("sample.py", "--ckpt", trained_alone, *flags)
         assert ok(here).stdout == ok(there).stdout and len(here.stdout) > 20
@@ -99,6 +99,7 @@ NEED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, flags", NEED, ids=[" ".join(need) for need in NEED])
 def test_what_needs_kvgpt_says_so_in_one_line(script, flags, kit, trained_alone):
     (kit / "folder").mkdir(exist_ok=True)
@@ -109,6 +110,7 @@ def test_what_needs_kvgpt_says_so_in_one_line(script, flags, kit, trained_alone)
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_an_unknown_flag_is_one_line_without_the_hints(kit):
     for script in ("train.py", "sample.py"):
         assert_one_line(alone(kit, script, "--dataset", "x"), "unrecognized arguments: --dataset x", code=2)

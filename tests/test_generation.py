@@ -1,5 +1,6 @@
 """The promise: whatever the way of decoding, the same tokens for the same seed, unless rounding turns a near-tie."""
 
+import contextlib
 import inspect
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,8 @@ from helpers import (
     random_model,
     tokens_differ,
 )
-from model import GPTConfig, clear_kv_cache, gumbel_noise
+from kvgpt.decoding.decoder import Decoder
+from model import GPT, GPTConfig, clear_kv_cache, gumbel_noise
 from oracles import per_head_logits
 
 
@@ -222,46 +224,81 @@ def test_the_prefill_runs_once_and_then_one_token_a_step():
     model.generate(prompts(2, 5), 6)
     assert widths == [5, 1, 1, 1, 1, 1]
     widths.clear()
-    model.train()
-    model.generate(prompts(2, 5), 6)
-    assert widths == [5, 1, 1, 1, 1, 1] and model.training
-    widths.clear()
-    model.eval().generate(prompts(1, 5), 3, kv_cache=False)
+    model.generate(prompts(1, 5), 3, kv_cache=False)
     assert widths == [5, 6, 7]
     handle.remove()
 
 
-def test_the_mode_is_restored_also_after_an_exception():
-    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
-    for training in (True, False):
-        model.train(training)
-        model.generate(prompts(1, 3), 4)
-        assert model.training is training and all(m.training is training for m in model.modules())
+@pytest.mark.parametrize("way", [GPT.stream, lambda model, *args: Decoder(model).stream(*args)], ids=["GPT", "Decoder"])
+def test_train_mode_is_refused_at_any_step_and_the_text_goes_on_in_eval_mode(way):
+    """In train mode there is no cache. Several threads could not put one model into eval mode and back."""
+    model = random_model(MODELS[0].config)
+    expected = model.generate(prompts(1, 3), 9, seed=1)
+    stream = way(model, prompts(1, 3), 9)
+    model.train()
+    with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
+        next(iter(stream))
+    with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
+        model.generate(prompts(1, 3), 2)
+    model.eval()
+    assert torch.equal(torch.cat([prompts(1, 3), *way(model, prompts(1, 3), 9, 0.8, None, None, 1)], 1), expected)
 
-        calls = []
 
-        def interrupt(*_, calls=calls):
-            calls.append(1)
-            if len(calls) == 5:
-                raise KeyboardInterrupt
+def interrupt_at(model, call):
+    """Let the call-th forward of layer 1 raise KeyboardInterrupt, as Ctrl-C would. Returns the handle of the hook."""
+    calls = itertools.count(1)
 
-        handle = model.lm_head.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(prompts(1, 3), 9)
+    def interrupt(*_):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+
+    return model.transformer.h[1].mlp.register_forward_pre_hook(interrupt)
+
+
+@pytest.mark.parametrize("overflow, steps", [("stop", 11), ("slide", 3 * CONTEXT)])
+@pytest.mark.parametrize("call", [1, 4, CONTEXT, CONTEXT + 2])
+def test_a_generation_goes_on_after_ctrl_c(call, overflow, steps):
+    """In a prefill, in a step, and in the prefill after a slide."""
+    model, idx = MODELS[0], prompts(2, 5)
+    expected = model.generate(idx, steps, seed=1, overflow=overflow)
+    generation, blocks = Decoder(model).stream(idx, steps, seed=1, overflow=overflow), [idx]
+    handle = interrupt_at(model, call)
+    try:
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                for block in generation:
+                    blocks.append(block)
+    finally:
         handle.remove()
-        assert model.training is training
+    assert torch.equal(torch.cat(blocks, dim=1), expected)
 
 
-def test_modules_in_a_mode_of_their_own_keep_it_and_the_caches_work_the_same():
-    """A frozen block must not be left in train mode, nor a block that trains skip the cache."""
-    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
-    for root, block in ((True, False), (False, True)):
-        model.train(root)
-        model.transformer.h[0].train(block)
-        modes = [m.training for m in model.modules()]
-        cached, uncached = (model.generate(prompts(2, 5), 9, seed=3, kv_cache=c) for c in (True, False))
-        assert torch.equal(cached, uncached)
-        assert [m.training for m in model.modules()] == modes
+def test_a_stream_may_be_left_and_taken_up_outside_of_inference_mode():
+    model, idx = MODELS[0], prompts(2, 5)
+    for way in (GPT.stream, lambda model, *args: iter(Decoder(model).stream(*args))):
+        stream = way(model, idx, 6, 0.8, None, None, 1)
+        with torch.inference_mode():
+            blocks = [idx, next(stream)]
+        assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
+
+
+def test_no_head_keeps_the_cache_of_a_generation():
+    """It can take gigabytes."""
+    model = random_model(MODELS[0].config)
+    for generate in (model.generate, Decoder(model).generate):
+        generate(prompts(2, 5), 3)
+        assert all(head.cache is None for head in heads_of(model))
+    model(prompts(1, 4), pos=torch.arange(4))  # the model's own stays
+    model.generate(prompts(2, 5), 3)
+    assert heads_of(model)[0].key_cache.shape[:2] == (1, 4)
+
+
+def test_a_single_layer_in_train_mode_is_refused_too():
+    model = random_model(MODELS[0].config)
+    model.transformer.h[1].train()
+    for generate in (model.generate, Decoder(model).generate):
+        with pytest.raises(RuntimeError, match="train mode"):
+            generate(prompts(2, 5), 9)
 
 
 @pytest.mark.parametrize("kind", [dict(), dict(pos_emb="rope"), dict(pos_emb="rope", n_kv_head=2)], ids=str)
@@ -290,12 +327,9 @@ def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cach
 
 
 def test_an_abandoned_stream_leaves_no_mode_behind():
-    model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32)).train()
-    stream = model.stream(prompts(1, 3), 9)
+    stream = MODELS[0].stream(prompts(1, 3), 9)
     next(stream)
-    assert model.training
     stream.close()
-    assert model.training
     assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
 
 
@@ -383,9 +417,10 @@ def test_a_generation_keeps_its_cache_whatever_else_the_model_does(model):
 
 
 def test_heads_show_the_cache_that_was_used_last(model):
-    """After a generation you can look at its keys and values until they are cleared."""
+    """During a generation you can look at its keys and values."""
     idx = prompts(2, 5)
-    text = model.generate(idx, 4, seed=1)
+    stream = model.stream(idx, 4, seed=1)
+    text = torch.cat((idx, *stream), dim=1)
     held = [(head.key_cache.clone(), head.value_cache.clone()) for head in heads_of(model)]
     clear_kv_cache(model)
     assert all(head.key_cache is None and head.value_cache is None for head in heads_of(model))
@@ -426,7 +461,7 @@ def test_settings_may_come_in_order_as_in_nanogpts_own_call(model):
 def test_a_cache_is_as_long_as_the_text(model):
     """But no longer than the context."""
     for steps, slots in ((1, 6), (4, 9), (99, CONTEXT)):
-        model.generate(prompts(2, 5), steps, seed=1)
+        list(model.stream(prompts(2, 5), steps, seed=1))
         cache = heads_of(model)[0].cache
         assert cache.slots == slots and cache.key[0].size(2) == slots, steps
     with pytest.raises(ValueError, match="7 positions do not fit into a cache of 6 slots"):
@@ -451,8 +486,9 @@ def test_a_forward_that_fails_leaves_no_half_written_cache(call, model):
     with pytest.raises(KeyboardInterrupt):
         feed(4, 5)
     hook.remove()
-    assert cache.lengths == [0]
-    torch.testing.assert_close(model.next_logits(idx, cache), model.next_logits(idx))
+    assert cache.lengths == [4]
+    feed(4, 5)
+    torch.testing.assert_close(model.next_logits(idx[:, 5:], cache), model.next_logits(idx))
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):

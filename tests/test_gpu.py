@@ -25,7 +25,8 @@ from helpers import (
     tokens_differ,
 )
 from kvgpt.decoding.decoder import Decoder
-from model import GPT, GPTConfig
+from kvgpt.decoding.static import CompiledGPT
+from model import GPT, GPTConfig, Sampling, stream_tokens
 from train import pick_dtype
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
@@ -115,3 +116,19 @@ def test_sample_verifies_its_texts(flags):
 def test_bench_measures_the_device():
     flags = ["--shapes", "2/2/32/64", "--device", DEVICE, "--repeats", 2, "--variants", "uncached", "eager", "draft"]
     assert f"on {DEVICE}" in ok(run("bench.py", *flags, timeout=400)).stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_step_with_a_static_cache_computes_the_same(dtype):
+    model = random_model(GPTConfig(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=64, pos_emb="rope"))
+    model.to(DEVICE, getattr(torch, dtype))
+    compiled, idx = CompiledGPT(model, 2), prompts(2, 7).to(DEVICE)
+    for steps, overflow in ((33, "stop"), (60, "slide"), (33, "stop")):
+        sampling = Sampling(seed=steps, overflow=overflow)
+        if dtype == "float32":
+            blocks = list(stream_tokens(compiled, idx, steps, sampling))
+            assert torch.equal(torch.cat([idx, *blocks], 1), model.generate(idx, steps, seed=steps, overflow=overflow))
+    caches, text = (compiled.new_cache(2, 40), model.new_cache(2)), prompts(2, 40).to(DEVICE)
+    for begin, end in ((0, 7), *((i, i + 1) for i in range(7, 40))):
+        ours, theirs = (each.next_logits(text[:, begin:end], cache) for each, cache in zip((compiled, model), caches))
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-4 if dtype == "float32" else 0.3, rtol=0.02)

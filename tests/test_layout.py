@@ -84,6 +84,6 @@ def test_model_py_can_be_copied_into_another_project(tmp_path):
         "model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=8))\n"
         "idx = torch.zeros(1, 4, dtype=torch.int64)\n"
         "model(idx, idx)[1].backward()\n"
-        "assert model.generate(idx, 9, seed=1).shape == (1, 8)\n"
+        "assert model.eval().generate(idx, 9, seed=1).shape == (1, 8)\n"
     )
     ok(run("-c", script, cwd=tmp_path))

@@ -98,6 +98,7 @@ def stacked(weights):
     return weights
 
 
+@pytest.mark.slow
 def test_the_three_texts_are_equal_after_a_short_training(tmp_path):
     assert_equal(outputs(tmp_path, ("= 800, 4, 6e-3", "= 20, 4, 6e-3")))
 
@@ -219,6 +220,7 @@ def beyond_block_size(step):
     return check_cache(full=full, new=copies_of(mine), step=token_by_token, length=32, scenarios=["decode"])
 
 
+@pytest.mark.slow
 def test_dropping_the_oldest_slot_at_block_size_is_wrong():
     def drop(cache, ids, pos):
         if pos >= 16:

@@ -5,6 +5,7 @@ The network is a server on 127.0.0.1. Nothing leaves the machine.
 
 import gzip
 import http.server
+import io
 import json
 import shutil
 import subprocess
@@ -37,7 +38,7 @@ def call(monkeypatch, capsys):
         for name, value in constants.items():
             monkeypatch.setattr(prepare, name, value)
         try:
-            code = prepare.run_main(prepare.main, "") or 0
+            code = prepare.run_main(prepare.main) or 0
         except SystemExit as error:
             code = error.code
         return subprocess.CompletedProcess(args, code, *capsys.readouterr())
@@ -94,7 +95,7 @@ def assert_holds(folder, raw, source):
     """The folder holds the text `raw` (bytes), from `source`: three files as specified, and no other file."""
     files = contents(folder)
     assert set(files) == {"train.bin", "val.bin", "meta.json"}
-    meta, text = json.loads(files["meta.json"]), raw.decode("utf-8-sig")
+    meta, text = json.loads(files["meta.json"]), io.StringIO(raw.decode("utf-8-sig"), newline=None).read()
     ids = np.frombuffer(files["train.bin"] + files["val.bin"], "<u2")
     assert meta["chars"] == "".join(sorted(set(text))) and "".join(meta["chars"][i] for i in ids) == text
     assert len(files["train.bin"]) == len(text) * 9 // 10 * 2 and meta["source"] == str(source)
@@ -138,7 +139,11 @@ def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
 
 def assert_tokens(folder, raw, tokenizer):
     """The folder holds the tokens that a tokenizers.Tokenizer makes of the two parts of the text."""
-    meta, data, text = json.loads((folder / "meta.json").read_bytes()), load_dataset(folder, 1), raw.decode()
+    meta, data, text = (
+        json.loads((folder / "meta.json").read_bytes()),
+        load_dataset(folder, 1),
+        io.StringIO(raw.decode(), newline=None).read(),
+    )
     parts = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
     assert [data.train.tolist(), data.val.tolist()] == [tokenizer.encode(part).ids for part in parts]
     assert data.val_bytes == len(parts[1].encode()) and meta["tokenizer"] == tokenizer.to_str()
@@ -150,7 +155,7 @@ def test_a_bpe_is_learned_from_the_part_for_training(call, tmp_path):
     ok(call("--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 400, "--data_dir", tmp_path))
     raw = SAMPLE.read_bytes()
     text = raw.decode()
-    assert_tokens(tmp_path, raw, Tokenizer.from_str(train_bpe(text[: int(0.9 * len(text))], 400)))
+    assert_tokens(tmp_path, raw, Tokenizer.from_str(train_bpe([text[: int(0.9 * len(text))]], 400)))
 
 
 def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):

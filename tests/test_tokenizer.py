@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, processors
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from helpers import CHARS, SAMPLE, TOKENIZER, bpe, ok, run
-from kvgpt.bpe import PIECE, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
+from kvgpt.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
 from kvgpt.checkpoint import check_vocab_size, tokenizer_from_state
 
 TEXT = SAMPLE.read_text(encoding="utf-8")
@@ -36,19 +36,19 @@ def test_a_bpe_reads_any_text_as_the_library_does_and_gives_it_back(text):
 @given(st.lists(a_spaced_text | st.just("word\nword "), min_size=20, max_size=60).map("".join), st.integers(1, 50))
 def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
     """Of a tokenizer that has tokens for runs of white space, as GPT-2's has."""
-    content = train_bpe("a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9, 265)
+    content = train_bpe(["a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9], 265)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvgpt.bpe.PIECE", size)
-        pieces = pieces_of(text)
-        assert "".join(pieces) == text
-        assert not text or tokenizer_from_json(content).encode(text) == Tokenizer.from_str(content).encode(text).ids
+        assert "".join(pieces_of([text[:7], text[7:]])) == text
+        ids = tokenizer_from_json(content).encode_pieces([text[:50], text[50:]])
+        assert [*itertools.chain(*ids)] == Tokenizer.from_str(content).encode(text).ids
 
 
 def test_a_long_text_is_cut():
     """The library's time and memory grow with the square of the length of a word."""
-    for text in ("a line\n" * PIECE, "one line " * PIECE, "acgt" * 2 * PIECE):
-        assert len(pieces_of(text)) > 5
-        assert max(map(len, pieces_of(text))) < 2 * PIECE
+    for text in ("a line\n" * FAR, "one line " * PIECE, "acgt" * FAR):
+        pieces = list(pieces_of([text]))
+        assert len(pieces) > 1 and max(map(len, pieces)) <= PIECE + FAR
 
 
 def test_special_tokens_surround_a_prompt_and_do_not_split_a_text():
@@ -56,8 +56,34 @@ def test_special_tokens_surround_a_prompt_and_do_not_split_a_text():
     tokenizer.post_processor = processors.TemplateProcessing(single="a $0 b", special_tokens=[("a", 64), ("b", 65)])
     tokenizer = tokenizer_from_json(tokenizer.to_str())
     assert tokenizer.encode("one line") == [64, *BPE.encode("one line"), 65]
-    text = "one line\n" * PIECE
-    assert tokenizer.encode(text) == BPE.encode(text)
+    assert list(tokenizer.encode_pieces(["one line"])) == [BPE.encode("one line")]
+
+
+def with_prefix(kind):
+    """A tokenizer of words that puts a space before a text: like Llama's, T5's or RoBERTa's."""
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False, initial_alphabet=ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "RoBERTa":
+        tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    elif kind == "T5":
+        tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(prepend_scheme="always"), decoders.Metaspace()
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = Split("▁", "merged_with_next")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.train_from_iterator([TEXT, "▁"], trainer)
+    return BPETokenizer(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("kind", ["Llama", "T5", "RoBERTa"])
+def test_ids_of_a_text_depend_neither_on_its_length_nor_on_its_pieces_and_decode_to_it(kind):
+    tokenizer = with_prefix(kind)
+    for text in (TEXT, TEXT[:30], TEXT[50:], *([] if kind == "T5" else [" " + TEXT])):  # T5 loses a first space
+        ids = list(itertools.chain(*tokenizer.encode_pieces([text])))
+        assert tokenizer.decode(ids) == text
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvgpt.bpe.PIECE", 50)
+            assert ids == list(itertools.chain(*tokenizer.encode_pieces([text[:9], text[9:]])))
 
 
 @pytest.mark.slow
@@ -89,9 +115,9 @@ def test_the_merges_are_those_of_counting_pairs():
 @pytest.mark.parametrize("vocab_size", [2000, 10**6])
 def test_a_bpe_that_the_text_cannot_fill_is_one_line(vocab_size):
     with pytest.raises(ValueError, match=rf"^--vocab_size {vocab_size} .* at most \d+$") as error:
-        train_bpe(TEXT[:3000], vocab_size)
+        train_bpe([TEXT[:3000]], vocab_size)
     most = int(str(error.value).split()[-1])
-    assert len(tokenizer_from_json(train_bpe(TEXT[:3000], most)).vocab) == most
+    assert len(tokenizer_from_json(train_bpe([TEXT[:3000]], most)).vocab) == most
 
 
 def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(tmp_path):

@@ -270,7 +270,7 @@ MISTAKES = [  # flags, and what the line says
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
     ("--device nonsense", "--device nonsense cannot be used here"),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
-    ("--init_from out/none", "out/none is not a Hugging Face folder"),
+    ("--init_from out/none", "no checkpoint at out/none"),
     ("--data_dir none", "meta.json is missing; run python data/prepare.py first"),
     ("--data_dir train.py", "data: train.py"),  # "cannot read the data" on Unix, "no data" on Windows
     ("--plot", "pip install matplotlib"),
@@ -300,13 +300,13 @@ def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
 
 
 def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
-    command = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1
+    command = """config/train_shakespeare_char.py --device=cpu --compile=False --decay_lr=True --log_interval=1
     --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
     --dropout=0.0"""
     result = here(*command.split())
     first, second = result.stderr.splitlines()
     assert "config/train_shakespeare_char.py: " in first and "on a CPU --preset nanogpt-cpu --recipe nanogpt" in first
-    assert "--eval_iters=20: leave it out" in second
+    assert "--decay_lr=True: leave it out" in second
     assert result.returncode == 2 and result.stdout == ""
 
 

@@ -48,12 +48,12 @@ REPEATED = {
     "KVCache.mask": "143f41c439fa9f92",
     "rotate": "089791afc3d00f1e",
     "CausalSelfAttention.project": "e37a9096b14542d1",
-    "CausalSelfAttention.forward": "9b329d064f9619b1",
+    "CausalSelfAttention.forward": "31eb1fd24097b1af",
     "MLP.forward": "c5f248b683751570",
     "Block.forward": "ef337e27c86568bd",
-    "GPT.hidden_states": "db487bbb1eb1c501",
+    "GPT.hidden_states": "fcd177378ee1d4fb",
     "GPT.unembed": "20fc10ad27a08b73",
-    "GPT.next_logits": "d9ff809e39110e08",
+    "GPT.next_logits": "bef3fbf0908abfb3",
     "sample_token": "757f891b8e700524",
     "keep_top_k": "bffcfd1765cc076f",
     "keep_top_p": "73f3853d24614a2d",
@@ -64,6 +64,10 @@ LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 class CompileError(RuntimeError):
     """The C backend does not compile here, or would compute a different network. The message is one line."""
+
+
+class NotHereError(CompileError):
+    """It needs float32, a CPU and a C compiler."""
 
 
 def compile_step(model, num_drafts, table, weights="float32"):
@@ -239,7 +243,7 @@ def check_model(model):
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
             found = f"{p.dtype} on {p.device.type}"
-            raise CompileError(f"the C backend runs in float32 on the CPU, and this model is in {found}")
+            raise NotHereError(f"the C backend runs in float32 on the CPU, and this model is in {found}")
     for name, expected in REPEATED.items():
         found = source_hash(attrgetter(name)(model_py))
         if found != expected:
@@ -363,7 +367,7 @@ def load_library(macros):
             program = made.read_bytes()
             library = open_library(made)
     except (OSError, subprocess.TimeoutExpired) as error:  # no program may run from that folder, or the compiler hangs
-        raise CompileError(f"the C backend cannot be compiled or loaded ({error})") from None
+        raise NotHereError(f"the C backend cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # if the folder cannot be written, we compile again next time
         folder.mkdir(exist_ok=True)
         partial = folder / f"step-{key}.{os.getpid()}"
@@ -401,7 +405,7 @@ def find_compiler():
                 if b"__MINGW32__" in target.stdout and b"__clang__" not in target.stdout:
                     command.append(UNALIGNED)
                 return [command, name], target.stdout
-    raise CompileError("no C compiler works here: install gcc or clang, or name one in $CC")
+    raise NotHereError("no C compiler works here: install gcc or clang, or name one in $CC")
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from kvgpt.decoding.ngrams import ngram_table
 from kvgpt.decoding.speculate import BatchState, prefill, rows_by_prompt, speculative_step
-from model import FILTERS, Sampling, context_start, eval_mode, gumbel_noise
+from model import FILTERS, Sampling, context_start, gumbel_noise
 
 WORK_PER_CALL = 2**25  # multiply-adds; so the C backend returns every few milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -45,9 +45,9 @@ class Decoder:
         prompts   ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
         settings  those of Sampling, in order or by name. With overflow="slide", the prompts need equal lengths
         """
-        with eval_mode(self.model):
-            rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
-            blocks = list(Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings)))
+        rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
+        blocks = list(Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings)))
+        self.model._show(self.model.cache)  # so that the Heads do not keep the cache of this generation in memory
         rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
@@ -56,7 +56,7 @@ class Decoder:
         return Generation(self, prompts, max_new_tokens, sampling, ended)
 
     def stream(self, prompts, max_new_tokens, *settings, **more_settings):
-        """Return a Generation, which yields the new tokens of `generate` step by step. Call model.eval() first."""
+        """Return a Generation, which yields the new tokens of `generate` step by step."""
         rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
         return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
 
@@ -165,9 +165,6 @@ class Generation:
     @torch.inference_mode()
     def _step_in_torch(self):
         model, state, num_drafts = self.model, self.state, self.decoder.num_drafts
-        if model.training:  # the caller may train between our steps
-            with eval_mode(model):
-                return self._step_in_torch()
         if not state.cached.any():  # at the start, and after the context has moved
             most = int(self.goal.max()) + num_drafts
             self.cache = prefill(model, state, slots=min(most, model.config.block_size))

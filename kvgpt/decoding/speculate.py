@@ -40,10 +40,9 @@ def prefill(model, state, slots):
 
     Rows with the same tokens share one prefill. Sets state.cached.
     """
-    state.cached.copy_(state.end - 1)
     prompts = rows_by_prompt(state)
     firsts = [rows[0] for rows in prompts]
-    lengths = state.cached[firsts].tolist()
+    lengths = (state.end[firsts] - 1).tolist()
     if max(lengths) == 0:
         return model.new_cache(len(state.end), slots)
     fed = state.tokens[firsts, : max(lengths)].to(model.lm_head.weight.device)
@@ -54,6 +53,7 @@ def prefill(model, state, slots):
     if len(firsts) < len(state.end):
         prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
         cache.select([prompt_of[row] for row in range(len(state.end))])
+    state.cached.copy_(state.end - 1)
     return cache
 
 

@@ -23,7 +23,7 @@ def write_tree(folder, files):
     SUMS comes last, so a folder with both old and new files does not match its checksums. Raises OSError.
     """
     sums = "".join(f"{sha256(content)}  {name}\n" for name, content in sorted(files.items()))
-    paths = {folder / name: content for name, content in (files | {SUMS: sums.encode()}).items()}
+    paths = {folder / name: [content] for name, content in (files | {SUMS: sums.encode()}).items()}
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(paths)
@@ -33,6 +33,8 @@ def check_folder(folder):
     """Raise ValueError if a file in `folder` has changed since write_tree wrote it. A folder without SUMS passes."""
     sums = Path(folder, SUMS)
     lines = sums.read_text("utf-8", "replace").splitlines() if sums.is_file() else []
+    if sums.is_file() and not lines:
+        raise ValueError(f"{SUMS} is empty: export again, or remove it")
     for line in lines:
         recorded, _, name = line.partition("  ")
         file = Path(folder, name)

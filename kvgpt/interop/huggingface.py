@@ -41,7 +41,9 @@ FIXED = {
         **ROPE,
     ),
 }
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh"}  # GPT-2's and ours
+# GPT-2's and ours. The last name of each is the one that we write
+ACTIVATIONS = {"gelu_python": "gelu", "gelu": "gelu"}
+ACTIVATIONS |= dict.fromkeys(("gelu_fast", "gelu_pytorch_tanh", "gelu_new"), "gelu_tanh")
 
 
 def their_parts(model):
@@ -97,6 +99,7 @@ def read_folder(folder):
         config = GPTConfig(**read_config(settings, tensors))
         weights = from_transformers(tensors, config)
         tokenizer_state = tokenizer_from_json(read_tokenizer(folder)).state_dict()
+        tokenizer_state["special_tokens"] = special_tokens(folder, settings)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not a Hugging Face folder: {first_line(error)}") from None
     except KeyError as error:
@@ -104,6 +107,14 @@ def read_folder(folder):
     except Exception as error:  # a damaged file can raise nearly anything
         raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
     return dict(model=weights, model_args=asdict(config), path=folder) | tokenizer_state
+
+
+def special_tokens(folder, settings):
+    """Return the ids that config.json and generation_config.json name, such as {"eos": 50256}, for an export later."""
+    file = folder / "generation_config.json"
+    settings = settings | (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    found = {name: settings.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return {name: ids for name, ids in found.items() if ids is not None}
 
 
 def flat_settings(settings):
@@ -122,7 +133,7 @@ def check_settings(settings):
             raise ValueError(f"its {name} is {flat[name]!r}, but that of model.py is {value!r}; {other}")
     if kind == "gpt2" and settings.get("activation_function", "gelu_new") not in ACTIVATIONS:
         name = settings["activation_function"]
-        raise ValueError(f"its activation_function {name!r} is neither gelu nor gelu_new; {other}")
+        raise ValueError(f"its activation_function {name!r} is none of {', '.join(ACTIVATIONS)}; {other}")
 
 
 def tensor_readers(folder):

@@ -186,10 +186,10 @@ class OnnxGPT:
     """
 
     def __init__(self, file):
-        onnxruntime = need("--engine onnx", "onnxruntime")
         self.file, file = file, Path(file)
-        if not file.is_file():
+        if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
+        onnxruntime = need("--engine onnx", "onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised, so it need not print them too
         # let its threads sleep early, which leaves the cores to PyTorch between calls and to other processes

@@ -60,24 +60,28 @@ def to_transformers(model):
     return hf.to(model.lm_head.weight.device).eval()
 
 
-def write_folder(model, tokenizer, folder):
+def write_folder(model, tokenizer, folder, special_tokens=None):
     """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
+
+    special_tokens  {"eos": id or ids, ...}; None: there are none
 
     Raises ValueError if no class of transformers computes what this model does.
     """
     block_size, hf = model.config.block_size, to_transformers(model)
     hf.generation_config.max_length = block_size  # otherwise a pipeline adds 256 tokens to any prompt
+    for name, ids in (special_tokens or {}).items():
+        for config in (hf.config, hf.generation_config):
+            setattr(config, f"{name}_token_id", ids)
     if model.config.pos_emb == "rope":
         hf.config.update(ROPE)  # transformers 4 expects them here, 5 has moved them
     hf.save_pretrained(folder)
-    write_tokenizer(tokenizer, block_size, folder)
+    write_tokenizer(tokenizer, block_size, folder, special_tokens)
 
 
-def write_tokenizer(tokenizer, block_size, folder):
+def write_tokenizer(tokenizer, block_size, folder, special_tokens=None):
     """Write the tokenizer.
 
-    It has no pad token, because transformers would make that character special, and pipelines remove special tokens
-    from the text.
+    Characters have no special token, not even for padding, because pipelines would remove that character from the text.
     """
     (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
     settings = dict(
@@ -87,10 +91,12 @@ def write_tokenizer(tokenizer, block_size, folder):
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids by default
     )
+    for name, ids in (special_tokens or {}).items():
+        settings[f"{name}_token"] = tokenizer.show(ids[0] if isinstance(ids, list) else ids)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def export_hf(model, tokenizer, folder):
+def export_hf(model, tokenizer, folder, special_tokens=None):
     """Write the files of write_folder and GRAPH into `folder`, a Path.
 
     If transformers has no class for this network, or does not compute what the model does, it exits with one line and
@@ -107,13 +113,20 @@ def export_hf(model, tokenizer, folder):
         made, ids = Path(made), own_text(model)
         print(f"{folder}: writing it for transformers", flush=True)
         with one_line_errors():
-            write_folder(model, tokenizer, made)
+            write_folder(model, tokenizer, made, special_tokens)
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
         theirs = transformers.AutoTokenizer.from_pretrained(made)
         text = tokenizer.decode(range(len(tokenizer.vocab)))
         there = tokenizer.encode(text)
         if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
             fail(f"the tokenizer for {folder} does not encode and decode like ours")
+
+        if special_tokens and "eos" in special_tokens:  # its text ends with this token, whatever we force it to write
+            eos = special_tokens["eos"] if isinstance(special_tokens["eos"], list) else [special_tokens["eos"]]
+            forced = hf.generate(ids[:1, :1], max_length=9, prefix_allowed_tokens_fn=lambda *_: eos)
+            if forced.size(1) != 2:
+                fail(f"text from {folder} does not end with its eos token {eos}")
+            hf.generation_config.eos_token_id = None  # for a text of full length
 
         def greedy(prompt):
             return hf.generate(prompt, max_length=ids.size(1), do_sample=False)[0].tolist()

@@ -125,6 +125,7 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
 @pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
 def test_chips_with_shorter_vectors_too(flags, monkeypatch):

@@ -1,13 +1,15 @@
 """Stop texts: each row ends before the first of them, on every path, and no part of one is printed."""
 
+import itertools
 import re
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from helpers import assert_one_line, bpe, ok, sample, texts_of
-from kvgpt.bpe import tokenizer_from_json
+from kvgpt.bpe import BPETokenizer, tokenizer_from_json
 from model import CharTokenizer
 from sample import Sequence, num_undecided
 
@@ -86,6 +88,44 @@ def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt
     shown += row.update()[len(shown) :]
     assert shown == row.text == expected
     assert shown.startswith(BPE.decode(row.ids)) or BPE.decode(row.ids).endswith("\ufffd")
+
+
+def byte_fallback(decoder):
+    """A tokenizer like Llama 2's: words begin with "▁", and what is no token is spelled in bytes."""
+    vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abé中", "▁a", "ab"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, [("▁", "a"), ("a", "b")]))
+    tokenizer.model.byte_fallback, tokenizer.model.unk_token = True, "<unk>"
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoder
+    return BPETokenizer(tokenizer.to_str())
+
+
+SPACES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+TOKENIZERS = {
+    "byte level": BPE,
+    "Llama": byte_fallback(decoders.Sequence([*SPACES, decoders.Strip(" ", 1, 0)])),
+    "no strip": byte_fallback(decoders.Sequence(SPACES)),
+    "Metaspace": byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "WordPiece": byte_fallback(decoders.WordPiece("▁")),
+    "BPE": byte_fallback(decoders.BPEDecoder("b")),
+    "CTC": byte_fallback(decoders.CTC("<unk>", "▁")),
+    "none": byte_fallback(None),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
+    """With every decoder of the library, for ids of text and for any ids."""
+    tokenizer = TOKENIZERS[name]
+    bytes_of = st.text("aé中👍 ñ", min_size=1, max_size=5).map(tokenizer.encode)
+    some = st.lists(bytes_of | st.lists(st.integers(0, len(tokenizer.vocab) - 1), min_size=1, max_size=4), max_size=6)
+    prompt, ids = data.draw(bytes_of), list(itertools.chain(*data.draw(some)))
+    row = Sequence(prompt, tokenizer)
+    shown = row.final(0)
+    for token in ids:
+        shown += row.add([token]).final(len(shown))
+    assert shown + row.update()[len(shown) :] == tokenizer.decode(prompt + ids)
 
 
 def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():

@@ -15,7 +15,22 @@ from transformers import (
     pipeline,
 )
 
-from helpers import CHARS, GPT2, SIZE, STABLELM, TOKENIZER, assert_one_line, bpe, here, tiny, tree
+from helpers import (
+    CHARS,
+    GPT2,
+    SAMPLE,
+    SIZE,
+    STABLELM,
+    TOKENIZER,
+    assert_one_line,
+    bpe,
+    here,
+    ok,
+    run,
+    tiny,
+    tree,
+    write_gpt2,
+)
 from kvgpt.bpe import tokenizer_from_json
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.interop.transformers import export_hf, hf_settings, write_folder
@@ -181,6 +196,25 @@ def test_an_export_that_fails_its_check_leaves_the_older_one(tmp_path, capsys):
         export_hf(model, TOKENIZER, tmp_path)
     assert "differs from the model" in capsys.readouterr().err
     assert tree(tmp_path) == {"config.json": b"older"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eos", [7, [7, 9]], ids=["an eos", "several"])
+def test_special_tokens_survive_a_finetuning_and_an_export_so_that_text_ends(eos, tmp_path):
+    write_gpt2(tmp_path / "first", bos_token_id=5, eos_token_id=eos, pad_token_id=3)
+    prepare = ["--tokenizer", tmp_path / "first", "--data_dir", tmp_path / "data"]
+    ok(run("data/prepare.py", "--input", SAMPLE, *prepare))
+    flags = ["--data_dir", tmp_path / "data", "--out_dir", tmp_path, "--device", "cpu", "--max_iters"]
+    ok(here("--init_from", tmp_path / "first", *flags, 1))
+    ok(here("--init_from", "resume", *flags, 2))
+    ok(run("export.py", "--format", "hf", "--out_dir", tmp_path, timeout=400))
+    hf, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for config in (hf.config, hf.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, eos, 3)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (5, 7, 3)
+    ids = torch.tensor([[11, 12]])
+    only = hf.generate(ids, max_length=20, prefix_allowed_tokens_fn=lambda _, ids: [11] if len(ids) < 5 else [7])
+    assert only.tolist() == [[11, 12, 11, 11, 11, 7]]
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split
 
 
 def test_checkpoints_hold_what_is_promised(trained):
-    keys = "model model_args iter_num best_val_loss config chars data_sha256 ngrams"
-    for name, more in (("ckpt.pt", ""), ("last.pt", " optimizer scaler mtp evals_since_best")):
+    keys = "model model_args iter_num best_val_loss config chars data_sha256 special_tokens ngrams"
+    for name, more in (("ckpt.pt", ""), ("last.pt", " optimizer scaler mtp evals_since_best row")):
         ckpt = load(trained / name)  # as tensors and plain values
         assert set(ckpt) == set((keys + more).split()) and ckpt["iter_num"] == 60
 

@@ -1,0 +1,62 @@
+"""torch.compile for the decode step, where the C backend cannot go: on a GPU, in bfloat16, without a C compiler.
+
+torch.compile needs shapes that stay the same, but a KV cache grows. So this cache always reads all its slots, and a
+mask hides the empty ones. On a GPU the step becomes a CUDA graph, which saves launching each operation: nearly all of
+the time of a small model. No GPU has run this yet.
+"""
+
+import torch
+
+from model import KVCache
+
+
+class StaticCache(KVCache):
+    """A KVCache that always reads all its slots."""
+
+    @property
+    def length(self):
+        return self.slots
+
+    def mask(self, pos):
+        return (torch.arange(self.slots, device=pos.device) <= pos[..., None])[:, None]
+
+    def _buffers(self, x):
+        buffers = [buffer.clone() for buffer in super()._buffers(x)]
+        for buffer in buffers:
+            torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
+        return buffers
+
+
+class CompiledGPT:
+    """A GPT whose decode step is compiled, for stream_tokens: one generation at a time, with batch_size rows.
+
+    Raises RuntimeError if there is no working compiler.
+    """
+
+    def __init__(self, model, batch_size):
+        self.model, self.config, device = model, model.config, model.lm_head.weight.device
+        self.cache = StaticCache(model.config, batch_size)
+        self.step = torch.compile(self.forward, mode="reduce-overhead" if device.type == "cuda" else "default")
+        try:
+            for _ in range(2):
+                self.cache.lengths = [0] * batch_size
+                self.next_logits(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), self.cache)
+        except Exception as error:  # a missing compiler raises many kinds of errors
+            raise RuntimeError(f"torch.compile does not work here ({type(error).__name__})") from error
+
+    def forward(self, idx, pos, cache):
+        return self.model.unembed(self.model.hidden_states(idx, pos, cache)[:, -1])
+
+    def new_cache(self, batch_size, slots):
+        """Empty the cache and return it. It is the same one each time, because the graph writes to its memory."""
+        self.cache.lengths = [0] * batch_size
+        return self.cache
+
+    @torch.inference_mode()
+    def next_logits(self, idx, cache):
+        (B, T), start = idx.shape, cache.lengths[0]
+        pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
+        cache.extend([start] * B, T)
+        self.model._show(cache)
+        step = self.step if T == 1 and cache.key is not None else self.forward  # the first forward allocates the cache
+        return step(idx, pos, cache).clone()

@@ -1,0 +1,152 @@
+"""Evaluation: what it reads, that it can be interrupted, and --eval_only and --init_from for any model."""
+
+import itertools
+import re
+import shutil
+import signal
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import (
+    CPU,
+    MODELS,
+    SAMPLE,
+    STATEFUL,
+    TINY,
+    assert_one_line,
+    assert_same_run,
+    contents,
+    here,
+    load,
+    log,
+    ok,
+    plain_val_loss,
+    run,
+    start,
+)
+from model import load_model
+from train import eval_windows, evaluate
+
+# -- what it reads -----------------------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), at_once=st.integers(1, 9))
+def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, at_once):
+    chunks = list(eval_windows(np.arange(length), block_size, most, at_once))
+    windows = [window.tolist() for chunk in chunks for window in chunk]
+    assert all(len(chunk) <= at_once for chunk in chunks)
+    assert all(b == a + 1 for window in windows for a, b in itertools.pairwise(window))
+    predicted = [token for window in windows for token in window[1:]]
+    assert len(set(predicted)) == len(predicted)
+    if most >= length - 1:
+        assert predicted == list(range(1, length))
+    elif block_size < length:
+        assert len(windows) == max(1, most // block_size)
+        gaps = [b[0] - a[0] for a, b in itertools.pairwise(windows)]
+        assert not gaps or max(gaps) - min(gaps) <= block_size
+        assert windows[0][0] == 0 and (len(windows) == 1 or windows[-1][-1] > length - 1 - block_size)
+
+
+def test_the_loss_is_the_mean_over_the_windows():
+    model, ids = MODELS[0], np.random.default_rng(0).integers(0, 20, 500)
+    for most in (100, 10**9):
+        got = evaluate(model, ids, 16, CPU, nullcontext(), most)
+        losses = []
+        for chunk in eval_windows(ids, 16, most, 1):
+            x = torch.from_numpy(chunk)
+            losses += [model(x[:, :-1], targets=x[:, 1:])[1].item()] * (x.size(1) - 1)
+        assert got == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_eval_iters_is_in_batches_and_the_end_of_a_run_reads_everything(data_dir, tmp_path):
+    flags = [*TINY, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 4, "--eval_interval", 2]
+    said = ok(here(*flags, "--eval_iters", 3)).stdout
+    val = np.fromfile(data_dir / "val.bin", "<u2")
+    assert f"an evaluation reads {3 * 4 * 32:,} of {len(val) - 1:,} characters" in said
+    model, _ = load_model(tmp_path / "ckpt.pt")
+    chunks = np.concatenate(list(eval_windows(val, 32, 3 * 4 * 32, 99)))
+    x = torch.from_numpy(chunks.astype(np.int64))
+    best = min(float(row["val_loss"]) for row in log(tmp_path) if row["val_loss"])
+    assert best == pytest.approx(model(x[:, :-1], targets=x[:, 1:])[1].item(), rel=1e-4)
+    (whole,) = re.findall(r", ([\d.]+) on all of the val split", said)
+    assert float(whole) == pytest.approx(plain_val_loss(model, val, 32), abs=1e-4)
+
+
+# -- interrupted -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(name, tmp_path):
+    """Evaluations of minutes obey Ctrl-C, and a kill costs no step: last.pt is written before."""
+    (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8") * 100, encoding="utf-8")
+    ok(run("data/prepare.py", "--input", tmp_path / "text.txt", "--data_dir", tmp_path / "data"))
+    flags = [*STATEFUL, "--data_dir", tmp_path / "data", "--eval_interval", 2, "--max_iters", 4, "--log_interval", 1]
+    flags += ["--eval_iters", 10_000]
+    ok(here(*flags, "--out_dir", tmp_path / "whole"))
+    out = tmp_path / "out"
+    process = start(*flags, "--out_dir", out)
+    while not (out / "last.pt").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(getattr(signal, name))
+    said, _ = process.communicate(timeout=60)
+    assert not (out / "ckpt.pt").exists() and load(out / "last.pt")["iter_num"] == 2
+    assert process.returncode == (130 if name == "SIGINT" else -signal.SIGKILL)
+    assert ("stopped at step 2 of 4 and saved" in said) == (name == "SIGINT")
+    ok(here("--init_from", "resume", "--out_dir", out))
+    assert_same_run(tmp_path / "whole", out)
+    columns = ("step", "tokens", "train_loss", "val_loss", "lr", "grad_norm")
+    rows = [[[row[name] for name in columns] for row in log(folder)] for folder in (tmp_path / "whole", out)]
+    assert rows[0] == rows[1]
+
+
+# -- any model ---------------------------------------------------------------------------------------------------------
+
+
+def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothing(trained, data_dir, tmp_path):
+    val = np.fromfile(data_dir / "val.bin", "<u2")
+    for name in ("ckpt.pt", "last.pt", "."):
+        before = contents(trained)
+        flags = ["--eval_only", "--data_dir", data_dir, "--out_dir", tmp_path / "out", "--device", "cpu"]
+        said = ok(here("--init_from", trained / name, *flags)).stdout
+        assert contents(trained) == before and not (tmp_path / "out").exists()
+        loss, bits = map(float, re.fullmatch(r"val loss ([\d.]+) \(([\d.]+) bits per byte\): .*\n", said).groups())
+        model, tokenizer = load_model(trained / ("ckpt.pt" if name == "." else name))
+        expected = plain_val_loss(model, val, 32)
+        assert loss == pytest.approx(expected, abs=1e-4)
+        text = tokenizer.decode(val.tolist())
+        assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
+    assert_one_line(here("--eval_only", "--data_dir", data_dir), "--eval_only needs a model", code=1)
+
+
+def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
+    (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[::-1], encoding="utf-8")
+    prepare = ["data/prepare.py", "--tokenizer", trained / "ckpt.pt", "--data_dir", tmp_path / "data"]
+    ok(run(*prepare, "--input", tmp_path / "text.txt"))
+    flags = ["--init_from", trained, "--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out", "--device", "cpu"]
+    ok(here(*flags, "--max_iters", 1, "--learning_rate", 0, "--weight_decay", 0, "--batch_size", 2))
+    ours, theirs = load(tmp_path / "out" / "last.pt"), load(trained / "ckpt.pt")
+    assert ours["chars"] == theirs["chars"] and ours["model_args"] == theirs["model_args"] | {"dropout": 0.0}
+    assert all(torch.equal(p, theirs["model"][name]) for name, p in ours["model"].items())
+    (tmp_path / "text.txt").write_text("ROMEO: 中 and é", encoding="utf-8")
+    assert_one_line(run(*prepare, "--input", tmp_path / "text.txt"), "the model never saw 'é', '中'", code=1)
+
+
+def test_a_run_that_has_ended_says_so(out, data_dir):
+    """By --patience, too: a resume would train on past the end."""
+    flags = ["--init_from", "resume", "--out_dir", out]
+    assert "is already at step 60 of 60" in ok(here(*flags)).stdout
+    worse = ["--max_iters", 90, "--eval_interval", 5, "--patience", 1, "--learning_rate", 0.5, "--min_lr", 0.5]
+    said = ok(here(*flags, *worse)).stdout
+    assert "the learning rate now falls until step 90, not 60" in said and "(--patience)" in said
+    before = contents(out)
+    assert "has ended at step" in ok(here(*flags)).stdout
+    assert contents(out) == before
+    shutil.rmtree(out)
