@@ -600,7 +600,6 @@ class TrainState:
                 self.scaler.load_state_dict(saved["scaler"])
             self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
             self.best_val_loss, self.row = float(saved["best_val_loss"]), saved.get("row")
-            self.max_iters = saved["config"]["max_iters"]
         except Exception as error:  # torch raises many kinds of errors
             path, why = saved["path"], " ".join(str(error).split())[:200]
             raise ValueError(f"{path} does not contain the state of this run ({why}): start a new run") from None
@@ -1451,6 +1450,7 @@ def setup(flags, run):
     state = TrainState(make_model(config, source, vocab_size).to(device), config, device, dtype)
     if config.init_from == "resume":
         state.load_training(source)
+        state.max_iters = source["config"]["max_iters"]
         if not (run.path / "ckpt.pt").exists():
             state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation saves new ones
     return config, data, state
