@@ -232,9 +232,9 @@ def tiny_run(**settings):
 PROMPT = "First Mason:\n"
 
 
-def sample(out_dir, *flags, **kwargs):
-    """Run sample.py on the checkpoint in out_dir, on the CPU."""
-    return run("sample.py", "--out_dir", out_dir, "--device", "cpu", *flags, **kwargs)
+def sample(out_dir, *flags):
+    """Run sample.py on the checkpoint in out_dir, on the CPU, in this process."""
+    return here("--out_dir", out_dir, "--device", "cpu", *flags, script="sample.py")
 
 
 def texts_of(out_dir, prompt, steps, rows=1, **sampling):

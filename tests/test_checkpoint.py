@@ -54,6 +54,7 @@ def test_a_blank_model_is_a_gpt_without_its_random_numbers(tied):
     assert (blank.lm_head.weight is blank.transformer["wte"].weight) == tied
 
 
+@pytest.mark.slow
 def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     """torch._dynamo alone takes longer than the rest of a short run."""
     script = "import sys, sample; sample.read_checkpoint(sample.PRETRAINED); print(*sys.modules)"

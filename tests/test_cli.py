@@ -126,7 +126,9 @@ def test_a_users_mistake_is_one_line(script):
     assert_fails(script("open('nowhere')"), "nowhere: No such file or directory")
 
 
-@pytest.mark.parametrize("lines", [["bytearray(10**18)"], ["import torch", "torch.empty(10**17)"]])
+@pytest.mark.parametrize(
+    "lines", [pytest.param(["bytearray(10**18)"], marks=pytest.mark.slow), ["import torch", "torch.empty(10**17)"]]
+)
 def test_no_memory_is_one_line_with_what_would_fit(lines, script):
     assert_fails(script(*lines, file="train"), "out of memory: a smaller batch would fit")
 
@@ -166,7 +168,9 @@ def test_under_torchrun_sigterm_ends_a_process_that_waits_inside_a_library(scrip
 
 
 @unix
-@pytest.mark.parametrize("first, survives", [("SIGINT", False), ("SIGTERM", True)])  # `timeout` sends SIGTERM twice
+@pytest.mark.parametrize(
+    "first, survives", [("SIGINT", False), pytest.param("SIGTERM", True, marks=pytest.mark.slow)]
+)  # `timeout` sends SIGTERM twice
 def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(first, survives, script):
     kill = f"os.kill(os.getpid(), signal.{first}); print(stop.received, flush=True)"
     lines = ["from train import StopSignals", "stop = StopSignals()", "print(stop.received)", kill, kill]

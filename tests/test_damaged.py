@@ -16,6 +16,8 @@ from kvgpt.interop.checksums import read_tree, write_tree
 from kvgpt.interop.onnx import OnnxGPT, write_onnx
 from kvgpt.interop.transformers import write_folder
 
+pytestmark = pytest.mark.slow  # they share exports, which take seconds
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):

@@ -49,7 +49,14 @@ def test_the_pretend_device_refuses_tensors_of_the_cpu(device):
         ours + torch.ones(3)
 
 
-@pytest.mark.parametrize("network, settings", list(zip([LEARNED, ROPE] * 2, SETTINGS)))
+@pytest.mark.parametrize(
+    "network, settings",
+    [
+        (LEARNED, SETTINGS[0]),
+        (ROPE, SETTINGS[1]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip([LEARNED, ROPE], SETTINGS[2:])),
+    ],
+)
 def test_every_loop_stays_on_its_device(network, settings, device):
     here, there = both(network)
     expected = here.generate(IDX, 30, **settings).tolist()

@@ -244,6 +244,7 @@ def test_the_first_command_and_the_edit_that_breaks_the_cache_print_what_the_rea
     compare(wrong, 1)
 
 
+@pytest.mark.slow
 def test_requirements_txt_is_enough_for_the_three_commands():
     """They import without what is installed for exports, pictures and tests."""
     extras = "onnx onnxruntime onnxscript transformers tokenizers safetensors matplotlib hypothesis".split()

@@ -8,7 +8,22 @@ from collections import defaultdict
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SAMPLE, STATEFUL, TINY, assert_one_line, child, load, log, ok, run, same, unix
+from helpers import (
+    ONE_THREAD,
+    ROOT,
+    SAMPLE,
+    STATEFUL,
+    TINY,
+    assert_one_line,
+    child,
+    here,
+    load,
+    log,
+    ok,
+    run,
+    same,
+    unix,
+)
 
 FILES = ("model.py", "train.py", "sample.py", "data/prepare.py", "data/sample.txt")
 MODERN = [*TINY, "--recipe", "modern"]
@@ -52,7 +67,7 @@ def test_it_prepares_trains_and_resumes_as_in_the_repository(kit, trained_alone,
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (kit / "data" / name).read_bytes() == (data_dir / name).read_bytes()
     flags = [*MODERN, "--eval_interval", 20, "--lr_decay_iters", 40, "--max_iters", 40, "--data_dir", data_dir]
-    ok(child(*flags, "--out_dir", tmp_path))
+    ok(here(*flags, "--out_dir", tmp_path))
     assert_same_training(trained_alone, tmp_path)
     assert load(tmp_path / "last.pt")["ngrams"] and not load(trained_alone / "last.pt")["ngrams"]
 
@@ -65,6 +80,7 @@ def test_nanogpts_recipe_too(kit, data_dir, tmp_path):
     assert_same_training(tmp_path / "alone", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_it_generates_as_in_the_repository(kit, trained_alone):
     for flags in (SLIDE, ["--kv_cache", "--top_k", 5, "--temperature", 1.2, "--seed", 7]):
         flags = ["--prompt", "First ", "--device", "cpu", *flags]

@@ -54,6 +54,7 @@ def per_head_generate(model, row, steps, sample, seed, temperature=1.0, top_k=No
     return tokens
 
 
+@settings(max_examples=15)
 @given(a_model, st.integers(1, CONTEXT), st.sampled_from([1, 3]), a_filter, a_seed)
 def test_cached_uncached_and_per_head_generate_pick_the_same_tokens(model, length, batch, filters, seed):
     idx = prompts(batch, length, seed % 1000)

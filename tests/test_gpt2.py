@@ -294,6 +294,7 @@ def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path
     assert same({k: v for k, v in last.items() if k != name}, {k: v for k, v in first.items() if k != name})
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_folder_is_one_line(gpt2, data_dir, tmp_path):
     bpe_flags = ["--tokenizer", "bpe", "--vocab_size", "300"]
     ok(run("data/prepare.py", "--input", SAMPLE, *bpe_flags, "--data_dir", tmp_path / "bpe"))

@@ -3,6 +3,8 @@
 import ast
 import graphlib
 
+import pytest
+
 from helpers import ROOT, ok, run
 
 SCRIPTS = {"train", "sample", "prepare", "bench", "export", "draw"}
@@ -76,6 +78,7 @@ def test_no_import_goes_in_a_circle():
     list(graphlib.TopologicalSorter(IMPORTS).static_order())
 
 
+@pytest.mark.slow
 def test_model_py_can_be_copied_into_another_project(tmp_path):
     """One file, torch and the standard library: it trains a step and generates in a folder without the rest."""
     (tmp_path / "model.py").write_bytes(FILES["model"].read_bytes())

@@ -153,6 +153,7 @@ OWN_SLOT = (".tril(k.size(1) - T)", ".tril()")
 NO_POS = ("            pos = idx.size(1)\n", "            pos += 1\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit, scenario, cause",
     [

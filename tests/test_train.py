@@ -194,6 +194,7 @@ def test_max_iters_reached_already_is_said_and_changes_nothing(out):
 # -- tokens that are not characters ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     """The unit does not depend on the tokens: here it is computed from the bytes of the val text and its whole loss."""
     data = tmp_path / "data"

@@ -72,7 +72,7 @@ def test_the_cache_of_kvgpt_is_right(network):
     assert said["left padding"] == ("not run", "the step takes no mask")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_right_adapter_and_a_right_transformers_model(dtype):
     for model in (Decoder(window=12), tiny("llama")):
         report = check_cache(model, length=48, dtype=dtype, scenarios=["decode", "padding", "rollback", "repeat"])
@@ -121,6 +121,7 @@ def no_names(model):
     return functions(model, new=lambda: Cache(), step=lambda ids, cache, pos, **rest: model(ids, cache, None, pos))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [functions, without_module, inside, in_a_dict, other_names, no_names])
 def test_functions_make_an_adapter(adapter, monkeypatch):
     scenarios = ["decode", "chunks of mixed sizes", "rollback", "reorder", "reset", "prefix"]
@@ -267,6 +268,7 @@ class Window(Cache):
         return slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_sinks_and_slots_in_any_order(sinks, missing, monkeypatch):
@@ -294,6 +296,7 @@ def test_a_wrong_position_is_named(positions, parts):
     assert said.startswith(parts) and said.endswith("wrong on arrival: its position is 23"), said
 
 
+@pytest.mark.slow
 def test_a_step_may_feed_its_tokens_in_parts():
     """Then a chunk calls attention several times."""
     model = Decoder()
@@ -398,6 +401,7 @@ def test_what_one_call_of_generate_leaves_behind():
     assert not hasattr(model, "kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "odd",
     [
@@ -434,6 +438,7 @@ def test_a_model_that_does_not_look_back_cannot_be_judged():
     assert report.exit_code == 2 and "CANNOT SEE THE CACHE" in str(report)
 
 
+@pytest.mark.slow
 def test_a_decoder_that_refuses_float64_and_one_that_keeps_a_table(monkeypatch):
     """float64 may fail in any scenario, and nothing that a module makes in float64 may stay."""
     model, forward = Decoder(), Decoder.forward
@@ -454,6 +459,7 @@ def test_a_decoder_that_refuses_float64_and_one_that_keeps_a_table(monkeypatch):
     assert not hasattr(model, "table")
 
 
+@pytest.mark.slow
 def test_a_cache_that_rounds_on_purpose_is_judged_by_plain_decoding(monkeypatch):
     update = Cache.update
     monkeypatch.setattr(Cache, "update", lambda *args: [rounded(x) for x in update(*args)])
@@ -468,6 +474,7 @@ def test_a_cache_that_rounds_on_purpose_is_judged_by_plain_decoding(monkeypatch)
     }
 
 
+@pytest.mark.slow
 def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
     """In bfloat16, a different expert moves a few logits more than most bugs do, so we look at what attention reads."""
     from transformers.cache_utils import DynamicLayer
@@ -613,6 +620,7 @@ def test_inputs_besides_ids(forgets):
         check_cache(**adapter | dict(inputs=dict(memory=memory[:3])))
 
 
+@pytest.mark.slow
 def test_a_tolerance(monkeypatch):
     update = Cache.update
     monkeypatch.setattr(Cache, "update", lambda *args: [rounded(x) for x in update(*args)])
@@ -650,6 +658,7 @@ class Sums(torch.nn.Module):  # the cache is one vector per row: the sum of all 
 """
 
 
+@pytest.mark.slow
 def test_the_folder_can_be_copied_and_needs_only_torch(tmp_path):
     """A step may also return a new cache. The process can import neither kvGPT nor transformers."""
     shutil.copytree(ROOT / "check_cache", tmp_path / "check_cache", ignore=shutil.ignore_patterns("tests"))
@@ -681,6 +690,7 @@ def command(tmp_path, monkeypatch, capsys):
     sys.modules.pop("mine", None)
 
 
+@pytest.mark.slow
 def test_the_command_says_right_wrong_or_cannot_run(command, tmp_path):
     tiny("llama").save_pretrained(tmp_path / "llama")
     flags = ["--length", "32", "--scenarios", "decode", "reorder"]

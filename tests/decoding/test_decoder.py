@@ -135,6 +135,7 @@ def test_an_accepted_draft_makes_a_block_longer():
     assert {block.size(1) for block in blocks} > {1} and len(blocks) < CONTEXT - 3
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(a_model, st.lists(a_way, min_size=1, max_size=2), a_filter, a_seed, st.lists(st.integers(0, 3), max_size=40))
 def test_streams_in_turn_keep_their_tokens(model, drafts, filters, seed, turns):
@@ -224,6 +225,7 @@ def test_impossible_requests_are_refused_before_anything_is_made(arguments, word
         Decoder(MODELS[0], draft="ngrams")
 
 
+@pytest.mark.slow
 def test_twenty_generations_leave_nothing_behind():
     model, decoders = MODELS[3], [Decoder(MODELS[3], **way) for way in WAYS.values()]
 

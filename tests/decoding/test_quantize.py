@@ -160,5 +160,6 @@ def test_sample_py_writes_the_text_of_the_rounded_weights_on_every_path(trained)
         assert ok(sample(trained, *flags, *more)).stdout == plain.stdout
 
 
+@pytest.mark.slow
 def test_other_engines_have_weights_of_their_own():
     assert_one_line(run("sample.py", "--engine", "onnx", "--weights", "int8"), "--weights int8", "--engine torch")

@@ -25,7 +25,7 @@ NETWORKS = {
 SLOW = partial(pytest.param, marks=pytest.mark.slow)  # an export takes seconds
 
 
-@pytest.fixture(scope="module", params=[SLOW("GPT-2"), "StableLM", SLOW("post-LN")])
+@pytest.fixture(scope="module", params=[SLOW("GPT-2"), SLOW("StableLM"), SLOW("post-LN")])
 def exported(request, tmp_path_factory):
     """(model, its model.onnx, a session of that)"""
     model, file = tiny(**NETWORKS[request.param]), tmp_path_factory.mktemp("onnx") / "model.onnx"

@@ -126,6 +126,7 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
     assert_one_line(here("--eval_only", "--data_dir", data_dir), "--eval_only needs a model", code=1)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
     (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[::-1], encoding="utf-8")
     prepare = ["data/prepare.py", "--tokenizer", trained / "ckpt.pt", "--data_dir", tmp_path / "data"]

@@ -68,6 +68,7 @@ def test_a_resume_without_the_best_checkpoint_writes_one_again(out):
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ten_steps_and_ten_after_a_resume_are_twenty_to_the_last_bit(data_dir, tmp_path):
     """Weights, optimizer and random numbers, with dropout and micro-steps. The settings come from the checkpoint."""
     flags = [*STATEFUL, "--lr_decay_iters", 20, "--data_dir", data_dir]
