@@ -747,11 +747,11 @@ def train(config, data, state, run, progress, signals):
         evaluating = number % config.eval_interval == 0 or number == config.max_iters
         saving = evaluating or number % config.save_interval == 0
         logging = saving or number % config.log_interval == 0
+        lr_scale = lr_multiplier(number - 1, config)  # AdamW and Muon each have their own peak
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * lr_scale
         if not row:
-            lr_scale = lr_multiplier(state.step, config)  # AdamW and Muon each have their own peak
-            for optimizer in state.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * lr_scale
             loss, grad_norm = train_step(config, data, state, measure=logging)
             progress.update(loss)
             state.step = number
@@ -1563,7 +1563,8 @@ def main():
             f"stopped at step {state.step} of {config.max_iters}: "
             f"no better val loss in {state.evals_since_best} evaluations (--patience)"
         )
-    print(f"{statistics.median(progress.rates):,.0f} tokens/s")
+    if progress.rates:  # a resume may only evaluate
+        print(f"{statistics.median(progress.rates):,.0f} tokens/s")
     seconds = progress.seconds() - progress.seconds_before
     best = f"best val loss {state.best_val_loss:.4f}"
     if data.val_bytes:

@@ -168,6 +168,7 @@ python() {
         *) command python "$@" ;;
     esac
 }
+check-cache() { command python -m check_cache "$@"; }
 torchrun() { command python -m torch.distributed.run "$@" --max_iters 20; }
 pip() { :; }
 make() { :; }
