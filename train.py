@@ -1490,7 +1490,9 @@ def main():
     with one_line_errors():
         config, data, state = setup(flags, run)
     if config.eval_only:
+        connect(state)
         loss = evaluate(state.model, data.val, config.block_size, state.device, state.autocast)
+        disconnect(0)
         where = f"{config.init_from}, {len(data.val) - 1:,} {data.tokenizer.unit}"
         print(f"val loss {loss:.4f} ({data.bits_per_byte(loss):.4f} bits per byte): {where}")
         return

@@ -34,7 +34,7 @@ CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/ti
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = "sample.txt (offline stand-in)"
 TIMEOUT = 30  # seconds, to connect and between two chunks of the response
-PIECE = 2**20  # bytes that we read at once, so that a text may be larger than memory
+PIECE = 2**20  # bytes per read, so that the text may be larger than memory
 
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
@@ -70,12 +70,11 @@ def reason(error):
 
 
 def read_text(files, task):
-    """Yield the text of several files in pieces, and show a progress bar if that takes long.
+    """Yield the text of the files in pieces, with a progress bar if that takes long.
 
     files  [(name, open binary file), ...]
     task   what the bar says
-    A line ends with "\\n", as in every text file that Python opens, whatever it ends with in the file. Raises
-    ValueError if a file is not UTF-8.
+    Line ends become "\\n", as when Python opens a file in text mode. Raises ValueError if a file is not UTF-8.
     """
     size = sum(os.fstat(file.fileno()).st_size for _, file in files)
     with tqdm(total=size, unit="B", unit_scale=True, desc=task, disable=None, delay=1) as bar:
@@ -112,7 +111,7 @@ def code_points(text):
 
 
 def distinct_characters(pieces):
-    """Return (chars, length): the distinct characters of a text in order, and how many characters it has."""
+    """Return (chars, length): the distinct characters of the text in order, and its number of characters."""
     seen, length = np.zeros(sys.maxunicode + 1, bool), 0
     for piece in pieces:
         seen[code_points(piece)] = True
@@ -121,7 +120,7 @@ def distinct_characters(pieces):
 
 
 def encode_characters(pieces, chars):
-    """Yield the ids of a text in pieces: the place of each character in `chars`."""
+    """Yield arrays of ids, one per piece of text. The id of a character is its index in `chars`."""
     ids = np.zeros(sys.maxunicode + 1, np.uint32)
     ids[code_points(chars)] = np.arange(len(chars))
     for piece in pieces:
@@ -298,39 +297,40 @@ def main():
     if args.hold_out:
         hold_out(data_dir)
         return
-    if args.input:
-        files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
-        write_text(data_dir, ", ".join(map(os.path.abspath, args.input)), files, args.tokenizer, args.vocab_size)
-        return
+    files = [(name, open(name, "rb")) for name in args.input or []]  # noqa: SIM115
+    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url or CORPUS_URL
 
     # is everything in place already?
-    source = args.url or CORPUS_URL
-    there = prepared(data_dir)
-    same_tokens = there.get("tokenizer_from") == tokenizer_from(args.tokenizer, args.vocab_size)
-    same_text = there and (
-        there["source"] == source or (source == CORPUS_URL and there["sha256"]["text"] == CORPUS_SHA256)
-    )
-    done = same_text and same_tokens
-    if done and not args.force:
-        print(f"{data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
-        return
+    if not files:
+        there = prepared(data_dir)
+        same_tokens = there.get("tokenizer_from") == tokenizer_from(args.tokenizer, args.vocab_size)
+        same_text = there and (
+            there["source"] == source or (source == CORPUS_URL and there["sha256"]["text"] == CORPUS_SHA256)
+        )
+        if same_text and same_tokens and not args.force:
+            print(f"{data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
+            return
 
-    # download, or fall back to the stand-in for tiny Shakespeare
+    # can we write there? we ask before a download
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock_folder(data_dir).close()
     except PermissionError as error:
         fail(f"cannot write to {data_dir} ({error.strerror}): choose a different folder with --data_dir")
-    file = tempfile.TemporaryFile()  # noqa: SIM115
-    try:
-        download(source, file)
-    except (ImportError, OSError, ValueError) as error:
-        if args.url or same_text:
-            fail(f"cannot download {source}: {reason(error)}; nothing was changed")
-        note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
-        note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
-        source, file = STAND_IN, open(HERE / "sample.txt", "rb")  # noqa: SIM115
-    write_text(data_dir, source, [(source, file)], args.tokenizer, args.vocab_size)
+
+    # download, or fall back to the stand-in for tiny Shakespeare
+    if not files:
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            download(source, file)
+        except (ImportError, OSError, ValueError) as error:
+            if args.url or same_text:
+                fail(f"cannot download {source}: {reason(error)}; nothing was changed")
+            note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
+            note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
+            source, file = STAND_IN, open(HERE / "sample.txt", "rb")  # noqa: SIM115
+        files = [(source, file)]
+    write_text(data_dir, source, files, args.tokenizer, args.vocab_size)
 
 
 # -- helpers, as in model.py and train.py ------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ class BPETokenizer:
             by_id = {i: token for token, i in self.ids.items()}
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from None
-        # Llama 2 spells rare characters in tokens of a byte. A run of them is decoded together, and one byte too many
-        # makes all of it unreadable
+        # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
+        # makes the whole run unreadable
         self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
         self.vocab = [by_id.get(i, f"<{i}>") for i in range(max(by_id, default=-1) + 1)]
 
@@ -59,10 +59,11 @@ class BPETokenizer:
         return ids
 
     def encode_pieces(self, pieces):
-        """Yield the ids of a long text in pieces, without special tokens, so that they decode to the text.
+        """Yield lists of ids that together decode to the text, without special tokens. Raises ValueError.
 
-        Some tokenizers put a space before a text, which only some of them take away again. Here it is before the first
-        piece only, and not at all if it would change the text. Raises ValueError.
+        pieces  the text, in pieces of any size
+        Some tokenizers put a space in front of whatever they encode, and not all of them remove it when they decode. We
+        allow it before the first piece only, and only if it is removed.
         """
         tokenizer, plain = self.tokenizer, library().Tokenizer.from_str(without_prefix(self.tokenizer.to_str()))
         for piece in pieces_of(pieces):
@@ -103,7 +104,7 @@ def to_json(tokenizer):
 
 
 def encode_with(tokenizer, text, add_special_tokens=False):
-    """Return the ids that the library gives a text. Raises ValueError."""
+    """Return the library's ids for the text. Raises ValueError."""
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except Exception as error:
@@ -112,7 +113,7 @@ def encode_with(tokenizer, text, add_special_tokens=False):
 
 
 def without_prefix(content):
-    """Return a tokenizer.json without what puts a space before a text: in Llama's, RoBERTa's and T5's, for example."""
+    """Return a tokenizer.json that puts no space in front of the text, as those of Llama, RoBERTa and T5 do."""
     never = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}
     settings = json.loads(content)
     for name, members in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
@@ -123,7 +124,10 @@ def without_prefix(content):
 
 
 def pieces_of(texts):
-    """Cut a text into pieces of about PIECE characters. It arrives in pieces of any size, which make no difference."""
+    """Yield the text in pieces of about PIECE characters, which do not depend on how it arrives.
+
+    texts  the text, in pieces of any size
+    """
     rest = ""
     for text in texts:
         begin, rest = 0, rest + text

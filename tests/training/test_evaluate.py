@@ -29,8 +29,9 @@ from helpers import (
     plain_val_loss,
     run,
     start,
+    write_ids,
 )
-from model import load_model
+from model import CharTokenizer, load_model
 from train import eval_windows, evaluate
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
@@ -124,6 +125,12 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         text = tokenizer.decode(val.tolist())
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
     assert_one_line(here("--eval_only", "--data_dir", data_dir), "--eval_only needs a model", code=1)
+
+
+def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it(trained, tmp_path):
+    write_ids(tmp_path, CharTokenizer("xyz\n"), "xyz\n" * 200)
+    result = here("--eval_only", "--init_from", trained / "ckpt.pt", "--data_dir", tmp_path)
+    assert_one_line(result, "are not those of the model", f"--tokenizer {trained / 'ckpt.pt'}", code=1)
 
 
 @pytest.mark.slow
