@@ -45,6 +45,13 @@ def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
         assert contents(folder) == old | new  # and no temporary file
 
 
+def test_a_folder_with_empty_checksums_is_damaged(tmp_path):
+    write_tree(tmp_path, {"a": b"text"})
+    (tmp_path / SUMS).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{SUMS} is empty"):
+        check_folder(tmp_path)
+
+
 @unix
 def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     """A power cut could leave an empty file under the good name otherwise."""

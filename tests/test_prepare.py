@@ -114,6 +114,19 @@ def test_a_text_is_written_as_it_is(mark, call, text, old, tmp_path):
         assert_holds(folder, mark + BODY, text)
 
 
+@pytest.mark.parametrize("more", [[], ["--tokenizer", "bpe", "--vocab_size", 260]], ids=["characters", "bpe"])
+def test_the_size_of_a_piece_makes_no_difference(more, call, text, tmp_path):
+    """A piece may end within a character or a line end. Several files are one text."""
+    (tmp_path / "b.txt").write_bytes(BODY[:99])
+    expected = None
+    for size in (1, 7, prepare.PIECE):
+        ok(call("--input", text, tmp_path / "b.txt", "--data_dir", tmp_path / "data", *more, PIECE=size))
+        expected = expected or contents(tmp_path / "data")
+        assert contents(tmp_path / "data") == expected
+    if not more:
+        assert_holds(tmp_path / "data", BODY + BODY[:99], f"{text}, {tmp_path / 'b.txt'}")
+
+
 def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(call, text, tmp_path):
     """But it keeps the ids, so a character that only the val text has stays in the vocabulary."""
     text.write_bytes(BODY * 9 + BODY.upper())

@@ -85,6 +85,19 @@ def test_samples_go_on_after_a_resume_and_the_next_run_sets_them_aside(data_dir,
     assert not (out / "samples.txt").exists()
 
 
+def test_samples_newer_than_the_checkpoint_are_dropped(tmp_path):
+    """A killed run has written them, and the resumed run will write them again."""
+    run = RunFolder(tmp_path)
+    for step in (2, 4, 10):
+        run.add_sample(step, f"\n=== not a header ===\ntext at {step}")
+        if step == 4:
+            kept = (tmp_path / "samples.txt").read_bytes()
+    run.trim_samples(10)
+    assert (tmp_path / "samples.txt").read_bytes() != kept
+    run.trim_samples(9)
+    assert (tmp_path / "samples.txt").read_bytes() == kept
+
+
 def test_plot_draws_the_losses(data_dir, tmp_path):
     pytest.importorskip("matplotlib")
     flags = [*SMALL, "--max_iters", 6, "--eval_interval", 4, "--log_interval", 1, "--data_dir", data_dir, "--plot"]
