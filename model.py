@@ -762,9 +762,7 @@ def load(path):
     if not path.is_file():
         hint = "train one first (python train.py), or check the path"
         if path.is_dir():
-            hint = (
-                "it is a folder, so pass the .pt file inside it (load_model in kvgpt/checkpoint.py reads model folders)"
-            )
+            hint = "it is a folder, so pass the .pt file in it (load_model in kvgpt/checkpoint.py reads model folders)"
         elif path.name.startswith("gpt2"):
             hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")

@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -208,14 +209,8 @@ def model_to_verify(args, engine):
     """
     if args.engine != "onnx":
         return engine
-    from kvgpt.interop.onnx import weights_sha256
-
-    path = pick_checkpoint(None, args.out_dir)
-    checkpoint, _ = read_checkpoint(path)
-    model = build(checkpoint).eval()
-    if weights_sha256(model) != engine.weights_sha256:
-        raise ValueError(f"--verify needs {engine.file} to be exported from {path}: export it again")
-    return model
+    checkpoint, _ = read_checkpoint(pick_checkpoint(None, args.out_dir))
+    return engine.exported_from(checkpoint)
 
 
 def make_decoder(args, model, ngrams):
@@ -224,28 +219,14 @@ def make_decoder(args, model, ngrams):
     decoder  a Decoder for speculation, the C backend or several prompts; None: use the plain loop, stream_tokens
     model    for the plain loop: `model`, or a CompiledGPT where the C backend cannot run
     """
-    several = len(args.prompt) > 1 and args.engine == "torch"
-    if not (args.draft or args.compile or several):
+    num_prompts = len(args.prompt) if args.engine == "torch" else 1
+    if not (args.draft or args.compile or num_prompts > 1):
         return None, model
     with needs_kvgpt("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
-        from kvgpt.decoding.compile import CompileError, NotHereError
-        from kvgpt.decoding.decoder import Decoder
-        from kvgpt.decoding.static import CompiledGPT
-
-    draft, ngrams = args.draft, ngrams if args.draft else None
-    if args.compile:
-        try:
-            return Decoder(model, draft, ngrams, compile=True, weights=args.weights), model
-        except CompileError as error:
-            if isinstance(error, NotHereError) and not (draft or several):
-                note(f"{error}: compiling with torch.compile instead, which can take a minute")
-                torch.set_num_threads(num_threads(step_work(args, model, None, args.num_samples)))
-                try:
-                    return None, CompiledGPT(model, args.num_samples)
-                except RuntimeError as failed:
-                    error = failed
-            note(f"{error}: decoding without --compile")
-    return Decoder(model, draft, ngrams) if draft or several else None, model
+        from kvgpt.decoding.choose import choose_decoder
+    ngrams = ngrams if args.draft else None
+    threads = num_threads(step_work(args, model, None, args.num_samples))
+    return choose_decoder(model, args.draft, ngrams, args.compile, args.weights, num_prompts, args.num_samples, threads)
 
 
 def pick_device(name):
@@ -255,7 +236,8 @@ def pick_device(name):
     try:
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
-        raise ValueError(f"--device {name} cannot be used here: {first_line(error)[:150]}") from None
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--device {name} cannot be used here: {why[:150]}") from None
     return torch.device(name)
 
 
@@ -562,9 +544,7 @@ def logits_after(model, ids, T, kv_cache):
 
 def first_difference(ours, theirs):
     """Return the first index at which two lists differ, or None. A missing item differs."""
-    if ours == theirs:
-        return None
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
 
 
 def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=(), engine=None):
@@ -617,9 +597,9 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
                 f"near-tie at {where}. Rounding decides between logits this close. All earlier tokens are equal."
             )
     num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
-    where = f"{theirs_place}{plainly} the cache"
-    summary = f"{num_new} new tokens, compared with those {where}: {num_equal} of {len(texts)} samples match"
-    return True, [*lines, summary]
+    result = f"OK, {num_new} tokens" if num_equal == len(texts) else "OK up to near-ties, the texts"
+    samples = f"{num_equal} of {len(texts)} samples"
+    return True, [*lines, f"{result} match the run {theirs_place}{plainly} the cache ({samples})"]
 
 
 def compare(args, engine, model, tokenizer, prompts, texts, num_new, sampling, seconds):
@@ -757,11 +737,6 @@ def fail(message):
         message = f"{message.filename}: {message.strerror}"
     note(message)
     sys.exit(1)
-
-
-def first_line(error):
-    """Return the first line of an error's message, or its type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

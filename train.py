@@ -549,7 +549,6 @@ class TrainState:
     optimizers  AdamW, or AdamW and Muon
     step        steps done; `iter_num` in a checkpoint, which is nanoGPT's name
     row         the log row of a step that still has to be evaluated, or None
-    max_iters   of the run that we resume, before a new --max_iters
     """
 
     def __init__(self, model, config, device, dtype):
@@ -560,7 +559,6 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
         self.step, self.best_val_loss, self.evals_since_best, self.row = 0, math.inf, 0, None
-        self.max_iters = config.max_iters
 
     def num_parameters(self):
         return sum(p.numel() for p in self.model.parameters())
@@ -1134,7 +1132,8 @@ def pick_device(name):
     try:
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
-        raise ValueError(f"--device {name} cannot be used here: {first_line(error)[:150]}") from None
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--device {name} cannot be used here: {why[:150]}") from None
     device = torch.device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -1158,7 +1157,8 @@ def compile_module(module):
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=next(module.parameters()).device))
     except Exception as error:  # a missing compiler raises many kinds of errors
-        note(f"--compile: no working compiler ({first_line(error)}): training uncompiled")
+        why = str(error).strip().partition("\n")[0]
+        note(f"--compile: no working compiler ({why}): training uncompiled")
         return module
     note("--compile: compiling the training step; the first steps take a while")
     return torch.compile(module)
@@ -1283,11 +1283,6 @@ def fail(message):
         message = f"{message.filename}: {message.strerror}"
     note(message)
     sys.exit(1)
-
-
-def first_line(error):
-    """Return the first line of an error's message, or its type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager
@@ -1450,7 +1445,9 @@ def setup(flags, run):
     state = TrainState(make_model(config, source, vocab_size).to(device), config, device, dtype)
     if config.init_from == "resume":
         state.load_training(source)
-        state.max_iters = source["config"]["max_iters"]
+        earlier = source["config"]["max_iters"]
+        if earlier != config.max_iters and not config.lr_decay_iters:
+            print(f"the learning rate now falls until step {config.max_iters}, not {earlier}", flush=True)
         if not (run.path / "ckpt.pt").exists():
             state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation saves new ones
     return config, data, state
@@ -1496,17 +1493,10 @@ def main():
         where = f"{config.init_from}, {len(data.val) - 1:,} {data.tokenizer.unit}"
         print(f"val loss {loss:.4f} ({data.bits_per_byte(loss):.4f} bits per byte): {where}")
         return
-    if config.patience and state.evals_since_best >= config.patience:
-        print(
-            f"the run in {run.path} has ended at step {state.step}: no better val loss in {state.evals_since_best} "
-            "evaluations (a larger --patience would continue it)"
-        )
-        return
-    if state.step >= config.max_iters and not state.row:
-        print(
-            f"the run in {run.path} is already at step {state.step} of {config.max_iters}: "
-            f"--max_iters {2 * state.step} would continue it"
-        )
+    out_of_patience = config.patience and state.evals_since_best >= config.patience
+    if out_of_patience or (state.step >= config.max_iters and not state.row):
+        flag = "a larger --patience" if out_of_patience else f"--max_iters {2 * state.step}"
+        print(f"the run in {run.path} has ended at step {state.step}: {flag} would continue it")
         return
     if config.ngram_targets:
         data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
@@ -1533,8 +1523,6 @@ def main():
             run.lock()
             counted = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes), row=state.row)
     print(describe(config, data, state), flush=True)
-    if state.max_iters != config.max_iters and not config.lr_decay_iters:
-        print(f"the learning rate now falls until step {config.max_iters}, not {state.max_iters}", flush=True)
     progress, signals = Progress(config, state, *counted), StopSignals()
 
     # train

@@ -13,7 +13,6 @@ first nine tenths of train.bin and evaluates on the last tenth. val.bin stays un
 
 import argparse
 import codecs
-import errno
 import hashlib
 import io
 import itertools
@@ -214,8 +213,7 @@ def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **mo
     source       where the text comes from
     text_sha256  the hash of its bytes
     more         additional entries for meta.json
-    Returns {"train": the number of ids, "val": the same}. Raises OSError; BlockingIOError if another process is
-    writing there.
+    Returns {"train": the number of ids, "val": the same}. Raises OSError.
     """
     id_type = "<u2" if size <= 2**16 else "<u4"
     hashes, num_ids = {"text": text_sha256, **{name: sha256(content) for name, content in vocabulary.items()}}, {}
@@ -234,8 +232,7 @@ def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **mo
 
     files = {data_dir / f"{name}.bin": to_bytes(name, pieces) for name, pieces in (("train", train), ("val", val))}
     data_dir.mkdir(parents=True, exist_ok=True)
-    with lock_folder(data_dir):
-        write_atomically(files | {data_dir / "meta.json": meta()})
+    write_atomically(files | {data_dir / "meta.json": meta()})
     return num_ids
 
 
@@ -314,7 +311,7 @@ def main():
     # can we write there? we ask before a download
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        lock_folder(data_dir).close()
+        tempfile.TemporaryFile(dir=data_dir).close()
     except PermissionError as error:
         fail(f"cannot write to {data_dir} ({error.strerror}): choose a different folder with --data_dir")
 
@@ -365,29 +362,6 @@ def name_in_errors(path):
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def lock_folder(folder, name=".lock"):
-    """Lock a folder through a file in it, and return the open file. The lock ends with the process.
-
-    Raises BlockingIOError if another process holds the lock, and OSError if the folder is not writable.
-    """
-    lock = open(folder / name, "ab")  # noqa: SIM115
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # of Unix and of Windows
-        lock.close()
-        raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
-    except OSError:
-        pass  # this file system has no locks
-    return lock
 
 
 def path(text):

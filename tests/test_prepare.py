@@ -227,13 +227,6 @@ def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypat
     assert_one_line(call("--url", CLOSED, "--data_dir", tmp_path / "mine"), f"cannot download {CLOSED}", "requests")
 
 
-def test_one_process_at_a_time_writes_to_a_folder(call, text, old):
-    before = tree(old)
-    with prepare.lock_folder(old):
-        result = call("--input", text, "--data_dir", old)
-        assert_refused(result, old, before, old, "another process")
-
-
 # -- downloads ---------------------------------------------------------------------------------------------------------
 
 

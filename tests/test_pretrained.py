@@ -56,6 +56,6 @@ def test_export_and_bench_use_it_too(tmp_path):
     assert NOTE in result.stderr
     flags = ["--engine", "onnx", "--prompt", "O ", "--max_new_tokens", "40", "--verify"]
     result = ok(run(ROOT / "sample.py", *flags, cwd=tmp_path))
-    assert NOTE in result.stderr and "1 of 1 samples match" in result.stderr
+    assert NOTE in result.stderr and "1 of 1 samples)" in result.stderr
     result = ok(run(ROOT / "bench.py", "--variants", "eager", "draft", "--repeats", "1", cwd=tmp_path))
     assert NOTE in result.stderr and "4/4/128/256" in result.stdout

@@ -21,7 +21,7 @@ from kvgpt.checkpoint import check_vocab_size, tokenizer_from_state
 from kvgpt.cli import fail, first_line, need
 from kvgpt.interop.check import compare, own_text
 from kvgpt.interop.checksums import check_folder, write_tree
-from model import GPTConfig, Sampling, stream_tokens
+from model import GPTConfig, Sampling, build, stream_tokens
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -214,6 +214,14 @@ class OnnxGPT:
         names = [output.name for output in self.session.get_outputs()]
         self.outputs = [name for name in names if not name.startswith("query")]  # for the web page
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
+
+    def exported_from(self, checkpoint):
+        """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
+        model = build(checkpoint).eval()
+        if weights_sha256(model) != self.weights_sha256:
+            path = checkpoint["path"]
+            raise ValueError(f"--verify needs {self.file} to be exported from {path}: export it again")
+        return model
 
     def new_cache(self, batch_size, slots=None):
         """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""

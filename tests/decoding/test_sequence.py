@@ -146,7 +146,7 @@ def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
     stop_flags = [word for stop in stops for word in ("--stop", stop)]
     result = ok(sample(trained, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
     assert result.stdout == "\n---------------\n".join(expected)
-    assert "4 of 4 samples match" in result.stderr
+    assert "4 of 4 samples)" in result.stderr
 
 
 def test_a_generation_ends_when_all_rows_have_stopped(trained):

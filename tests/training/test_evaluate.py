@@ -150,11 +150,11 @@ def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
 def test_a_run_that_has_ended_says_so(out, data_dir):
     """By --patience, too: a resume would train on past the end."""
     flags = ["--init_from", "resume", "--out_dir", out]
-    assert "is already at step 60 of 60" in ok(here(*flags)).stdout
+    assert "has ended at step 60: --max_iters 120 would continue it" in ok(here(*flags)).stdout
     worse = ["--max_iters", 90, "--eval_interval", 5, "--patience", 1, "--learning_rate", 0.5, "--min_lr", 0.5]
     said = ok(here(*flags, *worse)).stdout
     assert "the learning rate now falls until step 90, not 60" in said and "(--patience)" in said
     before = contents(out)
-    assert "has ended at step" in ok(here(*flags)).stdout
+    assert ": a larger --patience would continue it" in ok(here(*flags)).stdout
     assert contents(out) == before
     shutil.rmtree(out)
