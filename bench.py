@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from kvgpt.baselines import llama2c_run, transformers_run
-from kvgpt.cli import need
+from kvgpt.cli import first_line, need
 from kvgpt.cores import share_cores
 from kvgpt.decoding.decoder import NUM_DRAFTS, Decoder
 from kvgpt.decoding.quantize import round_weights
@@ -45,7 +45,6 @@ from sample import (
     Parser,
     Timing,
     fail,
-    first_line,
     near_tie,
     note,
     num_threads,
