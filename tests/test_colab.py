@@ -110,7 +110,7 @@ def lesson():
     import matplotlib
 
     matplotlib.use("Agg")
-    variables, cells = {}, sources()
+    variables, cells = {"get_ipython": lambda: SimpleNamespace(set_custom_exc=lambda *_: None)}, sources()
     with contextlib.chdir(ROOT), patch.dict(os.environ):
         texts = {name: run_cell(cells[name], variables) for name in PLAIN}
     matplotlib.pyplot.close("all")
@@ -200,30 +200,37 @@ def test_it_names_no_address_and_pictures_show_no_blank(lesson):
 # -- the first cell, without the code around it ------------------------------------------------------------------------
 
 
-def setup_error(folder, repo):
-    """Run the first cell in a folder with a value of REPO. Return the error that it shows."""
+def test_without_the_code_every_cell_says_so_in_one_line(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, 4)
+    notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "model", "head", "train")]
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True, resources=where).execute()
+    first, *rest = (cell.outputs for cell in notebook.cells[:-1])
+    assert first[-1].traceback[0].startswith("Only the notebook is here: upload a zip file")
+    for outputs in rest:
+        assert [output.get("text", "")[:34] for output in outputs] == ["The code of kvGPT is not here yet:"]
+
+
+def test_an_address_that_git_cannot_clone_is_one_line(tmp_path):
     with pytest.raises(Exception) as raised:
-        execute(folder, [('REPO = ""', f"REPO = {repo!r}")], only=["setup"], timeout=100)
-    return raised.value.traceback.rpartition("------------------")[2].strip()
+        execute(tmp_path, [('SOURCE = ""', 'SOURCE = "file:///nowhere"')], only=["setup"], timeout=100)
+    error = raised.value.traceback.rpartition("------------------")[2].strip()
+    assert error.startswith("git cannot clone file:///nowhere: ")
 
 
-def test_without_the_code_and_an_address_the_first_cell_says_what_to_do(tmp_path):
-    error = setup_error(tmp_path, "")
-    assert error.startswith("Only the notebook is here: put the address") and "\n" not in error
-    assert "git cannot clone nowhere: " in setup_error(tmp_path, "nowhere")
-
-
-def test_with_an_address_the_first_cell_fetches_the_code_and_an_upload_is_found(tmp_path):
-    copy_project(tmp_path / "origin")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
-        subprocess.run([*git, *command], check=True)
+@pytest.mark.parametrize("way", ["zip", "address"])
+def test_the_first_cell_fetches_the_code_and_an_upload_is_found(way, tmp_path):
+    copy_project(tmp_path / "origin" / "kit")
     (tmp_path / "colab").mkdir()
     shutil.copy(ROOT / "data" / "sample.txt", tmp_path / "colab" / "mine.txt")
-    answers = [
-        ('REPO = ""', f"REPO = {(tmp_path / 'origin').as_uri()!r}"),
-        ('TEXT_FILE = ""', 'TEXT_FILE = "mine.txt"'),
-    ]
+    answers = [('TEXT_FILE = ""', 'TEXT_FILE = "mine.txt"')]
+    if way == "zip":  # with a folder in it, as hosts make them
+        shutil.make_archive(tmp_path / "colab" / "kit", "zip", tmp_path / "origin")
+    else:
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin" / "kit"]
+        for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
+            subprocess.run([*git, *command], check=True)
+        answers.append(('SOURCE = ""', f"SOURCE = {(tmp_path / 'origin' / 'kit').as_uri()!r}"))
     text = printed(execute(tmp_path / "colab", answers, only=["setup", "model", "prepare"], timeout=100))
     assert text["model"] == printed(nbformat.read(NOTEBOOK, 4))["model"]
     assert "characters to learn from" in text["prepare"]
