@@ -54,6 +54,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 LONG = --timeout 900
 
 test: lint
+	@(command -v cc || command -v gcc || command -v clang) > /dev/null || echo "no C compiler: the tests of the C backend skip"
+	@command -v node > /dev/null || echo "no Node.js: the tests of the web page skip"
 	$(PYTEST) -m "not slow"
 
 check: test

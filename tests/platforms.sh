@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the step in C on systems that this one is not, by hand, on Debian for x86-64:
+# Runs the C backend on systems that this one is not, by hand, on Debian for x86-64:
 #     tests/platforms.sh arm64      sample.py; needs mmdebstrap qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 #     tests/platforms.sh windows    the step alone; needs wine wine64 gcc-mingw-w64-x86-64 and make's .venv
 # Emulation shows the instructions of a chip, but not the order in which its cores see each other's writes.
