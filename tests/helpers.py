@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -138,6 +139,13 @@ def here(*flags, script="train.py"):
         except SystemExit as error:
             code = error.code or 0
     return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
+@lru_cache
+def flags_of(*scripts):
+    """Return the flags that the --help of these scripts lists."""
+    lists = [here("--help", script=script).stdout.partition("\noptions:")[2] for script in scripts]
+    return set(re.findall(r"--[\w-]+", "".join(lists)))
 
 
 def load(path):

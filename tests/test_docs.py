@@ -1,15 +1,10 @@
 """The pages say what is so: their commands run, and the links, files, flags and tests in them exist.
 
-python tests/test_docs.py     writes docs/flags.md
-
 Blocks: `sh` and `python` run, in order, one shell per file. `python NAME.py` is a file to save, and `python sketch`
 needs something of the reader's. `py` is an excerpt of model.py. `text` is shown. `console` is shown too, except a line
 that begins with "$ ": a user's mistake, followed by the message on stderr.
 """
 
-import contextlib
-import importlib
-import io
 import os
 import re
 import shlex
@@ -17,14 +12,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent  # this file also runs as a script, which finds no helpers
-FLAGS = ROOT / "docs" / "flags.md"
-ROOMS = ("check_cache", "web")
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / room / "README.md" for room in ("lesson", *ROOMS))]
+import train
+from helpers import ROOT, flags_of, write_gpt2
+
+PACKAGES = ("check_cache", "web")
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name / "README.md" for name in ("lesson", *PACKAGES))]
 FILES = [ROOT / "README.md", *PAGES]
 SCRIPTS = ("data/prepare.py", "train.py", "sample.py", "bench.py", "export.py")
 # what the scripts write
@@ -36,29 +31,6 @@ def name_of(file):
 
 
 every_file = pytest.mark.parametrize("file", FILES, ids=name_of)
-
-
-def options(script):
-    """Return the options that a script's --help lists."""
-    said = io.StringIO()
-    main = importlib.import_module(Path(script).stem).main
-    with (
-        patch("sys.argv", [script, "--help"]),
-        patch.dict(os.environ, COLUMNS="120"),
-        contextlib.redirect_stdout(said),
-        contextlib.suppress(SystemExit),
-    ):
-        main()
-    return said.getvalue().partition("\noptions:")[2].strip("\n")
-
-
-def flags():
-    """Return the content of docs/flags.md."""
-    text = (
-        "# Every flag\n\nThis file answers which flags each script has, and what their defaults are. "
-        "`python tests/test_docs.py`\nwrites it from the `--help` of the scripts, and a test compares the two.\n"
-    )
-    return text + "".join(f"\n## {script}\n\n```text\noptions:\n{options(script)}\n```\n" for script in SCRIPTS)
 
 
 # -- reading Markdown --------------------------------------------------------------------------------------------------
@@ -91,10 +63,6 @@ def anchors(text):
 # -- what a file names is there ----------------------------------------------------------------------------------------
 
 
-def test_the_flags_are_those_of_the_scripts():
-    assert read(FLAGS) == flags(), "python tests/test_docs.py writes the file again"
-
-
 @every_file
 def test_every_link_leads_to_a_file_or_a_heading(file):
     # in Markdown and in HTML
@@ -111,7 +79,7 @@ def test_every_link_leads_to_a_file_or_a_heading(file):
 @every_file
 def test_the_files_and_tests_that_it_names_are_there(file):
     folders = "kvgpt|check_cache|tests|web|assets|docs|data|page"
-    tests = "".join(read(test) for room in ("tests", *ROOMS) for test in (ROOT / room).rglob("test_*.py"))
+    tests = "".join(read(test) for name in ("tests", *PACKAGES) for test in (ROOT / name).rglob("test_*.py"))
     for code in inline_code(read(file)):
         if re.fullmatch(rf"({folders})/[\w./]*|\w+\.py|[A-Z]\w+\.md|requirements\.txt", code):
             assert any((folder / code).exists() for folder in (ROOT, file.parent)) or code in WRITTEN, code
@@ -121,9 +89,7 @@ def test_the_files_and_tests_that_it_names_are_there(file):
 
 @every_file
 def test_the_flags_that_it_names_exist(file):
-    import train
-
-    known = {"--help", *re.findall(r"--[\w-]+", read(FLAGS)), *(f"--{name}" for name in train.FLAGS)}
+    known = flags_of(*SCRIPTS) | {f"--{name}" for name in train.FLAGS}  # --help leaves out what only recipes set
     shell = "".join(content for _, content in blocks(read(file), "sh", "console"))
     for code in [*inline_code(read(file)), *(line for line in shell.splitlines() if ".py " in line)]:
         ours = code.partition(".py ")[2] or code  # what precedes a script is torchrun's
@@ -198,8 +164,6 @@ def test_every_command_runs_in_a_fresh_copy(file, tmp_path):
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
     folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
     if "\nhf download" in read(file):
-        from helpers import write_gpt2
-
         write_gpt2(folder / "gpt2", vocab_size=512)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": programs, "PYTHONIOENCODING": "utf-8"}
@@ -251,8 +215,3 @@ def test_requirements_txt_is_enough_for_the_three_commands():
     extras = "onnx onnxruntime onnxscript transformers tokenizers safetensors matplotlib hypothesis".split()
     script = f"import sys; sys.modules.update(dict.fromkeys({extras})); sys.path.append('data')"
     subprocess.run([sys.executable, "-c", f"{script}; import prepare, train, sample"], cwd=ROOT, check=True)
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-    FLAGS.write_text(flags(), encoding="utf-8")

@@ -624,7 +624,7 @@ static int draft_next(const Worker *w, Draft *g, int row, int64_t *text, int pos
         return 1;
     }
     /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it too:
-     * see docs/faster.md */
+     * see docs/speed.md */
     float margin;
     const float *logits = table->logits + (size_t)g->context * VOCAB_SIZE;
     int token = sample_token(w, row, pos - s->first_new[row], logits, &margin);
