@@ -117,8 +117,10 @@ def test_the_diff_in_the_two_readmes_is_the_diff():
     before, after = (file.read_text(encoding="utf-8").splitlines() for file in (RECOMPUTE, CACHE))
     lines = [line.rstrip() for line in difflib.unified_diff(before, after, n=1)][2:]  # without the names of the files
     assert block("diff").splitlines() == lines
-    assert block("diff") in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len([line for line in lines if re.match(r"\+.", line)]) <= 17
+    (excerpt,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    hunks = re.findall(r"^@@.*?(?=^@@|\Z)", excerpt, re.M | re.S)
+    assert len(hunks) == 3 and all(hunk.strip("\n") in block("diff") for hunk in hunks)
+    assert len([line for line in lines if line.startswith("+")]) == 18  # as the README says
 
 
 # -- check_cache judges ------------------------------------------------------------------------------------------------

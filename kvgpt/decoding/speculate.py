@@ -100,8 +100,8 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
     index = torch.arange(num_drafts + 1)
     first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
 
-    # append: pick i goes to slot first + i + 1, and `end` is one past the last final pick. Slots past `cached` hold keys
-    # of rejected draft tokens, which the next step overwrites
+    # append: pick i goes to slot first + i + 1, and `end` is one past the last final pick. Slots past `cached` hold the
+    # keys of rejected draft tokens, which the next step overwrites
     state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
     state.end.copy_(torch.minimum(first + first_wrong + 2, state.limit).maximum(state.end))
     state.cached.copy_(torch.minimum(first + num_drafts + 1, state.end - 1))
