@@ -1348,8 +1348,8 @@ def load_source(init_from, meta, run):
             run.lock()  # before we read, so that no other process writes meanwhile
         return load(run.path / "last.pt")
     path, checkpoint = Path(init_from), None
-    if path.is_dir() and not (path / "config.json").exists():
-        path = path / "ckpt.pt"  # the folder of a run
+    if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
+        path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
     if not (meta or path.is_dir()):
         checkpoint = load(path)
         if "tokenizer" not in checkpoint:
