@@ -549,6 +549,7 @@ class TrainState:
     optimizers  AdamW, or AdamW and Muon
     step        steps done; `iter_num` in a checkpoint, which is nanoGPT's name
     row         the log row of a step that still has to be evaluated, or None
+    max_iters   of the run that we resume, before a new --max_iters
     """
 
     def __init__(self, model, config, device, dtype):
@@ -559,6 +560,7 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
         self.step, self.best_val_loss, self.evals_since_best, self.row = 0, math.inf, 0, None
+        self.max_iters = config.max_iters
 
     def num_parameters(self):
         return sum(p.numel() for p in self.model.parameters())
@@ -1445,9 +1447,7 @@ def setup(flags, run):
     state = TrainState(make_model(config, source, vocab_size).to(device), config, device, dtype)
     if config.init_from == "resume":
         state.load_training(source)
-        earlier = source["config"]["max_iters"]
-        if earlier != config.max_iters and not config.lr_decay_iters:
-            print(f"the learning rate now falls until step {config.max_iters}, not {earlier}", flush=True)
+        state.max_iters = source["config"]["max_iters"]
         if not (run.path / "ckpt.pt").exists():
             state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation saves new ones
     return config, data, state
@@ -1523,6 +1523,8 @@ def main():
             run.lock()
             counted = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes), row=state.row)
     print(describe(config, data, state), flush=True)
+    if state.max_iters != config.max_iters and not config.lr_decay_iters:
+        print(f"the learning rate now falls until step {config.max_iters}, not {state.max_iters}", flush=True)
     progress, signals = Progress(config, state, *counted), StopSignals()
 
     # train

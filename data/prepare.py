@@ -334,8 +334,7 @@ def main():
 
 
 def write_atomically(files):
-    """Write {path: pieces}, iterables of bytes. At any moment, each file is the old one or the new one, even after a
-    power cut.
+    """Write {path: pieces}, iterables of bytes. Even after a power cut, each file is the old one or the new one.
 
     We write temporary files first, and rename them only when all of them are on the disk. So a full disk leaves the old
     files alone. Raises OSError.

@@ -186,7 +186,7 @@ def test_max_iters_reached_already_is_said_and_changes_nothing(out):
     before, times = contents(out), {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     for flags in ([], ["--max_iters", "60"], ["--max_iters", "10"]):
         result = ok(here("--init_from", "resume", "--out_dir", out, *flags))
-        assert "60" in result.stdout and "already" in result.stdout and len(result.stdout.splitlines()) == 1
+        assert "has ended at step 60" in result.stdout and len(result.stdout.splitlines()) == 1
     assert contents(out) == before
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == times
 
