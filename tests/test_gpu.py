@@ -14,7 +14,7 @@ from helpers import (
     KINDS,
     ROOT,
     V,
-    child,
+    here,
     load,
     log,
     ok,
@@ -22,6 +22,7 @@ from helpers import (
     random_model,
     run,
     same,
+    sample,
     tokens_differ,
 )
 from kvgpt.decoding.decoder import Decoder
@@ -39,7 +40,7 @@ needs_float16 = pytest.mark.skipif(not ON_GPU, reason="float16 needs CUDA to tra
 
 
 def train(data_dir, out_dir, *flags, device=DEVICE):
-    return ok(child(*SIZES, "--device", device, "--data_dir", data_dir, "--out_dir", out_dir, *flags, timeout=400))
+    return ok(here(*SIZES, "--device", device, "--data_dir", data_dir, "--out_dir", out_dir, *flags))
 
 
 def val_losses(out_dir):
@@ -62,7 +63,7 @@ def test_a_run_in_half_precision_learns_as_one_in_float32_and_is_read_on_a_cpu(d
     last = load(tmp_path / "half" / "last.pt")
     assert {(p.dtype, p.device.type) for p in last["model"].values()} == {(torch.float32, "cpu")}
     assert bool(last["scaler"]) == (pick_dtype(dtype, torch.device(DEVICE)) == torch.float16)
-    ok(run("sample.py", "--out_dir", tmp_path / "half", "--device", "cpu", "--verify"))
+    ok(sample(tmp_path / "half", "--verify"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=needs_float16)])
@@ -71,7 +72,7 @@ def test_a_resume_continues_the_run(dtype, data_dir, tmp_path):
     flags = ["--dtype", dtype, "--dropout", 0.1, "--gradient_accumulation_steps", 2, "--lr_decay_iters", 50]
     train(data_dir, tmp_path / "whole", *flags, "--max_iters", 50)
     train(data_dir, tmp_path / "parts", *flags, "--max_iters", 25)
-    ok(child("--init_from", "resume", "--max_iters", 50, "--out_dir", tmp_path / "parts", timeout=400))
+    ok(here("--init_from", "resume", "--max_iters", 50, "--out_dir", tmp_path / "parts"))
     assert val_losses(tmp_path / "parts") == pytest.approx(val_losses(tmp_path / "whole"), abs=0.02)
     scalers = [load(tmp_path / name / "last.pt")["scaler"] for name in ("whole", "parts")]
     assert same(*scalers)
@@ -89,28 +90,27 @@ def assert_tokens_of_the_cpu(model, got, ragged, steps, seed, filters):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_tokens_are_those_of_the_cpu(kind):
-    here = random_model(GPTConfig(block_size=48, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
-    there = GPT(here.config).eval()
-    there.load_state_dict(here.state_dict())
+    on_cpu = random_model(GPTConfig(block_size=48, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
+    there = GPT(on_cpu.config).eval()
+    there.load_state_dict(on_cpu.state_dict())
     there.to(DEVICE)
     ragged = [prompts(1, n, n)[0] for n in (1, 9, 30)]
     for seed, filters in enumerate(FILTERS):
         for kv_cache in (True, False):
             got = there.generate(prompts(3, 7).to(DEVICE), 30, kv_cache=kv_cache, seed=seed, **filters)
-            assert_tokens_of_the_cpu(here, got, prompts(3, 7), 30, seed, filters)
+            assert_tokens_of_the_cpu(on_cpu, got, prompts(3, 7), 30, seed, filters)
         for draft in DRAFTS.values():
             got = Decoder(there, **draft).generate([row.to(DEVICE) for row in ragged], 40, seed=seed, **filters)
-            assert_tokens_of_the_cpu(here, got, ragged, 40, seed, filters)
+            assert_tokens_of_the_cpu(on_cpu, got, ragged, 40, seed, filters)
 
 
 @pytest.mark.parametrize("flags", [[], ["--draft", "ngram"], ["--compile"], ["--draft", "ngram", "--compile"]], ids=str)
 def test_sample_verifies_its_texts(flags):
     """The C backend runs on CPUs only, so on a GPU one line says that the texts are made without it."""
-    command = ["sample.py", "--ckpt", ROOT / "assets" / "shakespeare.pt", "--device", DEVICE, "--num_samples", 3]
-    result = ok(run(*command, "--prompt", "O Romeo, ", "--verify", *flags, timeout=400))
+    command = ["--ckpt", ROOT / "assets" / "shakespeare.pt", "--device", DEVICE, "--num_samples", 3]
+    result = ok(here(*command, "--prompt", "O Romeo, ", "--verify", *flags, script="sample.py"))
     assert "3 of 3 samples)" in result.stderr
-    said = [line for line in result.stderr.splitlines() if "--compile" in line and "CPU" in line]
-    assert len(said) == (ON_GPU and "--compile" in flags)
+    assert result.stderr.count("the C backend runs in float32 on the CPU") == (ON_GPU and "--compile" in flags)
 
 
 def test_bench_measures_the_device():
