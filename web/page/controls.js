@@ -57,18 +57,17 @@ export function listen(store, worker, resize) {
   }
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
   $("take").onclick = () => (state.answer ? store.show(null) : store.takeOut());
-  for (const button of $("guesses").querySelectorAll("button")) {
+  for (const button of $("choices").querySelectorAll("button")) {
     button.onclick = async () => {
-      await store.expect(button.dataset.guess);
+      await store.expect(button.dataset.expected);
       focusInstead("#next-step");
     };
   }
   $("changed").oninput = ({ target }) => store.changeCharacter(undefined, state.info.chars[target.value]);
   $("unchange").onclick = async () => {
     await store.enter();
-    focusInstead("#guesses button");
+    focusInstead("#choices button");
   };
-  $("guess").onclick = store.askGuesses;
   $("projector").onclick = () => {
     store.set({ projector: !state.projector });
     resize();

@@ -1,11 +1,8 @@
-// Generation: with the cache and without, with guesses, and with a mistake. Ids in, ids out, and nothing of the page. The
-// network is an argument, { forward, empty }: see network.js.
+// Generation: with the cache and without, and with a mistake. Ids in, ids out, and nothing of the page. The network is an
+// argument, { forward, empty }: see network.js.
 import { columns, differences } from "./cache.js";
 import { MISTAKES } from "./mistakes.js";
-import { guess } from "./ngrams.js";
 import { gumbelNoise, pick, softmax } from "./sampler.js";
-
-const NUM_GUESSES = 3;
 
 /** Start a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
 export function begin(network, prompt, steps, sampling) {
@@ -104,36 +101,6 @@ export async function changedText(run, position, id) {
   const changed = await forward(ids.with(position, id), empty, { keep: true });
   const next = drawAgain(run, changed.logits);
   return { ...picture(changed), next, differences: differences(run.again, changed.cache, ids.length) };
-}
-
-// -- guesses ----------------------------------------------------------------------------------------------------------
-
-/** Generate `steps` tokens with guesses. Returns { ids, rounds }.
- *
- *  A round is one forward: the newest token and up to NUM_GUESSES guesses. It has `right`, the guesses that were kept,
- *  `wrong`, those that were thrown away, and `picked`, the token that the model picked itself.
- */
-export async function generateWithGuesses(run, steps, table, isStopped, breathe) {
-  const { prompt, sampling, noise, choose } = run;
-  const { forward, empty } = run.network;
-  const ids = [...prompt];
-  const total = prompt.length + steps;
-  const rounds = [];
-  for (let cache = empty; ids.length < total; ) {
-    const step = ids.length - prompt.length;
-    const count = Math.min(NUM_GUESSES, total - ids.length - 1);
-    const guesses = guess(table, ids, count, step, noise, sampling);
-    const fed = [...ids.slice(cache.length), ...guesses];
-    const { logits, cache: grown } = await forward(fed, cache, { keep: true, every: true });
-    const picks = logits.slice(-1 - count).map((each, i) => choose(each, step + i));
-    const wrong = picks.findIndex((id, i) => id !== guesses[i]); // never -1: the last pick has no guess
-    cache = columns(grown, 0, ids.length + wrong); // the columns of wrong guesses are thrown away
-    ids.push(...picks.slice(0, wrong + 1));
-    rounds.push({ right: guesses.slice(0, wrong), wrong: guesses.slice(wrong), picked: picks[wrong] });
-    await breathe();
-    if (isStopped()) return null;
-  }
-  return { ids, rounds };
 }
 
 // -- mistakes ---------------------------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers import ROOT, ok, random_model, run, save_model
-from kvgpt.decoding.ngrams import count_ngrams
 from model import GPTConfig
 
 WIDE = "\U0001d54f"  # one character, two units of a JavaScript string
@@ -31,19 +29,12 @@ def model():
 
 
 @pytest.fixture(scope="session")
-def ngrams(model):
-    """N-grams of the model's own output, so that some guesses are right."""
-    texts = model.generate(torch.arange(len(CHARS))[:, None], CONFIG.block_size - 1, temperature=0.8, seed=0)
-    return count_ngrams(texts.flatten(), len(CHARS), 1000)
-
-
-@pytest.fixture(scope="session")
-def page(model, ngrams, tmp_path_factory):
+def page(model, tmp_path_factory):
     """The folder of the exported page."""
     if not (ROOT / "web" / "node_modules" / "onnxruntime-web").is_dir():
         pytest.skip("no web/node_modules: run npm ci in web")
     folder = tmp_path_factory.mktemp("out")
-    save_model(folder, model, CHARS, ngrams)
+    save_model(folder, model, CHARS)
     ok(run("export.py", "--format", "web", "--out_dir", folder))
     return folder / "web"
 

@@ -1,9 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { differences } from "../page/cache.js";
-import {
-  begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
-} from "../page/generate.js";
+import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "../page/generate.js";
 import { MISTAKES, mistakeInWords, NAMES, ROUNDING } from "../page/mistakes.js";
 import { softmax } from "../page/sampler.js";
 import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
@@ -95,18 +93,6 @@ test("a changed character changes columns to its right only, and in the first la
   const differing = answer.differences.map((slot) => all.filter((i) => slot[i] > 0));
   const right = all.slice(position);
   assert.deepEqual(differing, [[position], [position], right, right]);
-});
-
-test("guesses give the same text in fewer forwards", async () => {
-  const run = start();
-  await finish(run);
-  const text = run.on.ids;
-  // knows every second character of the text
-  const table = (ids) => INFO.chars.map((_, id) => (id === (ids.length % 2 ? text[ids.length] : 0) ? 0 : -50));
-  const { ids, rounds } = await generateWithGuesses(start(run.network), STEPS, table, never, breathe);
-  assert.deepEqual(ids, text);
-  assert.ok(rounds.length < STEPS && rounds.some(({ wrong }) => wrong.length) && rounds.some(({ right }) => right.length));
-  assert.equal(rounds.reduce((sum, { right }) => sum + right.length + 1, 0), STEPS);
 });
 
 /** The logits of every step of a mistake, by one forward without a cache. added: the new tokens that are fed. */

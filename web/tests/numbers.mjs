@@ -41,7 +41,7 @@ const answers = {
     }),
   ),
 };
-const forward = async (options) => lists((await network.forward(plan.prompt, network.empty, { every: true, ...options })).logits);
+const forward = async (options) => [...(await network.forward(plan.prompt, network.empty, options)).logits];
 answers.moved = await forward({ positions: plan.positions });
 answers.masked = await forward({ masked: plan.masked });
 console.log(JSON.stringify(answers));

@@ -11,7 +11,7 @@ from web.tests.conftest import Handler
 pytestmark = pytest.mark.slow
 
 MODEL, RUNTIME = "model.onnx.gz", "ort/ort-wasm-simd-threaded.wasm.gz"
-FETCHED = [MODEL, RUNTIME, "ngrams.bin.gz", "model.json"]
+FETCHED = [MODEL, RUNTIME, "model.json"]
 
 CHECK = "Check your connection and reload."
 AGAIN = "Reload the page. If that does not help, export it again: python export.py --format web."

@@ -82,7 +82,7 @@ def test_at_other_positions_and_with_a_masked_column(answers, model):
     allowed = torch.ones(T, T).tril() == 1
     allowed[MASKED + 1 :, MASKED] = False
     for got, expected in (("moved", dict(positions=POSITIONS)), ("masked", dict(allowed=allowed))):
-        logits = logits_of(model, PROMPT, **expected).float()
+        logits = logits_of(model, PROMPT, **expected)[-1].float()
         torch.testing.assert_close(torch.tensor(answers[got]), logits, atol=1e-4, rtol=1e-4)
 
 

@@ -179,7 +179,7 @@ await visit(
     // step 3
     await page.click("text=Next");
     await idle(page);
-    await page.click("[data-guess=right]");
+    await page.click("[data-expected=right]");
     seen.change = [await said(page, "#verdict-3"), (await result(page)).ends];
     await page.waitForFunction(() => location.search.includes("change")); // the address changes a little later
     await page.click("#layer label >> nth=0");
@@ -195,9 +195,6 @@ await visit(
       seen.mistakes.push([await page.locator("#verdict-4").textContent(), await page.locator("#bug").textContent()]);
     }
     seen.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.right));
-    await page.click("footer summary >> text=Guess ahead");
-    await page.click("#guess");
-    seen.guess = await said(page, "#guess-verdict");
 
     // step 5
     await page.click("text=Next");

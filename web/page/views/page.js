@@ -5,7 +5,7 @@ import { STEPS } from "../steps.js";
 import { percent, quoted } from "../words.js";
 import { drawControls } from "./controls.js";
 import { $, remember, say } from "./draw.js";
-import { drawGuesses, drawShapes } from "./folded.js";
+import { drawShapes } from "./folded.js";
 import { drawMistakes } from "./mistakes.js";
 import { drawNext } from "./next.js";
 import * as stage from "./stage.js";
@@ -70,7 +70,6 @@ function drawRun(state) {
   say("all", off ? `all ${off.rows} columns` : "all columns");
   drawMistakes(chars, run.given, state.mistakes, answer?.name);
   drawShapes(info, on, off, run.kept.length);
-  drawGuesses(chars, run.given, state.guesses, run.ids);
 }
 
 /** The step that chose a character, or undefined if it is from the prompt, or if a mistake is on the stage. */

@@ -34,8 +34,8 @@ export const drawSums = remember((run, blockSize, parameters) => {
   const less = same ? without.rows / withIt.rows : 1;
   say("factor", times(less));
   const faster = times(without.ms / withIt.ms);
-  const guess = run.racing ? `You guessed ${run.racing}×. ` : "";
+  const expected = run.racing ? `You said ${run.racing}×. ` : "";
   const fixed = `it reads all ${inEnglish(parameters)} weights and starts hundreds of small operations`;
-  const why = `${guess}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: ${fixed}. Without the cache, many columns share that cost. With it, one column bears it alone.`;
+  const why = `${expected}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: ${fixed}. Without the cache, many columns share that cost. With it, one column bears it alone.`;
   say("speeds", same > 1 && same === request.steps ? why : "");
 });
