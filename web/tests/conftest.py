@@ -11,9 +11,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers import ROOT, ok, random_model, run, save_model
-from model import GPTConfig
+from model import CharTokenizer, GPTConfig, Sampling
+from sample import verify
 
 WIDE = "\U0001d54f"  # one character, two units of a JavaScript string
 CHARS = "\n !,.:?<>&/ABCDEFGHROabcdefghijklmnopqrstuvwxyzé" + WIDE
@@ -21,6 +23,21 @@ CONFIG = GPTConfig(
     block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=4, n_kv_head=2, n_embd=32, bias=False,
     activation="swiglu", pos_emb="rope", qk_norm=True,
 )  # fmt: skip
+DEFAULT = dict(prompt="O Romeo, ", temperature=0.8, top_k=None, seed=5, max_new_tokens=None)  # of the form
+
+
+def ids_of(text):
+    return [CHARS.index(char) for char in text]
+
+
+def assert_text(model, text, job):
+    """`text` is the prompt and PyTorch's continuation, without a cache."""
+    sampling = dict(job)
+    prompt, steps = sampling.pop("prompt") or "\n", sampling.pop("max_new_tokens") or CONFIG.block_size
+    assert text.startswith(prompt)
+    ids = torch.tensor(ids_of(prompt))
+    same, lines = verify(model, [ids], [ids_of(text)], steps, False, Sampling(**sampling), CharTokenizer(CHARS))
+    assert same, (text, lines)
 
 
 @pytest.fixture(scope="session")

@@ -23,12 +23,12 @@ export const drawMistakes = remember((chars, given, answers, chosen) => {
     const answer = answers.get(radio.value);
     radio.checked = radio.value === chosen;
     radio.disabled = !answer;
-    const off = answer?.largest < ROUNDING ? "nothing wrong" : `logits off by ${answer?.largest.toFixed(1)}`;
+    const off = answer?.largest < ROUNDING ? "all correct" : `logits off by ${answer?.largest.toFixed(1)}`;
     small.textContent = answer ? off : "";
     output.replaceChildren(...(answer ? excerpt(chars, given, answer) : []));
   }
   const { bug, right } = MISTAKES[chosen] ?? {};
-  $("bug").replaceChildren(...(bug ? [element("b", bug), `  # right: ${right}`] : []));
+  $("bug").replaceChildren(...(bug ? [element("b", bug), element("span", `# correct: ${right}`)] : []));
 });
 
 function excerpt(chars, given, { ids, first }) {

@@ -60,8 +60,7 @@ function drawRun(state) {
   stage.drawValues(...lanes, mix, mixes ? strengths : null, from, null);
   stage.drawScores(scores, from);
   stage.drawAttention(weights, from);
-  const same = answer?.kind === "change" ? "stay" : "right";
-  stage.drawBelow(marks, same, run.kept.length, off?.rows ?? 0, computed, from);
+  stage.drawBelow(marks, answer?.kind === "change", run.kept.length, off?.rows ?? 0, computed, from);
 
   // what comes next, and the work
   drawCandidates(state, marked);

@@ -208,12 +208,12 @@ export const drawAttention = remember((weights, from) => {
  *  step computed, rings for those it kept. Or, with `marks`, they show which keys and which values differ.
  *
  *  marks   a list of booleans for the keys and one for the values: whether they differ; or null
- *  same    the word for those that do not differ: "stay", drawn as rings like kept columns, or "right"
+ *  isChange  whether they differ because a character was changed: the rest stay and are drawn like kept columns
  *  length  how many columns there are; off, on: how many this step computed without the cache, and with it
  */
-export const drawBelow = remember((marks, same, length, off, on, from) => {
+export const drawBelow = remember((marks, isChange, length, off, on, from) => {
   document.body.dataset.below = marks ? "marks" : "lights";
-  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, same, from));
+  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, isChange, from));
   const kept = length - on;
   const without = (cell, index) => classes(cell, { lit: index < off });
   const withIt = (cell, index) => classes(cell, { lit: index >= kept && index < length, kept: index < kept });
@@ -221,14 +221,14 @@ export const drawBelow = remember((marks, same, length, off, on, from) => {
   drawRow(1, from, withIt, length ? `${on} computed, ${kept} kept` : "");
 });
 
-function drawMarks(row, differs, same, from) {
-  const count = differs.filter((each) => each).length;
+function drawMarks(row, differs, isChange, from) {
+  const [all, count] = [differs.length, differs.filter((each) => each).length];
   const mark = (cell, index) => {
     const equal = differs[index] === false;
-    cell.textContent = differs[index] ? "≠" : equal && same === "right" ? "=" : "";
-    classes(cell, { differs: differs[index], kept: equal && same === "stay" });
+    cell.textContent = differs[index] ? "≠" : equal && !isChange ? "=" : "";
+    classes(cell, { differs: differs[index], kept: equal && isChange });
   };
-  drawRow(row, from, mark, `${differs.length - count} ${same}, ${count} ${same === "right" ? "wrong" : "change"}`);
+  drawRow(row, from, mark, isChange ? `${all - count} stay, ${count} change` : `${count} of ${all} incorrect`);
 }
 
 function drawRow(row, from, look, count) {

@@ -35,7 +35,7 @@ export const drawSums = remember((run, blockSize, parameters) => {
   say("factor", times(less));
   const faster = times(without.ms / withIt.ms);
   const expected = run.racing ? `You said ${run.racing}×. ` : "";
-  const fixed = `it reads all ${inEnglish(parameters)} weights and starts hundreds of small operations`;
-  const why = `${expected}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: ${fixed}. Without the cache, many columns share that cost. With it, one column bears it alone.`;
+  const fixed = `reading all ${inEnglish(parameters)} weights and starting hundreds of small operations`;
+  const why = `${expected}It is ${faster} as fast here, not ${times(less)}, because each step has a fixed cost: ${fixed}. Without the cache, many columns share that cost. With it, one column bears it alone.`;
   say("speeds", same > 1 && same === request.steps ? why : "");
 });

@@ -2,17 +2,19 @@
 import { glyph } from "../words.js";
 import { $, classes, element, onForget, remember } from "./draw.js";
 
+const LABEL = "correct:"; // above the prompt, where it fits
+
 /** Return the view of a text in the pane `id`. In step 2 there are two, with the cache and without. */
 function textView(id) {
   const pane = $(id);
   let drawn = []; // the ids that have an element
-  let paired = false; // whether they are below the right ones
+  let paired = false; // whether they are below the correct ones
   let shown; // the character that the pane was scrolled to
   onForget(() => (shown = undefined)); // the line breaks may have moved
   pane.onscroll = () => pane.classList.toggle("cut", pane.scrollTop > 0);
 
   /** Draw the text of what is on the stage: { ids, fed, right }. The newest character and the one after it look as in
-   *  the strip. `right` holds the ids of the right text, if any: each is shown above the character in the same place.
+   *  the strip. `right` holds the ids of the correct text, if any: each is shown above the character in the same place.
    *
    *  given  how many of the ids are the prompt
    *  wrong, marked  the index of the first wrong character, and of the one that the reader marked, or null
@@ -36,11 +38,12 @@ function textView(id) {
       classes(each, { ...names, marked: i === marked, given: i < given, "line-end": each.textContent === "\n" });
       if (right && i >= given) each.dataset.right = inOneLine(chars[right[i]]);
     });
-    const end = wrong ?? ids.length - 1;
+    if (right && given > LABEL.length) pane.firstChild.dataset.right = LABEL;
+    const end = wrong ?? (right ? fed : ids.length - 1);
     const { offsetTop = 0, offsetHeight = 0 } = pane.children[end] ?? {};
     const middle = offsetTop + (right ? 0 : offsetHeight / 2); // of a pair: between the two
     if (end !== shown) pane.scrollTop = middle - pane.clientHeight / 2;
-    shown = end;
+    shown = pane.clientHeight ? end : undefined; // what is hidden does not scroll
   });
 }
 
