@@ -89,9 +89,8 @@ export function listen(store, worker, resize) {
     if (isNext) focusInstead(`.says.step-${state.step} h2`);
     scrollTo(0, 0);
   }
-  window.onhashchange = () => readStep() !== state.step && follow();
   window.onpopstate = ({ state: held }) => {
-    if (!held) return; // a new step, not one that the reader returns to
+    if (!held) return readStep() !== state.step && follow(); // a new step, or one that the reader left at once
     readForm(fields);
     submit();
     follow(readMoment());
