@@ -147,9 +147,9 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
 /** Generate with a mistake and without, and compare for as long as both have been fed the same text.
  *
  *  Returns the picture of the step that picked the token `at`, and
- *    ids, right     the whole text with the mistake, and the right one
- *    first          the index of the first wrong token, or -1
- *    at, should     that index, or that of the most wrong logits; and the token that should be there
+ *    ids, correct   the whole text with the mistake, and the correct one
+ *    first          the index of the first incorrect token, or -1
+ *    at, should     that index, or that of the logits that are off most; and the token that should be there
  *    largest        the largest error in a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
  *    slots, masked  the tokens whose columns are in the cache, and the column that is hidden
@@ -157,15 +157,15 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
  */
 export async function compareMistake(run, steps, name, isStopped, breathe) {
   const generate = (mistake, steps) => generateWithMistake(run, steps, mistake, isStopped, breathe);
-  run.right ??= await generate({}, steps);
-  const wrong = await generate(MISTAKES[name], steps);
-  if (!run.right || !wrong) return null;
+  run.correct ??= await generate({}, steps);
+  const broken = await generate(MISTAKES[name], steps);
+  if (!run.correct || !broken) return null;
 
   const T = run.prompt.length;
-  const first = wrong.ids.findIndex((id, i) => id !== run.right.ids[i]);
+  const first = broken.ids.findIndex((id, i) => id !== run.correct.ids[i]);
   const compared = first < 0 ? steps : first - T + 1;
-  const off = wrong.logits.slice(0, compared).map((logits, step) =>
-    logits.reduce((most, logit, id) => Math.max(most, Math.abs(logit - run.right.logits[step][id])), 0),
+  const off = broken.logits.slice(0, compared).map((logits, step) =>
+    logits.reduce((most, logit, id) => Math.max(most, Math.abs(logit - run.correct.logits[step][id])), 0),
   );
   const largest = Math.max(...off);
   const step = first < 0 ? off.indexOf(largest) : first - T;
@@ -173,9 +173,9 @@ export async function compareMistake(run, steps, name, isStopped, breathe) {
   if (!then) return null;
   const count = Math.min(T + step, then.columns.length); // both have been fed the same so far
   return {
-    ids: wrong.ids, right: run.right.ids, first, at: T + step, should: run.right.ids[T + step], largest,
-    before: softmax(run.right.logits[step]), after: then.probabilities,
+    ids: broken.ids, correct: run.correct.ids, first, at: T + step, should: run.correct.ids[T + step], largest,
+    before: softmax(run.correct.logits[step]), after: then.probabilities,
     columns: then.columns, queries: then.queries, slots: then.slots, masked: then.masked,
-    differences: differences(run.right.columns, then.columns, count),
+    differences: differences(run.correct.columns, then.columns, count),
   };
 }

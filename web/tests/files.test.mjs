@@ -23,7 +23,10 @@ const ANSWERS = {
 const server = createServer(({ url }, response) => ANSWERS[url.slice(1)](response));
 
 before(() => new Promise((resolve) => server.listen(0, "127.0.0.1", resolve)));
-after(() => server.close());
+after(() => {
+  server.close();
+  server.closeAllConnections();
+});
 
 /** Fetch a file as the worker does, with the page at the other end of the port. */
 async function bytes(name, onProgress = () => {}) {
@@ -31,7 +34,10 @@ async function bytes(name, onProgress = () => {}) {
   const href = `http://127.0.0.1:${port}/${name}`;
   globalThis.document = { querySelector: () => ({ href }) };
   const blob = await downloader(onProgress)(name);
-  globalThis.postMessage = (event, [port]) => port.postMessage(blob);
+  globalThis.postMessage = (event, [port]) => {
+    port.postMessage(blob);
+    port.close(); // otherwise Node.js waits for more
+  };
   return part(name, () => fetched(name));
 }
 

@@ -193,7 +193,7 @@ await visit(
       await drawn(page);
       seen.mistakes.push([await page.locator("#verdict-4").textContent(), await page.locator("#bug").textContent()]);
     }
-    seen.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.right));
+    seen.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.correct));
 
     // step 5
     await page.click("text=Next");

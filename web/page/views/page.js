@@ -38,12 +38,12 @@ function drawRun(state) {
   const { chars } = info;
   const shown = answer ?? run;
   const marked = state.pointed ?? state.clicked;
-  const wrong = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
+  const incorrect = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
 
   // the text
   const newest = shown.at ?? shown.slots.length;
-  drawText(chars, { ...shown, fed: newest }, run.given, wrong, marked);
+  drawText(chars, { ...shown, fed: newest }, run.given, incorrect, marked);
   const without = [...run.ids.slice(0, run.given), ...run.off.map(({ id }) => id)];
   drawTextWithout(chars, { ids: without, fed: null, version: run.version }, run.given, null, null);
 
@@ -55,7 +55,7 @@ function drawRun(state) {
   const computed = marks ? 0 : (on?.rows ?? 0);
   const lanes = [shown, run, layer, keyHead];
   const { mixes } = STEPS[state.step - 1];
-  stage.drawCells(chars, shown, from, computed, wrong, marked, weights);
+  stage.drawCells(chars, shown, from, computed, incorrect, marked, weights);
   stage.drawKeys(...lanes, query, null, from, marked);
   stage.drawValues(...lanes, mix, mixes ? strengths : null, from, null);
   stage.drawScores(scores, from);

@@ -47,13 +47,13 @@ function frame(id, begin, end, from) {
 
 /** Draw the visible characters and the frames around their columns.
  *
- *  shown     what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
- *            cell; at: the index of the next character in ids, if not after the slots
- *  computed  how many of the newest columns this step computed with the cache
- *  wrong     the index of a wrong or changed character, or null
- *  weights   how much attention each column gets, or null
+ *  shown      what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
+ *             cell; at: the index of the next character in ids, if not after the slots
+ *  computed   how many of the newest columns this step computed with the cache
+ *  incorrect  the index of an incorrect or changed character, or null
+ *  weights    how much attention each column gets, or null
  */
-export const drawCells = remember((chars, shown, from, computed, wrong, marked, weights) => {
+export const drawCells = remember((chars, shown, from, computed, incorrect, marked, weights) => {
   const { ids, slots, masked, position } = shown;
   const fed = slots.length;
   const at = shown.at ?? fed;
@@ -67,7 +67,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
     cell.dataset.number = there && (number % 10 === 0 || index === marked) ? number : "";
     cell.tabIndex = index === reachable ? 0 : -1;
     cell.disabled = !there;
-    classes(cell, { fresh: index === fed - 1, wrong: there && index === wrong, marked: index === marked });
+    classes(cell, { fresh: index === fed - 1, incorrect: there && index === incorrect, marked: index === marked });
     const share = weights ? `, ${percent(weights[index] ?? 0)} of the attention` : "";
     cell.ariaLabel = there ? `character ${number}, ${quoted(char)}${share}` : "no character yet";
   });
@@ -84,7 +84,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
 
   $("asking").textContent = fed ? `“${glyph(chars[slots[fed - 1]])}”` : "?";
   $("next-cell").textContent = fed && at < ids.length ? glyph(chars[ids[at]]) : "?";
-  classes($("next-cell"), { wrong: fed && wrong === at });
+  classes($("next-cell"), { incorrect: fed && incorrect === at });
   $("earlier").textContent = from ? `← ${from}` : "";
   $("later").textContent = fed > end ? `${fed - end} →` : "";
 });
