@@ -37,9 +37,10 @@ export const drawSums = remember((run, blockSize, parameters) => {
   say("factor", times(less));
   const faster = times(without.ms / withIt.ms);
   const expected = run.racing ? `You said ${run.racing}×. ` : "";
-  const perStep = ({ rows, ms }) => `${short(ms / same)} ms for ${columns(Math.round(rows / same))}`;
+  const time = ({ ms }) => `${short(ms / same)}\u00a0ms`;
+  const perStep = (text) => `${time(text)} for ${columns(Math.round(text.rows / same))}`;
   const average = `On average, a step takes ${perStep(without)} without the cache, and ${perStep(withIt)} with it.`;
   const fixed = `reading all ${inEnglish(parameters)} weights and starting hundreds of small operations`;
-  const why = `${expected}It is ${faster} as fast here, not ${times(less)}. ${average} Most of the latter is a fixed cost: ${fixed}.`;
+  const why = `${expected}It is ${faster} as fast here, not ${times(less)}. ${average} Most of the ${time(withIt)} is a fixed cost: ${fixed}.`;
   say("speeds", same > 1 && same === request.steps ? why : "");
 });
