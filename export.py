@@ -57,7 +57,7 @@ def main():
         else:
             from kvgpt.interop.webpage import export_web
 
-            export_web(model, tokenizer, checkpoint, folder)
+            export_web(model, tokenizer, folder)
 
 
 if __name__ == "__main__":

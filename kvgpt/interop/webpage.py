@@ -1,4 +1,4 @@
-"""The web page: the model, its n-grams and ONNX Runtime for browsers, as files for any static server."""
+"""The web page: the model and ONNX Runtime for browsers, as files for any static server."""
 
 import gzip
 import json
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from kvgpt.cli import fail
-from kvgpt.decoding.ngrams import order_of
 from kvgpt.interop.check import own_text
 from kvgpt.interop.checksums import read_tree, sha256, write_tree
 from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
@@ -21,8 +20,8 @@ WEB = Path(__file__).resolve().parent.parent.parent / "web"
 START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25, layer=1, head=3)
 
 
-def export_web(model, tokenizer, checkpoint, folder):
-    """Write the page for a checkpoint, whose GPT is `model`, into `folder`. Tokens must be characters.
+def export_web(model, tokenizer, folder):
+    """Write the page for a GPT into `folder`. Tokens must be characters.
 
     If the graph does not compute what the model does, it exits with one line and does not touch the folder.
     """
@@ -58,7 +57,6 @@ def export_web(model, tokenizer, checkpoint, folder):
     # add the page, and compress large files, because a plain server compresses nothing
     packed = {
         "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
-        "ngrams.bin.gz": ngrams_bytes(checkpoint.get("ngrams")),
         "model.onnx.gz": graph,
     }
     files = read_tree(WEB / "page") | {name: gzip.compress(content, mtime=0) for name, content in packed.items()}
@@ -142,12 +140,3 @@ def opening(onnx, model, prompt, temperature, seed, new, layer, head):
         query=rounded(whole[f"query.{layer}"][0, head]),
         probabilities=[rounded(each, 5) for each in own[len(prompt) - 1 :]], taken=taken,
     )  # fmt: skip
-
-
-def ngrams_bytes(ngrams):
-    """Return n-grams as uint32: order, the differences of the codes, the counts. No bytes for None."""
-    if ngrams is None:
-        return b""
-    codes, counts = (ngrams[name].numpy().astype("<u4") for name in ("codes", "counts"))
-    differences = np.diff(codes, prepend=np.uint32(0))  # small numbers, which gzip compresses well
-    return np.concatenate(([np.uint32(order_of(ngrams))], differences, counts)).astype("<u4").tobytes()

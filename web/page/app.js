@@ -75,7 +75,6 @@ async function load() {
 
   const loaded = await worker.call("load").catch(store.fail);
   if (!loaded) return;
-  $("guess-section").hidden = !loaded.guesses;
   store.set({ phase: "ready" });
   controls.submit();
 }

@@ -1,19 +1,16 @@
 // What the page can ask for. Each command is called with { isStopped, delay } and the arguments of the call.
 import { fetched, part } from "./files.js";
-import {
-  begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
-} from "./generate.js";
+import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "./generate.js";
 import { createNetwork } from "./network.js";
-import { readNgrams } from "./ngrams.js";
 
 const RUNTIME = "ort/ort-wasm-simd-threaded.wasm.gz";
 const MOST_WITH_MISTAKE = 120; // new tokens
 
-let about, network, table, run;
+let about, network, run;
 
-/** Set the network and the n-grams, or null, that the commands work with. */
-export function use(loaded) {
-  ({ network, table } = loaded);
+/** Set the network that the commands work with. */
+export function use(created) {
+  network = created;
 }
 
 export const COMMANDS = {
@@ -27,18 +24,15 @@ export const COMMANDS = {
 
   /** Load everything else. */
   async load() {
-    const files = [RUNTIME, "model.onnx.gz", "ngrams.bin.gz"];
-    const arriving = files.map((name) => part(name, () => fetched(name)));
+    const arriving = [RUNTIME, "model.onnx.gz"].map((name) => part(name, () => fetched(name)));
     const module = part("ort/ort.wasm.min.mjs", () => import("./ort/ort.wasm.min.mjs"));
-    const [wasm, model, ngrams, ort] = await Promise.all([...arriving, module]);
+    const [wasm, model, ort] = await Promise.all([...arriving, module]);
     ort.env.logLevel = "error";
     ort.env.wasm.numThreads = 1; // more would need headers that http.server does not send
     ort.env.wasm.wasmPaths = new URL("ort/", import.meta.url).href;
     ort.env.wasm.wasmBinary = wasm;
-    const created = await part("The model", () => createNetwork(ort, new Uint8Array(model), about));
-    const read = () => (ngrams.byteLength ? readNgrams(ngrams, about.chars.length) : null);
-    use({ network: created, table: await part("ngrams.bin.gz", read) });
-    return { guesses: Boolean(table) };
+    use(await part("The model", () => createNetwork(ort, new Uint8Array(model), about)));
+    return true;
   },
 
   /** Start a run, called `name` in its events. */
@@ -78,10 +72,6 @@ export const COMMANDS = {
   mistake({ isStopped }, name) {
     const steps = Math.min(run.total - run.prompt.length, MOST_WITH_MISTAKE);
     return compareMistake(run, steps, name, isStopped, breathe);
-  },
-
-  guess({ isStopped }) {
-    return generateWithGuesses(run, run.total - run.prompt.length, table, isStopped, breathe);
   },
 };
 

@@ -57,18 +57,17 @@ export function listen(store, worker, resize) {
   }
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
   $("take").onclick = () => (state.answer ? store.show(null) : store.takeOut());
-  for (const button of $("guesses").querySelectorAll("button")) {
+  for (const button of $("choices").querySelectorAll("button")) {
     button.onclick = async () => {
-      await store.expect(button.dataset.guess);
+      await store.expect(button.dataset.expected);
       focusInstead("#next-step");
     };
   }
   $("changed").oninput = ({ target }) => store.changeCharacter(undefined, state.info.chars[target.value]);
   $("unchange").onclick = async () => {
     await store.enter();
-    focusInstead("#guesses button");
+    focusInstead("#choices button");
   };
-  $("guess").onclick = store.askGuesses;
   $("projector").onclick = () => {
     store.set({ projector: !state.projector });
     resize();
@@ -90,9 +89,8 @@ export function listen(store, worker, resize) {
     if (isNext) focusInstead(`.says.step-${state.step} h2`);
     scrollTo(0, 0);
   }
-  window.onhashchange = () => readStep() !== state.step && follow();
   window.onpopstate = ({ state: held }) => {
-    if (!held) return; // a new step, not one that the reader returns to
+    if (!held) return readStep() !== state.step && follow(); // a new step, or one that the reader left at once
     readForm(fields);
     submit();
     follow(readMoment());

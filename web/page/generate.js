@@ -1,11 +1,8 @@
-// Generation: with the cache and without, with guesses, and with a mistake. Ids in, ids out, and nothing of the page. The
-// network is an argument, { forward, empty }: see network.js.
+// Generation: with the cache and without, and with a mistake. Ids in, ids out, and nothing of the page. The network is an
+// argument, { forward, empty }: see network.js.
 import { columns, differences } from "./cache.js";
 import { MISTAKES } from "./mistakes.js";
-import { guess } from "./ngrams.js";
 import { gumbelNoise, pick, softmax } from "./sampler.js";
-
-const NUM_GUESSES = 3;
 
 /** Start a run: the same text twice, `on` with the cache and `off` without. prompt: ids; steps: how many to add. */
 export function begin(network, prompt, steps, sampling) {
@@ -106,36 +103,6 @@ export async function changedText(run, position, id) {
   return { ...picture(changed), next, differences: differences(run.again, changed.cache, ids.length) };
 }
 
-// -- guesses ----------------------------------------------------------------------------------------------------------
-
-/** Generate `steps` tokens with guesses. Returns { ids, rounds }.
- *
- *  A round is one forward: the newest token and up to NUM_GUESSES guesses. It has `right`, the guesses that were kept,
- *  `wrong`, those that were thrown away, and `picked`, the token that the model picked itself.
- */
-export async function generateWithGuesses(run, steps, table, isStopped, breathe) {
-  const { prompt, sampling, noise, choose } = run;
-  const { forward, empty } = run.network;
-  const ids = [...prompt];
-  const total = prompt.length + steps;
-  const rounds = [];
-  for (let cache = empty; ids.length < total; ) {
-    const step = ids.length - prompt.length;
-    const count = Math.min(NUM_GUESSES, total - ids.length - 1);
-    const guesses = guess(table, ids, count, step, noise, sampling);
-    const fed = [...ids.slice(cache.length), ...guesses];
-    const { logits, cache: grown } = await forward(fed, cache, { keep: true, every: true });
-    const picks = logits.slice(-1 - count).map((each, i) => choose(each, step + i));
-    const wrong = picks.findIndex((id, i) => id !== guesses[i]); // never -1: the last pick has no guess
-    cache = columns(grown, 0, ids.length + wrong); // the columns of wrong guesses are thrown away
-    ids.push(...picks.slice(0, wrong + 1));
-    rounds.push({ right: guesses.slice(0, wrong), wrong: guesses.slice(wrong), picked: picks[wrong] });
-    await breathe();
-    if (isStopped()) return null;
-  }
-  return { ids, rounds };
-}
-
 // -- mistakes ---------------------------------------------------------------------------------------------------------
 
 /** Generate `steps` tokens with the cache and a mistake.
@@ -180,9 +147,9 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
 /** Generate with a mistake and without, and compare for as long as both have been fed the same text.
  *
  *  Returns the picture of the step that picked the token `at`, and
- *    ids, right     the whole text with the mistake, and the right one
- *    first          the index of the first wrong token, or -1
- *    at, should     that index, or that of the most wrong logits; and the token that should be there
+ *    ids, correct   the whole text with the mistake, and the correct one
+ *    first          the index of the first incorrect token, or -1
+ *    at, should     that index, or that of the logits that are off most; and the token that should be there
  *    largest        the largest error in a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
  *    slots, masked  the tokens whose columns are in the cache, and the column that is hidden
@@ -190,15 +157,15 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
  */
 export async function compareMistake(run, steps, name, isStopped, breathe) {
   const generate = (mistake, steps) => generateWithMistake(run, steps, mistake, isStopped, breathe);
-  run.right ??= await generate({}, steps);
-  const wrong = await generate(MISTAKES[name], steps);
-  if (!run.right || !wrong) return null;
+  run.correct ??= await generate({}, steps);
+  const broken = await generate(MISTAKES[name], steps);
+  if (!run.correct || !broken) return null;
 
   const T = run.prompt.length;
-  const first = wrong.ids.findIndex((id, i) => id !== run.right.ids[i]);
+  const first = broken.ids.findIndex((id, i) => id !== run.correct.ids[i]);
   const compared = first < 0 ? steps : first - T + 1;
-  const off = wrong.logits.slice(0, compared).map((logits, step) =>
-    logits.reduce((most, logit, id) => Math.max(most, Math.abs(logit - run.right.logits[step][id])), 0),
+  const off = broken.logits.slice(0, compared).map((logits, step) =>
+    logits.reduce((most, logit, id) => Math.max(most, Math.abs(logit - run.correct.logits[step][id])), 0),
   );
   const largest = Math.max(...off);
   const step = first < 0 ? off.indexOf(largest) : first - T;
@@ -206,9 +173,9 @@ export async function compareMistake(run, steps, name, isStopped, breathe) {
   if (!then) return null;
   const count = Math.min(T + step, then.columns.length); // both have been fed the same so far
   return {
-    ids: wrong.ids, right: run.right.ids, first, at: T + step, should: run.right.ids[T + step], largest,
-    before: softmax(run.right.logits[step]), after: then.probabilities,
+    ids: broken.ids, correct: run.correct.ids, first, at: T + step, should: run.correct.ids[T + step], largest,
+    before: softmax(run.correct.logits[step]), after: then.probabilities,
     columns: then.columns, queries: then.queries, slots: then.slots, masked: then.masked,
-    differences: differences(run.right.columns, then.columns, count),
+    differences: differences(run.correct.columns, then.columns, count),
   };
 }

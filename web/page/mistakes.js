@@ -1,8 +1,8 @@
-// Step 4: six mistakes with a cache. Each is made in one place of generateWithMistake in generate.js, and T is the length
-// of the prompt.
+// Step 4: six mistakes with a cache, beginning with the one that is hardest to see in the text. Each is made in one place
+// of generateWithMistake in generate.js, and T is the length of the prompt.
 //
 //   title, meaning  in words
-//   bug, right      the line with the mistake, and the right one
+//   bug, correct    the line with the mistake, and the correct one
 //   position(i, T)  the claimed position of the new token i of the text
 //   again           feed the last token of the prompt twice
 //   overwrite       write every new column into the slot after the prompt
@@ -11,56 +11,56 @@
 import { quoted } from "./words.js";
 
 export const MISTAKES = {
-  "never moves": {
-    title: "Position never advances",
-    meaning: "The position says where in the text a character is. Here, all new characters are in the same place.",
-    bug: "position = len(prompt)", right: "position = len(text)",
-    position: (i, T) => T,
-  },
-  overwritten: {
-    title: "Slot overwritten each time",
-    meaning: "A slot is the cache’s place for one column. Here, each new column overwrites the one before it.",
-    bug: "cache[len(prompt)] = column", right: "cache[len(text)] = column",
-    overwrite: true,
-  },
-  "another prompt": {
-    title: "Another prompt’s cache",
-    meaning: "The model continues somebody else’s prompt.",
-    bug: "cache = caches[0]", right: "cache = caches[user]",
-    other: true,
+  "one too far": {
+    title: "Position off by one",
+    meaning: "The position says where in the text a character is. Here, each new one is one place too far.",
+    bug: "position = len(text) + 1", correct: "position = len(text)",
+    position: (i) => i + 1,
   },
   "fed twice": {
     title: "Last character fed twice",
     meaning: "The prompt’s last character gets a second column, so everything after it is one place too far.",
-    bug: "model(prompt); logits = model(prompt[-1])", right: "logits = model(prompt)",
+    bug: "model(prompt); logits = model(prompt[-1])", correct: "logits = model(prompt)",
     position: (i) => i + 1, again: true,
+  },
+  "another prompt": {
+    title: "Another prompt’s cache",
+    meaning: "The model continues somebody else’s prompt.",
+    bug: "cache = caches[0]", correct: "cache = caches[user]",
+    other: true,
+  },
+  overwritten: {
+    title: "Slot overwritten each time",
+    meaning: "A slot is the cache’s place for one column. Here, each new column overwrites the one before it.",
+    bug: "cache[len(prompt)] = column", correct: "cache[len(text)] = column",
+    overwrite: true,
   },
   mask: {
     title: "Previous character hidden",
     meaning: "The mask says which columns a character may look at. Here, it hides the one just before.",
-    bug: "visible = slots != position - 1", right: "visible = slots <= position",
+    bug: "visible = slots != position - 1", correct: "visible = slots <= position",
     mask: true,
   },
-  "one too far": {
-    title: "Position off by one",
-    meaning: "The position says where in the text a character is. Here, each new one is one place too far.",
-    bug: "position = len(text) + 1", right: "position = len(text)",
-    position: (i) => i + 1,
+  "never moves": {
+    title: "Position never advances",
+    meaning: "The position says where in the text a character is. Here, all new characters are in the same place.",
+    bug: "position = len(prompt)", correct: "position = len(text)",
+    position: (i, T) => T,
   },
 };
 export const NAMES = Object.keys(MISTAKES);
-export const ROUNDING = 1e-3; // right numbers differ by less when they are computed differently
+export const ROUNDING = 1e-3; // correct numbers differ by less when they are computed differently
 
 /** Describe the answer to a mistake: see compareMistake in generate.js. */
 export function mistakeInWords({ info, answer }) {
   const { name, ids, first, should, largest, differences } = answer;
   const { meaning } = MISTAKES[name];
-  if (largest < ROUNDING) return `${meaning} Nothing is wrong this time, because no step reads what it spoils.`;
+  if (largest < ROUNDING) return `${meaning} Everything is correct this time, because no step reads what it spoils.`;
   const [keys, values] = differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
   const count = (number, what) => `${number || "no"} ${what}${number === 1 ? "" : "s"}`;
-  const layer = `In layer 1, where it starts, ${count(keys, "key")} and ${count(values, "value")} are wrong.`;
-  const wrong = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
-  if (first < 0) return `${meaning} The cache is wrong, but no character changed this time. ${wrong}`;
+  const layer = `In layer 1, where it starts, ${count(keys, "key")} and ${count(values, "value")} are incorrect.`;
+  const off = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
+  if (first < 0) return `${meaning} The cache is incorrect, but no character has changed. ${off}`;
   const [is, ought] = [ids[first], should].map((id) => quoted(info.chars[id]));
-  return `${meaning} The first wrong character is number ${first + 1}: ${is} instead of ${ought}. ${wrong}`;
+  return `${meaning} The first incorrect character is number ${first + 1}: ${is} instead of ${ought}. ${off}`;
 }

@@ -20,11 +20,10 @@ export async function createNetwork(ort, bytes, info) {
    *  positions  of the ids; by default they continue the cache
    *  masked     a column that no query may see (attention_mask 0)
    *  keep       whether to return the cache, extended by the new columns, and the queries of the last id
-   *  every      whether to return the logits after every id, one array per id, instead of those after the last
-   *  Returns { logits, cache, queries, shapes }. queries: a Float32Array (query heads, head size) per layer; shapes:
-   *  [direction, name, dimensions] per input and output of the graph.
+   *  Returns { logits, cache, queries, shapes }, with the logits after the last id. queries: a Float32Array (query heads,
+   *  head size) per layer; shapes: [direction, name, dimensions] per input and output of the graph.
    */
-  async function forward(ids, cache, { positions, masked, keep = false, every = false } = {}) {
+  async function forward(ids, cache, { positions, masked, keep = false } = {}) {
     const past = cache.length;
     const end = past + ids.length;
     const feeds = {
@@ -37,11 +36,9 @@ export async function createNetwork(ort, bytes, info) {
       feeds[`past_key_values.${name}`] = new ort.Tensor("float32", cache.slots[i], shape);
     });
     const outputs = await session.run(feeds, keep ? ["logits", ...presents, ...queries] : ["logits"]);
-    const vocabSize = outputs.logits.dims.at(-1);
-    const all = outputs.logits.data;
     const shape = (direction) => ([name, tensor]) => [direction, name, tensor.dims];
     return {
-      logits: every ? ids.map((_, i) => all.slice(i * vocabSize, (i + 1) * vocabSize)) : all.slice(-vocabSize),
+      logits: outputs.logits.data.slice(-outputs.logits.dims.at(-1)),
       cache: keep ? { ...cache, length: end, slots: presents.map((name) => outputs[name].data) } : cache,
       queries: keep ? queries.map((name) => outputs[name].data) : null,
       shapes: [...Object.entries(feeds).map(shape("in")), ...Object.entries(outputs).map(shape("out"))],

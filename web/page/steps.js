@@ -5,7 +5,6 @@
 //   runs             whether the reader can run it
 //   mixes            whether the stage draws each value as strongly as it is mixed
 //   sweeps           whether each step of the run is animated
-//   asks             whether it begins with questions that take a while
 //   enter(store, m)  what happens at the start. m is the moment that a link points to: see address.js
 //   click(store, i)  what a click on character i does
 //   words(state)     what the step says about the answer on the stage
@@ -29,7 +28,7 @@ export const STEPS = [
     words: changeInWords,
   },
   {
-    prepares: true, asks: true,
+    prepares: true,
     enter: (store, { mistake }) => store.askMistakes(mistake),
     click: mark,
     words: mistakeInWords,

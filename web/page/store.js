@@ -21,7 +21,6 @@ export function createStore(worker, onChange) {
     run: null, // see begin; null until the form describes one
     answer: null, // what is on the stage instead of the run, see show
     mistakes: new Map(), // name => answer
-    guesses: null, // the answer to "Guess ahead"
     expected: null, // which columns the reader expects to change: "left", "right" or "all"
     changed: 0, // the id that step 3 changes a character to
     cells: 1, // how many characters fit on the stage
@@ -77,7 +76,7 @@ export function createStore(worker, onChange) {
     };
     grown(state.run);
     worker.call("begin", runs, ids, steps, sampling).catch(fail);
-    Object.assign(state, { mistakes: new Map(), guesses: null, phase: "ready" });
+    Object.assign(state, { mistakes: new Map(), phase: "ready" });
     show(null);
   }
 
@@ -101,7 +100,7 @@ export function createStore(worker, onChange) {
 
   /** Take `count` steps of the run. A race starts over, and so does a finished run.
    *
-   *  racing: how many times as fast the cache is, by the reader's guess; 0: no race
+   *  racing: how many times as fast the reader expects the cache to be; 0: no race
    */
   async function play(count, racing = 0) {
     if (racing || isWhole(state.run)) begin(state.run.request);
@@ -287,11 +286,6 @@ export function createStore(worker, onChange) {
 
   const showMistake = (name) => show(state.mistakes.get(name) ?? null);
 
-  async function askGuesses() {
-    const guesses = await ask("guess");
-    if (guesses) set({ guesses });
-  }
-
   // -- pointing ---------------------------------------------------------------------------------------------------------
 
   const there = (index) => (index !== null && index < (state.answer ?? state.run).ids.length ? index : null);
@@ -322,7 +316,7 @@ export function createStore(worker, onChange) {
 
   const store = {
     state, set, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, play, pause, goBack,
-    show, takeOut, changeCharacter, expect, askMistakes, showMistake, askGuesses, point, mark, click, turnTo,
+    show, takeOut, changeCharacter, expect, askMistakes, showMistake, point, mark, click, turnTo,
   };
   return store;
 }

@@ -1,9 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { differences } from "../page/cache.js";
-import {
-  begin, changedText, compareMistake, generateWithGuesses, rewind, step, takeColumnOut, whoseTurn,
-} from "../page/generate.js";
+import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "../page/generate.js";
 import { MISTAKES, mistakeInWords, NAMES, ROUNDING } from "../page/mistakes.js";
 import { softmax } from "../page/sampler.js";
 import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
@@ -97,18 +95,6 @@ test("a changed character changes columns to its right only, and in the first la
   assert.deepEqual(differing, [[position], [position], right, right]);
 });
 
-test("guesses give the same text in fewer forwards", async () => {
-  const run = start();
-  await finish(run);
-  const text = run.on.ids;
-  // knows every second character of the text
-  const table = (ids) => INFO.chars.map((_, id) => (id === (ids.length % 2 ? text[ids.length] : 0) ? 0 : -50));
-  const { ids, rounds } = await generateWithGuesses(start(run.network), STEPS, table, never, breathe);
-  assert.deepEqual(ids, text);
-  assert.ok(rounds.length < STEPS && rounds.some(({ wrong }) => wrong.length) && rounds.some(({ right }) => right.length));
-  assert.equal(rounds.reduce((sum, { right }) => sum + right.length + 1, 0), STEPS);
-});
-
 /** The logits of every step of a mistake, by one forward without a cache. added: the new tokens that are fed. */
 function mistakenLogits(name, added) {
   const n = T + added.length;
@@ -133,17 +119,17 @@ for (const name of NAMES) {
     const logits = mistakenLogits(name, answer.ids.slice(T, -1));
     assert.deepEqual(answer.ids, [...PROMPT, ...logits.map((each, step) => run.choose(each, step))]);
 
-    // compared with the right ones until the first wrong token
+    // compared with the correct ones until the first incorrect token
     await finish(run);
-    const { right, first, at } = answer;
-    assert.deepEqual(right, run.on.ids);
-    const expected = wholeLogits(right).slice(T - 1, -1);
-    assert.equal(first, answer.ids.findIndex((id, i) => id !== right[i]));
+    const { correct, first, at } = answer;
+    assert.deepEqual(correct, run.on.ids);
+    const expected = wholeLogits(correct).slice(T - 1, -1);
+    assert.equal(first, answer.ids.findIndex((id, i) => id !== correct[i]));
     const compared = first < 0 ? STEPS : first - T + 1;
     const off = logits.slice(0, compared).map((each, step) => Math.max(...each.map((x, id) => Math.abs(x - expected[step][id]))));
     assertClose([answer.largest], [Math.max(...off)]);
     assert.equal(at, T + (first < 0 ? off.indexOf(Math.max(...off)) : first - T));
-    assert.equal(answer.should, right[at]);
+    assert.equal(answer.should, correct[at]);
     assertClose(answer.before, softmax(expected[at - T]));
     assertClose(answer.after, softmax(logits[at - T]));
   });
@@ -152,15 +138,15 @@ for (const name of NAMES) {
 test("a mistake shows in the keys and values by its cause", async () => {
   const answers = {};
   for (const name of NAMES) answers[name] = await compareMistake(start(), STEPS, name, never, breathe);
-  // in the first layer, as you would see it when looking for the bug: which columns are wrong, in keys or in values
-  const wrong = (name) => answers[name].differences.slice(0, 2).map((slot) => [...slot.keys()].filter((i) => slot[i] > ROUNDING));
+  // in the first layer, as you would see it when looking for the bug: which columns are incorrect, in keys or in values
+  const incorrect = (name) => answers[name].differences.slice(0, 2).map((slot) => [...slot.keys()].filter((i) => slot[i] > ROUNDING));
   const places = (begin, end) => Array.from({ length: end - begin }, (_, i) => begin + i);
   const fed = (name) => answers[name].ids.slice(0, answers[name].at);
   // only keys, because rotary positions do not touch values; "never moves" starts at the second new character
-  assert.deepEqual(wrong("one too far"), [places(T, answers["one too far"].at), []]);
-  assert.deepEqual(wrong("never moves"), [places(T + 1, answers["never moves"].at), []]);
-  assert.deepEqual(wrong("mask"), [[], []]);
-  assert.deepEqual(wrong("another prompt"), [places(0, T), places(0, T)]);
+  assert.deepEqual(incorrect("one too far"), [places(T, answers["one too far"].at), []]);
+  assert.deepEqual(incorrect("never moves"), [places(T + 1, answers["never moves"].at), []]);
+  assert.deepEqual(incorrect("mask"), [[], []]);
+  assert.deepEqual(incorrect("another prompt"), [places(0, T), places(0, T)]);
   // the tokens whose columns are in the cache
   assert.deepEqual(answers.mask.slots, fed("mask"));
   assert.deepEqual(answers["fed twice"].slots, [...PROMPT, PROMPT.at(-1), ...fed("fed twice").slice(T)]);

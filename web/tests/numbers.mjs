@@ -1,6 +1,6 @@
 // Asks the exported graph what the page's worker asks it, without a browser, and prints the answers as JSON.
 //
-//     node web/tests/numbers.mjs FOLDER '{ "prompt": IDS, "steps": N, "sampling": {}, ... }'       see test_numbers.py
+//     node web/tests/numbers.mjs FOLDER PLAN        PLAN, as JSON: see test_numbers.py
 import { readFileSync } from "node:fs";
 import { gunzipSync } from "node:zlib";
 import * as ort from "../node_modules/onnxruntime-web/dist/ort.wasm.min.mjs";
@@ -18,16 +18,26 @@ ort.env.wasm.numThreads = 1;
 const network = await createNetwork(ort, new Uint8Array(gunzipSync(file("model.onnx.gz"))), info);
 
 const lists = (arrays) => arrays.map((array) => [...array]);
-const run = begin(network, plan.prompt, plan.steps, { ...plan.sampling, seed: BigInt(plan.sampling.seed) });
+const beginJob = ({ prompt, steps, sampling }) =>
+  begin(network, prompt, steps, { ...sampling, seed: BigInt(sampling.seed) });
+
+const run = beginJob(plan.run);
 const kept = keptColumns(info);
 const steps = [];
-for (let i = 0; i < plan.steps; i++) {
+for (let i = 0; i < plan.run.steps; i++) {
   steps.push(await step(run, "on"));
   kept.add(steps.at(-1).columns);
+}
+const texts = [];
+for (const job of plan.jobs) {
+  const other = beginJob(job);
+  for (let i = 0; i < job.steps; i++) await step(other, "on");
+  texts.push(other.on.ids);
 }
 const layers = [...Array(info.n_layer).keys()];
 const answers = {
   ids: run.on.ids,
+  texts,
   probabilities: steps.map(({ probabilities }) => probabilities),
   kept: layers.map((layer) =>
     [0, 1].map((kind) => lists(Array.from({ length: info.n_kv_head }, (_, head) => kept.lane(layer, kind, head)))),
@@ -41,7 +51,7 @@ const answers = {
     }),
   ),
 };
-const forward = async (options) => lists((await network.forward(plan.prompt, network.empty, { every: true, ...options })).logits);
+const forward = async (options) => [...(await network.forward(plan.run.prompt, network.empty, options)).logits];
 answers.moved = await forward({ positions: plan.positions });
 answers.masked = await forward({ masked: plan.masked });
 console.log(JSON.stringify(answers));

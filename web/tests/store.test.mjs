@@ -27,7 +27,7 @@ function open() {
   };
   const store = createStore({ call, stop: () => stops++ }, () => store?.state.phase === "running" && store.whileRunning?.());
   globalThis.postMessage = ({ event, ...data }) => store.receive(event, structuredClone(data));
-  use({ network: toyNetwork(), table: null });
+  use(toyNetwork());
   store.set({ info, cells: 10, phase: "ready" });
   return store;
 }
@@ -83,7 +83,7 @@ test("in a race, the strip stays where the slower text is", async () => {
     if (!options.keep) await new Promise((resolve) => setTimeout(resolve, 5)); // without the cache
     return forward(ids, cache, options);
   };
-  use({ network: { ...network, forward: slow }, table: null });
+  use({ ...network, forward: slow });
   const frames = []; // whether the slower text is visible
   store.whileRunning = () => {
     const { run, from } = state;
@@ -185,7 +185,7 @@ test("a click on an early character moves the strip there and pauses the run", a
 
 test("a failure ends everything and says so", async () => {
   const store = await at(1);
-  use({ network: { ...toyNetwork(), forward: () => Promise.reject(new Error("out of memory")) }, table: null });
+  use({ ...toyNetwork(), forward: () => Promise.reject(new Error("out of memory")) });
   store.describe(requestOf({ seed: 4n }));
   await until(() => store.state.phase === "failed");
   assert.equal(store.state.error, "out of memory.");

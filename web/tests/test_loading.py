@@ -1,8 +1,10 @@
-"""How the exported page loads in Chromium, from a server that counts requests and breaks files. See loading.mjs."""
+"""How the exported page loads in Chromium, from a server that counts requests and breaks files. See loading.mjs.
+
+files.test.mjs breaks a file in more ways, without a browser.
+"""
 
 import hashlib
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,15 +13,13 @@ from web.tests.conftest import Handler
 pytestmark = pytest.mark.slow
 
 MODEL, RUNTIME = "model.onnx.gz", "ort/ort-wasm-simd-threaded.wasm.gz"
-FETCHED = [MODEL, RUNTIME, "ngrams.bin.gz", "model.json"]
+FETCHED = [MODEL, RUNTIME, "model.json"]
 
 CHECK = "Check your connection and reload."
 AGAIN = "Reload the page. If that does not help, export it again: python export.py --format web."
 # name: the broken file, how it is broken, and what the page says
 BROKEN = {
     "whole": (None, None, ""),
-    "model cut off": (MODEL, "cut", f"{MODEL} could not be downloaded. {CHECK}"),
-    "no answer for the model": (MODEL, "none", f"{MODEL} could not be downloaded. {CHECK}"),
     "no answer for the worker": ("worker.js", "none", f"worker.js could not be downloaded. {CHECK}"),
     "no answer for its modules": ("sampler.js", "none", f"A module of the page did not load. {CHECK}"),
     "no answer for a view": ("views/draw.js", "none", f"Part of the page did not load. {CHECK}"),
@@ -33,7 +33,6 @@ BROKEN = {
         "missing",
         f"The server answered 404 for {MODEL}. {AGAIN}",
     ),
-    "model damaged": (MODEL, "damaged", f"{MODEL} is damaged. {AGAIN}"),
     "old browser": (None, None, "This browser is too old or blocks DecompressionStream"),
 }
 
@@ -51,12 +50,6 @@ class BrokenHandler(Handler):
             return super().do_GET()
         if how == "missing":
             return self.send_error(404)
-        if how in ("cut", "damaged"):
-            content = Path(self.translate_path(self.path)).read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", len(content) if how == "cut" else len(content) // 2)
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
         self.close_connection = True
 
 
@@ -74,7 +67,7 @@ def seen(serve, drive, page):
 def test_a_file_that_does_not_arrive_is_named_with_the_way_out(seen, name):
     said = seen[name]["said"]
     assert said.startswith(BROKEN[name][2]) and "http.server" not in said
-    assert ("python" in said) == (name in ("model missing", "model damaged"))
+    assert ("python" in said) == (name == "model missing")
 
 
 def test_a_page_opened_as_a_file_asks_to_be_served(seen):

@@ -11,27 +11,37 @@ import torch
 from helpers import attend, ok
 from kvgpt.interop.webpage import START
 from oracles import per_head_logits
-from web.tests.conftest import CHARS, CONFIG
+from web.tests.conftest import CHARS, CONFIG, DEFAULT, WIDE, assert_text, ids_of
 
 pytestmark = pytest.mark.slow
-
-
-def ids_of(text):
-    return [CHARS.index(char) for char in text]
 
 
 PROMPT = ids_of("A cab, dad? ")
 T, STEPS, SAMPLING = len(PROMPT), 18, dict(temperature=1.0, seed=3)
 MASKED = 7  # a column
+JOBS = [
+    DEFAULT | dict(prompt=f"é{WIDE}\n", temperature=0.7, top_k=5, seed=2**64 - 1),
+    DEFAULT | dict(temperature=1.3, seed=2**63 + 2**31 + 5),
+    DEFAULT | dict(prompt="\n", temperature=0, top_k=1000),
+]
 POSITIONS = [0, 1, 2, 2, 5, 6, 7, 8, 20, 21, 22, 30]  # of the prompt
+
+
+def sampling_of(job):
+    """As JavaScript wants it, with a seed that no number holds."""
+    return dict(temperature=job["temperature"], topK=job.get("top_k"), seed=str(job["seed"]))
 
 
 @pytest.fixture(scope="module")
 def answers(page):
     if not shutil.which("node"):
         pytest.skip("no node")
-    sampling = SAMPLING | dict(topK=None)
-    plan = dict(prompt=PROMPT, steps=STEPS, sampling=sampling, positions=POSITIONS, masked=MASKED)
+    run = dict(prompt=PROMPT, steps=STEPS, sampling=sampling_of(SAMPLING))
+    jobs = [
+        dict(prompt=ids_of(job["prompt"]), steps=CONFIG.block_size - len(job["prompt"]), sampling=sampling_of(job))
+        for job in JOBS
+    ]
+    plan = dict(run=run, jobs=jobs, positions=POSITIONS, masked=MASKED)
     command = ["node", Path(__file__).with_name("numbers.mjs"), page, json.dumps(plan)]
     return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)).stdout)
 
@@ -53,6 +63,11 @@ def assert_probabilities(got, logits, **tolerance):
 def test_text_and_probabilities(answers, model, text):
     assert answers["ids"] == text
     assert_probabilities(answers["probabilities"], logits_of(model, text)[T - 1 : -1])
+
+
+@pytest.mark.parametrize("i", range(len(JOBS)))
+def test_the_text_of_other_settings(answers, model, i):
+    assert_text(model, "".join(CHARS[id] for id in answers["texts"][i]), JOBS[i])
 
 
 def test_the_columns_and_the_attention_of_every_head(answers, model, text):
@@ -82,7 +97,7 @@ def test_at_other_positions_and_with_a_masked_column(answers, model):
     allowed = torch.ones(T, T).tril() == 1
     allowed[MASKED + 1 :, MASKED] = False
     for got, expected in (("moved", dict(positions=POSITIONS)), ("masked", dict(allowed=allowed))):
-        logits = logits_of(model, PROMPT, **expected).float()
+        logits = logits_of(model, PROMPT, **expected)[-1].float()
         torch.testing.assert_close(torch.tensor(answers[got]), logits, atol=1e-4, rtol=1e-4)
 
 
@@ -98,7 +113,7 @@ def test_the_first_picture(page, model):
     for name, cache in (("keys", head.key_cache), ("values", head.value_cache)):
         torch.testing.assert_close(torch.tensor(opening[name]), cache.flatten(), atol=1e-3, rtol=0)
     assert_probabilities(opening["probabilities"], logits_of(model, ids)[given - 1 : -1], atol=2e-5, rtol=0)
-    for column, taken in enumerate(opening["taken"]):
+    for column, taken in list(enumerate(opening["taken"]))[::6]:  # a forward each
         allowed = torch.ones(len(ids) - 1, len(ids) - 1).tril() == 1
         allowed[-1, column] = False  # from the newest character
         logits = logits_of(model, ids[:-1], allowed=allowed)[-1]

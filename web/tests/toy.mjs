@@ -64,15 +64,13 @@ export function wholeLogits(ids, { positions = [...ids.keys()], allowed = causal
   return compute(ids, emptyCache(INFO), positions, allowed).logits;
 }
 
-/** Like createNetwork of network.js. Counts its forwards. */
+/** Like createNetwork of network.js. */
 export function toyNetwork() {
-  const network = { empty: emptyCache(INFO), forwards: 0 };
-  network.forward = async (ids, cache, { positions, masked, keep = false, every = false } = {}) => {
-    network.forwards++;
+  async function forward(ids, cache, { positions, masked, keep = false } = {}) {
     const places = ids.map((_, i) => positions?.[i] ?? cache.length + i);
     const result = compute(ids, cache, places, (i, j) => j <= i && j !== masked);
-    const logits = every ? result.logits : result.logits.at(-1);
-    return { logits, cache: keep ? result.cache : cache, queries: keep ? result.queries : null, shapes: [] };
-  };
-  return network;
+    const kept = keep ? result : { cache, queries: null };
+    return { logits: result.logits.at(-1), cache: kept.cache, queries: kept.queries, shapes: [] };
+  }
+  return { forward, empty: emptyCache(INFO) };
 }

@@ -1,5 +1,4 @@
 // The buttons and fields, the way through the lesson, and what the page says about them.
-import { NAMES } from "../mistakes.js";
 import { FIELDS } from "../request.js";
 import { STEPS } from "../steps.js";
 import { runInWords } from "../words.js";
@@ -18,15 +17,12 @@ export function drawControls(state) {
 
   const ready = run && !["loading", "failed"].includes(phase);
   const computed = ready && run.kept.length > 0;
-  // a question would cancel the previous one
-  const asking = phase === "preparing" || (STEPS[step - 1].asks && state.mistakes.size < NAMES.length);
   for (const button of all("#run, #one, #race button")) button.disabled = !ready;
-  for (const button of all("#back, #guesses button")) button.disabled = !computed;
-  $("guess").disabled = !ready || asking;
+  for (const button of all("#back, #choices button")) button.disabled = !computed;
   $("take").disabled = !(run?.kept.length > 1) || phase === "failed"; // works before the model has arrived
   $("run").textContent = phase === "running" ? "Pause" : "Run";
   $("take").textContent = answer ? "Undo" : "Show me";
-  $("guesses").hidden = answer !== null;
+  $("choices").hidden = answer !== null;
   $("changing").hidden = answer === null;
   $("changed").value = state.changed;
   $("projector").ariaPressed = state.projector;

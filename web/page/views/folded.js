@@ -1,5 +1,5 @@
-// Folded away below the stage: the shapes of the newest step, the bytes of the cache, and the guesses.
-import { glyph, inEnglish } from "../words.js";
+// Folded away below the stage: the shapes of the newest step, and the bytes of the cache.
+import { inEnglish } from "../words.js";
 import { $, element, remember } from "./draw.js";
 
 export const drawShapes = remember((info, on, off, columns) => {
@@ -16,24 +16,4 @@ export const drawShapes = remember((info, on, off, columns) => {
     return row;
   });
   $("shapes").tBodies[0].replaceChildren(...rows);
-});
-
-/** Draw a text and, on a second line, the guesses below its characters. run: the ids that have been generated. */
-export const drawGuesses = remember((chars, given, guesses, run) => {
-  const { ids, rounds } = guesses ?? { ids: [], rounds: [] };
-  const pairs = ids.map((id) => element("span", glyph(chars[id])));
-  const note = (index, id, tag) => pairs[index].append(element(tag, glyph(chars[id])));
-  let end = given;
-  for (const { right, wrong } of rounds) {
-    for (const id of right) note(end++, id, "i");
-    if (wrong.length) note(end, wrong[0], "s");
-    end++; // the model's own pick
-  }
-  $("guessed").replaceChildren(...pairs);
-  const accepted = rounds.flatMap(({ right }) => right).length;
-  const offered = accepted + rounds.flatMap(({ wrong }) => wrong).length;
-  const runs = `${rounds.length} model runs instead of ${ids.length - given}`;
-  const same = run.every((id, i) => id === ids[i]) ? "The text is the same." : "The text differs.";
-  const verdict = `${runs}; ${accepted} of ${offered} guesses were right. ${same}`;
-  $("guess-verdict").textContent = guesses ? verdict : "";
 });

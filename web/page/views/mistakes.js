@@ -15,26 +15,26 @@ export function makeMistakes(onPick) {
   }
 }
 
-/** Show the text that each mistake gives, around its first wrong character. given: characters of the prompt; answers: a
- *  Map(name => answer); chosen: the name of the one on the stage, or undefined. */
+/** Show the text that each mistake gives, around its first incorrect character. given: characters of the prompt;
+ *  answers: a Map(name => answer); chosen: the name of the one on the stage, or undefined. */
 export const drawMistakes = remember((chars, given, answers, chosen) => {
   for (const label of $("mistakes").querySelectorAll("label")) {
     const [radio, small, output] = label.querySelectorAll("input, small, output");
     const answer = answers.get(radio.value);
     radio.checked = radio.value === chosen;
     radio.disabled = !answer;
-    const off = answer?.largest < ROUNDING ? "nothing wrong" : `logits off by ${answer?.largest.toFixed(1)}`;
+    const off = answer?.largest < ROUNDING ? "all correct" : `logits off by ${answer?.largest.toFixed(1)}`;
     small.textContent = answer ? off : "";
     output.replaceChildren(...(answer ? excerpt(chars, given, answer) : []));
   }
-  const { bug, right } = MISTAKES[chosen] ?? {};
-  $("bug").replaceChildren(...(bug ? [element("b", bug), `  # right: ${right}`] : []));
+  const { bug, correct } = MISTAKES[chosen] ?? {};
+  $("bug").replaceChildren(...(bug ? [element("b", bug), element("span", `# correct: ${correct}`)] : []));
 });
 
 function excerpt(chars, given, { ids, first }) {
   const text = (from, to) => ids.slice(from, to).map((id) => (chars[id] === " " ? " " : glyph(chars[id]))).join("");
-  const wrong = first < 0 ? given : first;
-  const from = Math.max(given, wrong - EXCERPT / 2);
+  const shown = first < 0 ? given : first;
+  const from = Math.max(given, shown - EXCERPT / 2);
   const mark = element("mark", first < 0 ? "" : text(first, first + 1));
-  return [text(from, wrong), mark, text(first < 0 ? wrong : wrong + 1, from + EXCERPT)];
+  return [text(from, shown), mark, text(first < 0 ? shown : shown + 1, from + EXCERPT)];
 }

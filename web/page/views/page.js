@@ -5,7 +5,7 @@ import { STEPS } from "../steps.js";
 import { percent, quoted } from "../words.js";
 import { drawControls } from "./controls.js";
 import { $, remember, say } from "./draw.js";
-import { drawGuesses, drawShapes } from "./folded.js";
+import { drawShapes } from "./folded.js";
 import { drawMistakes } from "./mistakes.js";
 import { drawNext } from "./next.js";
 import * as stage from "./stage.js";
@@ -38,12 +38,12 @@ function drawRun(state) {
   const { chars } = info;
   const shown = answer ?? run;
   const marked = state.pointed ?? state.clicked;
-  const wrong = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
+  const incorrect = answer?.position ?? (answer?.first >= 0 ? answer.first : null);
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
 
   // the text
   const newest = shown.at ?? shown.slots.length;
-  drawText(chars, { ...shown, fed: newest }, run.given, wrong, marked);
+  drawText(chars, { ...shown, fed: newest }, run.given, incorrect, marked);
   const without = [...run.ids.slice(0, run.given), ...run.off.map(({ id }) => id)];
   drawTextWithout(chars, { ids: without, fed: null, version: run.version }, run.given, null, null);
 
@@ -55,13 +55,12 @@ function drawRun(state) {
   const computed = marks ? 0 : (on?.rows ?? 0);
   const lanes = [shown, run, layer, keyHead];
   const { mixes } = STEPS[state.step - 1];
-  stage.drawCells(chars, shown, from, computed, wrong, marked, weights);
+  stage.drawCells(chars, shown, from, computed, incorrect, marked, weights);
   stage.drawKeys(...lanes, query, null, from, marked);
   stage.drawValues(...lanes, mix, mixes ? strengths : null, from, null);
   stage.drawScores(scores, from);
   stage.drawAttention(weights, from);
-  const same = answer?.kind === "change" ? "stay" : "right";
-  stage.drawBelow(marks, same, run.kept.length, off?.rows ?? 0, computed, from);
+  stage.drawBelow(marks, answer?.kind === "change", run.kept.length, off?.rows ?? 0, computed, from);
 
   // what comes next, and the work
   drawCandidates(state, marked);
@@ -70,7 +69,6 @@ function drawRun(state) {
   say("all", off ? `all ${off.rows} columns` : "all columns");
   drawMistakes(chars, run.given, state.mistakes, answer?.name);
   drawShapes(info, on, off, run.kept.length);
-  drawGuesses(chars, run.given, state.guesses, run.ids);
 }
 
 /** The step that chose a character, or undefined if it is from the prompt, or if a mistake is on the stage. */

@@ -47,13 +47,13 @@ function frame(id, begin, end, from) {
 
 /** Draw the visible characters and the frames around their columns.
  *
- *  shown     what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
- *            cell; at: the index of the next character in ids, if not after the slots
- *  computed  how many of the newest columns this step computed with the cache
- *  wrong     the index of a wrong or changed character, or null
- *  weights   how much attention each column gets, or null
+ *  shown      what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
+ *             cell; at: the index of the next character in ids, if not after the slots
+ *  computed   how many of the newest columns this step computed with the cache
+ *  incorrect  the index of an incorrect or changed character, or null
+ *  weights    how much attention each column gets, or null
  */
-export const drawCells = remember((chars, shown, from, computed, wrong, marked, weights) => {
+export const drawCells = remember((chars, shown, from, computed, incorrect, marked, weights) => {
   const { ids, slots, masked, position } = shown;
   const fed = slots.length;
   const at = shown.at ?? fed;
@@ -67,7 +67,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
     cell.dataset.number = there && (number % 10 === 0 || index === marked) ? number : "";
     cell.tabIndex = index === reachable ? 0 : -1;
     cell.disabled = !there;
-    classes(cell, { fresh: index === fed - 1, wrong: there && index === wrong, marked: index === marked });
+    classes(cell, { fresh: index === fed - 1, incorrect: there && index === incorrect, marked: index === marked });
     const share = weights ? `, ${percent(weights[index] ?? 0)} of the attention` : "";
     cell.ariaLabel = there ? `character ${number}, ${quoted(char)}${share}` : "no character yet";
   });
@@ -84,7 +84,7 @@ export const drawCells = remember((chars, shown, from, computed, wrong, marked, 
 
   $("asking").textContent = fed ? `“${glyph(chars[slots[fed - 1]])}”` : "?";
   $("next-cell").textContent = fed && at < ids.length ? glyph(chars[ids[at]]) : "?";
-  classes($("next-cell"), { wrong: fed && wrong === at });
+  classes($("next-cell"), { incorrect: fed && incorrect === at });
   $("earlier").textContent = from ? `← ${from}` : "";
   $("later").textContent = fed > end ? `${fed - end} →` : "";
 });
@@ -208,12 +208,12 @@ export const drawAttention = remember((weights, from) => {
  *  step computed, rings for those it kept. Or, with `marks`, they show which keys and which values differ.
  *
  *  marks   a list of booleans for the keys and one for the values: whether they differ; or null
- *  same    the word for those that do not differ: "stay", drawn as rings like kept columns, or "right"
+ *  isChange  whether they differ because a character was changed: the rest stay and are drawn like kept columns
  *  length  how many columns there are; off, on: how many this step computed without the cache, and with it
  */
-export const drawBelow = remember((marks, same, length, off, on, from) => {
+export const drawBelow = remember((marks, isChange, length, off, on, from) => {
   document.body.dataset.below = marks ? "marks" : "lights";
-  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, same, from));
+  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, isChange, from));
   const kept = length - on;
   const without = (cell, index) => classes(cell, { lit: index < off });
   const withIt = (cell, index) => classes(cell, { lit: index >= kept && index < length, kept: index < kept });
@@ -221,14 +221,14 @@ export const drawBelow = remember((marks, same, length, off, on, from) => {
   drawRow(1, from, withIt, length ? `${on} computed, ${kept} kept` : "");
 });
 
-function drawMarks(row, differs, same, from) {
-  const count = differs.filter((each) => each).length;
+function drawMarks(row, differs, isChange, from) {
+  const [all, count] = [differs.length, differs.filter((each) => each).length];
   const mark = (cell, index) => {
     const equal = differs[index] === false;
-    cell.textContent = differs[index] ? "≠" : equal && same === "right" ? "=" : "";
-    classes(cell, { differs: differs[index], kept: equal && same === "stay" });
+    cell.textContent = differs[index] ? "≠" : equal && !isChange ? "=" : "";
+    classes(cell, { differs: differs[index], kept: equal && isChange });
   };
-  drawRow(row, from, mark, `${differs.length - count} ${same}, ${count} ${same === "right" ? "wrong" : "change"}`);
+  drawRow(row, from, mark, isChange ? `${all - count} stay, ${count} change` : `${count} of ${all} incorrect`);
 }
 
 function drawRow(row, from, look, count) {

@@ -3,7 +3,9 @@ import { inEnglish } from "../words.js";
 import { $, blank, colour, remember, say } from "./draw.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
-const times = (factor) => `${factor < 9.95 && factor > 1 ? factor.toFixed(1) : Math.round(factor)}×`;
+const columns = (count) => `${count} column${count === 1 ? "" : "s"}`;
+const short = (number) => (number < 9.95 && number !== 1 ? number.toFixed(1) : Math.round(number));
+const times = (factor) => `${short(factor)}×`;
 
 /** Draw the columns that each step computed, one row per step: without the cache a triangle, with it a line. They are
  *  visible in a race. */
@@ -34,8 +36,11 @@ export const drawSums = remember((run, blockSize, parameters) => {
   const less = same ? without.rows / withIt.rows : 1;
   say("factor", times(less));
   const faster = times(without.ms / withIt.ms);
-  const guess = run.racing ? `You guessed ${run.racing}×. ` : "";
-  const fixed = `it reads all ${inEnglish(parameters)} weights and starts hundreds of small operations`;
-  const why = `${guess}With the cache, it is ${faster} as fast here, not ${times(less)}. Each step has a fixed cost: ${fixed}. Without the cache, many columns share that cost. With it, one column bears it alone.`;
+  const expected = run.racing ? `You said ${run.racing}×. ` : "";
+  const time = ({ ms }) => `${short(ms / same)}\u00a0ms`;
+  const perStep = (text) => `${time(text)} for ${columns(Math.round(text.rows / same))}`;
+  const average = `On average, a step takes ${perStep(without)} without the cache, and ${perStep(withIt)} with it.`;
+  const fixed = `reading all ${inEnglish(parameters)} weights and starting hundreds of small operations`;
+  const why = `${expected}It is ${faster} as fast here, not ${times(less)}. ${average} Most of the ${time(withIt)} is a fixed cost: ${fixed}.`;
   say("speeds", same > 1 && same === request.steps ? why : "");
 });
