@@ -34,11 +34,11 @@ export function runInWords({ on, off, given, request }) {
 /** Describe a column that was taken out. answer.most: the one that moves the prediction most. */
 export function takenInWords({ info, run, answer }) {
   const name = ({ masked }) => `column ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
-  const points = ({ moved }) => `${percent(moved).slice(0, -1)} percentage points`;
+  const share = ({ moved }) => percent(moved);
   const { most } = answer;
   const isMost = answer.masked === most.masked;
-  const rank = isMost ? ", more than for any other column shown." : `. For ${name(most)}, it is ${points(most)}.`;
-  return `Without ${name(answer)}, the prediction changes by ${points(answer)}${rank}`;
+  const rank = isMost ? ", more than for any other column shown." : `. For ${name(most)}, it is ${share(most)}.`;
+  return `Without ${name(answer)}, ${share(answer)} of the probability moves to other characters${rank}`;
 }
 
 /** Describe what a changed character changes in the layer on the stage, and why the rest can be kept. */

@@ -112,7 +112,7 @@ test("a column is taken out and put back, but never the one that asks", async ()
   const store = await at(1);
   const { state } = store;
   await store.takeOut();
-  assert.match(words(store), /^Without column \d+, “.”, .* percentage points, more than for any other column shown\.$/);
+  assert.match(words(store), /^Without column \d+, “.”, [\d.]+% of the probability moves to other characters, more than for any other column shown\.$/);
   const most = state.answer.masked;
   const one = most === 3 ? 4 : 3;
   store.click(one);

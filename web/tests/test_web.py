@@ -106,7 +106,7 @@ def test_the_numbers_on_the_stage_are_pytorchs(seen, model):
 
 
 def test_the_steps_of_the_lesson_answer(seen):
-    assert seen["taken"].startswith("Without column 3, “R”") and "percentage points" in seen["taken"]
+    assert seen["taken"].startswith("Without column 3, “R”") and "of the probability moves to" in seen["taken"]
 
     # step 2 begins in the middle of the text
     begin, new, prepared = len(DEFAULT["prompt"]), 25, seen["prepared"]

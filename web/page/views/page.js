@@ -66,7 +66,6 @@ function drawRun(state) {
   drawCandidates(state, marked);
   say("about", marked === null ? "" : aboutCharacter(state, marked, scores, weights));
   drawSums(run, info.block_size, info.parameters);
-  say("all", off ? `all ${off.rows} columns` : "all columns");
   drawMistakes(chars, run.given, state.mistakes, answer?.name);
   drawShapes(info, on, off, run.kept.length);
 }
