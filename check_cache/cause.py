@@ -16,18 +16,13 @@ from check_cache.attention import repeat_heads, shaped
 class Cause(NamedTuple):
     """The first thing that is wrong.
 
-    what   "arrival", "kept", "changed", "hidden" (by the mask), "weight", "after", or None if we cannot say
-    layer  counts the calls of attention
+    what     "arrival", "kept", "changed", "hidden" (by the mask), "weight", "after", or None if we cannot say
+    certain  whether it cannot be rounding, not even rounding that made an earlier router choose another expert
     """
 
     what: str | None
     text: str
-    layer: int | None = None
-
-    def certain(self, reference):
-        """Whether this cannot be rounding, not even rounding that made an earlier router choose another expert."""
-        wrong_content = self.what in ("changed", "arrival") and self.layer is not None
-        return self.what in ("kept", "hidden") or (wrong_content and reference.steady[self.layer])
+    certain: bool = False
 
 
 def find_cause(stream, reads, T, rows, positions, guesses):
@@ -35,13 +30,15 @@ def find_cause(stream, reads, T, rows, positions, guesses):
 
     rows, positions  (B, T) of the new tokens. A position below 0 is padding
     """
-    reference, calls = stream.reference, stream.reference.calls
-    if not reference.reads:
+    expected, calls = stream.reference.reads, stream.reference.calls
+    if not expected:
         unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
         return Cause(None, f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads")
-    sizes, end, cause = sizes_of(stream, reads, T), 0, None
-    if sum(sizes) != T:
+    # some decoders split the T tokens, often into single tokens
+    sizes = [shaped(read, len(rows)).weights.size(2) for read in reads[expected[0][0] :: calls]]
+    if len(reads) % calls or sum(sizes) != T:
         return Cause("arrival", f"a step calls attention {len(reads)} times, but {calls} times without a cache")
+    end, cause = 0, None
     while end < T - guesses and (cause is None or cause.what == "after"):
         part, size = reads[:calls], sizes.pop(0)
         reads, new, end = reads[calls:], slice(end, end + size), end + size
@@ -50,30 +47,19 @@ def find_cause(stream, reads, T, rows, positions, guesses):
     return cause
 
 
-def sizes_of(stream, reads, T):
-    """Return how many tokens a step feeds at a time. Some decoders split the T tokens, often into single tokens."""
-    calls, first = stream.reference.calls, stream.reference.reads[0][0]
-    if len(reads) in (calls, T * calls):
-        return [T] if len(reads) == calls else [1] * T
-    if len(reads) % calls:
-        return []
-    return [shaped(read, len(stream.rows)).weights.size(2) for read in reads[first::calls]]
-
-
 def compare_layers(stream, reads, fed, rows, positions, guesses):
     """Return the Cause of wrong logits, when `fed` tokens per row are in the cache."""
-    before = None
+    steady = stream.reference.steady
     for layer, (call, expected) in enumerate(stream.reference.reads):
-        cause = compare_layer(stream, shaped(reads[call], len(rows)), expected, fed, rows, positions, guesses)
-        if cause and cause.what == "arrival" and before is not None:
-            text = f"attention in layer {before} is correct, so the mistake is between the two layers: {cause.text}"
-            cause = cause._replace(text=text)
-        if cause:
-            return cause._replace(layer=layer)
-        before = layer
-    if any(expected.key is None or expected.value is None for _, expected in stream.reference.reads):
-        return Cause("after", "attention sees what it should, but we could not see all keys and values: check those")
-    return Cause("after", "attention reads and sees what it should in all layers, so the mistake comes after it")
+        read = shaped(reads[call], len(rows))
+        if cause := compare_layer(stream, read, expected, fed, rows, positions, guesses):
+            what, text, _ = cause
+            if layer and what == "arrival":
+                text = f"attention in layer {layer - 1} is correct, so the mistake is between the two layers: {text}"
+            certain = what in ("kept", "hidden") or (what in ("changed", "arrival") and steady[layer])
+            return Cause(what, f"layer {layer}: {text}", certain)
+    text = "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
+    return Cause("after", text)
 
 
 def compare_layer(stream, read, expected, fed, rows, positions, guesses):
@@ -160,18 +146,19 @@ def explain_contents(reference, expected, contents, rows, positions, places, new
     row, position = rows[i, 0].item(), places[i, slot].item()
     whose = f"row {row}, position {position}"
     asked = None if kept or wrong_query is None else wrong_query[i, positions[i] == position].any().item()
+    should = f"slot {slot} should hold the {what} of {whose}, but holds"
     if close := distance_if_close(reference, wrong, slot):
-        if not kept and "rounded to" not in close:
-            reason = {None: "rounded, scaled, or from a wrong input", True: "from a wrong input"}
-            text = f"the new {what} of {whose} {be} slightly off on arrival: {reason.get(asked, 'rounded or scaled')}"
-            return Cause("arrival", text)
-        return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
+        if kept or "rounded to" in close:
+            return Cause("changed", f"{should} {close}")
+        reason = "from a wrong input" if asked else "rounded or scaled"
+        return Cause("arrival", f"the new {what} of {whose} {be} slightly off on arrival: {reason}")
     heads = sum(reference.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
     if owner := find_owner(reference, expected, wrong, heads, slot, row, position, not kept):
-        return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
+        return Cause("kept", f"{should} {owner}")
     if kept:
-        text = "but holds something that no token produced: it was changed later, or is a rejected guess"
-        return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
+        return Cause(
+            "changed", f"{should} something that no token produced: it was changed later, or is a rejected guess"
+        )
     which = "only the new key" if what == "key" and "value" in contents else f"the new {what}"
     reason = explain_arrival(reference, expected, wrong, heads, slot, row, position, asked)
     return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}")
@@ -183,7 +170,7 @@ def explain_arrival(reference, own, wrong, heads, slot, row, position, wrong_que
         # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
         tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
         with reference.exactly():
-            _, reads = reference.watch(reference.ids[row, tried][:, None].expand_as(reference.ids))
+            reads = reference.watch(reference.ids[row, tried][:, None].expand_as(reference.ids))
         same = torch.ones(ROWS, reference.length, dtype=torch.bool)
         for name, (got, _) in wrong.items():
             x = repeat_heads(getattr(reads[0][1], name), len(heads))[:, heads]

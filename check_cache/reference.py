@@ -1,6 +1,5 @@
 """The logits of reference, without a cache, and how far rounding moves them."""
 
-import copy
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -82,8 +81,8 @@ class Reference:
     fault  None, or why these logits cannot judge a cache
     """
 
-    def __init__(self, decoder, modules, length, dtype, seed):
-        self.decoder, self.modules, self.length, self.eps = decoder, modules, length, torch.finfo(dtype).eps
+    def __init__(self, decoder, length, dtype, seed, tolerance):
+        self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
         self.pad, self.window = decoder.pad, decoder.window
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
         self.inspects = self.eps > 1e-4  # in half precision, logits alone show too little
@@ -105,18 +104,21 @@ class Reference:
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
         plain = self.full()
         self.argmax = plain.argmax(-1)
-        least = self.logits.std() * self.eps * (1 if modules else 64)  # a guess for weights that we cannot change
+        least = self.logits.std() * self.eps * (1 if self.modules else 64)  # a guess for weights that we cannot change
         self.rounding = self.error(plain).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
             error = self.error(self.full(rows, end), rows, slice(end))
             self.rounding[rows, :end] = self.rounding[rows, :end].maximum(error)
         for _ in range(3):
-            with changed(modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
+            with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
         # Half-way between the two limits, a cause decides. They are far apart if rounding makes a router choose a
         # different expert, which moves a few logits a lot.
         self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
         self.fault = self.fault or self.find_blindness()
+        if tolerance:  # a cache that rounds on purpose
+            self.rounding, self.coarse, self.inspects = self.rounding.clamp(min=tolerance), 0.3, True
+            self.limit, self.suspicious = self.limit.clamp(min=tolerance), self.suspicious.clamp(min=tolerance)
 
     def full(self, rows=slice(None), end=None, ids=None):
         """Return logits without a cache, of some rows up to `end`. A decoder may overwrite the ids that it gets."""
@@ -140,14 +142,6 @@ class Reference:
     def error(self, logits, rows=slice(None), positions=slice(None)):
         """Return the error of the worst logit at each position. NaN counts as infinite."""
         return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
-
-    def loosened(self, limit):
-        """Return a Reference for a cache that rounds on purpose, so that logits may be off by `limit`."""
-        other = copy.copy(self)
-        other.rounding = self.rounding.clamp(min=limit)
-        other.limit, other.suspicious = self.limit.clamp(min=limit), self.suspicious.clamp(min=limit)
-        other.coarse, other.inspects = 0.3, True
-        return other
 
     def find_fault(self, fewer, half):
         """Return why no cache can give these logits, or None. They must not depend on later tokens or other rows.
@@ -178,31 +172,23 @@ class Reference:
             )
 
     def watch(self, ids=None):
-        """Return (how often a forward calls attention, [(index of a call, its Read)] for calls over all tokens)."""
+        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router."""
         with Watch() as watch:
             self.full(ids=ids)
+        self.calls = len(watch.reads)
         reads = [read() if callable(read) else read for read in watch.reads]
-        square = (self.length, self.length)  # not the softmax of a router
-        found = [(i, read) for i, read in enumerate(reads) if read.weights.shape[-2:] == square]
-        return len(reads), [(i, shaped(read, len(self.ids))) for i, read in found]
+        square = (self.length, self.length)
+        return [(i, shaped(x, len(self.ids))) for i, x in enumerate(reads) if x.weights.shape[-2:] == square]
 
     @cached_property
-    def watched(self):
+    def reads(self):
         with self.exactly():
             return self.watch()
-
-    @property
-    def calls(self):
-        return self.watched[0]
-
-    @property
-    def reads(self):
-        return self.watched[1]
 
     @cached_property
     def steady(self):
         """Whether rounding barely moves the keys and values, per layer. After a router it may move them a lot."""
-        pairs = [(read, wanted) for (_, read), (_, wanted) in zip(self.watch()[1], self.reads)]
+        pairs = [(read, wanted) for (_, read), (_, wanted) in zip(self.watch(), self.reads)]
         parts = [[(getattr(x, name), getattr(y, name)) for name in ("key", "value")] for x, y in pairs]
         return [not any(y is not None and self.differ(2 * x - y, y).any() for x, y in part) for part in parts]  # half
 
