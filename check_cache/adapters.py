@@ -124,6 +124,14 @@ class Functions(Adapter):
     def step(self, ids, cache, mask, pos, rows, lengths):
         return call(self.parts["step"], ids, cache, mask=mask, pos=pos, lengths=lengths, **self.inputs_of(rows))
 
+    def generate(self, ids, count, use_cache, mask, rows):
+        generate = self.parts.get("generate")
+        if not generate:
+            raise NotImplementedError("there is no generate(ids, count, use_cache)")
+        if mask is not None and not asks_for(generate, "mask"):
+            raise NotImplementedError("generate takes no mask")
+        return call(generate, ids, count, use_cache, mask=mask, **self.inputs_of(rows))
+
 
 def asks_for(function, name):
     return name in inspect.signature(function).parameters
@@ -224,31 +232,14 @@ class Transformers(Adapter):
         given = {"attention_mask": mask, "position_ids": pos} if mask is not None else {}
         return {name: value for name, value in given.items() if name in self.takes}
 
-    def generated_logits(self, ids, mask, count, rows):
-        """Return the logits (B, count, V) of generate(), forced to choose the last `count - 1` tokens of `ids`."""
+    def generate(self, ids, count, use_cache, mask, rows):
         import transformers
 
         if getattr(type(self.model), "generate", None) is not transformers.GenerationMixin.generate:
             raise NotImplementedError("the model does not use generate() of transformers")
-
-        def force(seen, scores):
-            place = min(seen.size(1), ids.size(1) - 1)  # we do not look at any logits after the last choice
-            return nn.functional.one_hot(ids[:, place], self.vocab_size).to(scores)
-
-        end = ids.size(1) - count + 1
-        no_token = self.vocab_size  # None would mean the model's own end-of-text token
-        settings = transformers.GenerationConfig(
-            max_new_tokens=count,
-            eos_token_id=no_token,
-            pad_token_id=self.pad,
-            output_logits=True,
-            return_dict_in_generate=True,
+        mask = torch.ones_like(ids) if mask is None else mask  # or it hides tokens with the padding id
+        end = self.vocab_size  # no token. None would mean the model's own end-of-text token
+        greedy = transformers.GenerationConfig(
+            max_new_tokens=count, use_cache=use_cache, eos_token_id=end, pad_token_id=self.pad
         )
-        said = self.model.generate(
-            ids[:, :end],
-            attention_mask=mask[:, :end],
-            generation_config=settings,
-            logits_processor=transformers.LogitsProcessorList([force]),
-            **self.inputs_of(rows),
-        )
-        return torch.stack(said.logits, 1)
+        return self.model.generate(ids, attention_mask=mask, generation_config=greedy, **self.inputs_of(rows))

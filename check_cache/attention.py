@@ -9,8 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
-BADDBMM = {torch.baddbmm, torch.Tensor.baddbmm}
-WATCHED = SOFTMAX | MATMUL | BADDBMM | {F.scaled_dot_product_attention, torch.einsum}
+WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 
 @dataclass
@@ -73,8 +72,6 @@ def operands_of(function, args):
     """Return the two operands of a matrix product, in the layout of torch.matmul, or None."""
     if function in MATMUL:
         return args if len(args) == 2 and min(args[0].dim(), args[1].dim()) > 1 else None
-    if function in BADDBMM:
-        return args[1:3] if len(args) > 2 else None
     if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")
         left, right = terms.split(",")

@@ -1,4 +1,4 @@
-"""The check itself: each scenario, for each kind of cache and each implementation of attention."""
+"""The check itself: each scenario, for each kind of cache."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ import torch
 from check_cache.adapters import ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
 from check_cache.report import Report, Result, as_list, describe, first_line
-from check_cache.scenarios import PADS, Stream, largest_chunk, scenarios_for
+from check_cache.scenarios import Stream, largest_chunk, scenarios_for
 
 
 def check_cache(
@@ -66,7 +66,8 @@ def check_cache(
         torch.manual_seed(seed)
         for module in modules:
             module.eval().to(device)
-        results, fault = run_all(decoder, chosen, kinds, length, dtype, seed, tolerance)
+        results = run_all(decoder, chosen, kinds, length, dtype, seed, tolerance)
+    show("")
 
     if not modules:
         note = "we found no module with the weights: pass it as model="
@@ -79,41 +80,46 @@ def check_cache(
     beyond = f"more than {length} tokens or {ROWS} rows, most chunks of more than {largest_chunk(length)}, other dtypes"
     if left_out := len(known) - len(chosen):
         beyond += f", {left_out} scenarios that were left out"
-    return Report(title, results, fault, beyond)
+    return Report(title, results, beyond)
 
 
 def choose(scenarios, only, skip):
     """Return the scenarios whose names contain a word of `only`, if there are any, and none of `skip`."""
-    for word in (*as_list(only), *as_list(skip)):
-        if not any(word in name for name in scenarios):
-            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(scenarios)}")
-    only, skip = as_list(only) or [""], as_list(skip)
-    chosen = [name for name in scenarios if any(word in name for word in only)]
-    return {name: scenarios[name] for name in chosen if not any(word in name for word in skip)}
+
+    def named(words):
+        for word in words:
+            if not any(word in name for name in scenarios):
+                raise ValueError(f"no scenario is called {word!r}. There are {', '.join(scenarios)}")
+        return {name for name in scenarios if any(word in name for word in words)}
+
+    names = named(as_list(only) or [""]) - named(as_list(skip))
+    return {name: scenario for name, scenario in scenarios.items() if name in names}
 
 
 def run_all(decoder, scenarios, kinds, *options):
-    """Return the results, and why no cache can be judged, or None. The options are those of Reference."""
+    """Return the results. The options are those of Reference."""
     show("logits without a cache")
     try:
         reference = Reference(decoder, *options)
     except (Exception, SystemExit) as error:
-        return [Result("every scenario", "any", "not run", describe(error))], None
+        return [Result("every scenario", "any", "not run", describe(error))]
+    if reference.fault:
+        return [Result("every scenario", "any", "fault", reference.fault)]
     results = []
-    for kind in kinds if not reference.fault else ():
+    for kind in kinds:
         try:
             decoder.new(3, reference.room, kind)
         except (Exception, SystemExit) as error:
             results.append(Result("every scenario", kind, "not run", describe(error)))
             continue
         began = time.monotonic()
-        for count, (name, scenario) in enumerate(scenarios.items()):
-            left = (time.monotonic() - began) / max(1, count) * (len(scenarios) - count)
+        names = [name for name in scenarios if kind == "own" or "generate" not in name]  # generate() makes its own
+        for count, name in enumerate(names):
+            left = (time.monotonic() - began) / max(1, count) * (len(names) - count)
             estimate = f", about {left:.0f} s left" if count else ""
-            show(f"{kind} cache, {count + 1} of {len(scenarios)}: {name}{estimate}")
-            results.append(run_scenario(reference, Result(name, kind), scenario))
-    show("")
-    return results, reference.fault
+            show(f"{kind} cache, {count + 1} of {len(names)}: {name}{estimate}")
+            results.append(run_scenario(reference, Result(name, kind), scenarios[name]))
+    return results
 
 
 def show(text):
@@ -138,6 +144,9 @@ def run_scenario(reference, result, scenario):
 
 def judge(reference, result):
     """Set the status of a result from its errors."""
+    if "left padding" in result.scenario and reference.sees_padding:
+        result.status, result.why = "fault", "not the cache's fault: padding changes logits even without a cache"
+        return
     if not result.errors:
         if "generate" in result.scenario:
             return  # it compared tokens
@@ -154,9 +163,6 @@ def judge(reference, result):
         limit = min(reference.suspicious.item(), 0.99 * result.off)
     else:
         return
-    if "left padding" in result.scenario and padding_matters(reference):
-        result.status, result.why = "fault", "not the cache's fault: padding changes logits even without a cache"
-        return
     first = (error > limit).int().argmax()
     result.status, result.row, result.position = "wrong", rows[first].item(), positions[first].item()
     result.step = batch[first].item(), tokens[first].item()
@@ -165,11 +171,3 @@ def judge(reference, result):
         f"{result.position}, in a step of {result.step[0]} rows and {result.step[1]} tokens"
     )
     result.why = result.why or "no logit is far off, but most are less precise than without a cache"
-
-
-def padding_matters(reference):
-    """Whether left padding changes logits even without a cache. We can only tell if `full` accepts a mask."""
-    result = Result("left padding", None)
-    if reference.decoder.full_takes_mask:
-        Stream(reference, result, pads=PADS).feed(reference.length)
-    return any((columns[2] > reference.limit).any() for columns in result.errors)

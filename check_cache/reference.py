@@ -15,6 +15,7 @@ from check_cache.attention import Watch, shaped
 LARGEST, MEDIAN = 4, 1.25
 # How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
+PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of the shortest length
 
 
 def middle(length):
@@ -126,15 +127,28 @@ class Reference:
         return self.decoder.full(ids[rows, :end].clone(), torch.arange(ROWS)[rows])
 
     def set_logits(self):
-        """Set `logits` and `fault`. The shorter sequences come first, because some decoders remember the longest."""
-        half = self.length // 2
+        """Set `logits`, and `fault` if they depend on later tokens or other rows, because then no cache can give them.
+
+        The shorter sequences come first, because some decoders remember the longest.
+        """
+        half, self.fault = self.length // 2, None
         with self.exactly():
             fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
             self.logits = self.full().double()
-            if self.logits.shape != (*self.ids.shape, self.decoder.vocab_size):
-                shape, needed = tuple(self.logits.shape), (*self.ids.shape, self.decoder.vocab_size)
-                raise ValueError(f"full returns logits of shape {shape}, but we need one per token: {needed}")
-            self.fault = self.find_fault(fewer, half)
+        needed = (*self.ids.shape, self.decoder.vocab_size)
+        if self.logits.shape != needed:
+            raise ValueError(f"full returns logits of shape {tuple(self.logits.shape)}, but we need {needed}")
+        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
+        because = None if self.logits.isfinite().all() else "are not finite"
+        for what, logits in fewer.items():
+            off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
+            if (off > tolerance).any() and not because:
+                first = (off > tolerance).int().argmax()
+                because = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
+        if because:
+            self.fault = (
+                f"not the cache's fault: logits without a cache {because}, so no cache can give the same logits"
+            )
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -143,22 +157,6 @@ class Reference:
         """Return the error of the worst logit at each position. NaN counts as infinite."""
         return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
 
-    def find_fault(self, fewer, half):
-        """Return why no cache can give these logits, or None. They must not depend on later tokens or other rows.
-
-        fewer  {what was left out: the logits (some rows, half, V)}
-        """
-        no_cache = "NOT THE CACHE'S FAULT  logits without a cache {}, so no cache can give the same logits"
-        if not self.logits.isfinite().all():
-            return no_cache.format("are not finite")
-        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
-        for what, logits in fewer.items():
-            off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
-            if (off > tolerance).any():
-                first = (off > tolerance).int().argmax()
-                change = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
-                return no_cache.format(change)
-
     def find_blindness(self):
         """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
@@ -166,10 +164,19 @@ class Reference:
         matters = self.error(self.full(ids=self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
         noise = self.rounding.median()
         if matters < VISIBLE * noise:
-            return (
-                f"CANNOT SEE THE CACHE  earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}, "
-                "so a wrong cache would look correct"
-            )
+            moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"
+            return f"we cannot see the cache: {moved}, so a wrong cache would look correct"
+
+    @cached_property
+    def sees_padding(self):
+        """Whether left padding changes logits even without a cache. We can only tell if `full` accepts a mask."""
+        if not self.decoder.full_takes_mask:
+            return False
+        rows, positions = torch.arange(3)[:, None].expand(3, self.length), torch.arange(self.length)
+        positions = positions - torch.tensor(PADS)[:, None]
+        real, pos = positions >= 0, positions.clamp(min=0)
+        logits = self.decoder.full(self.ids[rows, pos].where(real, self.pad), rows[:, 0], real.long(), pos)
+        return (self.error(logits[real], rows[real], pos[real]) > self.limit).any()
 
     def watch(self, ids=None):
         """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router."""

@@ -18,7 +18,7 @@ class Result:
 
     scenario: str
     cache: str | None
-    status: str = "correct"  # or "wrong", "not run", or "fault": wrong without a cache, too
+    status: str = "correct"  # or "wrong", "not run", or "fault": of the decoder without a cache
     why: str | None = None  # the cause, or the reason
     rule: str | None = None  # what the scenario has violated
     off: float | None = None  # how far the worst logit is off
@@ -38,16 +38,11 @@ class Result:
 
 @dataclass(repr=False)
 class Report:
-    """repr() and str() are for people, `results` is for programs.
-
-    fault   None, or why we cannot judge the cache
-    beyond  what no scenario covers
-    """
+    """repr() and str() are for people, `results` is for programs."""
 
     title: str
     results: list
-    fault: str | None
-    beyond: str
+    beyond: str  # what no scenario covers
 
     @property
     def exit_code(self):
@@ -75,7 +70,7 @@ class Report:
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
 
     def __repr__(self):
-        lines = [self.fault] if self.fault else []
+        lines = []
         labels = {"wrong": "WRONG  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
         for status, label in labels.items():
             groups = {}  # results with the same cause, apart from rows and positions

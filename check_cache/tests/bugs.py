@@ -14,7 +14,7 @@ V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
 # what the report says about each kind of bug; a | separates words that must all appear
 WRONG_VALUE, WRONG_KEY = "are wrong on arrival: its position is", "only the new key|its position is"
 HOLDS, TOO_FEW, SEEN = "should hold the", " needs ", "the token of row"
-IN_GENERATE, RAISES = "what generate() feeds", "raises"
+IN_GENERATE, RAISES = "call of generate() chooses different tokens", "raises"
 
 
 # -- a decoder ---------------------------------------------------------------------------------------------------------

@@ -174,7 +174,6 @@ def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dty
     if dtype != torch.float32:
         options = dict(scenarios=["decode", "padding", "chunks of mixed sizes", "generate"], caches=("own",))
     report = check_cache(family(name), length=48, dtype=dtype, **options)
-    assert report.fault is None
     wrong = [result for result in report.results if result.status == "wrong"]
     if name not in DEFECTS:
         assert not wrong, report
