@@ -31,16 +31,15 @@ def adapter_of(model, parts, inputs):
         raise TypeError(f"check_cache has no argument {', '.join(sorted(unknown))}")
     parts = {name: part for name, part in parts.items() if part is not None}
     if not parts:
+        if not hasattr(model, "step") and getattr(model, "get_output_embeddings", lambda: None)() is not None:
+            model = Transformers(model)
         parts = {name: getattr(model, name) for name in names if hasattr(model, name)}
         # the object may use the names of optional functions for something else
         parts = {name: part for name, part in parts.items() if name not in TAKES or asks_for(part, TAKES[name])}
-    missing = [name for name in NEEDED if name not in parts]
-    if missing and getattr(model, "get_output_embeddings", lambda: None)() is not None:
-        return Transformers(model, inputs)
-    if missing:
+    if missing := [name for name in NEEDED if name not in parts]:
         needs = "needs a causal language model of transformers, or an adapter"
         raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
-    return Functions(model, parts, inputs)
+    return Adapter(model, parts, inputs)
 
 
 def copies_of(model, setup=lambda model, rows, length: None):
@@ -58,30 +57,50 @@ def copies_of(model, setup=lambda model, rows, length: None):
 
 
 class Adapter:
-    """What all adapters have."""
+    """A decoder given as functions, or as an object with these methods."""
 
-    kinds = ("own",)  # of caches
-    takes_mask = full_takes_mask = True
-    takes_lengths = False
-
-    def __init__(self, modules, parts, inputs):
-        self.modules, self.parts = [*modules], parts
+    def __init__(self, model, parts, inputs):
+        self.modules, self.parts = find_modules(model, *parts.values()), parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
+        self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
+        self.takes_mask, self.full_takes_mask = (asks_for(parts[name], "mask") for name in ("step", "full"))
+        self.takes_lengths = asks_for(parts["step"], "lengths")
+        self.in_float64 = getattr(model, "in_float64", nullcontext)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             if len(tensor) != ROWS:
                 raise ValueError(f"inputs[{name!r}]: must have one entry for each of the {ROWS} sequences")
             # rows 3 to 5 begin like rows 0 to 2
             self.inputs.register_buffer(name, torch.cat((tensor[:3], tensor[:3], tensor[6:])))
-        if modules:
+        if self.modules:
             self.modules.append(self.inputs)
 
     @cached_property
     def vocab_size(self):
         return self.parts.get("vocab_size") or self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1)).size(-1)
 
-    def inputs_of(self, rows):
-        return {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
+    def call(self, part, *needed, rows, **optional):
+        """Pass the arguments that are needed in order, and by name the inputs and those that the function has."""
+        inputs = {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
+        known = {name: value for name, value in optional.items() if asks_for(self.parts[part], name)}
+        return self.parts[part](*needed, **inputs, **known)
+
+    def full(self, ids, rows, mask=None, pos=None):
+        output = self.call("full", ids, rows=rows, mask=mask, pos=pos)
+        return output[0] if isinstance(output, tuple) else output
+
+    def new(self, rows, length, kind):
+        return self.parts["new"](rows, length, **({"kind": kind} if len(self.kinds) > 1 else {}))
+
+    def step(self, ids, cache, mask, pos, rows, lengths):
+        return self.call("step", ids, cache, rows=rows, mask=mask, pos=pos, lengths=lengths)
+
+    def generate(self, ids, count, use_cache, mask, rows):
+        if "generate" not in self.parts:
+            raise NotImplementedError("there is no generate(ids, count, use_cache)")
+        if mask is not None and not asks_for(self.parts["generate"], "mask"):
+            raise NotImplementedError("generate takes no mask")
+        return self.call("generate", ids, count, use_cache, rows=rows, mask=mask)
 
     def change(self, cache, name, *args):
         """Crop, reorder, ... a cache, with the function of the adapter or the method of the cache."""
@@ -89,7 +108,12 @@ class Adapter:
             return self.parts[name](cache, *args)
         if not hasattr(cache, METHODS[name]):
             raise NotImplementedError(f"the cache has no {METHODS[name]}")
-        return getattr(cache, METHODS[name])(*args)
+        try:
+            return getattr(cache, METHODS[name])(*args)
+        except AttributeError as error:
+            if type(cache).__module__.startswith("transformers."):  # it asks each of its layers
+                raise NotImplementedError(first_line(error)) from None
+            raise
 
     def fork(self, cache):
         if "fork" in self.parts:
@@ -100,46 +124,9 @@ class Adapter:
         except Exception as error:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
-    def running(self):
-        """Return a context in which the model can run in float64."""
-        return nullcontext()
-
-
-class Functions(Adapter):
-    """The adapter of a decoder given as functions, or as an object with these methods."""
-
-    def __init__(self, model, parts, inputs):
-        super().__init__(find_modules(model, *parts.values()), parts, inputs)
-        self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
-        self.takes_mask, self.full_takes_mask = (asks_for(parts[name], "mask") for name in ("step", "full"))
-        self.takes_lengths = asks_for(parts["step"], "lengths")
-
-    def full(self, ids, rows, mask=None, pos=None):
-        output = call(self.parts["full"], ids, mask=mask, pos=pos, **self.inputs_of(rows))
-        return output[0] if isinstance(output, tuple) else output
-
-    def new(self, rows, length, kind):
-        return call(self.parts["new"], rows, length, kind=kind)
-
-    def step(self, ids, cache, mask, pos, rows, lengths):
-        return call(self.parts["step"], ids, cache, mask=mask, pos=pos, lengths=lengths, **self.inputs_of(rows))
-
-    def generate(self, ids, count, use_cache, mask, rows):
-        generate = self.parts.get("generate")
-        if not generate:
-            raise NotImplementedError("there is no generate(ids, count, use_cache)")
-        if mask is not None and not asks_for(generate, "mask"):
-            raise NotImplementedError("generate takes no mask")
-        return call(generate, ids, count, use_cache, mask=mask, **self.inputs_of(rows))
-
 
 def asks_for(function, name):
     return name in inspect.signature(function).parameters
-
-
-def call(function, *needed, **optional):
-    """Pass the arguments that are needed in order, and those of the others that the function has by name."""
-    return function(*needed, **{name: value for name, value in optional.items() if asks_for(function, name)})
 
 
 def find_modules(*things):
@@ -157,12 +144,10 @@ def find_modules(*things):
     return [*found]
 
 
-class Transformers(Adapter):
+class Transformers:
     """The adapter of a causal language model of transformers. It calls the model as generate() does."""
 
-    kinds = ("own", "static")
-
-    def __init__(self, model, inputs):
+    def __init__(self, model):
         import transformers
 
         if int(transformers.__version__.partition(".")[0]) < 5:
@@ -176,16 +161,13 @@ class Transformers(Adapter):
 
         grows = (fact("rope_parameters") or {}).get("rope_type") == "dynamic"
         windows = map(fact, ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size"))
-        facts = dict(
-            vocab_size=model.get_output_embeddings().weight.size(0),
-            context=None if grows else fact("max_position_embeddings"),
-            window=next(filter(None, windows), None),
-            pad=fact("pad_token_id"),
-        )
-        super().__init__([model], facts, inputs)
+        self.vocab_size = model.get_output_embeddings().weight.size(0)
+        self.context = None if grows else fact("max_position_embeddings")
+        self.window = next(filter(None, windows), None)
+        self.pad = fact("pad_token_id") or 0
 
     @contextmanager
-    def running(self):
+    def in_float64(self):
         experts = getattr(self.config, "_experts_implementation", None)
         switch = self.model.set_experts_implementation if experts else lambda name: None
         switch("eager")  # the fast kernels have no float64
@@ -194,9 +176,8 @@ class Transformers(Adapter):
         finally:
             switch(experts)
 
-    def full(self, ids, rows, mask=None, pos=None):
-        more = self.placed(mask, pos) | self.inputs_of(rows)
-        return self.model(input_ids=ids, **({"use_cache": False} if "use_cache" in self.takes else {}), **more).logits
+    def full(self, ids, mask, pos, **inputs):
+        return self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos), **inputs).logits
 
     def new(self, rows, length, kind):
         import transformers
@@ -208,31 +189,25 @@ class Transformers(Adapter):
             return transformers.StaticCache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
-    def step(self, ids, cache, mask, pos, rows, lengths):
+    def step(self, ids, cache, mask, pos, **inputs):
         if self.cache_name is None:  # then we only see what generate() does
             raise NotImplementedError("the model takes no cache_params and no past_key_values")
         make_mask = getattr(self.model, "create_masks_for_generate", None)
         if make_mask and mask is not None and getattr(cache, "is_compileable", False):
             mask = make_mask(self.config, self.model.get_input_embeddings()(ids), mask, cache)
-        more = {self.cache_name: cache, **self.placed(mask, pos), **self.inputs_of(rows)}
+        more = {self.cache_name: cache, **self.placed(mask, pos), **inputs}
         output = self.model(input_ids=ids, use_cache=True, **more)
         held = getattr(output, self.cache_name, None)
         if held is None:
             raise NotImplementedError("the model returns no cache")
         return output.logits, held
 
-    def change(self, cache, name, *args):
-        try:
-            return super().change(cache, name, *args)
-        except AttributeError as error:  # the cache asks each of its layers
-            raise NotImplementedError(first_line(error)) from None
-
     def placed(self, mask, pos):
         """Return the arguments for mask and positions. Without a mask, the model has to work out positions itself."""
         given = {"attention_mask": mask, "position_ids": pos} if mask is not None else {}
         return {name: value for name, value in given.items() if name in self.takes}
 
-    def generate(self, ids, count, use_cache, mask, rows):
+    def generate(self, ids, count, use_cache, mask=None, **inputs):
         import transformers
 
         if getattr(type(self.model), "generate", None) is not transformers.GenerationMixin.generate:
@@ -242,4 +217,4 @@ class Transformers(Adapter):
         greedy = transformers.GenerationConfig(
             max_new_tokens=count, use_cache=use_cache, eos_token_id=end, pad_token_id=self.pad
         )
-        return self.model.generate(ids, attention_mask=mask, generation_config=greedy, **self.inputs_of(rows))
+        return self.model.generate(ids, attention_mask=mask, generation_config=greedy, **inputs)

@@ -14,16 +14,11 @@ WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 @dataclass
 class Read:
-    """One call of attention. What we could not see is None.
+    """One call of attention. What we could not see is None. Keys and values may have fewer heads."""
 
-    weights  (B, heads, T, slots), after the softmax
-    query    (B, heads, T, size)
-    key      (B, heads, slots, size), and value too. They may have fewer heads
-    """
-
-    weights: torch.Tensor
-    query: torch.Tensor | None = None
-    key: torch.Tensor | None = None
+    weights: torch.Tensor  # (B, heads, T, slots), after the softmax
+    query: torch.Tensor | None = None  # (B, heads, T, size)
+    key: torch.Tensor | None = None  # (B, heads, slots, size)
     value: torch.Tensor | None = None
 
 
@@ -35,10 +30,7 @@ def shaped(read, B):
 
 
 class Watch(TorchFunctionMode):
-    """Collects a Read, or a function that returns one, per call of attention.
-
-    A call is a scaled_dot_product_attention, or a softmax, which usually lies between two matrix products.
-    """
+    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax."""
 
     def __init__(self):
         super().__init__()

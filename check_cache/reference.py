@@ -27,8 +27,7 @@ def middle(length):
 def changed(modules, change):
     """Replace each weight by change(tensor) for a while. Weights in 8 bits stay, because their layers need them so.
 
-    Afterwards we restore attributes and buffers too, because a forward may write them, and some modules keep a table of
-    angles in the dtype in which they first ran.
+    We restore attributes and buffers too: a forward may write them, or keep a table in the dtype of the moment.
     """
     parts = {part for module in modules for part in module.modules()}
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
@@ -53,9 +52,8 @@ def changed(modules, change):
 def revealing(tensor, dtype, draw):
     """Return weights in which no bug can hide.
 
-    A norm with weights of exactly 1 could be applied twice, and a bias of 0 forgotten, so we jitter everything with one
-    dimension. The matrices of an untrained model are so small that attention treats all positions alike, so we scale
-    them up. A matrix of zeros, with which many recipes start, would hide whatever comes before it, so we fill it.
+    A norm whose weights are 1 could be applied twice, so we jitter vectors. Matrices of an untrained model are so small
+    that attention treats all positions alike, so we scale them up. Zeros would hide what comes before, so we fill them.
     """
     data = tensor.data
     if not isinstance(tensor, nn.Parameter):
@@ -76,21 +74,17 @@ def normal(tensor, draw):
 class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits.
 
-    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on, and two more make a
-    batch of eight. Some tokens have the padding id, because a cache must not mistake them for padding.
-
-    fault  None, or why these logits cannot judge a cache
+    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on. Some tokens have the
+    padding id, because a cache must not mistake them for padding.
     """
 
     def __init__(self, decoder, length, dtype, seed, tolerance):
         self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
-        self.pad, self.window = decoder.pad, decoder.window
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
-        self.inspects = self.eps > 1e-4  # in half precision, logits alone show too little
         self.room = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
-        ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
+        ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = decoder.pad
         ids[3:6, : middle(length)] = ids[:3, : middle(length)]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
@@ -113,12 +107,10 @@ class Reference:
         for _ in range(3):
             with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
-        # Half-way between the two limits, a cause decides. They are far apart if rounding makes a router choose a
-        # different expert, which moves a few logits a lot.
         self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
         self.fault = self.fault or self.find_blindness()
         if tolerance:  # a cache that rounds on purpose
-            self.rounding, self.coarse, self.inspects = self.rounding.clamp(min=tolerance), 0.3, True
+            self.rounding, self.coarse = self.rounding.clamp(min=tolerance), 0.3
             self.limit, self.suspicious = self.limit.clamp(min=tolerance), self.suspicious.clamp(min=tolerance)
 
     def full(self, rows=slice(None), end=None, ids=None):
@@ -175,7 +167,7 @@ class Reference:
         rows, positions = torch.arange(3)[:, None].expand(3, self.length), torch.arange(self.length)
         positions = positions - torch.tensor(PADS)[:, None]
         real, pos = positions >= 0, positions.clamp(min=0)
-        logits = self.decoder.full(self.ids[rows, pos].where(real, self.pad), rows[:, 0], real.long(), pos)
+        logits = self.decoder.full(self.ids[rows, pos].where(real, self.decoder.pad), rows[:, 0], real.long(), pos)
         return (self.error(logits[real], rows[real], pos[real]) > self.limit).any()
 
     def watch(self, ids=None):
@@ -191,13 +183,6 @@ class Reference:
     def reads(self):
         with self.exactly():
             return self.watch()
-
-    @cached_property
-    def steady(self):
-        """Whether rounding barely moves the keys and values, per layer. After a router it may move them a lot."""
-        pairs = [(read, wanted) for (_, read), (_, wanted) in zip(self.watch(), self.reads)]
-        parts = [[(getattr(x, name), getattr(y, name)) for name in ("key", "value")] for x, y in pairs]
-        return [not any(y is not None and self.differ(2 * x - y, y).any() for x, y in part) for part in parts]  # half
 
     def differ(self, x, wanted):
         """Whether keys, values or queries (..., size) differ from `wanted` by more than rounding explains."""

@@ -22,8 +22,7 @@ class Result:
     why: str | None = None  # the cause, or the reason
     rule: str | None = None  # what the scenario has violated
     off: float | None = None  # how far the worst logit is off
-    row: int | None = None  # where the first wrong logit is
-    position: int | None = None
+    position: int | None = None  # of the first wrong logit
     step: tuple | None = None  # the number of rows and tokens that were fed to get it
     errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs, step
 

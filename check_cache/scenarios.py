@@ -7,7 +7,7 @@ import torch
 
 from check_cache.adapters import ROWS
 from check_cache.attention import Watch
-from check_cache.cause import Cause, find_cause
+from check_cache.cause import find_cause
 from check_cache.reference import PADS, middle
 from check_cache.report import first_line
 
@@ -40,11 +40,11 @@ class Stream:
         rows = self.rows[:, None].expand(B, T)
         chosen = reference.ids[rows + 3 * (torch.arange(T) >= T - guesses), positions.clamp(min=0)]
         mask = (torch.arange(end) >= self.pads).expand(B, end).long() if self.masked else None
-        return chosen.where(positions >= 0, reference.pad), rows, positions, mask
+        return chosen.where(positions >= 0, self.decoder.pad), rows, positions, mask
 
     def feed(self, count, guesses=0):
         """Feed the next `count` tokens of each row and compare their logits. Guesses come from another sequence."""
-        decoder, reference, result, T = self.decoder, self.reference, self.result, count + guesses
+        decoder, result, T = self.decoder, self.result, count + guesses
         ids, rows, positions, mask = self.next(T, guesses)
         pos = positions.clamp(min=0)
         with Watch() as watch:
@@ -60,28 +60,23 @@ class Stream:
             raise TypeError(f"step returns logits of shape {tuple(logits.shape)}, but we need {needed}")
         if missing and self.ragged:
             raise NotImplementedError("the step returns logits of the last slot, which may be padding")
-        suspect, sure = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
-        if (suspect or (reference.inspects and self.fed % 8 < T)) and not result.why:
+        suspect = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
+        if suspect and not result.why:
             try:
-                cause = find_cause(self, watch.reads, T, rows, positions, guesses)
+                result.why = find_cause(self, watch.reads, T, rows, positions, guesses)
             except Exception as error:  # a kind of attention that we do not know
-                cause = Cause(None, f"cause unknown: {first_line(error)}")
-            if sure or cause.certain:
-                result.why = cause.text
+                result.why = f"cause unknown: {first_line(error)}"
         return self
 
     def compare(self, logits, rows, positions):
-        """Note the errors of logits by position and then by row.
-
-        Returns (whether an error is larger than typical rounding, whether one is larger than any rounding).
-        """
+        """Note the errors of logits by position and then by row. Return whether one is larger than usual."""
         batch, tokens = (torch.full((len(rows) * rows.size(1),), size) for size in rows.shape)
         places = (positions >= 0).T.nonzero(as_tuple=True)[::-1]
         logits, rows, positions = logits[places], rows[places], positions[places]
         error = self.reference.error(logits, rows, positions)
         differs = logits.argmax(-1) != self.reference.argmax[rows, positions]
         self.result.errors.append((rows, positions, error, differs, batch[: len(rows)], tokens[: len(rows)]))
-        return (error > self.reference.suspicious).any(), (error > self.reference.limit).any()
+        return (error > self.reference.suspicious).any()
 
     def feed_all(self, *sizes):
         """Feed steps of these sizes, until the sequences end."""
