@@ -122,7 +122,8 @@ def explain_contents(reference, expected, contents, rows, positions, places, new
 
 def explain_arrival(reference, own, wrong, heads, slot, row, position, wrong_query):
     """Say why a new key or value is wrong. own to position: as in find_owner."""
-    if own is reference.reads[0][1]:  # nothing before it mixes tokens, so token and position decide
+    alone = next(reference.decoder.inputs.buffers(), None) is None
+    if own is reference.reads[0][1] and alone:  # nothing before it mixes tokens, so token and position decide
         # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
         tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
         with reference.exactly():

@@ -110,11 +110,12 @@ class Attention(nn.Module):
             slot = cache.at[self.layer]
         if self.positions == "alibi":
             scores = scores + (slot - query) * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
-        weights = (
-            scores.masked_fill(~self.visible(query, slot, mask), torch.finfo(scores.dtype).min).softmax(-1).to(v.dtype)
-        )
+        weights = self.hide(scores, self.visible(query, slot, mask)).softmax(-1).to(v.dtype)
         weights = F.dropout(weights, self.dropout)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    def hide(self, scores, seen):
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
 
     def visible(self, query, slot, mask):
         seen = (slot <= query)[None, None]
@@ -410,6 +411,26 @@ def int8(patch):
     return Decoder()
 
 
+@bug("on arrival: ", "int8 with the scale of the first token, so larger values are clamped")
+def int8_with_a_shared_scale(patch):
+    shared_scale(patch)
+    return Decoder()
+
+
+def shared_scale(patch):
+    """Round keys and values to int8, as the first token would be."""
+    update = Cache.update
+
+    def broken(self, key, value, layer):
+        if self.lengths[layer] == 0:
+            self.scales = getattr(self, "scales", {})
+            self.scales[layer] = [x[:, :, :1].abs().amax(-1, keepdim=True) / 127 for x in (key, value)]
+        pairs = zip((key, value), self.scales[layer])
+        return update(self, *((x / scale).round().clamp(-127, 127) * scale for x, scale in pairs), layer)
+
+    patch(Cache, "update", broken)
+
+
 @bug(f"{HOLDS}|rounded to float16", "a buffer of float16 under float32")
 def float16_buffer(patch):
     patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
@@ -512,6 +533,20 @@ def middle_is_dropped(patch):
         if self.room is None and k.size(2) > 64:
             k, v = (torch.cat((x[:, :, :4], x[:, :, 5:]), 2) for x in (k, v))
             self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+    patched_update(patch, change)
+    return Decoder()
+
+
+@bug(f"{HOLDS}|but holds that of row", "blocks of 32: a chunk over a boundary overwrites the last slot before it")
+def slot_before_a_boundary(patch):
+    def change(self, k, v, key, layer):
+        end, T = self.lengths[layer], key.size(2)
+        last = end // 32 * 32 - 1
+        if T > 1 and end - T <= last and (end - T) % 32:
+            for x in (k, v):
+                x[:, :, last] = x[:, :, last - 1]
         return k, v
 
     patched_update(patch, change)
@@ -734,6 +769,13 @@ def chunks_see_the_future(patch):
 def padding_is_seen(patch):
     visible = Attention.visible
     patch(Attention, "visible", lambda self, query, slot, mask: visible(self, query, slot, None))
+    return Decoder()
+
+
+@bug(f"{SEEN}|but should not", "a boolean mask is added to the scores, so a masked token loses 1 instead of infinity")
+def mask_is_added(patch):
+    hide = Attention.hide
+    patch(Attention, "hide", lambda self, scores, seen: scores + seen if len(seen) > 1 else hide(self, scores, seen))
     return Decoder()
 
 

@@ -595,24 +595,35 @@ def test_rows_of_different_lengths(monkeypatch):
     assert report.exit_code == 1 and "but should not" in report.results[0].why, report
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_inputs_besides_ids(forgets):
-    """One vector per sequence, such as the output of an encoder, is added to each token."""
-    model, memory = Decoder(), torch.randn(8, 1, 32)
-    embed, added = model.wte.forward, [None]
-    model.wte.forward = lambda ids: embed(ids) if added[0] is None else embed(ids) + added[0]
+@pytest.mark.parametrize("mistake", ["", "forgotten", "reused"])
+def test_cross_attention(mistake):
+    """What the encoder said is an input besides ids. A module must not keep it for the next batch of the same size."""
+    model, memory, current, kept = Decoder(), torch.randn(8, 5, 32), [None], {}
+    model.cross, embed = torch.nn.MultiheadAttention(32, 4, batch_first=True), model.wte.forward
+
+    def look(ids):
+        x, memory = embed(ids), current[0]
+        return x if memory is None else x + model.cross(x, memory, memory, need_weights=False)[0]
+
+    model.wte.forward = look
 
     def full(ids, memory):
-        added[0] = memory
+        current[0] = memory
         return model.full(ids)
 
     def step(ids, cache, pos, memory):
-        added[0] = None if forgets and cache.lengths[0] else memory
+        current[0] = memory
+        if mistake == "forgotten" and cache.lengths[0]:
+            current[0] = None
+        if mistake == "reused":
+            current[0] = kept.setdefault(len(ids), memory)
         return model(ids, cache, None, pos)
 
     adapter = functions(model, full=full, step=step, inputs=dict(memory=memory))
-    report = check_cache(**adapter, scenarios=["decode", "reorder", "batches", "prefix"])
-    assert report.exit_code == forgets, report
+    report = check_cache(**adapter, scenarios=["two caches", "batches"])
+    assert report.exit_code == bool(mistake), report
+    if mistake:
+        assert "wrong on arrival: wrong input" in report.results[0].why, report
     with pytest.raises(ValueError, match=r"inputs\['memory'\]: must have one entry for each of the 8 sequences"):
         check_cache(**adapter | dict(inputs=dict(memory=memory[:3])))
 
