@@ -14,13 +14,8 @@ ROWS = 8  # sequences
 NEEDED = ("full", "new", "step")
 FACTS = ("vocab_size", "context", "window", "pad")
 # what an adapter may do with its cache, and the method of a cache that does it otherwise
-METHODS = {
-    "crop": "crop",
-    "reorder": "reorder_cache",
-    "repeat": "batch_repeat_interleave",
-    "select": "batch_select_indices",
-    "reset": "reset",
-}
+METHODS = dict(crop="crop", reorder="reorder_cache", reset="reset")
+METHODS |= dict(repeat="batch_repeat_interleave", select="batch_select_indices")
 TAKES = {**dict.fromkeys((*METHODS, "fork"), "cache"), "generate": "use_cache"}  # an argument of each
 
 

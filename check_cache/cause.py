@@ -12,18 +12,14 @@ from check_cache.attention import repeat_heads, shaped
 
 
 def find_cause(stream, reads, T, rows, positions, guesses):
-    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are guesses.
-
-    rows, positions  (B, T) of the new tokens. A position below 0 is padding
-    """
+    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are guesses."""
     expected, calls = stream.reference.reads, stream.reference.calls
     if not expected:
         unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
         return f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads"
     # some decoders split the T tokens, often into single tokens
-    sizes = [shaped(read, len(rows)).weights.size(2) for read in reads[expected[0][0] :: calls]]
-    if len(reads) == calls and sizes != [T]:
-        return f"a step feeds {sizes[0]} tokens to attention, not {T}"
+    sizes = {1: [T], T: [1] * T}.get(len(reads) / calls)
+    sizes = sizes or [shaped(read, len(rows)).weights.size(2) for read in reads[expected[0][0] :: calls]]
     if len(reads) % calls or sum(sizes) != T:
         return f"a step calls attention {len(reads)} times, but {calls} times without a cache"
     end = 0
@@ -48,6 +44,11 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
     # how should the new tokens weigh each position, and which position is in which slot?
     by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
     places = place(stream, read, expected, by_position, row, fed, T)
+    heads, slots = expected.weights.size(1), read.weights.size(-1)
+    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # transformers puts the heads of a group there
+        read.weights = read.weights.reshape(len(rows), heads, 1, slots)
+    if read.weights.size(2) != T:
+        return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
     known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
@@ -230,7 +231,6 @@ def find_owner(reference, own, wrong, heads, slot, row, position, new):
 
     own    the Read of this layer without a cache
     wrong  {"key" or "value": (what is in all slots, (heads, slots, size); what belongs in this one, (heads, size))}
-    heads  (heads,) which of them are wrong
     new    whether the token is new. Then a key at a wrong position may be that of the same token elsewhere
     """
     where = [~reference.differ(got[heads], wanted[heads, None]).any(0) for got, wanted in wrong.values()]
@@ -255,7 +255,6 @@ def find_owner(reference, own, wrong, heads, slot, row, position, new):
             text, there = divmod(nearest, reference.length)
             whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected guess"
             return f"that of {'' if read is own else f'layer {layer}, '}{whose}, position {there}"
-    return None
 
 
 def places_of(reference, read, wrong, heads, slot):

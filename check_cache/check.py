@@ -32,8 +32,7 @@ def check_cache(
     model      a transformers model, or an adapter: an object with the methods full, new and step
     parts      or these functions as arguments, and whatever else README.md lists. If we cannot find the module from
                them, pass it as `model`: we perturb its weights and restore them afterwards
-    inputs     {name: tensor (8, ...)}, what the decoder reads besides ids, such as the output of an encoder: one entry
-               for each of the 8 sequences. We pass the entries of a batch by name, to full and step
+    inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache; device: where to run, None: where the model is
     caches     kinds of cache: "own" or "static". None: all that the decoder has
@@ -164,8 +163,8 @@ def judge(reference, result):
     first = (error > limit).int().argmax()
     result.status, result.position = "wrong", positions[first].item()
     result.step = batch[first].item(), tokens[first].item()
-    result.rule = (
-        f"{rule}, argmax differs at {int(differs.sum())} positions, first at row {rows[first]}, position "
-        f"{result.position}, in a step of {result.step[0]} rows and {result.step[1]} tokens"
+    where = (
+        f"row {rows[first]}, position {positions[first]}, in a step of {batch[first]} rows and {tokens[first]} tokens"
     )
+    result.rule = f"{rule}, argmax differs at {int(differs.sum())} positions, first at {where}"
     result.why = result.why or "no logit is far off, but most are less precise than without a cache"

@@ -56,10 +56,7 @@ class Report:
         return [word for word, those in named.items() if not those or not all(those)]
 
     def assert_correct(self, require=()):
-        """Raise AssertionError with the report, unless at least one scenario is correct and none is wrong.
-
-        require  words: each scenario whose name or cache contains one of them must have run
-        """
+        """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
         if self.exit_code:
             raise AssertionError(f"the cache is wrong, or could not be checked\n{self}")
         if missing := self.missing(require):

@@ -8,17 +8,14 @@ import torch
 from check_cache.adapters import ROWS
 from check_cache.attention import Watch
 from check_cache.cause import find_cause
-from check_cache.reference import PADS, middle
+from check_cache.reference import PADS
 from check_cache.report import first_line
 
 
 class Stream:
-    """A batch of sequences on its way through one cache. Its errors go into a Result.
+    """A batch of the sequences `rows` on its way through one cache. Its errors go into a Result.
 
-    rows    the sequence in each row
-    pads    how many tokens each row is shorter than the longest. `ragged` rows end with that padding in the prefill and
-            have no padding afterwards; other rows begin with it
-    masked  whether to pass a mask even without padding
+    Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
     """
 
     def __init__(self, reference, result, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False):
@@ -108,7 +105,7 @@ def largest_chunk(L):
 
 def scenarios_for(window, L, seed):
     """Return {name: scenario} for sequences of L tokens. A scenario is called with `start`, which makes a Stream."""
-    half, third, n = middle(L), L // 3, min(8, L // 4)
+    half, third, n = L // 2 | 1, L // 3, min(8, L // 4)  # half: see Reference
     ones = [1] * n  # so many single tokens are enough to see a mistake
     largest = largest_chunk(L)
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
@@ -161,6 +158,8 @@ def scenarios_for(window, L, seed):
     def rollback(start, P=half, everything=False, then=None):
         """Speculative decoding: feed a token and some guesses, then take the guesses back."""
         stream = start().feed(P)
+        if getattr(stream.cache, "is_croppable", True) is False:
+            raise NotImplementedError("the cache cannot be cropped (is_croppable)")
         if hasattr(stream.cache, "activate_past_recording"):  # a window of transformers must be told in advance
             stream.cache.activate_past_recording()
         if everything:

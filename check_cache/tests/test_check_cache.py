@@ -23,25 +23,24 @@ def assert_found(name, patch, **options):
     wrong = [result.why for result in report.results if result.status == "wrong"]
     assert report.exit_code == 1 and wrong, "not found"
     right = [all(words in why for words in cause.split("|")) for why in wrong]
-    # if one scenario names the cause, it is enough that others raise, find leftovers, miss a position, or defer to it
-    vague = "raises|was not empty at|in no slot|if all other scenarios are correct"
+    # if one scenario names the cause, others may raise, find leftovers, miss a position, or compare tokens
+    vague = "raises|was not empty at|in no slot|chooses different tokens"
     enough = [named or bool(re.search(vague, why)) for named, why in zip(right, wrong)]
     assert any(right) and sum(enough) >= 0.8 * len(wrong), report
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
-    assert_found(name, monkeypatch, length=96)
+QUICK = "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_leaves_one beams_not_reordered".split()
+QUICK += ["padding_is_seen"]
+# what only long sequences show
+LONG = "angles_end_at_64 chunk_of_more_than_thirty growth_moves_layers middle_is_dropped dropout_is_on".split()
+LONG += ["alibi_of_the_chunk"]
 
 
 @pytest.mark.parametrize(
-    "name",
-    "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_leaves_one beams_not_reordered "
-    "padding_is_seen".split(),
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BUGS]
 )
-def test_six_broken_caches(name, monkeypatch):
-    assert_found(name, monkeypatch, length=48)
+def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
+    assert_found(name, monkeypatch, length=96 if name in LONG else 48)
 
 
 # -- right caches ------------------------------------------------------------------------------------------------------
@@ -719,19 +718,19 @@ def test_the_command_says_right_wrong_or_cannot_run(command, tmp_path):
 
 @pytest.mark.slow
 def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
-    """For each Python block that is followed by a text block, up to rounding."""
+    """Each script prints a report that the page shows, up to rounding."""
     page = (ROOT / "check_cache" / "README.md").read_text(encoding="utf-8")
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE).group(1)
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    pairs = re.findall(r"^```python\n([^`]*)^```\n\n```text\n([^`]*)^```", page, re.MULTILINE)
-    assert len(pairs) == 4
-    for script, shown in pairs:
+    scripts = re.findall(r"^```python\n([^`]*)^```", page, re.MULTILINE)
+    reports = re.findall(r"^```text\n([^`]*WRONG[^`]*)^```", page, re.MULTILINE)
+    assert len(scripts) == len(reports) == 2
+    for script, shown in zip(scripts, reports):
         sys.modules.pop("mine", None)  # each script breaks a decoder that is right
         exec(script, {})
         said, shown = (
-            re.sub(r"logits off by .*? positions|by\s+\S+ of its size|\s+", " ", text)
-            for text in (capsys.readouterr().out, shown)
+            re.sub(r"logits off by .*? positions|\s+", " ", text) for text in (capsys.readouterr().out, shown)
         )
-        assert said == shown and "WRONG" in said
+        assert said == shown
     sys.modules.pop("mine", None)
