@@ -202,10 +202,7 @@ def place(stream, read, expected, weights, row, fed, T):
 def at_places(x, dim, places):
     """Select the positions `places` (B, slots) from x (B, heads, ...) along `dim`, 2 or 3."""
     at = places.clamp(0, x.size(dim) - 1)
-    at = at[:, None, :, None] if dim == 2 else at[:, None, None]
-    shape = list(x.shape)
-    shape[dim] = places.size(1)
-    return x.gather(dim, at.expand(shape))
+    return x.take_along_dim(at[:, None, :, None] if dim == 2 else at[:, None, None], dim)
 
 
 def same_heads(x, y):
