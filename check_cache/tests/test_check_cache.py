@@ -70,11 +70,6 @@ def test_the_cache_of_kvgpt_is_right(network):
     assert said["left padding"] == ("not run", "the step takes no mask")
 
 
-def test_no_row_is_only_padding():
-    """At the shortest length."""
-    check_cache(tiny("llama"), length=24, scenarios=["padding"]).assert_correct(require="padding")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_right_adapter_and_a_right_transformers_model(dtype):
     for model in (Decoder(window=12), tiny("llama")):
