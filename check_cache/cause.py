@@ -11,8 +11,8 @@ from check_cache.adapters import ROWS
 from check_cache.attention import repeat_heads, shaped
 
 
-def find_cause(stream, reads, T, rows, positions, guesses):
-    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are guesses."""
+def find_cause(stream, reads, T, rows, positions, drafts):
+    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are drafts."""
     expected, calls = stream.reference.reads, stream.reference.calls
     if not expected:
         unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
@@ -23,10 +23,10 @@ def find_cause(stream, reads, T, rows, positions, guesses):
     if len(reads) % calls or sum(sizes) != T:
         return f"a step calls attention {len(reads)} times, but {calls} times without a cache"
     end = 0
-    while end < T - guesses:
+    while end < T - drafts:
         part, size = reads[:calls], sizes.pop(0)
         reads, new, end = reads[calls:], slice(end, end + size), end + size
-        fed, later = stream.fed - T + end, max(0, end - T + guesses)
+        fed, later = stream.fed - T + end, max(0, end - T + drafts)
         for layer, (call, wanted) in enumerate(expected):
             read = shaped(part[call], len(rows))
             if cause := compare_layer(stream, read, wanted, fed, rows[:, new], positions[:, new], later):
@@ -34,10 +34,10 @@ def find_cause(stream, reads, T, rows, positions, guesses):
     return "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
 
 
-def compare_layer(stream, read, expected, fed, rows, positions, guesses):
+def compare_layer(stream, read, expected, fed, rows, positions, drafts):
     """Return the cause if the attention of one layer is wrong, or None."""
     reference, T = stream.reference, positions.size(1)
-    count = T - guesses
+    count = T - drafts
     rows, positions = rows[:, :count], positions[:, :count]
     row, real = rows[:, 0], positions >= 0
 
@@ -50,7 +50,7 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
     if read.weights.size(2) != T:
         return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
-    known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
+    known = (places >= 0) & (places < fed - stream.pads - drafts)  # drafts come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
     absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
@@ -115,7 +115,7 @@ def explain_contents(reference, expected, contents, rows, positions, places, new
     if owner := find_owner(reference, expected, wrong, heads, slot, row, position, not kept):
         return f"{should} {owner}"
     if kept:
-        return f"{should} something that no token produced: changed later, or a rejected guess"
+        return f"{should} something that no token produced: changed later, or a rejected draft token"
     which = "only the new key" if what == "key" and "value" in contents else f"the new {what}"
     reason = explain_arrival(reference, expected, wrong, heads, slot, row, position, asked)
     return f"{which} of {whose} {be} wrong on arrival: {reason}"
@@ -250,7 +250,7 @@ def find_owner(reference, own, wrong, heads, slot, row, position, new):
             steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(ROWS) != row
             nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
             text, there = divmod(nearest, reference.length)
-            whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected guess"
+            whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected draft token"
             return f"that of {'' if read is own else f'layer {layer}, '}{whose}, position {there}"
 
 

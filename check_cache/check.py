@@ -107,7 +107,7 @@ def run_all(decoder, scenarios, kinds, *options):
     results = []
     for kind in kinds:
         try:
-            decoder.new(3, reference.room, kind)
+            decoder.new(3, reference.slots, kind)
         except (Exception, SystemExit) as error:
             results.append(Result("every scenario", kind, "not run", describe(error)))
             continue

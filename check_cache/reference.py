@@ -75,7 +75,7 @@ class Reference:
     def __init__(self, decoder, length, dtype, seed, tolerance):
         self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
-        self.room = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
+        self.slots = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = decoder.pad
@@ -94,7 +94,7 @@ class Reference:
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
         plain = self.full()
         self.argmax = plain.argmax(-1)
-        least = self.logits.std() * self.eps * (1 if self.modules else 64)  # a guess for weights that we cannot change
+        least = self.logits.std() * self.eps * (1 if self.modules else 64)  # an estimate, if we cannot change weights
         self.rounding = self.error(plain).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
             error = self.error(self.full(rows, end), rows, slice(end))

@@ -26,23 +26,23 @@ class Stream:
             raise NotImplementedError("the step takes no mask")
         if ragged and not self.decoder.takes_lengths:
             raise NotImplementedError("the step takes no lengths")
-        self.cache = self.decoder.new(len(self.rows), reference.room, result.cache)
+        self.cache = self.decoder.new(len(self.rows), reference.slots, result.cache)
 
-    def next(self, T, guesses=0):
+    def next(self, T, drafts=0):
         """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
         reference, end, B = self.reference, self.fed + T, len(self.rows)
         positions = (torch.arange(self.fed, end) - self.pads).expand(B, T)
         if self.ragged and self.fed == 0:
             positions = torch.arange(T).where(torch.arange(T) < T - self.pads, -1)
         rows = self.rows[:, None].expand(B, T)
-        chosen = reference.ids[rows + 3 * (torch.arange(T) >= T - guesses), positions.clamp(min=0)]
+        chosen = reference.ids[rows + 3 * (torch.arange(T) >= T - drafts), positions.clamp(min=0)]
         mask = (torch.arange(end) >= self.pads).expand(B, end).long() if self.masked else None
         return chosen.where(positions >= 0, self.decoder.pad), rows, positions, mask
 
-    def feed(self, count, guesses=0):
-        """Feed the next `count` tokens of each row and compare their logits. Guesses come from another sequence."""
-        decoder, result, T = self.decoder, self.result, count + guesses
-        ids, rows, positions, mask = self.next(T, guesses)
+    def feed(self, count, drafts=0):
+        """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
+        decoder, result, T = self.decoder, self.result, count + drafts
+        ids, rows, positions, mask = self.next(T, drafts)
         pos = positions.clamp(min=0)
         with Watch() as watch:
             lengths = (positions >= 0).sum(1) if self.ragged else None
@@ -60,7 +60,7 @@ class Stream:
         suspect = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
         if suspect and not result.why:
             try:
-                result.why = find_cause(self, watch.reads, T, rows, positions, guesses)
+                result.why = find_cause(self, watch.reads, T, rows, positions, drafts)
             except Exception as error:  # a kind of attention that we do not know
                 result.why = f"cause unknown: {first_line(error)}"
         return self
@@ -156,7 +156,7 @@ def scenarios_for(window, L, seed):
             second.feed(size)
 
     def rollback(start, P=half, everything=False, then=None):
-        """Speculative decoding: feed a token and some guesses, then take the guesses back."""
+        """Speculative decoding: feed a token and some drafts, then take these back."""
         stream = start().feed(P)
         if getattr(stream.cache, "is_croppable", True) is False:
             raise NotImplementedError("the cache cannot be cropped (is_croppable)")
@@ -164,8 +164,8 @@ def scenarios_for(window, L, seed):
             stream.cache.activate_past_recording()
         if everything:
             stream.crop(P).feed(P, 4).crop(4)
-        for guesses in (4, 1, 3, 2) * (n // 4):
-            stream.feed(1, guesses).crop(guesses)
+        for drafts in (4, 1, 3, 2) * (n // 4):
+            stream.feed(1, drafts).crop(drafts)
             if then:
                 stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
 

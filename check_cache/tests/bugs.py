@@ -1,4 +1,4 @@
-"""For the tests: a small decoder with a right cache, and many scenarios to break a cache.
+"""For the tests: a small decoder with a correct cache, and many scenarios to break a cache.
 
 Each bug is a function that breaks one thing with pytest's monkeypatch and returns the argument of check_cache.
 """
@@ -625,7 +625,7 @@ def chunk_cut_to_the_window(patch):
 # rollback, beams, copies, resets
 
 
-@bug(f"{HOLDS}|belongs there is in slot", "crop leaves one rejected guess")
+@bug(f"{HOLDS}|belongs there is in slot", "crop leaves one rejected draft token")
 def crop_leaves_one(patch):
     crop = Cache.crop
     patch(Cache, "crop", lambda self, count: crop(self, count + 1) if count < -1 else None)
@@ -653,7 +653,7 @@ def crop_forgets_a_layer(patch):
     return Decoder()
 
 
-@bug(HOLDS, "a rejected guess is overwritten in the values only")
+@bug(HOLDS, "a rejected draft token is overwritten in the values only")
 def crop_of_values_only(patch):
     def broken(self, count):
         self.keys = [x.clone() for x in self.keys]
@@ -829,13 +829,13 @@ def padding_id_is_hidden(patch):
         return logits
 
     def visible(self, query, slot, mask):
-        seen = right(self, query, slot, mask)
+        seen = correct(self, query, slot, mask)
         hidden = model.hidden
         if hidden is not None:
             seen = seen & ~((slot == query[-1]) & hidden[:, None, None, None] & (slot < query.max() + 1) & (query > 0))
         return seen
 
-    right = Attention.visible
+    correct = Attention.visible
     model = Decoder()
     object.__setattr__(model, "hidden", None)
     patch(Decoder, "forward", broken)

@@ -1,4 +1,4 @@
-"""check_cache: right caches pass, and broken ones are found with their cause."""
+"""check_cache: correct caches pass, and broken ones are found with their cause."""
 
 import re
 import shutil
@@ -22,11 +22,11 @@ def assert_found(name, patch, **options):
     report = check_cache(function(patch.setattr), caches=caches, **options)
     wrong = [result.why for result in report.results if result.status == "wrong"]
     assert report.exit_code == 1 and wrong, "not found"
-    right = [all(words in why for words in cause.split("|")) for why in wrong]
+    named = [all(words in why for words in cause.split("|")) for why in wrong]
     # if one scenario names the cause, others may raise, find leftovers, miss a position, or compare tokens
     vague = "raises|was not empty at|in no slot|chooses different tokens"
-    enough = [named or bool(re.search(vague, why)) for named, why in zip(right, wrong)]
-    assert any(right) and sum(enough) >= 0.8 * len(wrong), report
+    enough = [this or bool(re.search(vague, why)) for this, why in zip(named, wrong)]
+    assert any(named) and sum(enough) >= 0.8 * len(wrong), report
 
 
 QUICK = "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_leaves_one beams_not_reordered".split()
@@ -43,7 +43,7 @@ def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
     assert_found(name, monkeypatch, length=96 if name in LONG else 48)
 
 
-# -- right caches ------------------------------------------------------------------------------------------------------
+# -- correct caches ----------------------------------------------------------------------------------------------------
 
 
 def kvgpt(model):
@@ -61,7 +61,7 @@ def kvgpt(model):
 
 
 @pytest.mark.parametrize("network", [dict(), dict(pos_emb="rope", n_kv_head=2, qk_norm=True, activation="swiglu")])
-def test_the_cache_of_kvgpt_is_right(network):
+def test_the_cache_of_kvgpt_is_correct(network):
     model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32, **network))
     report = check_cache(**kvgpt(model))
     report.assert_correct()
@@ -71,7 +71,7 @@ def test_the_cache_of_kvgpt_is_right(network):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_a_right_adapter_and_a_right_transformers_model(dtype):
+def test_a_correct_adapter_and_a_correct_transformers_model(dtype):
     for model in (Decoder(window=12), tiny("llama")):
         report = check_cache(model, length=48, dtype=dtype, scenarios=["decode", "padding", "rollback", "repeat"])
         report.assert_correct()
@@ -127,8 +127,8 @@ def test_functions_make_an_adapter(adapter, monkeypatch):
     scenarios = ["decode", "chunks of mixed sizes", "rollback", "reorder", "reset", "prefix"]
     report = check_cache(**adapter(Decoder()), scenarios=scenarios)
     report.assert_correct()
-    right = {result.scenario for result in report.results if result.status == "correct"}
-    assert "decode" in right and ("reorder" in right) == (adapter is not in_a_dict)
+    correct = {result.scenario for result in report.results if result.status == "correct"}
+    assert "decode" in correct and ("reorder" in correct) == (adapter is not in_a_dict)
     function, cause, _, _ = BUGS["rope_begins_at_0_in_each_step"]
     function(monkeypatch.setattr)
     report = check_cache(**adapter(Decoder()), scenarios=["decode"])
@@ -351,7 +351,7 @@ def test_where_attention_is_hidden_the_cause_is_unknown(monkeypatch):
     assert said.startswith("cause unknown: without a cache, attention calls no softmax"), said
 
 
-# -- what could hide a wrong cache, or make a right one look wrong -----------------------------------------------------
+# -- what could hide a wrong cache, or make a correct one look wrong ---------------------------------------------------
 
 
 def test_projections_of_zeros_hide_nothing(monkeypatch):
@@ -484,7 +484,7 @@ def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
     assert report.exit_code == 1 and "position 15, but holds that of row " in report.results[0].why, report
 
 
-def test_a_decoder_that_exits_is_not_right():
+def test_a_decoder_that_exits_is_not_correct():
     def full(ids):
         raise SystemExit(0)
 
@@ -692,7 +692,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_says_right_wrong_or_cannot_run(command, tmp_path):
+def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
     tiny("llama").save_pretrained(tmp_path / "llama")
     flags = ["--length", "32", "--scenarios", "decode", "reorder"]
     code, shown, _ = command(tmp_path / "llama", *flags)
@@ -722,7 +722,7 @@ def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
     reports = re.findall(r"^```text\n([^`]*WRONG[^`]*)^```", page, re.MULTILINE)
     assert len(scripts) == len(reports) == 1
     for script, shown in zip(scripts, reports):
-        sys.modules.pop("mine", None)  # each script breaks a decoder that is right
+        sys.modules.pop("mine", None)  # each script breaks a decoder that is correct
         exec(script, {})
         said, shown = (
             re.sub(r"logits off by .*? positions|\s+", " ", text) for text in (capsys.readouterr().out, shown)

@@ -1,4 +1,4 @@
-"""The caches of all these families of transformers are right, except for known defects.
+"""The caches of all these families of transformers are correct, except for known defects.
 
 python -m check_cache.tests.test_families     prints how many seconds each family takes, for README.md
 """
@@ -169,7 +169,7 @@ def family(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", CASES, ids=lambda part: str(part).removeprefix("torch."))
-def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dtype):
+def test_the_caches_of_transformers_are_correct_except_for_known_defects(name, dtype):
     """Half precision only rounds differently, so a few scenarios are enough there."""
     options = dict(length=36, skip=METHODS) if name not in {*HALF, *DEFECTS} else dict(length=48)
     if dtype != torch.float32:
@@ -186,7 +186,7 @@ def test_the_caches_of_transformers_are_right_except_for_known_defects(name, dty
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    print("| family | seconds | right | wrong | not run |\n|---|---|---|---|---|")
+    print("| family | seconds | correct | wrong | not run |\n|---|---|---|---|---|")
     for name in FAMILIES:
         began = time.perf_counter()
         report = check_cache(family(name))
