@@ -145,8 +145,8 @@ class Transformers:
     def __init__(self, model):
         import transformers
 
-        if int(transformers.__version__.partition(".")[0]) < 5:
-            raise ImportError(f"needs transformers 5.0 or newer, but this is {transformers.__version__}")
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
+            raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.takes = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in ("cache_params", "past_key_values") if name in self.takes), None)
