@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -41,7 +40,6 @@ def main():
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
     add("--tolerance", type=float, help="how far off a logit may be, for a cache that rounds on purpose")
     add("--seed", type=int, default=0, help="of the sequences and chunk sizes (default: 0)")
-    add("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     options = {name: getattr(args, name) for name in "length device scenarios skip tolerance seed".split()}
     sys.path.insert(0, "")  # module:function may be in this folder
@@ -49,19 +47,12 @@ def main():
     try:
         report = check_cache(load(args.model), dtype=getattr(torch, args.dtype), **options)
     except (Exception, SystemExit) as error:
-        own = args.model.partition(":")[0] == getattr(error, "name", None)  # the module that the argument names
-        install = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) and not own else ""
-        parser.exit(2, f"check-cache: {args.model}: {type(error).__name__}: {first_line(error)}{install}\n")
+        parser.exit(2, f"check-cache: {args.model}: {type(error).__name__}: {first_line(error)}\n")
+    print(report)
     missing = report.missing(args.require)
-    exit_code = report.exit_code or (2 if missing else 0)
-    if args.json:
-        results = [{key: x for key, x in vars(result).items() if key != "errors"} for result in report.results]
-        print(json.dumps({**vars(report), "exit_code": exit_code, "missing": missing, "results": results}))
-    else:
-        print(report)
-        for word in missing:
-            print(f"MISSING  required, but not run: {word}")
-    sys.exit(exit_code)
+    for word in missing:
+        print(f"MISSING  required, but not run: {word}")
+    sys.exit(report.exit_code or (2 if missing else 0))
 
 
 if __name__ == "__main__":

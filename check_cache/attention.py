@@ -9,22 +9,16 @@ from torch.overrides import TorchFunctionMode
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
-BADDBMM = {torch.baddbmm, torch.Tensor.baddbmm}
-WATCHED = SOFTMAX | MATMUL | BADDBMM | {F.scaled_dot_product_attention, torch.einsum}
+WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 
 @dataclass
 class Read:
-    """One call of attention. What we could not see is None.
+    """One call of attention. What we could not see is None. Keys and values may have fewer heads."""
 
-    weights  (B, heads, T, slots), after the softmax
-    query    (B, heads, T, size)
-    key      (B, heads, slots, size), and value too. They may have fewer heads
-    """
-
-    weights: torch.Tensor
-    query: torch.Tensor | None = None
-    key: torch.Tensor | None = None
+    weights: torch.Tensor  # (B, heads, T, slots), after the softmax
+    query: torch.Tensor | None = None  # (B, heads, T, size)
+    key: torch.Tensor | None = None  # (B, heads, slots, size)
     value: torch.Tensor | None = None
 
 
@@ -36,10 +30,7 @@ def shaped(read, B):
 
 
 class Watch(TorchFunctionMode):
-    """Collects a Read, or a function that returns one, per call of attention.
-
-    A call is a scaled_dot_product_attention, or a softmax, which usually lies between two matrix products.
-    """
+    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax."""
 
     def __init__(self):
         super().__init__()
@@ -73,8 +64,6 @@ def operands_of(function, args):
     """Return the two operands of a matrix product, in the layout of torch.matmul, or None."""
     if function in MATMUL:
         return args if len(args) == 2 and min(args[0].dim(), args[1].dim()) > 1 else None
-    if function in BADDBMM:
-        return args[1:3] if len(args) > 2 else None
     if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")
         left, right = terms.split(",")

@@ -4,8 +4,6 @@ We ask in the order in which a decoder computes. Are the keys, values and querie
 keys and values kept from earlier tokens correct? Are the weights correct, that is, does each token see what it should?
 """
 
-from typing import NamedTuple
-
 import torch
 from torch.nn.functional import cosine_similarity
 
@@ -13,89 +11,46 @@ from check_cache.adapters import ROWS
 from check_cache.attention import repeat_heads, shaped
 
 
-class Cause(NamedTuple):
-    """The first thing that is wrong.
-
-    what   "arrival", "kept", "changed", "hidden" (by the mask), "weight", "after", or None if we cannot say
-    layer  counts the calls of attention
-    """
-
-    what: str | None
-    text: str
-    layer: int | None = None
-
-    def certain(self, reference):
-        """Whether this cannot be rounding, not even rounding that made an earlier router choose another expert."""
-        wrong_content = self.what in ("changed", "arrival") and self.layer is not None
-        return self.what in ("kept", "hidden") or (wrong_content and reference.steady[self.layer])
-
-
-def find_cause(stream, reads, T, rows, positions, guesses):
-    """Return the Cause of wrong logits, from the reads of a step of T tokens, the last of which are guesses.
-
-    rows, positions  (B, T) of the new tokens. A position below 0 is padding
-    """
-    reference, calls = stream.reference, stream.reference.calls
-    if not reference.reads:
+def find_cause(stream, reads, T, rows, positions, drafts):
+    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are drafts."""
+    expected, calls = stream.reference.reads, stream.reference.calls
+    if not expected:
         unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
-        return Cause(None, f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads")
-    sizes, end, cause = sizes_of(stream, reads, T), 0, None
-    if sum(sizes) != T:
-        return Cause("arrival", f"a step calls attention {len(reads)} times, but {calls} times without a cache")
-    while end < T - guesses and (cause is None or cause.what == "after"):
+        return f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads"
+    # some decoders split the T tokens, often into single tokens
+    sizes = {1: [T], T: [1] * T}.get(len(reads) / calls)
+    sizes = sizes or [shaped(read, len(rows)).weights.size(2) for read in reads[expected[0][0] :: calls]]
+    if len(reads) % calls or sum(sizes) != T:
+        return f"a step calls attention {len(reads)} times, but {calls} times without a cache"
+    end = 0
+    while end < T - drafts:
         part, size = reads[:calls], sizes.pop(0)
         reads, new, end = reads[calls:], slice(end, end + size), end + size
-        later = max(0, end - T + guesses)
-        cause = compare_layers(stream, part, stream.fed - T + end, rows[:, new], positions[:, new], later)
-    return cause
+        fed, later = stream.fed - T + end, max(0, end - T + drafts)
+        for layer, (call, wanted) in enumerate(expected):
+            read = shaped(part[call], len(rows))
+            if cause := compare_layer(stream, read, wanted, fed, rows[:, new], positions[:, new], later):
+                return f"layer {layer}: {cause}"
+    return "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
 
 
-def sizes_of(stream, reads, T):
-    """Return how many tokens a step feeds at a time. Some decoders split the T tokens, often into single tokens."""
-    calls, first = stream.reference.calls, stream.reference.reads[0][0]
-    if len(reads) in (calls, T * calls):
-        return [T] if len(reads) == calls else [1] * T
-    if len(reads) % calls:
-        return []
-    return [shaped(read, len(stream.rows)).weights.size(2) for read in reads[first::calls]]
-
-
-def compare_layers(stream, reads, fed, rows, positions, guesses):
-    """Return the Cause of wrong logits, when `fed` tokens per row are in the cache."""
-    before = None
-    for layer, (call, expected) in enumerate(stream.reference.reads):
-        cause = compare_layer(stream, shaped(reads[call], len(rows)), expected, fed, rows, positions, guesses)
-        if cause and cause.what == "arrival" and before is not None:
-            text = f"attention in layer {before} is correct, so the mistake is between the two layers: {cause.text}"
-            cause = cause._replace(text=text)
-        if cause:
-            return cause._replace(layer=layer)
-        before = layer
-    if any(expected.key is None or expected.value is None for _, expected in stream.reference.reads):
-        return Cause("after", "attention sees what it should, but we could not see all keys and values: check those")
-    return Cause("after", "attention reads and sees what it should in all layers, so the mistake comes after it")
-
-
-def compare_layer(stream, read, expected, fed, rows, positions, guesses):
-    """Return the Cause if the attention of one layer is wrong, or None."""
+def compare_layer(stream, read, expected, fed, rows, positions, drafts):
+    """Return the cause if the attention of one layer is wrong, or None."""
     reference, T = stream.reference, positions.size(1)
-    count = T - guesses
+    count = T - drafts
     rows, positions = rows[:, :count], positions[:, :count]
     row, real = rows[:, 0], positions >= 0
-    heads, slots = expected.weights.size(1), read.weights.size(-1)
 
     # how should the new tokens weigh each position, and which position is in which slot?
     by_position = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, length)
-    places, found = place(stream, read, expected, by_position, row, fed, T)
-    needed = (by_position * real[:, None, :, None] > 0).any(2).any(1).sum(1).max()
-    if slots < needed and not found:
-        return Cause("kept", f"attention reads {slots} slots and needs {needed}")
-    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # some put the heads of a group into that dim
+    places = place(stream, read, expected, by_position, row, fed, T)
+    heads, slots = expected.weights.size(1), read.weights.size(-1)
+    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # transformers puts the heads of a group there
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if read.weights.size(2) != T:
-        return Cause("arrival", f"a step feeds {read.weights.size(2)} tokens to attention, not {T}")
+        return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
-    known = (places >= 0) & (places < fed - stream.pads - guesses)  # guesses come from another sequence
+    known = (places >= 0) & (places < fed - stream.pads - drafts)  # drafts come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
     absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
@@ -103,7 +58,7 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
         t, i = absent.T.nonzero()[0].tolist()
         missing = by_position[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax()
         whose = f"row {row[i]}, position {positions[i, t]}"
-        return Cause("kept", f"the token of {whose} needs position {missing}, which is in no slot")
+        return f"the token of {whose} needs position {missing}, which is in no slot"
 
     used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
     new = places >= fed - T - stream.pads
@@ -121,17 +76,12 @@ def compare_layer(stream, read, expected, fed, rows, positions, guesses):
         t, i = wrong_query.T.nonzero()[0].tolist()
         whose = f"row {rows[i, t]}, position {positions[i, t]}"
         reason = "its position, norm or scale, or an input that is slightly wrong"
-        return Cause("arrival", f"mostly the query of {whose} is wrong: {reason}")
+        return f"mostly the query of {whose} is wrong: {reason}"
     return compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places)
 
 
 def compare_contents(reference, read, expected, row, places, used):
-    """Return {"key" or "value": (which slots are wrong (B, slots), what they hold, what they should hold)}, if seen.
-
-    row     (B,) the sequence in each row
-    places  (B, slots) which of its positions each slot should hold
-    used    (B, slots) whether that matters
-    """
+    """Return {"key" or "value": (which slots are wrong (B, slots), what they hold, what they should hold)}, if seen."""
     contents = {}
     for name in ("key", "value"):
         got, wanted = getattr(read, name), getattr(expected, name)
@@ -142,12 +92,7 @@ def compare_contents(reference, read, expected, row, places, used):
 
 
 def explain_contents(reference, expected, contents, rows, positions, places, new, wrong_query):
-    """Return the Cause if a slot holds a wrong key or value, or None.
-
-    contents     as compare_contents returns it
-    new          (B, slots) whether the token of a slot has just arrived
-    wrong_query  (B, count) whether the query of a new token is wrong, or None if we cannot see it
-    """
+    """Return the cause if a slot holds a wrong key or value, or None. new (B, slots): whether its token is new."""
     bad = sum(bad.int() for bad, _, _ in contents.values())
     if not contents or not bad.any():
         return None
@@ -160,34 +105,31 @@ def explain_contents(reference, expected, contents, rows, positions, places, new
     row, position = rows[i, 0].item(), places[i, slot].item()
     whose = f"row {row}, position {position}"
     asked = None if kept or wrong_query is None else wrong_query[i, positions[i] == position].any().item()
+    should = f"slot {slot} should hold the {what} of {whose}, but holds"
     if close := distance_if_close(reference, wrong, slot):
-        if not kept and "rounded to" not in close:
-            reason = {None: "rounded, scaled, or from a wrong input", True: "from a wrong input"}
-            text = f"the new {what} of {whose} {be} slightly off on arrival: {reason.get(asked, 'rounded or scaled')}"
-            return Cause("arrival", text)
-        return Cause("changed", f"slot {slot} should hold the {what} of {whose}, but holds {close}")
+        if kept or "rounded to" in close:
+            return f"{should} {close}"
+        reason = "from a wrong input" if asked else "rounded or scaled"
+        return f"the new {what} of {whose} {be} slightly off on arrival: {reason}"
     heads = sum(reference.differ(got[:, slot], wanted).int() for got, wanted in wrong.values()) > 0
     if owner := find_owner(reference, expected, wrong, heads, slot, row, position, not kept):
-        return Cause("kept", f"slot {slot} should hold the {what} of {whose}, but holds {owner}")
+        return f"{should} {owner}"
     if kept:
-        text = "but holds something that no token produced: it was changed later, or is a rejected guess"
-        return Cause("changed", f"slot {slot} should hold the {what} of {whose}, {text}")
+        return f"{should} something that no token produced: changed later, or a rejected draft token"
     which = "only the new key" if what == "key" and "value" in contents else f"the new {what}"
     reason = explain_arrival(reference, expected, wrong, heads, slot, row, position, asked)
-    return Cause("arrival", f"{which} of {whose} {be} wrong on arrival: {reason}")
+    return f"{which} of {whose} {be} wrong on arrival: {reason}"
 
 
 def explain_arrival(reference, own, wrong, heads, slot, row, position, wrong_query):
     """Say why a new key or value is wrong. own to position: as in find_owner."""
-    if own is reference.reads[0][1]:  # nothing before it mixes tokens, so token and position decide
+    alone = next(reference.decoder.inputs.buffers(), None) is None
+    if own is reference.reads[0][1] and alone:  # nothing before it mixes tokens, so token and position decide
         # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
         tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
         with reference.exactly():
-            _, reads = reference.watch(reference.ids[row, tried][:, None].expand_as(reference.ids))
-        same = torch.ones(ROWS, reference.length, dtype=torch.bool)
-        for name, (got, _) in wrong.items():
-            x = repeat_heads(getattr(reads[0][1], name), len(heads))[:, heads]
-            same &= ~reference.differ(got[heads, slot][:, None], x).any(1)
+            (_, repeated), *_ = reference.watch(reference.ids[row, tried][:, None].expand_as(reference.ids))
+        same = places_of(reference, repeated, wrong, heads, slot)
         if same[tried == position].any():
             return f"its position is {same[tried == position].nonzero()[0, 1]}"
         if same[:, position].any():
@@ -208,7 +150,7 @@ def compare_queries(reference, got, wanted, rows, positions):
 
 
 def compare_weights(stream, got, wanted, row, positions, places):
-    """Return the Cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
+    """Return the cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
     got, wanted = same_heads(got, wanted)
     wrong = ((got - wanted).abs() > stream.reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
     if not wrong.any():
@@ -225,48 +167,42 @@ def compare_weights(stream, got, wanted, row, positions, places):
                 where += f" (position {position})"
             given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
             text = text or f"gives {{}} a weight of {given:.3g}, not {needed:.3g}: mask, bias, scale, heads or dropout"
-            what = "weight" if bad is wrong else "hidden"
-            return Cause(what, f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}")
+            return f"the token of row {row[i]}, position {positions[i, t]} {text.format(where)}"
 
 
 def place(stream, read, expected, weights, row, fed, T):
-    """Return the position (B, slots) in each slot, in the layout that fits best, and whether keys show all of them."""
-    B, slots, reference = len(row), read.weights.size(-1), stream.reference
+    """Return the position (B, slots) in each slot, in the layout that fits best. `weights` are by position."""
+    slots, differ = read.weights.size(-1), stream.reference.differ
     slot = torch.arange(slots)
     layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
     if slots > fed == T:
         layouts.append(slot + fed - slots)  # the cache was not empty
-    choices = [(layout - (0 if stream.ragged else stream.pads)).expand(B, -1) for layout in layouts]
+    seen = read.key is not None and expected.key is not None
+    x, y, dim = (read.key, expected.key[row], 2) if seen else (read.weights[:, :, : weights.size(2)], weights, 3)
 
     def distance(places):
-        if read.key is None or expected.key is None:
-            got, wanted = same_heads(read.weights[:, :, : weights.size(2)], at_places(weights, 3, places))
-        else:
-            got, wanted = same_heads(read.key, at_places(expected.key[row], 2, places))
+        got, wanted = same_heads(x, at_places(y, dim, places))
         return (got - wanted).abs().sum()
 
-    best = min(choices, key=distance)
-    if read.key is None or expected.key is None or stream.pads.any() or (slots >= fed and not reference.window):
-        return best, False
+    pads = 0 if stream.ragged else stream.pads
+    best = min(((layout - pads).expand(len(row), -1) for layout in layouts), key=distance)
+    if not seen or stream.pads.any() or (slots >= fed and not stream.decoder.window):
+        return best
 
     # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
     # holds the key of a position, that is where the positions are.
-    got, wanted = same_heads(read.key, expected.key[row, :, :fed])
-    fits = ~torch.stack([reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)], 2)  # (B, slots, fed)
-    nearest = fits.int().argmax(2).where(fits.any(2), -1)
-    empty = (got == 0).all(3).all(1)
+    got, wanted = same_heads(x, y[:, :, :fed])
+    fits = ~torch.stack([differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)], 2)  # (B, slots, fed)
+    if not (fits.any(2) | (got == 0).all(3).all(1)).all():
+        return best
     as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)
-    found = bool((fits.any(2) | empty).all())
-    return (best.where(as_best, nearest) if found else best), found
+    return best.where(as_best, fits.int().argmax(2).where(fits.any(2), -1))
 
 
 def at_places(x, dim, places):
     """Select the positions `places` (B, slots) from x (B, heads, ...) along `dim`, 2 or 3."""
     at = places.clamp(0, x.size(dim) - 1)
-    at = at[:, None, :, None] if dim == 2 else at[:, None, None]
-    shape = list(x.shape)
-    shape[dim] = places.size(1)
-    return x.gather(dim, at.expand(shape))
+    return x.take_along_dim(at[:, None, :, None] if dim == 2 else at[:, None, None], dim)
 
 
 def same_heads(x, y):
@@ -292,33 +228,36 @@ def find_owner(reference, own, wrong, heads, slot, row, position, new):
 
     own    the Read of this layer without a cache
     wrong  {"key" or "value": (what is in all slots, (heads, slots, size); what belongs in this one, (heads, size))}
-    heads  (heads,) which of them are wrong
-    new    whether the token has just arrived. Then a key at a wrong position may be that of the same token elsewhere
+    new    whether the token is new. Then a key at a wrong position may be that of the same token elsewhere
     """
-    pairs = [(got[heads, slot], wanted[heads]) for got, wanted in wrong.values()]
     where = [~reference.differ(got[heads], wanted[heads, None]).any(0) for got, wanted in wrong.values()]
     if len(elsewhere := torch.stack(where).all(0).nonzero()):
         return f"something else: what belongs there is in slot {elsewhere[0].item()}"
-    if not any(got.any() for got, _ in pairs):
+    if not any(got[heads, slot].any() for got, _ in wrong.values()):
         return "zeros, as in an empty slot"
     if all(~reference.differ(got[heads, slot][:, None], wanted).all(1).any() for got, wanted in wrong.values()):
         return "its heads in another order"
 
     # the key or value of another token, row or layer?
     for layer, (_, read) in sorted(enumerate(reference.reads), key=lambda pair: pair[1][1] is not own):
-        kept = [getattr(read, name) for name in wrong]  # each (8, heads, length, size)
-        if any(x is None or x.size(-1) != got.size(-1) or len(heads) % x.size(1) for x, (got, _) in zip(kept, pairs)):
+        if any(getattr(read, name) is None or getattr(read, name).shape != getattr(own, name).shape for name in wrong):
             continue
-        kept = [repeat_heads(x, len(heads))[:, heads] for x in kept]
-        same = ~torch.stack([reference.differ(got[:, None], x).any(1) for x, (got, _) in zip(kept, pairs)]).any(0)
+        same = places_of(reference, read, wrong, heads, slot)
         if new and read is own:
             same &= reference.ids != reference.ids[row, position]
         if same.any():
             # the same token may be in many places: name the nearest, preferably in the same row
-            steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(len(reference.ids)) != row
+            steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(ROWS) != row
             nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
             text, there = divmod(nearest, reference.length)
-            whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected guess"
-            layer = "" if read is own else f"layer {layer}, "
-            return f"that of {layer}{whose}, position {there}"
-    return None
+            whose = f"row {text}" if text in (0, 1, 2, row) else "another sequence or a rejected draft token"
+            return f"that of {'' if read is own else f'layer {layer}, '}{whose}, position {there}"
+
+
+def places_of(reference, read, wrong, heads, slot):
+    """Return where a Read (8, length) has the key and value that a slot holds. wrong, heads: as in find_owner."""
+    differ = [
+        reference.differ(got[heads, slot][:, None], repeat_heads(getattr(read, name), len(heads))[:, heads]).any(1)
+        for name, (got, _) in wrong.items()
+    ]
+    return ~torch.stack(differ).any(0)

@@ -1,6 +1,5 @@
 """The logits of reference, without a cache, and how far rounding moves them."""
 
-import copy
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -11,24 +10,18 @@ from check_cache.adapters import ROWS
 from check_cache.attention import Watch, shaped
 
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
-# The 43 families of transformers that are correct reached 1.9 and 1.0, in three dtypes. Most bugs are a thousand times
-# as far off.
+# The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
 LARGEST, MEDIAN = 4, 1.25
 # How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
-
-
-def middle(length):
-    """Return where sequences part that begin alike: at an odd position, which is within a page of a paged cache."""
-    return length // 2 | 1
+PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of the shortest length
 
 
 @contextmanager
 def changed(modules, change):
     """Replace each weight by change(tensor) for a while. Weights in 8 bits stay, because their layers need them so.
 
-    Afterwards we restore attributes and buffers too, because a forward may write them, and some modules keep a table of
-    angles in the dtype in which they first ran.
+    We restore attributes and buffers too: a forward may write them, or keep a table in the dtype of the moment.
     """
     parts = {part for module in modules for part in module.modules()}
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
@@ -53,9 +46,8 @@ def changed(modules, change):
 def revealing(tensor, dtype, draw):
     """Return weights in which no bug can hide.
 
-    A norm with weights of exactly 1 could be applied twice, and a bias of 0 forgotten, so we jitter everything with one
-    dimension. The matrices of an untrained model are so small that attention treats all positions alike, so we scale
-    them up. A matrix of zeros, with which many recipes start, would hide whatever comes before it, so we fill it.
+    A norm whose weights are 1 could be applied twice, so we jitter vectors. Matrices of an untrained model are so small
+    that attention treats all positions alike, so we scale them up. Zeros would hide what comes before, so we fill them.
     """
     data = tensor.data
     if not isinstance(tensor, nn.Parameter):
@@ -76,22 +68,19 @@ def normal(tensor, draw):
 class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits.
 
-    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on, and two more make a
-    batch of eight. Some tokens have the padding id, because a cache must not mistake them for padding.
-
-    fault  None, or why these logits cannot judge a cache
+    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on. Some tokens have the
+    padding id, because a cache must not mistake them for padding.
     """
 
-    def __init__(self, decoder, modules, length, dtype, seed):
-        self.decoder, self.modules, self.length, self.eps = decoder, modules, length, torch.finfo(dtype).eps
-        self.pad, self.window = decoder.pad, decoder.window
+    def __init__(self, decoder, length, dtype, seed, tolerance):
+        self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
-        self.inspects = self.eps > 1e-4  # in half precision, logits alone show too little
-        self.room = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
+        self.slots = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
-        ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = self.pad
-        ids[3:6, : middle(length)] = ids[:3, : middle(length)]
+        ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = decoder.pad
+        half = length // 2 | 1  # odd, so that it is within a page of a paged cache
+        ids[3:6, :half] = ids[:3, :half]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
         # the logits of reference, in float64 if the decoder can run in it
@@ -105,18 +94,19 @@ class Reference:
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
         plain = self.full()
         self.argmax = plain.argmax(-1)
-        least = self.logits.std() * self.eps * (1 if modules else 64)  # a guess for weights that we cannot change
+        least = self.logits.std() * self.eps * (1 if self.modules else 64)  # an estimate, if we cannot change weights
         self.rounding = self.error(plain).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
             error = self.error(self.full(rows, end), rows, slice(end))
             self.rounding[rows, :end] = self.rounding[rows, :end].maximum(error)
         for _ in range(3):
-            with changed(modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
+            with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
-        # Half-way between the two limits, a cause decides. They are far apart if rounding makes a router choose a
-        # different expert, which moves a few logits a lot.
         self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
         self.fault = self.fault or self.find_blindness()
+        if tolerance:  # a cache that rounds on purpose
+            self.rounding, self.coarse = self.rounding.clamp(min=tolerance), 0.3
+            self.limit, self.suspicious = self.limit.clamp(min=tolerance), self.suspicious.clamp(min=tolerance)
 
     def full(self, rows=slice(None), end=None, ids=None):
         """Return logits without a cache, of some rows up to `end`. A decoder may overwrite the ids that it gets."""
@@ -124,15 +114,28 @@ class Reference:
         return self.decoder.full(ids[rows, :end].clone(), torch.arange(ROWS)[rows])
 
     def set_logits(self):
-        """Set `logits` and `fault`. The shorter sequences come first, because some decoders remember the longest."""
-        half = self.length // 2
+        """Set `logits`, and `fault` if they depend on later tokens or other rows, because then no cache can give them.
+
+        The shorter sequences come first, because some decoders remember the longest.
+        """
+        half, self.fault = self.length // 2, None
         with self.exactly():
             fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
             self.logits = self.full().double()
-            if self.logits.shape != (*self.ids.shape, self.decoder.vocab_size):
-                shape, needed = tuple(self.logits.shape), (*self.ids.shape, self.decoder.vocab_size)
-                raise ValueError(f"full returns logits of shape {shape}, but we need one per token: {needed}")
-            self.fault = self.find_fault(fewer, half)
+        needed = (*self.ids.shape, self.decoder.vocab_size)
+        if self.logits.shape != needed:
+            raise ValueError(f"full returns logits of shape {tuple(self.logits.shape)}, but we need {needed}")
+        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
+        because = None if self.logits.isfinite().all() else "are not finite"
+        for what, logits in fewer.items():
+            off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
+            if (off > tolerance).any() and not because:
+                first = (off > tolerance).int().argmax()
+                because = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
+        if because:
+            self.fault = (
+                f"not the cache's fault: logits without a cache {because}, so no cache can give the same logits"
+            )
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -141,30 +144,6 @@ class Reference:
         """Return the error of the worst logit at each position. NaN counts as infinite."""
         return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
 
-    def loosened(self, limit):
-        """Return a Reference for a cache that rounds on purpose, so that logits may be off by `limit`."""
-        other = copy.copy(self)
-        other.rounding = self.rounding.clamp(min=limit)
-        other.limit, other.suspicious = self.limit.clamp(min=limit), self.suspicious.clamp(min=limit)
-        other.coarse, other.inspects = 0.3, True
-        return other
-
-    def find_fault(self, fewer, half):
-        """Return why no cache can give these logits, or None. They must not depend on later tokens or other rows.
-
-        fewer  {what was left out: the logits (some rows, half, V)}
-        """
-        no_cache = "NOT THE CACHE'S FAULT  logits without a cache {}, so no cache can give the same logits"
-        if not self.logits.isfinite().all():
-            return no_cache.format("are not finite")
-        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
-        for what, logits in fewer.items():
-            off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
-            if (off > tolerance).any():
-                first = (off > tolerance).int().argmax()
-                change = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
-                return no_cache.format(change)
-
     def find_blindness(self):
         """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
@@ -172,39 +151,33 @@ class Reference:
         matters = self.error(self.full(ids=self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
         noise = self.rounding.median()
         if matters < VISIBLE * noise:
-            return (
-                f"CANNOT SEE THE CACHE  earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}, "
-                "so a wrong cache would look correct"
-            )
+            moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"
+            return f"we cannot see the cache: {moved}, so a wrong cache would look correct"
+
+    @cached_property
+    def sees_padding(self):
+        """Whether left padding changes logits even without a cache. We can only tell if `full` accepts a mask."""
+        if not self.decoder.full_takes_mask:
+            return False
+        rows, positions = torch.arange(3)[:, None].expand(3, self.length), torch.arange(self.length)
+        positions = positions - torch.tensor(PADS)[:, None]
+        real, pos = positions >= 0, positions.clamp(min=0)
+        logits = self.decoder.full(self.ids[rows, pos].where(real, self.decoder.pad), rows[:, 0], real.long(), pos)
+        return (self.error(logits[real], rows[real], pos[real]) > self.limit).any()
 
     def watch(self, ids=None):
-        """Return (how often a forward calls attention, [(index of a call, its Read)] for calls over all tokens)."""
+        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router."""
         with Watch() as watch:
             self.full(ids=ids)
+        self.calls = len(watch.reads)
         reads = [read() if callable(read) else read for read in watch.reads]
-        square = (self.length, self.length)  # not the softmax of a router
-        found = [(i, read) for i, read in enumerate(reads) if read.weights.shape[-2:] == square]
-        return len(reads), [(i, shaped(read, len(self.ids))) for i, read in found]
+        square = (self.length, self.length)
+        return [(i, shaped(x, len(self.ids))) for i, x in enumerate(reads) if x.weights.shape[-2:] == square]
 
     @cached_property
-    def watched(self):
+    def reads(self):
         with self.exactly():
             return self.watch()
-
-    @property
-    def calls(self):
-        return self.watched[0]
-
-    @property
-    def reads(self):
-        return self.watched[1]
-
-    @cached_property
-    def steady(self):
-        """Whether rounding barely moves the keys and values, per layer. After a router it may move them a lot."""
-        pairs = [(read, wanted) for (_, read), (_, wanted) in zip(self.watch()[1], self.reads)]
-        parts = [[(getattr(x, name), getattr(y, name)) for name in ("key", "value")] for x, y in pairs]
-        return [not any(y is not None and self.differ(2 * x - y, y).any() for x, y in part) for part in parts]  # half
 
     def differ(self, x, wanted):
         """Whether keys, values or queries (..., size) differ from `wanted` by more than rounding explains."""

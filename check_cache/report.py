@@ -18,47 +18,30 @@ class Result:
 
     scenario: str
     cache: str | None
-    attention: str | None = None
-    status: str = "correct"  # or "wrong", "not run", or "fault": wrong without a cache, too
+    status: str = "correct"  # or "wrong", "not run", or "fault": of the decoder without a cache
     why: str | None = None  # the cause, or the reason
     rule: str | None = None  # what the scenario has violated
     off: float | None = None  # how far the worst logit is off
-    allowed: float | None = None  # how far rounding might move it
-    argmaxes: int | None = None  # at how many positions the argmax differs
-    row: int | None = None  # where the first wrong logit is
-    position: int | None = None
+    position: int | None = None  # of the first wrong logit
     step: tuple | None = None  # the number of rows and tokens that were fed to get it
-    layer: int | None = None  # counts the calls of attention
     errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs, step
 
     def __str__(self):
         """Return what was wrong, or why it was not run."""
-        if self.rule is None:
-            return self.why or ""
-        layer = "" if self.layer is None else f"layer {self.layer}: "
-        fed = "in a step of {} rows and {} tokens".format(*self.step)
-        return (
-            f"{self.rule}, argmax differs at {self.argmaxes} positions, first at row {self.row}, position "
-            f"{self.position}, {fed}. {layer}{self.why}"
-        )
+        return f"{self.rule}. {self.why}" if self.rule else self.why or ""
 
     @property
-    def place(self):
-        return f"{self.cache} cache" + (f", {self.attention}" if self.attention else "")
+    def name(self):
+        return f"{self.scenario}, {self.cache} cache"
 
 
 @dataclass(repr=False)
 class Report:
-    """repr() and str() are for people, `results` is for programs.
-
-    fault   None, or why we cannot judge the cache
-    beyond  what no scenario covers
-    """
+    """repr() and str() are for people, `results` is for programs."""
 
     title: str
     results: list
-    fault: str | None
-    beyond: str
+    beyond: str  # what no scenario covers
 
     @property
     def exit_code(self):
@@ -68,15 +51,12 @@ class Report:
 
     def missing(self, require):
         """Return those of the words in `require` that name no result, or one that was not run."""
-        ran = {f"{result.scenario}, {result.place}": result.status != "not run" for result in self.results}
+        ran = {result.name: result.status != "not run" for result in self.results}
         named = {word: [ran[name] for name in ran if word in name] for word in as_list(require)}
         return [word for word, those in named.items() if not those or not all(those)]
 
     def assert_correct(self, require=()):
-        """Raise AssertionError with the report, unless at least one scenario is correct and none is wrong.
-
-        require  words: each scenario whose name, cache or attention contains one of them must have run
-        """
+        """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
         if self.exit_code:
             raise AssertionError(f"the cache is wrong, or could not be checked\n{self}")
         if missing := self.missing(require):
@@ -86,17 +66,17 @@ class Report:
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
 
     def __repr__(self):
-        lines = [self.fault] if self.fault else []
+        lines = []
         labels = {"wrong": "WRONG  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
         for status, label in labels.items():
             groups = {}  # results with the same cause, apart from rows and positions
             for result in self.results:
                 cause = re.sub(r"\d+", "", str(result.why))
                 if result.status == status:
-                    groups.setdefault((result.place, result.layer, cause), []).append(result)
-            for (place, _, _), results in groups.items():
+                    groups.setdefault((result.cache, cause), []).append(result)
+            for (cache, _), results in groups.items():
                 names = ", ".join(result.scenario for result in results)
-                lines.append(f"{label}  {names}, {place}" + (f": {results[0]}" if results[0].why else ""))
+                lines.append(f"{label}  {names}, {cache} cache" + (f": {results[0]}" if results[0].why else ""))
         lines.append(f"beyond   not covered: {self.beyond}")
         wrap = partial(textwrap.fill, width=120, subsequent_indent=" " * 9, break_long_words=False)
         return "\n".join([self.title, *map(wrap, lines)])
@@ -117,6 +97,4 @@ def describe(error):
         return text
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
-    return ". ".join(
-        [f"raises {name}{where}" + (f": {text}" if text != name else ""), *getattr(error, "__notes__", [])]
-    )
+    return f"raises {name}{where}" + (f": {text}" if text != name else "")

@@ -5,101 +5,75 @@ from functools import partial
 
 import torch
 
-from check_cache.adapters import ROWS, Transformers, on_cache
+from check_cache.adapters import ROWS
 from check_cache.attention import Watch
-from check_cache.cause import Cause, find_cause
-from check_cache.reference import middle
+from check_cache.cause import find_cause
+from check_cache.reference import PADS
 from check_cache.report import first_line
-
-PADS = (0, 5, 11)  # padding tokens of each row
-IN_GENERATE = "what generate() feeds, if all other scenarios are correct: prepare_inputs_for_generation"
 
 
 class Stream:
-    """A batch of sequences on its way through one cache. Its errors go into a Result.
+    """A batch of the sequences `rows` on its way through one cache. Its errors go into a Result.
 
-    rows    the sequence in each row
-    pads    how many tokens each row is shorter than the longest. `ragged` rows end with that padding in the prefill and
-            have no padding afterwards; other rows begin with it
-    masked  whether to pass a mask even without padding
+    Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
     """
 
     def __init__(self, reference, result, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False):
         self.reference, self.result, self.decoder, self.fed = reference, result, reference.decoder, 0
         self.rows, self.pads, self.ragged = torch.tensor([*rows]), torch.tensor(pads)[:, None], ragged
         self.masked = (masked or any(pads)) and not ragged
-        if result.cache and self.masked and not self.decoder.takes_mask:
+        if self.masked and not self.decoder.takes_mask:
             raise NotImplementedError("the step takes no mask")
         if ragged and not self.decoder.takes_lengths:
             raise NotImplementedError("the step takes no lengths")
-        self.cache = self.decoder.new(len(self.rows), reference.room, result.cache) if result.cache else None
+        self.cache = self.decoder.new(len(self.rows), reference.slots, result.cache)
 
-    def next(self, T):
-        """Return the row, the position (B, T), below 0 for padding, and the mask of the next T tokens."""
-        end, B = self.fed + T, len(self.rows)
+    def next(self, T, drafts=0):
+        """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
+        reference, end, B = self.reference, self.fed + T, len(self.rows)
         positions = (torch.arange(self.fed, end) - self.pads).expand(B, T)
         if self.ragged and self.fed == 0:
             positions = torch.arange(T).where(torch.arange(T) < T - self.pads, -1)
+        rows = self.rows[:, None].expand(B, T)
+        chosen = reference.ids[rows + 3 * (torch.arange(T) >= T - drafts), positions.clamp(min=0)]
         mask = (torch.arange(end) >= self.pads).expand(B, end).long() if self.masked else None
-        return self.rows[:, None].expand(B, T), positions, mask
+        return chosen.where(positions >= 0, self.decoder.pad), rows, positions, mask
 
-    def feed(self, count, guesses=0):
-        """Feed the next `count` tokens of each row and compare their logits. Guesses come from another sequence."""
-        decoder, result, T = self.decoder, self.result, count + guesses
-        rows, positions, mask = self.next(T)
+    def feed(self, count, drafts=0):
+        """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
+        decoder, result, T = self.decoder, self.result, count + drafts
+        ids, rows, positions, mask = self.next(T, drafts)
         pos = positions.clamp(min=0)
-        ids = self.reference.ids[rows + 3 * (torch.arange(T) >= count), pos].where(positions >= 0, self.reference.pad)
-        if not result.cache:
-            self.compare(decoder.full(ids, self.rows, mask, pos), rows, positions)
-            return self
         with Watch() as watch:
-            logits = self.step(ids, mask, pos, (positions >= 0).sum(1) if self.ragged else None)
-        self.fed += T
-        missing = T - logits.size(1)  # some decoders only return the logits of the last token
-        if missing and self.ragged:
-            raise NotImplementedError("the step returns logits of the last slot, which may be padding")
-        suspect, sure = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
-        if (suspect or (self.reference.inspects and self.fed % 8 < T)) and not result.why:
-            try:
-                cause = find_cause(self, watch.reads, T, rows, positions, guesses)
-            except Exception as error:  # a kind of attention that we do not know
-                cause = Cause(None, f"cause unknown: {first_line(error)}")
-            if sure or cause.certain(self.reference):
-                result.why, result.layer = cause.text, cause.layer
-        return self
-
-    def step(self, ids, mask, pos, lengths):
-        """Return the logits of a step (B, T, V), or of its last token, (B, 1, V). Raises TypeError for other shapes."""
-        B, T = ids.shape
-        try:
-            output = self.decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
-        except Exception as error:
-            if self.fed == 0 and "Sizes of tensors must match" in str(error):
-                error.add_note("The cache was not empty at position 0: new should return an empty one")
-            raise
+            lengths = (positions >= 0).sum(1) if self.ragged else None
+            output = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
         logits, cache = output if isinstance(output, tuple) else (output, None)
         self.cache = self.cache if cache is None else cache
-        if self.cache is None:
-            raise NotImplementedError("neither new nor step returns a cache")
-        if isinstance(logits, torch.Tensor) and logits.dim() == 2:  # (B, V) of the last token
-            logits = logits[:, None]
-        given = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        if not isinstance(given, tuple) or given not in [(B, t, self.decoder.vocab_size) for t in (1, T)]:
-            raise TypeError(f"step returns {given} instead of logits of shape {(B, T, self.decoder.vocab_size)}")
-        return logits
+        self.fed += T
+        logits = logits[:, None] if logits.dim() == 2 else logits
+        missing = T - logits.size(1)  # some decoders only return the logits of the last token
+        if missing not in (0, T - 1) or logits.shape[::2] != (len(ids), decoder.vocab_size):
+            needed = (*ids.shape, decoder.vocab_size)
+            raise TypeError(f"step returns logits of shape {tuple(logits.shape)}, but we need {needed}")
+        if missing and self.ragged:
+            raise NotImplementedError("the step returns logits of the last slot, which may be padding")
+        suspect = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
+        if suspect and not result.why:
+            try:
+                result.why = find_cause(self, watch.reads, T, rows, positions, drafts)
+            except Exception as error:  # a kind of attention that we do not know
+                result.why = f"cause unknown: {first_line(error)}"
+        return self
 
     def compare(self, logits, rows, positions):
-        """Note the errors of logits by position and then by row.
-
-        Returns (whether an error is larger than typical rounding, whether one is larger than any rounding).
-        """
+        """Note the errors of logits by position and then by row. Return whether one is larger than usual."""
         batch, tokens = (torch.full((len(rows) * rows.size(1),), size) for size in rows.shape)
         places = (positions >= 0).T.nonzero(as_tuple=True)[::-1]
         logits, rows, positions = logits[places], rows[places], positions[places]
         error = self.reference.error(logits, rows, positions)
         differs = logits.argmax(-1) != self.reference.argmax[rows, positions]
         self.result.errors.append((rows, positions, error, differs, batch[: len(rows)], tokens[: len(rows)]))
-        return (error > self.reference.suspicious).any(), (error > self.reference.limit).any()
+        return (error > self.reference.suspicious).any()
 
     def feed_all(self, *sizes):
         """Feed steps of these sizes, until the sequences end."""
@@ -111,15 +85,12 @@ class Stream:
     def crop(self, count):
         """Take back the newest `count` tokens."""
         self.fed -= count
-        return self.change(self.decoder.crop, self.fed, count)
+        return self.change("crop", self.fed if "crop" in self.decoder.parts else -count)
 
-    def reorder(self, rows):
-        return self.change(self.decoder.reorder, torch.tensor(rows), rows=self.rows[[*rows]])
-
-    def change(self, operation, *args, rows=None):
-        """Continue with what operation(cache, ...) returns, a cache or None, and with these rows."""
+    def change(self, name, *args, rows=None):
+        """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
         try:
-            cache = operation(self.cache, *args)
+            cache = self.decoder.change(self.cache, name, *args)
         except ValueError as error:  # how a cache refuses, such as a full window that cannot be cropped
             raise NotImplementedError(first_line(error)) from None
         self.cache = self.cache if cache is None else cache
@@ -134,7 +105,7 @@ def largest_chunk(L):
 
 def scenarios_for(window, L, seed):
     """Return {name: scenario} for sequences of L tokens. A scenario is called with `start`, which makes a Stream."""
-    half, third, n = middle(L), L // 3, min(8, L // 4)
+    half, third, n = L // 2 | 1, L // 3, min(8, L // 4)  # half: see Reference
     ones = [1] * n  # so many single tokens are enough to see a mistake
     largest = largest_chunk(L)
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
@@ -149,54 +120,31 @@ def scenarios_for(window, L, seed):
         for B in range(1, ROWS + 1):
             feed(start, third, 1, rows=range(B))
 
-    def generate(start, pads=(0,)):
-        """Let the decoder's own loop or search choose tokens, twice, so that the second run may meet leftovers.
+    def generate(start, runs=((5, 6, 7), (0, 1, 2)), **options):
+        """Let the decoder's own loop or search choose tokens, twice, so that the second run may meet leftovers."""
+        streams = [start(rows, **options) for rows in runs]
+        decoder, reference, result = streams[0].decoder, streams[0].reference, streams[0].result
 
-        In transformers, we force generate() to choose ours.
-        """
-        runs = ((0, 1, 2),) if any(pads) else ((5, 6, 7), (0, 1, 2))
-        streams = [start(rows, masked=any(pads), pads=pads) for rows in runs]
-        if isinstance(streams[0].decoder, Transformers) and streams[0].result.cache == "own":
-            for stream in streams:
-                force_generate(stream)
-        elif any(pads):
-            raise NotImplementedError("only for transformers models, with their own cache")
-        else:
-            compare_generate(streams)
-
-    def force_generate(stream):
-        reference = stream.reference
-        rows, positions, mask = stream.next(third + n)
-        ids = reference.ids[rows, positions.clamp(min=0)].where(positions >= 0, reference.pad)
-        mask = torch.ones_like(ids) if mask is None else mask
-        logits = stream.decoder.generated_logits(ids, mask, n + 1, stream.rows)
-        _, wrong = stream.compare(logits, rows[:, -n - 1 :], positions[:, -n - 1 :])
-        stream.result.why = IN_GENERATE if wrong else stream.result.why
-
-    def compare_generate(streams):
-        reference, generate, result = streams[0].reference, streams[0].decoder.generate, streams[0].result
-
-        def run():
-            prompts = [reference.ids[stream.rows, :third] for stream in streams]
-            return [[generate(x.clone(), n, use_cache) for x in prompts] for use_cache in (True, False)]
+        def run(use_cache):
+            prompts = [(stream.next(third), stream.rows) for stream in streams]
+            return [decoder.generate(ids, n, use_cache, mask, rows) for (ids, *_, mask), rows in prompts]
 
         try:
             with reference.exactly():  # so that rounding decides nothing
-                with_cache, without = run()
+                with_cache, without = run(True), run(False)
         except RuntimeError:  # it cannot run in float64
-            with_cache, without = run()
+            with_cache, without = run(True), run(False)
         for which, x, y in zip(("first", "second"), with_cache, without):
             if y.size(1) not in (n, third + n):
                 raise TypeError(f"generate returns {y.size(1)} tokens per row, but we asked for {n} new ones")
-            if not torch.equal(x, y):
+            if not torch.equal(x, y) and result.status != "wrong":
                 result.status = "wrong"
                 result.why = f"the {which} call of generate() chooses different tokens with the cache than without"
-                return
 
     def prefix_twice(start):
         first = start().feed(half)
         second = copy.copy(first)
-        second.change(first.decoder.fork, rows=first.rows + 3)
+        second.cache, second.rows = first.decoder.fork(first.cache), first.rows + 3
         for size in ones[: n // 2]:
             first.feed(size)
             second.feed(size)
@@ -208,7 +156,7 @@ def scenarios_for(window, L, seed):
             second.feed(size)
 
     def rollback(start, P=half, everything=False, then=None):
-        """Speculative decoding: feed a token and some guesses, then take the guesses back."""
+        """Speculative decoding: feed a token and some drafts, then take these back."""
         stream = start().feed(P)
         if getattr(stream.cache, "is_croppable", True) is False:
             raise NotImplementedError("the cache cannot be cropped (is_croppable)")
@@ -216,24 +164,18 @@ def scenarios_for(window, L, seed):
             stream.cache.activate_past_recording()
         if everything:
             stream.crop(P).feed(P, 4).crop(4)
-        for guesses in (4, 1, 3, 2) * (n // 4):
-            stream.feed(1, guesses).crop(guesses)
+        for drafts in (4, 1, 3, 2) * (n // 4):
+            stream.feed(1, drafts).crop(drafts)
             if then:
-                stream.reorder(then)
+                stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
 
     def reset(start):
         stream = start(rows=(5, 6, 7)).feed_all(L - 2, 1, 1)
-        stream.change(stream.decoder.reset, rows=(0, 1, 2)).fed = 0
+        stream.change("reset", rows=(0, 1, 2)).fed = 0
         stream.feed_all(third, *ones)
 
-    def reorder(start):
-        """Two beams continue row 0, as it is and as row 3, which differs from it from now on."""
-        stream = start().feed(half)
-        stream.change(stream.decoder.reorder, torch.tensor((2, 0, 0)), rows=(2, 0, 3)).feed_all(*ones)
-
-    def rearrange(start, method, argument, rows):
-        stream = start().feed(half)
-        stream.change(partial(on_cache, name=method), argument, rows=rows).feed_all(*ones)
+    def rearrange(start, name, argument, rows):
+        start().feed(half).change(name, argument, rows=rows).feed_all(*ones)
 
     return {
         "decode": lambda start: feed(start, P, *[1] * (end - P)),
@@ -246,19 +188,16 @@ def scenarios_for(window, L, seed):
         "left padding in chunks": lambda start: feed(start, third, *mixed[:n], pads=[pad + 2 for pad in PADS]),
         "rows of different lengths": lambda start: feed(start, third, *ones, 4, pads=PADS, ragged=True),
         "generate": generate,
-        "generate with left padding": partial(generate, pads=PADS),
+        "generate with left padding": partial(generate, runs=((0, 1, 2),), pads=PADS),
         "prefix used twice": prefix_twice,
         "two caches at once": two_at_once,
         "speculative rollback": rollback,
         "rollback of everything": partial(rollback, P=min(half, (window or L) - 1), everything=True),
         "rollback, then reorder": partial(rollback, then=(0, 0, 2)),
-        "reorder": reorder,
-        "repeat": partial(rearrange, method="batch_repeat_interleave", argument=2, rows=(0, 3, 1, 4, 2, 5)),
-        "select": partial(rearrange, method="batch_select_indices", argument=torch.tensor((2, 0)), rows=(2, 0)),
+        # two beams continue row 0, as it is and as row 3, which differs from it from now on
+        "reorder": partial(rearrange, name="reorder", argument=torch.tensor((2, 0, 0)), rows=(2, 0, 3)),
+        "repeat": partial(rearrange, name="repeat", argument=2, rows=(0, 3, 1, 4, 2, 5)),
+        "select": partial(rearrange, name="select", argument=torch.tensor((2, 0)), rows=(2, 0)),
         "reuse after reset": reset,
         "batches of 1 to 8 rows": batches,
     }
-
-
-# what a second implementation of attention may compute differently
-SECOND = ("chunks of mixed sizes", "mask of ones", "left padding in chunks")

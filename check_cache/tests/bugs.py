@@ -1,4 +1,4 @@
-"""For the tests: a small decoder with a right cache, and many scenarios to break a cache.
+"""For the tests: a small decoder with a correct cache, and many scenarios to break a cache.
 
 Each bug is a function that breaks one thing with pytest's monkeypatch and returns the argument of check_cache.
 """
@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 3
+V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 2
 
 # what the report says about each kind of bug; a | separates words that must all appear
 WRONG_VALUE, WRONG_KEY = "are wrong on arrival: its position is", "only the new key|its position is"
 HOLDS, TOO_FEW, SEEN = "should hold the", " needs ", "the token of row"
-IN_GENERATE, RAISES = "what generate() feeds", "raises"
+IN_GENERATE, RAISES = "call of generate() chooses different tokens", "raises"
 
 
 # -- a decoder ---------------------------------------------------------------------------------------------------------
@@ -110,11 +110,12 @@ class Attention(nn.Module):
             slot = cache.at[self.layer]
         if self.positions == "alibi":
             scores = scores + (slot - query) * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
-        weights = (
-            scores.masked_fill(~self.visible(query, slot, mask), torch.finfo(scores.dtype).min).softmax(-1).to(v.dtype)
-        )
+        weights = self.hide(scores, self.visible(query, slot, mask)).softmax(-1).to(v.dtype)
         weights = F.dropout(weights, self.dropout)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    def hide(self, scores, seen):
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
 
     def visible(self, query, slot, mask):
         seen = (slot <= query)[None, None]
@@ -262,7 +263,7 @@ def table_with_another_offset(patch):
 
 
 @bug(
-    "a step calls attention 6 times, but 3 times without a cache",
+    "a step calls attention 4 times, but 2 times without a cache",
     "the last token of the prompt is fed again with the first new one",
 )
 def a_token_is_fed_twice(patch):
@@ -410,6 +411,26 @@ def int8(patch):
     return Decoder()
 
 
+@bug("on arrival: ", "int8 with the scale of the first token, so larger values are clamped")
+def int8_with_a_shared_scale(patch):
+    shared_scale(patch)
+    return Decoder()
+
+
+def shared_scale(patch):
+    """Round keys and values to int8, as the first token would be."""
+    update = Cache.update
+
+    def broken(self, key, value, layer):
+        if self.lengths[layer] == 0:
+            self.scales = getattr(self, "scales", {})
+            self.scales[layer] = [x[:, :, :1].abs().amax(-1, keepdim=True) / 127 for x in (key, value)]
+        pairs = zip((key, value), self.scales[layer])
+        return update(self, *((x / scale).round().clamp(-127, 127) * scale for x, scale in pairs), layer)
+
+    patch(Cache, "update", broken)
+
+
 @bug(f"{HOLDS}|rounded to float16", "a buffer of float16 under float32")
 def float16_buffer(patch):
     patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
@@ -518,6 +539,20 @@ def middle_is_dropped(patch):
     return Decoder()
 
 
+@bug(f"{HOLDS}|but holds that of row", "blocks of 32: a chunk over a boundary overwrites the last slot before it")
+def slot_before_a_boundary(patch):
+    def change(self, k, v, key, layer):
+        end, T = self.lengths[layer], key.size(2)
+        last = end // 32 * 32 - 1
+        if T > 1 and end - T <= last and (end - T) % 32:
+            for x in (k, v):
+                x[:, :, last] = x[:, :, last - 1]
+        return k, v
+
+    patched_update(patch, change)
+    return Decoder()
+
+
 @bug(HOLDS, "rotated keys are rotated again when they are read")
 def keys_rotated_twice(patch):
     def change(self, k, v, key, layer):
@@ -590,7 +625,7 @@ def chunk_cut_to_the_window(patch):
 # rollback, beams, copies, resets
 
 
-@bug(f"{HOLDS}|belongs there is in slot", "crop leaves one rejected guess")
+@bug(f"{HOLDS}|belongs there is in slot", "crop leaves one rejected draft token")
 def crop_leaves_one(patch):
     crop = Cache.crop
     patch(Cache, "crop", lambda self, count: crop(self, count + 1) if count < -1 else None)
@@ -611,14 +646,14 @@ def crop_forgets_a_layer(patch):
     def broken(self, count):
         self.lengths = [length + count for length in self.lengths]
         if self.room is None:
-            self.keys = [x if i == 2 else x[:, :, :count] for i, x in enumerate(self.keys)]
-            self.values = [x if i == 2 else x[:, :, :count] for i, x in enumerate(self.values)]
+            self.keys = [x if i == 1 else x[:, :, :count] for i, x in enumerate(self.keys)]
+            self.values = [x if i == 1 else x[:, :, :count] for i, x in enumerate(self.values)]
 
     patch(Cache, "crop", broken)
     return Decoder()
 
 
-@bug(HOLDS, "a rejected guess is overwritten in the values only")
+@bug(HOLDS, "a rejected draft token is overwritten in the values only")
 def crop_of_values_only(patch):
     def broken(self, count):
         self.keys = [x.clone() for x in self.keys]
@@ -671,7 +706,7 @@ def reset_keeps_the_text(patch):
         Cache,
         "reset",
         lambda self: (
-            None if hasattr(self, "keys") else self.__dict__.update(keys=[None] * 3, values=[None] * 3, lengths=[0] * 3)
+            None if hasattr(self, "keys") else self.__dict__.update(keys=[None] * 2, values=[None] * 2, lengths=[0] * 2)
         ),
     )
     return Decoder()
@@ -737,6 +772,13 @@ def padding_is_seen(patch):
     return Decoder()
 
 
+@bug(f"{SEEN}|but should not", "a boolean mask is added to the scores, so a masked token loses 1 instead of infinity")
+def mask_is_added(patch):
+    hide = Attention.hide
+    patch(Attention, "hide", lambda self, scores, seen: scores + seen if len(seen) > 1 else hide(self, scores, seen))
+    return Decoder()
+
+
 @bug(SEEN, "padding is hidden in the prefill but seen in later steps")
 def padding_is_seen_in_later_steps(patch):
     from transformers.models.llama import modeling_llama
@@ -787,13 +829,13 @@ def padding_id_is_hidden(patch):
         return logits
 
     def visible(self, query, slot, mask):
-        seen = right(self, query, slot, mask)
+        seen = correct(self, query, slot, mask)
         hidden = model.hidden
         if hidden is not None:
             seen = seen & ~((slot == query[-1]) & hidden[:, None, None, None] & (slot < query.max() + 1) & (query > 0))
         return seen
 
-    right = Attention.visible
+    correct = Attention.visible
     model = Decoder()
     object.__setattr__(model, "hidden", None)
     patch(Decoder, "forward", broken)

@@ -1,6 +1,5 @@
-"""check_cache: right caches pass, and broken ones are found with their cause."""
+"""check_cache: correct caches pass, and broken ones are found with their cause."""
 
-import json
 import re
 import shutil
 import sys
@@ -23,29 +22,28 @@ def assert_found(name, patch, **options):
     report = check_cache(function(patch.setattr), caches=caches, **options)
     wrong = [result.why for result in report.results if result.status == "wrong"]
     assert report.exit_code == 1 and wrong, "not found"
-    right = [all(words in why for words in cause.split("|")) for why in wrong]
-    # if one scenario names the cause, it is enough that others raise, find leftovers, miss a position, or defer to it
-    vague = "raises|was not empty at|in no slot|if all other scenarios are correct"
-    enough = [named or bool(re.search(vague, why)) for named, why in zip(right, wrong)]
-    assert any(right) and sum(enough) >= 0.8 * len(wrong), report
+    named = [all(words in why for words in cause.split("|")) for why in wrong]
+    # if one scenario names the cause, others may raise, find leftovers, miss a position, or compare tokens
+    vague = "raises|was not empty at|in no slot|chooses different tokens"
+    enough = [this or bool(re.search(vague, why)) for this, why in zip(named, wrong)]
+    assert any(named) and sum(enough) >= 0.8 * len(wrong), report
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
-    assert_found(name, monkeypatch, length=96)
+QUICK = "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_leaves_one beams_not_reordered".split()
+QUICK += ["padding_is_seen"]
+# what only long sequences show
+LONG = "angles_end_at_64 chunk_of_more_than_thirty growth_moves_layers middle_is_dropped dropout_is_on".split()
+LONG += ["alibi_of_the_chunk"]
 
 
 @pytest.mark.parametrize(
-    "name",
-    "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_leaves_one beams_not_reordered "
-    "padding_is_seen".split(),
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BUGS]
 )
-def test_six_broken_caches(name, monkeypatch):
-    assert_found(name, monkeypatch, length=48)
+def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
+    assert_found(name, monkeypatch, length=96 if name in LONG else 48)
 
 
-# -- right caches ------------------------------------------------------------------------------------------------------
+# -- correct caches ----------------------------------------------------------------------------------------------------
 
 
 def kvgpt(model):
@@ -63,7 +61,7 @@ def kvgpt(model):
 
 
 @pytest.mark.parametrize("network", [dict(), dict(pos_emb="rope", n_kv_head=2, qk_norm=True, activation="swiglu")])
-def test_the_cache_of_kvgpt_is_right(network):
+def test_the_cache_of_kvgpt_is_correct(network):
     model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32, **network))
     report = check_cache(**kvgpt(model))
     report.assert_correct()
@@ -73,7 +71,7 @@ def test_the_cache_of_kvgpt_is_right(network):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_a_right_adapter_and_a_right_transformers_model(dtype):
+def test_a_correct_adapter_and_a_correct_transformers_model(dtype):
     for model in (Decoder(window=12), tiny("llama")):
         report = check_cache(model, length=48, dtype=dtype, scenarios=["decode", "padding", "rollback", "repeat"])
         report.assert_correct()
@@ -118,7 +116,9 @@ def other_names(model):
 
 def no_names(model):
     """A cache that grows needs neither rows nor length, and a step may accept anything else."""
-    return functions(model, new=lambda: Cache(), step=lambda ids, cache, pos, **rest: model(ids, cache, None, pos))
+    return functions(
+        model, new=lambda *sizes: Cache(), step=lambda ids, cache, pos, **rest: model(ids, cache, None, pos)
+    )
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_functions_make_an_adapter(adapter, monkeypatch):
     scenarios = ["decode", "chunks of mixed sizes", "rollback", "reorder", "reset", "prefix"]
     report = check_cache(**adapter(Decoder()), scenarios=scenarios)
     report.assert_correct()
-    right = {result.scenario for result in report.results if result.status == "correct"}
-    assert "decode" in right and ("reorder" in right) == (adapter is not in_a_dict)
+    correct = {result.scenario for result in report.results if result.status == "correct"}
+    assert "decode" in correct and ("reorder" in correct) == (adapter is not in_a_dict)
     function, cause, _, _ = BUGS["rope_begins_at_0_in_each_step"]
     function(monkeypatch.setattr)
     report = check_cache(**adapter(Decoder()), scenarios=["decode"])
@@ -141,6 +141,7 @@ def test_scenarios_that_cannot_run_are_listed_with_the_reason():
         "the step takes no mask",
         "there is no generate(ids, count, use_cache)",
     }
+    assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).missing("generate") == []
     with pytest.raises(AssertionError, match="not run  left padding, "):
         report.assert_correct()
 
@@ -290,7 +291,9 @@ def first_cause(model, change, scenario="decode", **more):
     return next(result.why for result in report.results if result.status == "wrong")
 
 
-@pytest.mark.parametrize("positions, parts", [("learned", "the new key and value of"), ("rope", "only the new key of")])
+@pytest.mark.parametrize(
+    "positions, parts", [("learned", "layer 0: the new key and value of"), ("rope", "layer 0: only the new key of")]
+)
 def test_a_wrong_position_is_named(positions, parts):
     said = first_cause(Decoder(positions), lambda ids, cache, mask, pos: (ids, cache, mask, pos + 2 * (pos > 20)))
     assert said.startswith(parts) and said.endswith("wrong on arrival: its position is 23"), said
@@ -348,7 +351,7 @@ def test_where_attention_is_hidden_the_cause_is_unknown(monkeypatch):
     assert said.startswith("cause unknown: without a cache, attention calls no softmax"), said
 
 
-# -- what could hide a wrong cache, or make a right one look wrong -----------------------------------------------------
+# -- what could hide a wrong cache, or make a correct one look wrong ---------------------------------------------------
 
 
 def test_projections_of_zeros_hide_nothing(monkeypatch):
@@ -429,13 +432,13 @@ def test_state_that_grows_with_the_longest_sequence():
     rope = dict(rope_type="dynamic", factor=8.0, rope_theta=10000.0)
     model = tiny("llama", max_position_embeddings=32, rope_parameters=rope)
     report = check_cache(model, length=96, scenarios=["decode"])
-    assert report.exit_code == 2 and "change by" in report.fault and "later tokens are left out" in report.fault
+    assert report.exit_code == 2 and re.search("change by .* when later tokens are left out", report.results[0].why)
 
 
 def test_a_model_that_does_not_look_back_cannot_be_judged():
     table = torch.nn.Embedding(9, 9)
     report = check_cache(full=table, new=lambda rows, length: [], step=lambda ids, cache: table(ids))
-    assert report.exit_code == 2 and "CANNOT SEE THE CACHE" in str(report)
+    assert report.exit_code == 2 and "we cannot see the cache" in str(report)
 
 
 @pytest.mark.slow
@@ -460,21 +463,6 @@ def test_a_decoder_that_refuses_float64_and_one_that_keeps_a_table(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_cache_that_rounds_on_purpose_is_judged_by_plain_decoding(monkeypatch):
-    update = Cache.update
-    monkeypatch.setattr(Cache, "update", lambda *args: [rounded(x) for x in update(*args)])
-    report = check_cache(**functions(Decoder()), caches=["quantized"])
-    report.assert_correct()
-    monkeypatch.setattr(Cache, "reorder_cache", lambda self, rows: None)
-    assert {
-        r.scenario for r in check_cache(**functions(Decoder()), caches=["quantized"]).results if r.status == "wrong"
-    } == {
-        "reorder",
-        "rollback, then reorder",
-    }
-
-
-@pytest.mark.slow
 def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
     """In bfloat16, a different expert moves a few logits more than most bugs do, so we look at what attention reads."""
     from transformers.cache_utils import DynamicLayer
@@ -496,7 +484,7 @@ def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
     assert report.exit_code == 1 and "position 15, but holds that of row " in report.results[0].why, report
 
 
-def test_a_decoder_that_exits_is_not_right():
+def test_a_decoder_that_exits_is_not_correct():
     def full(ids):
         raise SystemExit(0)
 
@@ -547,7 +535,8 @@ def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monke
     monkeypatch.setattr(Attention, "rotate", stretched)
     report = check_cache(Decoder(), length=48)
     assert report.exit_code == 2
-    assert "NOT THE CACHE'S FAULT" in str(report) and "when later tokens are left out, from position" in str(report)
+    said = " ".join(str(report).split())
+    assert "FAULT" in said and "when later tokens are left out, from position" in said
 
 
 def test_padding_that_changes_logits_without_a_cache_is_not_its_fault(monkeypatch):
@@ -565,15 +554,17 @@ def test_padding_that_changes_logits_without_a_cache_is_not_its_fault(monkeypatc
 
 
 def test_a_wrong_argument_is_named():
-    with pytest.raises(TypeError, match="Linear is neither a causal language model"):
+    with pytest.raises(TypeError, match=r"an adapter\. Linear lacks full, new, step"):
         check_cache(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="check_cache has no argument reorders"):
+        check_cache(Decoder(), reorders=None)
     with pytest.raises(ValueError, match=r"length=500.*the context, 128"):
         check_cache(Decoder(), length=500)
     with pytest.raises(ValueError, match=r"no scenario is called 'beams'\. There are decode, "):
         check_cache(Decoder(), scenarios=["beams"])
 
 
-@pytest.mark.parametrize("package, version", [("torch", "2.8.0+cpu"), ("transformers", "4.57.1")])
+@pytest.mark.parametrize("package, version", [("torch", "2.8.0+cpu"), ("transformers", "5.3.0")])
 def test_older_versions_are_refused(package, version, monkeypatch):
     """Their own modules call the same functions, so only the number has to be older."""
     model = tiny("llama")
@@ -598,24 +589,35 @@ def test_rows_of_different_lengths(monkeypatch):
     assert report.exit_code == 1 and "but should not" in report.results[0].why, report
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_inputs_besides_ids(forgets):
-    """One vector per sequence, such as the output of an encoder, is added to each token."""
-    model, memory = Decoder(), torch.randn(8, 1, 32)
-    embed, added = model.wte.forward, [None]
-    model.wte.forward = lambda ids: embed(ids) if added[0] is None else embed(ids) + added[0]
+@pytest.mark.parametrize("mistake", ["", "forgotten", "reused"])
+def test_cross_attention(mistake):
+    """What the encoder said is an input besides ids. A module must not keep it for the next batch of the same size."""
+    model, memory, current, kept = Decoder(), torch.randn(8, 5, 32), [None], {}
+    model.cross, embed = torch.nn.MultiheadAttention(32, 4, batch_first=True), model.wte.forward
+
+    def look(ids):
+        x, memory = embed(ids), current[0]
+        return x if memory is None else x + model.cross(x, memory, memory, need_weights=False)[0]
+
+    model.wte.forward = look
 
     def full(ids, memory):
-        added[0] = memory
+        current[0] = memory
         return model.full(ids)
 
     def step(ids, cache, pos, memory):
-        added[0] = None if forgets and cache.lengths[0] else memory
+        current[0] = memory
+        if mistake == "forgotten" and cache.lengths[0]:
+            current[0] = None
+        if mistake == "reused":
+            current[0] = kept.setdefault(len(ids), memory)
         return model(ids, cache, None, pos)
 
     adapter = functions(model, full=full, step=step, inputs=dict(memory=memory))
-    report = check_cache(**adapter, scenarios=["decode", "reorder", "batches", "prefix"])
-    assert report.exit_code == forgets, report
+    report = check_cache(**adapter, scenarios=["two caches", "batches"])
+    assert report.exit_code == bool(mistake), report
+    if mistake:
+        assert "wrong on arrival: wrong input" in report.results[0].why, report
     with pytest.raises(ValueError, match=r"inputs\['memory'\]: must have one entry for each of the 8 sequences"):
         check_cache(**adapter | dict(inputs=dict(memory=memory[:3])))
 
@@ -663,13 +665,12 @@ def test_the_folder_can_be_copied_and_needs_only_torch(tmp_path):
     """A step may also return a new cache. The process can import neither kvGPT nor transformers."""
     shutil.copytree(ROOT / "check_cache", tmp_path / "check_cache", ignore=shutil.ignore_patterns("tests"))
     (tmp_path / "mine.py").write_text(SUMS, encoding="utf-8")
-    result = run("-m", "check_cache", "mine:Sums", "--length", "24", "--json", cwd=tmp_path)
+    result = run("-m", "check_cache", "mine:Sums", "--length", "24", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    content = json.loads(result.stdout)
-    said = {(r["scenario"], r["cache"]): (r["status"], r["why"]) for r in content["results"]}
-    assert content["exit_code"] == 0 and said["prefix used twice", "own"] == ("correct", None)
-    assert said["left padding", "own"] == ("not run", "the step takes no mask")
-    assert said["reorder", "own"] == ("not run", "the cache has no reorder_cache")
+    shown = " ".join(result.stdout.split())
+    assert "correct decode" in shown and "prefix used twice, two caches at once" in shown.partition("not run")[0]
+    assert "own cache: the step takes no mask" in shown
+    assert "reorder, own cache: the cache has no reorder_cache" in shown
     loaded = run("-c", "import check_cache, sys; print(*sys.modules)", cwd=tmp_path).stdout.split()
     assert "torch" in loaded and not {"transformers", "kvgpt", "model", "matplotlib"} & {*loaded}
 
@@ -691,7 +692,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_says_right_wrong_or_cannot_run(command, tmp_path):
+def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
     tiny("llama").save_pretrained(tmp_path / "llama")
     flags = ["--length", "32", "--scenarios", "decode", "reorder"]
     code, shown, _ = command(tmp_path / "llama", *flags)
@@ -712,19 +713,19 @@ def test_the_command_says_right_wrong_or_cannot_run(command, tmp_path):
 
 @pytest.mark.slow
 def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
-    """For each Python block that is followed by a text block, up to rounding."""
+    """Each script prints a report that the page shows, up to rounding."""
     page = (ROOT / "check_cache" / "README.md").read_text(encoding="utf-8")
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE).group(1)
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    pairs = re.findall(r"^```python\n([^`]*)^```\n\n```text\n([^`]*)^```", page, re.MULTILINE)
-    assert len(pairs) == 4
-    for script, shown in pairs:
-        sys.modules.pop("mine", None)  # each script breaks a decoder that is right
+    scripts = re.findall(r"^```python\n([^`]*)^```", page, re.MULTILINE)
+    reports = re.findall(r"^```text\n([^`]*WRONG[^`]*)^```", page, re.MULTILINE)
+    assert len(scripts) == len(reports) == 1
+    for script, shown in zip(scripts, reports):
+        sys.modules.pop("mine", None)  # each script breaks a decoder that is correct
         exec(script, {})
         said, shown = (
-            re.sub(r"logits off by .*? positions|by\s+\S+ of its size|\s+", " ", text)
-            for text in (capsys.readouterr().out, shown)
+            re.sub(r"logits off by .*? positions|\s+", " ", text) for text in (capsys.readouterr().out, shown)
         )
-        assert said == shown and "WRONG" in said
+        assert said == shown
     sys.modules.pop("mine", None)

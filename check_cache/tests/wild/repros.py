@@ -37,10 +37,10 @@ def litgpt_logits(name, chunks, **options):
     small = dict(n_layer=2, n_embd=64, n_head=4, head_size=16, intermediate_size=128, padded_vocab_size=64)
     model = GPT(Config.from_name(name, block_size=64, **small, **options)).eval()
     ids, pos = torch.randint(64, (1, 40)), torch.arange(40)
-    right = model(ids)
+    without = model(ids)
     model.set_kv_cache(batch_size=1)
     got = torch.cat([model(*part) for part in zip(ids.split(chunks, 1), pos.split(chunks))], 1)
-    return (got - right).abs().amax(-1)[0]
+    return (got - without).abs().amax(-1)[0]
 
 
 def local_attention_greedy(**options):
@@ -64,10 +64,10 @@ def local_attention_logits(**options):
     sizes = dict(num_tokens=64, dim=64, depth=2, heads=4, dim_head=16, max_seq_len=256, local_attn_window_size=16)
     model = LocalTransformer(**sizes, **options).eval()
     ids, cache, errors = torch.randint(64, (1, 64)), None, []
-    right = model(ids)
+    without = model(ids)
     for end in range(9, 65):
         logits, cache = model(ids[:, :end], cache=cache, return_cache=True)
-        errors.append((logits[:, -1] - right[:, end - 1]).abs().max())
+        errors.append((logits[:, -1] - without[:, end - 1]).abs().max())
     return torch.stack(errors)
 
 
@@ -97,10 +97,10 @@ def moshi_stream(chunk, context):
     options = dict(causal=True, context=context, positional_embedding="rope")
     model = StreamingTransformer(d_model=64, num_heads=4, num_layers=2, dim_feedforward=128, **options).eval()
     frames = torch.randn(1, 40, 64)
-    right = model(frames)
+    without = model(frames)
     with model.streaming(1):
         got = torch.cat([model(part) for part in frames.split(chunk, 1)], 1)
-    return (got - right).abs().amax(-1)[0]
+    return (got - without).abs().amax(-1)[0]
 
 
 @torch.no_grad()
@@ -112,9 +112,9 @@ def llms_from_scratch_gpt2(**options):
     sizes = dict(vocab_size=64, context_length=64, emb_dim=64, n_heads=4, n_layers=2, drop_rate=0.0)
     model, cache = GPTModel(dict(sizes, qkv_bias=False)).eval(), KVCache(n_layers=2)
     ids = torch.randint(64, (1, 9))
-    right = model(ids)[:, -1]
+    without = model(ids)[:, -1]
     model(ids[:, :8], cache=cache, **options)
-    return (model(ids[:, 8:], cache=cache, **options)[:, -1] - right).abs().max().item()
+    return (model(ids[:, 8:], cache=cache, **options)[:, -1] - without).abs().max().item()
 
 
 def titans_greedy(prompt=16, **options):
