@@ -189,6 +189,7 @@ def test_where_the_c_backend_cannot_go_torch_compile_takes_the_step(trained):
         (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
         (["--ckpt", ""], ["--ckpt", "empty"]),
         (["--meta", "meta.pkl"], ["--meta", "--ckpt"]),
+        (["--engine", "onnx", "--weights", "int8"], ["--weights int8", "--engine torch"]),
         (["--promt", "x"], ["--promt"]),
         (["--init_from=gpt2-xl"], ["--init_from=gpt2-xl", "for GPT-2 pass its folder: --ckpt FOLDER"]),
     ],
