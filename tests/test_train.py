@@ -35,7 +35,6 @@ from helpers import (
     ok,
     plain_val_loss,
     random_model,
-    run,
     same,
     start,
     tiny_run,
@@ -198,7 +197,8 @@ def test_max_iters_reached_already_is_said_and_changes_nothing(out):
 def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     """The unit does not depend on the tokens: here it is computed from the bytes of the val text and its whole loss."""
     data = tmp_path / "data"
-    ok(run("data/prepare.py", "--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 300, "--data_dir", data))
+    prepare = ["--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 300, "--data_dir", data]
+    ok(here(*prepare, script="data/prepare.py"))
     flags = [*STATEFUL, "--data_dir", data, "--eval_interval", 3, "--lr_decay_iters", 9, "--sample_interval", 6]
     whole, out = tmp_path / "whole", tmp_path / "out"
     result = ok(here(*flags, "--max_iters", 9, "--out_dir", whole))
@@ -332,7 +332,7 @@ def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp
 @unix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data_dir, tmp_path):
+def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data_dir, tmp_path, monkeypatch):
     """The step in progress is finished and saved, no batch is trained twice, and the command that is printed works."""
     out_dir = "-it's"
     flags = [*STATEFUL, "--lr_decay_iters", 300, "--log_interval", 5, "--data_dir", data_dir]
@@ -349,7 +349,8 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data
 
     words = shlex.split(last.partition("to continue: python train.py ")[2])
     more = ["--max_iters", stopped + 8]
-    ok(child(*words, *more, cwd=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    ok(here(*words, *more))
     ok(here(*flags, *more, "--out_dir", tmp_path / "whole"))
     assert_same_run(tmp_path / out_dir, tmp_path / "whole")
     assert int(log(tmp_path / out_dir)[-1]["step"]) == stopped + 8
