@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import (
     SAMPLE,
+    Bomb,
     assert_one_line,
     assert_same_run,
     bpe,
@@ -156,16 +157,6 @@ def test_explain_calls_tokens_tokens(gpt2):
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def config(**entries):

@@ -181,15 +181,6 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2 and "--patience" in result.stdout
 
 
-def test_max_iters_reached_already_is_said_and_changes_nothing(out):
-    before, times = contents(out), {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
-    for flags in ([], ["--max_iters", "60"], ["--max_iters", "10"]):
-        result = ok(here("--init_from", "resume", "--out_dir", out, *flags))
-        assert "60" in result.stdout and "already" in result.stdout and len(result.stdout.splitlines()) == 1
-    assert contents(out) == before
-    assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == times
-
-
 # -- tokens that are not characters ------------------------------------------------------------------------------------
 
 

@@ -453,10 +453,6 @@ def drop_a_layer(model):
     del model.transformer["h"][1]
 
 
-def add_a_layer(model):
-    model.transformer["h"].append(model.transformer["h"][0])
-
-
 def norm_with(**settings):
     def change(model):
         model.transformer["h"][1].ln_2 = torch.nn.LayerNorm(model.config.n_embd, **settings)
@@ -477,7 +473,6 @@ def set_attribute(path, name, value):
 
 REFUSED = {
     "hook": (lambda model: model.transformer["h"][0].mlp.register_forward_hook(lambda *_: None), "hooks"),
-    "pre-hook": (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "hooks"),
     "hook on all modules": (global_hook, "hooks"),
     "method of an instance": (own_forward, "MLP with a patched forward"),
     "another layer": (lambda model: model.transformer.update({"ln_f": torch.nn.RMSNorm(32)}), "RMSNorm"),
@@ -486,11 +481,8 @@ REFUSED = {
     "norm without weight": (norm_with(elementwise_affine=False), "a weight"),
     "max_norm": (set_attribute("transformer.wte", "max_norm", 1.0), "max_norm"),
     "a layer less": (drop_a_layer, "1 layers.*n_layer=2"),
-    "a layer more": (add_a_layer, "3 layers.*n_layer=2"),
     "smaller head": (set_weight("lm_head", V - 1, 32), "22, 32.*23, 32"),
     "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
-    "narrower norm": (set_weight("transformer.h.1.ln_1", 1), "1,.*32,"),
-    "narrower MLP": (set_weight("transformer.h.1.mlp.c_fc", 64, 32), "64, 32.*128, 32"),
     "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
     "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
     "another activation": (set_attribute("transformer.h.1.mlp", "approximate", "tanh"), "fit its config"),

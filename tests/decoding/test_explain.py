@@ -8,7 +8,7 @@ import torch
 
 from helpers import KINDS, PROMPT, prompts, random_model, sample, texts_of
 from kvgpt.checkpoint import load_model
-from kvgpt.decoding.explain import attention_weights, explain, layer_weights, watch
+from kvgpt.decoding.explain import attention_weights, explain, watch
 from model import GPTConfig, KVCache, Sampling
 
 
@@ -55,23 +55,6 @@ def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, 
     assert "decode 1, pos 31" not in printed and "the context is full" in printed
     assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_attention_weights_are_the_same_row_by_row_as_all_at_once(trained):
-    model, _ = load_model(trained / "ckpt.pt")
-    idx, steps = torch.arange(7)[None], []
-    whole = attention_weights(model, idx, layer=1)
-    with watch(model, layer=1) as seen:
-        for begin, end in ((0, 6), (6, 7)):
-            model(idx[:, begin:end], pos=torch.arange(begin, end))
-            steps.append(layer_weights(seen["q"], seen["k"], seen["mask"]))
-    assert whole.shape == (1, 2, 7, 7)
-    assert [weights.shape for weights in steps] == [(1, 2, 6, 6), (1, 2, 1, 7)]
-    torch.testing.assert_close(steps[1][:, :, 0], whole[:, :, -1])
-    torch.testing.assert_close(steps[0], whole[:, :, :6, :6])
-    torch.testing.assert_close(whole.sum(-1), torch.ones(1, 2, 7))
-    assert (whole.triu(1) == 0).all()
-    assert not torch.allclose(whole, attention_weights(model, idx, layer=0))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

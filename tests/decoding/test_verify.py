@@ -2,20 +2,11 @@
 
 import torch
 
-from helpers import CONTEXT, MODELS, PROMPT, V, prompts, random_model, tokens_differ
+from helpers import MODELS, PROMPT, V, prompts, random_model
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.decoder import Decoder
 from model import CharTokenizer, GPTConfig, KVCache, Sampling, gumbel_noise, sample_token
 from sample import near_tie, verify
-
-
-def test_a_difference_is_told_from_a_near_tie():
-    model = MODELS[sorted(MODELS)[0]]
-    ours = model.generate(prompts(1, 3), CONTEXT, seed=1)
-    theirs = ours.clone()
-    theirs[0, 5] = (theirs[0, 5] + 1) % V
-    assert tokens_differ(model, ours, ours, 3, [0], 1, {}) is None
-    assert tokens_differ(model, ours, theirs, 3, [0], 1, {}) == (0, 2)
 
 
 def break_cache(model):

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import time
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import (
-    CPU,
-    MODELS,
     SAMPLE,
     STATEFUL,
     TINY,
@@ -31,7 +28,7 @@ from helpers import (
     write_ids,
 )
 from model import CharTokenizer, load_model
-from train import eval_windows, evaluate
+from train import eval_windows
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
 
@@ -51,17 +48,6 @@ def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, 
         gaps = [b[0] - a[0] for a, b in itertools.pairwise(windows)]
         assert not gaps or max(gaps) - min(gaps) <= block_size
         assert windows[0][0] == 0 and (len(windows) == 1 or windows[-1][-1] > length - 1 - block_size)
-
-
-def test_the_loss_is_the_mean_over_the_windows():
-    model, ids = MODELS[0], np.random.default_rng(0).integers(0, 20, 500)
-    for most in (100, 10**9):
-        got = evaluate(model, ids, 16, CPU, nullcontext(), most)
-        losses = []
-        for chunk in eval_windows(ids, 16, most, 1):
-            x = torch.from_numpy(chunk)
-            losses += [model(x[:, :-1], targets=x[:, 1:])[1].item()] * (x.size(1) - 1)
-        assert got == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_eval_iters_is_in_batches_and_the_end_of_a_run_reads_everything(data_dir, tmp_path):
