@@ -9,9 +9,8 @@ from torch.utils._pytree import tree_map_only
 import train
 from helpers import random_model, tiny_run
 from kvgpt.decoding.decoder import Decoder
-from kvgpt.decoding.explain import explain
 from kvgpt.decoding.ngrams import count_ngrams
-from model import CharTokenizer, GPTConfig, Sampling
+from model import GPTConfig
 from pretend import DEVICE, PretendDevice
 from train import TrainState
 
@@ -66,12 +65,6 @@ def test_prompts_of_different_lengths(device):
     ragged = [IDX[0], IDX[1, :2]]
     got = Decoder(there).generate([row.to(DEVICE) for row in ragged], 10, seed=1)
     assert [row.tolist() for row in got] == [row.tolist() for row in Decoder(here).generate(ragged, 10, seed=1)]
-
-
-def test_explain(device, capsys):
-    _, there = both(ROPE)
-    explain(there, CharTokenizer("".join(map(chr, range(65)))), IDX[:1].to(DEVICE), 3, Sampling(seed=1))
-    assert "decode 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -149,13 +149,6 @@ def test_a_stop_text_ends_a_text_of_tokens(gpt2):
         assert ok(sample(gpt2, "--stop", stop, "--draft", "ngram", "--verify")).stdout == whole[:at]
 
 
-@pytest.mark.slow
-def test_explain_calls_tokens_tokens(gpt2):
-    result = ok(sample(gpt2, "--explain"))
-    assert f"prompt {PROMPT!r}: {len(BPE.encode(PROMPT))} tokens, layer 1 of 2" in result.stdout
-    assert "character" not in result.stdout and "lm_head       (1, 512)" in result.stdout
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 

@@ -49,15 +49,3 @@ def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_
     shutil.copytree(trained, tmp_path / "out")
     own = ok(here(*flags, script="sample.py"))
     assert NOTE not in own.stderr and own.stdout != result.stdout
-
-
-@pytest.mark.slow
-def test_export_and_bench_use_it_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = ok(here("--format", "onnx", script="export.py"))
-    assert NOTE in result.stderr
-    flags = ["--engine", "onnx", "--prompt", "O ", "--max_new_tokens", "40", "--verify"]
-    result = ok(here(*flags, script="sample.py"))
-    assert NOTE in result.stderr and "1 of 1 samples)" in result.stderr
-    result = ok(here("--variants", "eager", "draft", "--repeats", "1", script="bench.py"))
-    assert NOTE in result.stderr and "4/4/128/256" in result.stdout

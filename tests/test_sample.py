@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from helpers import PROMPT, ROOT, assert_one_line, needs_compiler, ok, random_model, run, sample, texts_of, unix
+from helpers import PROMPT, ROOT, assert_one_line, needs_compiler, ok, random_model, sample, texts_of, unix
 from kvgpt.decoding.compile import find_compiler
 from model import GPTConfig, KVCache, save
 from sample import PRETRAINED, parse_args
@@ -70,14 +70,6 @@ def test_the_flags_of_nanogpts_sample_py_work(trained):
     expected = texts_of(trained, PROMPT, 15, rows=3, temperature=0.7, top_k=200, seed=5)
     assert result.stdout.split("\n---------------\n") == expected
     assert "for the model\n" in result.stderr  # and for no C backend
-
-
-@pytest.mark.slow
-def test_it_needs_the_checkpoint_only(trained, tmp_path):
-    (tmp_path / "elsewhere.pt").write_bytes((trained / "ckpt.pt").read_bytes())
-    flags = ["--ckpt", tmp_path / "elsewhere.pt", "--device", "cpu", "--prompt", PROMPT]
-    result = run(ROOT / "sample.py", *flags, cwd=tmp_path)
-    assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
 @unix

@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import json
 import math
 import re
 import shlex
@@ -34,14 +33,13 @@ from helpers import (
     log,
     ok,
     plain_val_loss,
-    random_model,
     same,
     start,
     tiny_run,
     unix,
 )
 from kvgpt.checkpoint import load_model
-from model import GPT, CharTokenizer, GPTConfig
+from model import GPT, GPTConfig
 from train import compile_module, load_dataset, ngram_targets, train_step
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -160,16 +158,6 @@ def test_intervals_change_nothing_and_a_run_has_as_many_steps_as_it_says(data_di
         expected = [step for step in range(1, 8) if step == 7 or not (step % evals and step % saves and step % logs)]
         assert [int(row["step"]) for row in log(tmp_path / str(i))] == expected
         assert [bool(row["val_loss"]) for row in log(tmp_path / str(i))] == [s == 7 or s % evals == 0 for s in expected]
-
-
-def test_the_seed_decides_the_weights(data_dir, tmp_path):
-    """The seed decides the first weights too (lr 0 keeps them), not only the batches."""
-    flags = [*SMALL, "--learning_rate", 0, "--max_iters", 1, "--data_dir", data_dir]
-    weights = []
-    for i, seed in enumerate((1, 2, 1)):
-        ok(here(*flags, "--seed", seed, "--out_dir", tmp_path / str(i)))
-        weights.append(load(tmp_path / str(i) / "last.pt")["model"])
-    assert same(weights[0], weights[2]) and not same(weights[0], weights[1])
 
 
 def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_dir, tmp_path):
@@ -300,21 +288,6 @@ def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
     assert "config/train_shakespeare_char.py: " in first and "on a CPU --preset nanogpt-cpu --recipe nanogpt" in first
     assert "--decay_lr=True: leave it out" in second
     assert result.returncode == 2 and result.stdout == ""
-
-
-@pytest.mark.slow
-def test_a_run_from_a_hugging_face_folder_begins_with_its_head_too(data_dir, tmp_path):
-    pytest.importorskip("transformers")
-    from kvgpt.interop.transformers import write_folder
-
-    chars = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))["chars"]
-    sizes = dict(block_size=16, vocab_size=len(chars), n_layer=1, n_head=2, n_embd=16, bias=False)
-    model = random_model(GPTConfig(**sizes, tie_weights=False))
-    write_folder(model, CharTokenizer(chars), tmp_path / "hf")
-    flags = "--device cpu --gradient_accumulation_steps 1 --learning_rate 0 --max_iters 1".split()
-    ok(here(*flags, "--init_from", tmp_path / "hf", "--data_dir", data_dir, "--out_dir", tmp_path / "out"))
-    ckpt = load(tmp_path / "out" / "last.pt")
-    assert not ckpt["model_args"]["tie_weights"] and same(dict(ckpt["model"]), dict(model.state_dict()))
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

@@ -350,7 +350,6 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
     ),
     "constructor": ('"tanh" if config.activation == "gelu_tanh" else "none"', '"tanh"'),
 }
-SAMPLE_COPY = "--prompt CC --seed 4 --device cpu --max_new_tokens 12".split()
 
 
 def edited_functions():
@@ -386,19 +385,6 @@ def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monke
     model = module.GPT(module.GPTConfig(block_size=70, vocab_size=V, n_layer=2, **NETWORKS[0])).eval()
     with pytest.raises(CompileError) if edit else nullcontext():
         Decoder(model, compile=True)
-
-
-@pytest.mark.slow
-def test_after_an_edit_of_model_py_one_line_says_so_and_the_text_is_the_plain_one(tmp_path, trained):
-    for name in ("model.py", "sample.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "kvgpt", tmp_path / "kvgpt")
-    source = (tmp_path / "model.py").read_text(encoding="utf-8")
-    (tmp_path / "model.py").write_text(source.replace(*EDITS["window"]), encoding="utf-8")
-    flags = ["sample.py", "--ckpt", trained / "ckpt.pt", *SAMPLE_COPY]
-    plain, compiled = run(*flags, cwd=tmp_path), run(*flags, "--compile", cwd=tmp_path)
-    assert ok(compiled).stdout == ok(plain).stdout
-    assert compiled.stderr.count("decoding without --compile") == 1
 
 
 def test_an_edit_of_a_function_that_step_c_repeats_is_seen_and_named(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from helpers import KINDS, PROMPT, prompts, random_model, sample, texts_of
 from kvgpt.checkpoint import load_model
 from kvgpt.decoding.explain import attention_weights, explain, watch
-from model import GPTConfig, KVCache, Sampling
+from model import GPTConfig, Sampling
 
 
 def shapes(printed):
@@ -70,17 +70,3 @@ def test_attention_weights_give_the_output_of_the_layer(kind):
         values = torch.stack([head.value_cache for head in heads], dim=1)
         out = attn.c_proj((weights @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, seen["attention"])
-
-
-def test_a_window_that_somebody_adds_shows_in_the_weights(monkeypatch):
-    """They are those of the attention that ran, whatever mask it had."""
-    model, mask = random_model(GPTConfig(block_size=40, vocab_size=23, n_layer=1, n_head=2, n_embd=16)), KVCache.mask
-
-    def window(cache, pos):
-        slots = torch.arange(cache.length)
-        return (slots <= pos[..., None])[:, None] & (slots > pos[..., None] - 5)[:, None]
-
-    monkeypatch.setattr(KVCache, "mask", window)
-    assert ((attention_weights(model, prompts(1, 40)) > 0).sum(-1)[0, 0] == torch.arange(1, 41).clamp(max=5)).all()
-    monkeypatch.setattr(KVCache, "mask", mask)
-    assert ((attention_weights(model, prompts(1, 40)) > 0).sum(-1)[0, 0] == torch.arange(1, 41)).all()
