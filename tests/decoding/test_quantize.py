@@ -112,7 +112,7 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
 
 @needs_compiler
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_int8_with_drafts_and_filters(model, draft, filters, seed):
     model, idx = round_weights(copy.deepcopy(model)), prompts(2, 3)
