@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from helpers import SAMPLE, TINY, here, ok, run, write_gpt2
+from helpers import SAMPLE, TINY, here, ok, write_gpt2
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ settings.load_profile("kit")
 def data_dir(tmp_path_factory):
     """data/sample.txt, prepared."""
     folder = tmp_path_factory.mktemp("data")
-    ok(run("data/prepare.py", "--input", SAMPLE, "--data_dir", folder))
+    ok(here("--input", SAMPLE, "--data_dir", folder, script="data/prepare.py"))
     return folder
 
 
@@ -45,7 +45,8 @@ def gpt2(tmp_path_factory):
     """The folder of a random GPT-2 with a BPE of 512 tokens, and a text that is prepared for it."""
     folder = tmp_path_factory.mktemp("gpt2")
     write_gpt2(folder)
-    ok(run("data/prepare.py", "--input", SAMPLE, "--tokenizer", folder, "--data_dir", folder / "data"))
+    flags = ["--input", SAMPLE, "--tokenizer", folder, "--data_dir", folder / "data"]
+    ok(here(*flags, script="data/prepare.py"))
     return folder
 
 

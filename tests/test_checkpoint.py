@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model
-from helpers import PROMPT, assert_one_line, load, ok, random_model, run, same, sample, saved, texts_of
+from helpers import ok, random_model, run, same, saved
 from kvgpt import checkpoint
 from kvgpt.nanogpt import read_meta
 from model import GPT, GPTConfig, blank_model, build, load_model, save
@@ -154,14 +154,3 @@ def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(met
     else:
         with pytest.raises(ValueError, match=chars):
             read_meta(tmp_path / "meta.pkl")
-
-
-@pytest.mark.slow
-def test_a_nanogpt_checkpoint_with_its_meta_gives_the_same_text(trained, tmp_path):
-    ckpt = load(trained / "ckpt.pt")
-    torch.save({"model": ckpt["model"], "model_args": ckpt["model_args"]}, tmp_path / "ckpt.pt")
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(ckpt["chars"]))}))
-    flags = ["--ckpt", tmp_path / "ckpt.pt"]
-    result = sample(trained, *flags, "--meta", tmp_path / "meta.pkl", "--prompt", PROMPT)
-    assert result.stdout == texts_of(trained, PROMPT, 100)[0]
-    assert_one_line(sample(trained, *flags), "--meta")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import ROOT, assert_one_line, here, linux, save_model, tiny, unix
-from sample import PRETRAINED, Parser, number, pick_checkpoint
+from sample import PRETRAINED, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -28,25 +28,6 @@ def test_a_number_is_inside_its_interval(value, low, high):
         else:
             with pytest.raises(argparse.ArgumentTypeError, match=f"{value} is not in"):
                 parse(str(value))
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--size", "9"], ["--size", "9 is not in [0, 9)"]),
-        (["--siz", "3"], ["--siz 3"]),  # an abbreviation could mean another flag after the next release
-    ],
-)
-def test_a_parser_says_what_is_wrong_in_one_line(argv, words, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["kit.py"])
-    parser = Parser("line one\n\n    line two")
-    parser.add_argument("--size", type=number(int, "[0, 9)"))
-    assert "line one\n\n    line two" in parser.format_help()
-    with pytest.raises(SystemExit) as error:
-        parser.parse_args(argv)
-    out, err = capsys.readouterr()
-    assert error.value.code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("kit.py: ")
-    assert all(word in err for word in words)
 
 
 @pytest.mark.parametrize(

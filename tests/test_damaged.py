@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import CHARS, STABLELM, TOKENIZER, load, save_model, saved, tiny
+from helpers import CHARS, STABLELM, TOKENIZER, Bomb, load, save_model, saved, tiny
 from kvgpt.checkpoint import load_checkpoint, load_model
 from kvgpt.interop.checksums import read_tree, write_tree
 from kvgpt.interop.onnx import OnnxGPT, write_onnx
@@ -50,16 +50,6 @@ def read(files, name):
 
 
 # -- ways to damage a file: functions of the folder above --------------------------------------------------------------
-
-
-class Bomb:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def bytes_of(name, content):

@@ -9,9 +9,8 @@ from torch.utils._pytree import tree_map_only
 import train
 from helpers import random_model, tiny_run
 from kvgpt.decoding.decoder import Decoder
-from kvgpt.decoding.explain import explain
 from kvgpt.decoding.ngrams import count_ngrams
-from model import CharTokenizer, GPTConfig, Sampling
+from model import GPTConfig
 from pretend import DEVICE, PretendDevice
 from train import TrainState
 
@@ -19,12 +18,6 @@ from train import TrainState
 LEARNED = dict(n_kv_head=1, bias=True, tie_weights=False)
 ROPE = dict(pos_emb="rope", activation="swiglu", qk_norm=True, tie_weights=False)
 IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-SETTINGS = [
-    dict(seed=1),
-    dict(seed=2, overflow="slide", top_k=9),
-    dict(seed=3, top_p=0.8, temperature=1.2),
-    dict(seed=0, temperature=0),
-]
 
 
 @pytest.fixture
@@ -51,11 +44,7 @@ def test_the_pretend_device_refuses_tensors_of_the_cpu(device):
 
 @pytest.mark.parametrize(
     "network, settings",
-    [
-        (LEARNED, SETTINGS[0]),
-        (ROPE, SETTINGS[1]),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip([LEARNED, ROPE], SETTINGS[2:])),
-    ],
+    [(LEARNED, dict(seed=1, top_p=0.8, temperature=1.2)), (ROPE, dict(seed=2, overflow="slide", top_k=9))],
 )
 def test_every_loop_stays_on_its_device(network, settings, device):
     here, there = both(network)
@@ -78,19 +67,12 @@ def test_prompts_of_different_lengths(device):
     assert [row.tolist() for row in got] == [row.tolist() for row in Decoder(here).generate(ragged, 10, seed=1)]
 
 
-def test_explain(device, capsys):
-    _, there = both(ROPE)
-    explain(there, CharTokenizer("".join(map(chr, range(65)))), IDX[:1].to(DEVICE), 3, Sampling(seed=1))
-    assert "decode 2" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_training_and_a_resume(optimizer, dtype, device):
-    """float16 has a scaler, whose first steps may be skipped."""
+def test_training_and_a_resume(dtype, device):
+    """float16 has a scaler, whose first steps may be skipped. Muon leaves vectors and embeddings to AdamW."""
 
     def new_state(where):
-        config, data, state = tiny_run(optimizer=optimizer, tie_weights=False, mtp_weight=0.3)
+        config, data, state = tiny_run(optimizer="muon", tie_weights=False, mtp_weight=0.3)
         return config, data, TrainState(state.model.to(where), config, where, dtype)
 
     def steps(config, data, state):

@@ -15,6 +15,7 @@ from helpers import (
     assert_one_line,
     assert_tells_no_paths,
     full_disk,
+    here,
     ok,
     run,
     sample,
@@ -34,7 +35,7 @@ def exported(trained, tmp_path_factory):
     """An out_dir with a checkpoint and its ONNX file."""
     folder = tmp_path_factory.mktemp("out")
     shutil.copy(trained / "ckpt.pt", folder)
-    ok(run("export.py", "--format", "onnx", "--out_dir", folder))
+    ok(here("--format", "onnx", "--out_dir", folder, script="export.py"))
     return folder
 
 
@@ -59,7 +60,7 @@ def test_the_engine_gives_the_text_of_pytorch(exported, tmp_path):
     assert f"= {cached:,} bytes" in result.stderr
     shutil.copy(exported / "onnx" / "model.onnx", tmp_path)  # the file is enough by itself
     flags += ["--engine", "onnx", "--ckpt", tmp_path / "model.onnx", "--no-kv_cache"]
-    alone = run("sample.py", *flags)
+    alone = here(*flags, script="sample.py")
     assert alone.stdout == theirs and "KV cache: off" in alone.stderr, alone.stderr
 
 
@@ -77,7 +78,7 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
 
 @pytest.mark.slow
 def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
-    result = ok(run("export.py", "--format", "hf", "--ckpt", trained / "ckpt.pt", "--out_dir", tmp_path))
+    result = ok(here("--format", "hf", "--ckpt", trained / "ckpt.pt", "--out_dir", tmp_path, script="export.py"))
     assert len(re.findall(r"greedy text: (\d+) of \1 tokens match", result.stdout)) == 2
     folder = tmp_path / "hf"
     assert_sums_fit(folder)
@@ -111,7 +112,7 @@ def test_export_mistakes_are_one_line(trained, tmp_path):
         (["--format", "onnx", "--ckpt", tmp_path / "none.pt"], ["none.pt"]),
         (["--format", "hf", "--out_dir", tmp_path], ["norm_first=False"]),
     ):
-        assert_one_line(run("export.py", *flags), *words)
+        assert_one_line(here(*flags, script="export.py"), *words)
     assert not (tmp_path / "hf").exists()
 
 

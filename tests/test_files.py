@@ -1,6 +1,5 @@
 """write_atomically and kvgpt/interop/checksums.py: atomic writes, and what a failed or killed write leaves behind."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -15,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import (
+    ONE_THREAD,
     ROOT,
     STATEFUL,
-    assert_one_line,
     assert_same_run,
-    child,
     contents,
     here,
     load,
@@ -64,50 +62,62 @@ def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    """Return the environment of a process whose at-th write below `folder`, of any kind, fails or kills it."""
+    """The environment of a process whose FAULT_AT-th write below FAULT_DIR, of any kind, fails or kills it."""
     if not sys.platform.startswith("linux") or not shutil.which("cc"):
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "faults.c", "-ldl"], check=True)
-
-    def faults(folder, at, kills):
-        env = {"LD_PRELOAD": str(library), "FAULT_DIR": str(folder.resolve()), "FAULT_AT": str(at)}
-        return env | ({"FAULT_KILLS": "1"} if kills else {})
-
-    return faults
+    return {"LD_PRELOAD": str(library), **ONE_THREAD}
 
 
-WRITE_NEW = """
-import os, sys
+# Each folder in a forked child, which saves the imports. Folder kill/7 is killed at its 7th write.
+FORKS = """
+import os, runpy, sys
 from pathlib import Path
-from kvgpt.interop.checksums import write_tree
 
-for folder in sys.argv[1:]:
+def forked(folder, do):
     child = os.fork()
     if not child:
-        os.environ["FAULT_AT"] = Path(folder).name
+        os.environ.update({"FAULT_DIR": f"{folder}/", "FAULT_AT": folder.name})
+        if folder.parent.name == "kill":
+            os.environ["FAULT_KILLS"] = "1"
         try:
-            write_tree(Path(folder), {"a": b"new", "b/c": b"new"})
+            do(folder)
         except OSError:
             os._exit(1)
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, flush=True)
+    return code
+"""
+WRITE_NEW = """
+from kvgpt.interop.checksums import write_tree
+
+for folder in map(Path, sys.argv[1:]):
+    forked(folder, lambda folder: write_tree(folder, {"a": b"new", "b/c": b"new"}))
 """
 
 
-@pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
+def num_faults(codes, kills):
+    """How many writes failed before the first folder in which there were fewer."""
+    n = codes.index(0)
+    assert codes[:n] == [-signal.SIGKILL if kills else 1] * n
+    return n
+
+
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["I/O error", "kill"])
 def test_a_tree_fits_its_checksums_only_if_it_is_wholly_old_or_new(kills, faults, tmp_path):
     """In folder n, the n-th write fails. From some n on, there are not so many."""
-    folders = [tmp_path / str(at) for at in range(1, 31)]
+    folders = [tmp_path / ("kill" if kills else "error") / str(at) for at in range(1, 31)]
     for folder in folders:
+        folder.mkdir(parents=True)
         write_tree(folder, {"a": b"old", "b/c": b"old"})
         check_folder(folder)
     old = tree(folder)
-    codes = [int(code) for code in ok(run("-c", WRITE_NEW, *folders, env=faults(tmp_path, 0, kills))).stdout.split()]
-    num_faults = codes.index(0)
-    assert num_faults > 11  # an open, a write, a sync and a rename of three files
-    assert codes == [-signal.SIGKILL if kills else 1] * num_faults + [0] * (len(folders) - num_faults)
-    for folder in folders[: num_faults + 1]:
+    codes = ok(run("-c", FORKS + WRITE_NEW, *folders, env=faults)).stdout.split()
+    n = num_faults(list(map(int, codes)), kills)
+    assert n > 11  # an open, a write, a sync and a rename of three files
+    for folder in folders[: n + 1]:
         left = {name: content for name, content in tree(folder).items() if not name.endswith(".tmp") and content}
         assert {left["a"], left["b/c"]} <= {b"old", b"new"}
         if left["a"] == left["b/c"] == b"old":
@@ -121,26 +131,42 @@ def test_a_tree_fits_its_checksums_only_if_it_is_wholly_old_or_new(kills, faults
         check_folder(folder)
 
 
+RESUME = """
+import torch._dynamo, train  # which each optimizer would import
+
+def resume(folder):
+    os.dup2(os.open(f"{folder}.out", os.O_CREAT | os.O_WRONLY), 1)
+    os.dup2(os.open(f"{folder}.err", os.O_CREAT | os.O_WRONLY), 2)
+    sys.argv = ["train.py", "--init_from", "resume", "--out_dir", str(folder), "--max_iters", "6"]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as error:
+        sys.stderr.flush()
+        os._exit(error.code or 0)
+
+for folder in map(Path, sys.argv[1:]):
+    if forked(folder, resume) == 0:
+        break
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
 def test_a_save_that_ends_at_any_write_leaves_checkpoints_to_go_on_from(kills, faults, data_dir, tmp_path):
     """We fail every write of log.csv, ckpt.pt and last.pt in turn, until a run has no more of them."""
     flags = [*STATEFUL, "--lr_decay_iters", 6, "--log_interval", 2, "--eval_interval", 2, "--data_dir", data_dir]
     ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
-    ok(here(*flags, "--max_iters", 4, "--out_dir", tmp_path / "half"))
-    for at in itertools.count(1):
-        out = tmp_path / f"out {at}"
-        shutil.copytree(tmp_path / "half", out)
-        resume = ["--init_from", "resume", "--out_dir", out, "--max_iters", 6]
-        result = child(*resume, env=faults(out, at, kills))
-        if result.returncode == 0:
-            break
-        if kills:
-            assert result.returncode == -signal.SIGKILL
-        else:
-            assert_one_line(result, out)  # the file that could not be written
+    folders = [tmp_path / ("kill" if kills else "error") / str(at) for at in range(1, 51)]
+    ok(here(*flags, "--max_iters", 4, "--out_dir", folders[0]))
+    for folder in folders[1:]:
+        shutil.copytree(folders[0], folder)
+    codes = ok(run("-c", FORKS + RESUME, *folders, env=faults)).stdout.split()
+    n = num_faults(list(map(int, codes)), kills)
+    assert n > 11  # an open, a write, a sync and a rename at least, for every file
+    for out in folders[:n]:
+        said = Path(f"{out}.err").read_text(encoding="utf-8")
+        assert kills or (said.count("\n") == 1 and str(out) in said)  # the file that could not be written
         assert load(out / "ckpt.pt") and load(out / "last.pt")["iter_num"] in (4, 6)
-        ok(here(*resume))
+        ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 6))
         assert_same_run(tmp_path / "whole", out)
         assert [row["step"] for row in log(out)] == [row["step"] for row in log(tmp_path / "whole")]
-    assert at > 12  # an open, a write, a sync and a rename at least, for every file

@@ -1,135 +1,106 @@
 """The kit is four files: alone in a folder, they train, resume and generate as they do in the repository."""
 
 import ast
+import json
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
 
-from helpers import (
-    ONE_THREAD,
-    ROOT,
-    SAMPLE,
-    STATEFUL,
-    TINY,
-    assert_one_line,
-    child,
-    here,
-    load,
-    log,
-    ok,
-    run,
-    same,
-    unix,
-)
+from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, here, load, log, ok, run, same
 
 FILES = ("model.py", "train.py", "sample.py", "data/prepare.py", "data/sample.txt")
-MODERN = [*TINY, "--recipe", "modern"]
+MODERN = [*TINY, "--recipe", "modern", "--eval_interval", 10, "--lr_decay_iters", 20]
 SLIDE = ["--no-kv_cache", "--verify", "--stop", ":", "--num_samples", 3, "--overflow", "slide", "--max_new_tokens", 90]
+SAMPLES = [
+    ["--prompt", "First ", "--device", "cpu", *flags]
+    for flags in (SLIDE, ["--kv_cache", "--top_k", 5, "--temperature", 1.2, "--seed", 7])
+]
+NEED_KVGPT = [
+    "sample.py --prompt First --compile",
+    "sample.py --prompt First --draft ngram",
+    "sample.py --prompt First --engine onnx",
+    "sample.py --prompt First --weights int8",
+    "sample.py --prompt First --explain",
+    "sample.py --prompt First --prompt another",
+    "sample.py --prompt First --ckpt out/ckpt.pt --meta meta.pkl",
+    "sample.py --prompt First --ckpt folder",
+    "train.py --plot",
+    "train.py --init_from folder",
+    "data/prepare.py --hold_out",
+    "data/prepare.py --input data/sample.txt --tokenizer bpe",
+]
+MISTAKES = [(command, "needs the folder kvgpt", 1) for command in NEED_KVGPT]
+MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2) for name in ("train", "sample")]
+
+# one process for all commands, because most of the time of each would be the import of torch
+EACH = """
+import contextlib, io, json, runpy, sys
+results = []
+for sys.argv in json.loads(sys.argv[1]):
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as error:
+            code = error.code or 0
+    results.append((code, *(stream.buffer.getvalue().decode() for stream in (out, err))))
+print(json.dumps(results))
+"""
 
 
 @pytest.fixture(scope="module")
-def kit(tmp_path_factory):
-    """A folder with the four files, without the rest of the repository, and its own prepared text."""
+def alone(tmp_path_factory):
+    """(folder, results): the four files without the rest of the repository, and (code, stdout, stderr) of each command.
+
+    A run of twenty steps is stopped after ten and resumed.
+    """
     folder = tmp_path_factory.mktemp("kit")
-    (folder / "data").mkdir()
+    for name in ("data", "folder"):
+        (folder / name).mkdir()
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
-    ok(alone(folder, "data/prepare.py", "--input", SAMPLE))
-    return folder
+    (folder / "folder" / "config.json").write_text("{}", encoding="utf-8")
+    commands = [
+        ["data/prepare.py", "--input", SAMPLE],
+        ["train.py", *MODERN, "--max_iters", 10],
+        ["train.py", "--init_from", "resume", "--max_iters", 20],
+        *(["sample.py", *flags] for flags in SAMPLES),
+        *(command.split() for command, _, _ in MISTAKES),
+    ]
+    commands = json.dumps([list(map(str, command)) for command in commands])
+    return folder, json.loads(ok(run("-c", EACH, commands, cwd=folder, env=ONE_THREAD)).stdout)
 
 
-def alone(folder, script, *flags, **kwargs):
-    return run(script, *flags, cwd=folder, env=ONE_THREAD, **kwargs)
-
-
-def assert_same_training(a, b):
+def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tmp_path):
     """The same model, optimizer and logged losses. The checkpoints differ in paths and in n-grams for --draft."""
-    last = load(a / "last.pt"), load(b / "last.pt")
-    for name in ("model", "optimizer", "mtp", "scaler", "iter_num", "best_val_loss", "model_args", "chars"):
-        assert same(last[0][name], last[1][name]), name
-    losses = [[(row["step"], row["train_loss"], row["val_loss"], row["grad_norm"]) for row in log(x)] for x in (a, b)]
-    assert losses[0] == losses[1]
-
-
-@pytest.fixture(scope="module")
-def trained_alone(kit):
-    """The folder of a run of forty steps in the kit: modern recipe, stopped after twenty and resumed."""
-    flags = [*MODERN, "--eval_interval", 20, "--lr_decay_iters", 40]
-    ok(alone(kit, "train.py", *flags, "--max_iters", 20))
-    ok(alone(kit, "train.py", "--init_from", "resume", "--max_iters", 40))
-    return kit / "out"
-
-
-def test_it_prepares_trains_and_resumes_as_in_the_repository(kit, trained_alone, data_dir, tmp_path):
+    folder, results = alone
+    assert [code for code, _, _ in results[:3]] == [0] * 3, results[:3]
     for name in ("train.bin", "val.bin", "meta.json"):
-        assert (kit / "data" / name).read_bytes() == (data_dir / name).read_bytes()
-    flags = [*MODERN, "--eval_interval", 20, "--lr_decay_iters", 40, "--max_iters", 40, "--data_dir", data_dir]
-    ok(here(*flags, "--out_dir", tmp_path))
-    assert_same_training(trained_alone, tmp_path)
-    assert load(tmp_path / "last.pt")["ngrams"] and not load(trained_alone / "last.pt")["ngrams"]
+        assert (folder / "data" / name).read_bytes() == (data_dir / name).read_bytes()
+    ok(here(*MODERN, "--max_iters", 20, "--data_dir", data_dir, "--out_dir", tmp_path))
+    ours, theirs = load(folder / "out" / "last.pt"), load(tmp_path / "last.pt")
+    for name in ("model", "optimizer", "mtp", "scaler", "iter_num", "best_val_loss", "model_args", "chars"):
+        assert same(ours[name], theirs[name]), name
+    assert theirs["ngrams"] and not ours["ngrams"]
+    columns = ("step", "train_loss", "val_loss", "grad_norm")
+    rows = [[[row[name] for name in columns] for row in log(out)] for out in (folder / "out", tmp_path)]
+    assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
-def test_nanogpts_recipe_too(kit, data_dir, tmp_path):
-    flags = [*TINY, "--eval_interval", 20, "--max_iters", 40, "--dropout", 0.1]
-    ok(alone(kit, "train.py", *flags, "--out_dir", tmp_path / "alone"))
-    ok(child(*flags, "--data_dir", data_dir, "--out_dir", tmp_path / "whole"))
-    assert_same_training(tmp_path / "alone", tmp_path / "whole")
+def test_it_generates_as_in_the_repository(alone):
+    folder, results = alone
+    for flags, (code, out, err) in zip(SAMPLES, results[3:]):
+        there = ok(here("--ckpt", folder / "out", *flags, script="sample.py"))
+        assert code == 0 and out == there.stdout and len(out) > 20, err
+        assert "TTFT" in err and "KV cache: " in err
+        assert ("3 of 3 samples)" in err) == ("--verify" in flags)
 
 
-@pytest.mark.slow
-def test_it_generates_as_in_the_repository(kit, trained_alone):
-    for flags in (SLIDE, ["--kv_cache", "--top_k", 5, "--temperature", 1.2, "--seed", 7]):
-        flags = ["--prompt", "First ", "--device", "cpu", *flags]
-        here, there = alone(kit, "sample.py", *flags), run("sample.py", "--ckpt", trained_alone, *flags)
-        assert ok(here).stdout == ok(there).stdout and len(here.stdout) > 20
-        assert "TTFT" in here.stderr and "KV cache: " in here.stderr
-        assert ("3 of 3 samples)" in here.stderr) == ("--verify" in flags)
-
-
-@unix
-@pytest.mark.slow
-def test_it_trains_on_two_processes(kit, tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    flags = [*STATEFUL, "--max_iters", 4, "--out_dir", tmp_path]
-    result = subprocess.run([*launcher, *map(str, flags)], cwd=kit, capture_output=True, encoding="utf-8", timeout=120)
-    assert result.returncode == 0 and "and 1 more" in result.stdout, result.stderr
-
-
-NEED = [
-    ("sample.py", "--compile"),
-    ("sample.py", "--draft ngram"),
-    ("sample.py", "--engine onnx"),
-    ("sample.py", "--weights int8"),
-    ("sample.py", "--explain"),
-    ("sample.py", "--prompt another"),
-    ("sample.py", "--ckpt out/ckpt.pt --meta meta.pkl"),
-    ("sample.py", "--ckpt folder"),
-    ("train.py", "--plot"),
-    ("train.py", "--init_from folder"),
-    ("data/prepare.py", "--hold_out"),
-    ("data/prepare.py", "--input data/sample.txt --tokenizer bpe"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script, flags", NEED, ids=[" ".join(need) for need in NEED])
-def test_what_needs_kvgpt_says_so_in_one_line(script, flags, kit, trained_alone):
-    (kit / "folder").mkdir(exist_ok=True)
-    (kit / "folder" / "config.json").write_text("{}", encoding="utf-8")
-    prompt = ["--prompt", "First "] if script == "sample.py" else []
-    result = alone(kit, script, *prompt, *flags.split())
-    assert_one_line(result, "needs the folder kvgpt", code=1)
-    assert result.stdout == ""
-
-
-@pytest.mark.slow
-def test_an_unknown_flag_is_one_line_without_the_hints(kit):
-    for script in ("train.py", "sample.py"):
-        assert_one_line(alone(kit, script, "--dataset", "x"), "unrecognized arguments: --dataset x", code=2)
+def test_what_needs_kvgpt_and_an_unknown_flag_are_one_line(alone):
+    for (command, words, code), result in zip(MISTAKES, alone[1][5:], strict=True):
+        assert result[:2] == [code, ""] and words in result[2] and result[2].count("\n") == 1, (command, result)
 
 
 # -- helpers that stand twice ------------------------------------------------------------------------------------------

@@ -27,53 +27,53 @@ from model import GPT, GPTConfig, clear_kv_cache, gumbel_noise
 from oracles import per_head_logits
 
 
-def per_head_generate(model, row, steps, sample, seed, temperature=1.0, top_k=None, top_p=None):
-    """One row's tokens from per_head_logits and the sampling rule in other words: argmax(probs / Exp(1) noise).
+def per_head_picks(model, text, length, sample, seed, temperature=1.0, top_k=None, top_p=None):
+    """The tokens of `text` from `length` on, each picked anew from what is before it, by per_head_logits.
 
-    It knows no cache. Whenever the context is full, it continues from the newest half.
+    The sampling rule is in other words: argmax(probs / Exp(1) noise). There is no cache. Whenever the context is full,
+    its newest half goes on.
     """
-    tokens, context = list(row), list(row)
-    for step in range(steps):
-        context += tokens[len(row) + step - 1 :] if step else []
-        if len(context) > CONTEXT:
-            context = context[-(CONTEXT // 2) :]
-        logits = per_head_logits(model.state_dict(), vars(model.config), context)[-1]
-        ranking = sorted(range(V), key=lambda i: (-logits[i].item(), i))
+    picks, begin, logits = text[:length], 0, None
+    for end in range(length, len(text)):
+        if logits is None or end - begin > CONTEXT:
+            begin = begin if end - begin <= CONTEXT else end - CONTEXT // 2
+            logits = per_head_logits(model.state_dict(), vars(model.config), text[begin : begin + CONTEXT])
+        row = logits[end - begin - 1]
+        ranking = sorted(range(V), key=lambda i: (-row[i].item(), i))
         if temperature == 0:
-            tokens.append(ranking[0])
+            picks.append(ranking[0])
             continue
         ranking = ranking[:top_k]
-        probs = torch.softmax(logits[ranking] / temperature, dim=0)
+        probs = torch.softmax(row[ranking] / temperature, dim=0)
         if top_p is not None:
             mass, kept = 0.0, 0
             while mass < top_p and kept < len(ranking):
                 mass, kept = mass + probs[kept].item(), kept + 1
             ranking, probs = ranking[:kept], probs[:kept]
-        noise = torch.exp(-gumbel_noise(seed, torch.tensor([sample]), torch.tensor([step]), V)[0, 0].double())
-        tokens.append(ranking[(probs / noise[ranking]).argmax().item()])
-    return tokens
+        noise = gumbel_noise(seed, torch.tensor([sample]), torch.tensor([end - length]), V)[0, 0]
+        picks.append(ranking[(probs / torch.exp(-noise.double())[ranking]).argmax().item()])
+    return picks
 
 
-@settings(max_examples=15)
+@settings(max_examples=20)
 @given(a_model, st.integers(1, CONTEXT), st.sampled_from([1, 3]), a_filter, a_seed)
 def test_cached_uncached_and_per_head_generate_pick_the_same_tokens(model, length, batch, filters, seed):
     idx = prompts(batch, length, seed % 1000)
     cached = model.generate(idx, CONTEXT, seed=seed, **filters)
     uncached = model.generate(idx, CONTEXT, seed=seed, kv_cache=False, **filters)
-    plain = [per_head_generate(model, row, CONTEXT - length, i, seed, **filters) for i, row in enumerate(idx.tolist())]
+    plain = [per_head_picks(model, row, length, i, seed, **filters) for i, row in enumerate(cached.tolist())]
     assert cached.shape == (batch, CONTEXT)
     assert tokens_differ(model, cached, uncached, length, range(batch), seed, filters) is None
     assert tokens_differ(model, cached, torch.tensor(plain), length, range(batch), seed, filters) is None
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(a_model, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
 def test_past_the_context_the_newest_half_goes_on_with_and_without_the_cache(model, length, steps, filters, seed):
     idx, sampling = prompts(2, length, seed % 1000), dict(seed=seed, overflow="slide", **filters)
     cached = model.generate(idx, steps, **sampling)
     uncached = model.generate(idx, steps, kv_cache=False, **sampling)
-    plain = [per_head_generate(model, row, steps, i, seed, **filters) for i, row in enumerate(idx.tolist())]
+    plain = [per_head_picks(model, row, length, i, seed, **filters) for i, row in enumerate(cached.tolist())]
     assert cached.shape == (2, length + steps)
     for other in (uncached, torch.tensor(plain)):
         assert tokens_differ(model, cached, other, length, range(2), seed, filters) is None
@@ -140,7 +140,7 @@ def test_going_back_forgets_what_came_after(model, length, back, redo):
     clear_kv_cache(model)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(a_model, st.integers(1, 10), st.sampled_from([1, 3]), a_filter, a_seed, st.data())
 def test_whatever_happens_between_two_steps_changes_no_token(model, length, batch, filters, seed, data):
     """An evaluation, eval-train-eval, a cleared cache, a cached call, a generation running or abandoned."""
@@ -182,6 +182,7 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, length, batc
     clear_kv_cache(model)
 
 
+@settings(max_examples=20)
 @given(a_model, st.integers(1, 12), st.integers(0, 2**40), a_filter, a_seed)
 def test_row_k_of_a_batch_is_sample_k_alone_and_prompts_keep_their_own_tokens(model, length, sample, filters, seed):
     idx = prompts(1, length).repeat(3, 1)
@@ -210,14 +211,6 @@ def test_rows_of_a_batch_are_different_samples():
     assert len({tuple(row) for row in out.tolist()}) == 8
 
 
-def test_two_prompts_one_after_the_other_and_a_change_of_batch_size():
-    model = MODELS[1]
-    for batch, length in ((1, 5), (1, 3), (3, 4), (2, 9), (1, 1)):
-        idx = prompts(batch, length, length)
-        cached, uncached = (model.generate(idx, 8, seed=4, kv_cache=c) for c in (True, False))
-        assert torch.equal(cached, uncached)
-
-
 def test_the_prefill_runs_once_and_then_one_token_a_step():
     """A prefill whose logits are thrown away feeds the last prompt token twice; a lost cache prefills again."""
     model, widths = MODELS[0], []
@@ -236,9 +229,10 @@ def test_train_mode_is_refused_at_any_step_and_the_text_goes_on_in_eval_mode(way
     model = random_model(MODELS[0].config)
     expected = model.generate(prompts(1, 3), 9, seed=1)
     stream = way(model, prompts(1, 3), 9)
-    model.train()
+    model.transformer.h[1].train()  # one layer is enough
     with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
         next(iter(stream))
+    model.train()
     with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
         model.generate(prompts(1, 3), 2)
     model.eval()
@@ -294,14 +288,6 @@ def test_no_head_keeps_the_cache_of_a_generation():
     assert heads_of(model)[0].key_cache.shape[:2] == (1, 4)
 
 
-def test_a_single_layer_in_train_mode_is_refused_too():
-    model = random_model(MODELS[0].config)
-    model.transformer.h[1].train()
-    for generate in (model.generate, Decoder(model).generate):
-        with pytest.raises(RuntimeError, match="train mode"):
-            generate(prompts(2, 5), 9)
-
-
 @pytest.mark.parametrize("kind", [dict(), dict(pos_emb="rope"), dict(pos_emb="rope", n_kv_head=2)], ids=str)
 def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cache_filled_anew(kind):
     """Rotation and norms give float32 under autocast, but a float32 cache would cost twice the memory."""
@@ -327,24 +313,12 @@ def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cach
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.02)
 
 
-def test_an_abandoned_stream_leaves_no_mode_behind():
-    stream = MODELS[0].stream(prompts(1, 3), 9)
-    next(stream)
-    stream.close()
-    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("n", [0, -1, -100])
-def test_no_new_tokens_returns_idx_unchanged(n):
-    idx = prompts(2, 5)
-    assert torch.equal(MODELS[0].generate(idx, n), idx)
-
-
 def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
     model = MODELS[0]
     assert model.generate(prompts(1, 5), 1000).shape == (1, CONTEXT)
     full = prompts(1, CONTEXT)
-    assert torch.equal(model.generate(full, 5), full)
+    for idx, steps in ((full, 5), (prompts(2, 5), 0), (prompts(2, 5), -1)):
+        assert torch.equal(model.generate(idx, steps), idx)
     with pytest.raises(ValueError, match="overflow"):
         model.generate(full, 5, overflow="wrap")
     for length in (0, CONTEXT + 1):
@@ -497,6 +471,5 @@ def test_threads_that_share_a_model_get_their_own_texts(model):
     jobs = [(prompts(2, 3, seed), seed) for seed in range(8)]
     expected = [model.generate(idx, CONTEXT, seed=seed, kv_cache=False) for idx, seed in jobs]
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            texts = pool.map(lambda job: model.generate(job[0], CONTEXT, seed=job[1]), jobs)
-            assert all(map(torch.equal, texts, expected))
+        texts = pool.map(lambda job: model.generate(job[0], CONTEXT, seed=job[1]), jobs)
+        assert all(map(torch.equal, texts, expected))

@@ -113,11 +113,6 @@ def test_sample_verifies_its_texts(flags):
     assert result.stderr.count("the C backend runs in float32 on the CPU") == (ON_GPU and "--compile" in flags)
 
 
-def test_bench_measures_the_device():
-    flags = ["--shapes", "2/2/32/64", "--device", DEVICE, "--repeats", 2, "--variants", "uncached", "eager", "draft"]
-    assert f"on {DEVICE}" in ok(run("bench.py", *flags, timeout=400)).stdout
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_compiled_step_with_a_static_cache_computes_the_same(dtype):
     model = random_model(GPTConfig(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=64, pos_emb="rope"))

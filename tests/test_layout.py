@@ -3,9 +3,7 @@
 import ast
 import graphlib
 
-import pytest
-
-from helpers import ROOT, ok, run
+from helpers import ROOT
 
 SCRIPTS = {"train", "sample", "prepare", "bench", "export", "draw"}
 
@@ -76,17 +74,3 @@ def test_check_cache_is_a_package_of_its_own():
 def test_no_import_goes_in_a_circle():
     assert sum(map(len, IMPORTS.values())) > 30  # the parser above sees imports
     list(graphlib.TopologicalSorter(IMPORTS).static_order())
-
-
-@pytest.mark.slow
-def test_model_py_can_be_copied_into_another_project(tmp_path):
-    """One file, torch and the standard library: it trains a step and generates in a folder without the rest."""
-    (tmp_path / "model.py").write_bytes(FILES["model"].read_bytes())
-    script = (
-        "import torch; from model import GPT, GPTConfig\n"
-        "model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=8))\n"
-        "idx = torch.zeros(1, 4, dtype=torch.int64)\n"
-        "model(idx, idx)[1].backward()\n"
-        "assert model.eval().generate(idx, 9, seed=1).shape == (1, 8)\n"
-    )
-    ok(run("-c", script, cwd=tmp_path))

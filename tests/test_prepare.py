@@ -176,10 +176,6 @@ def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         ok(call("--input", text, "--tokenizer", name, "--data_dir", tmp_path / "data"))
         assert_tokens(tmp_path / "data", BODY, Tokenizer.from_str(bpe()))
-    ok(call("--hold_out", "--data_dir", tmp_path / "data"))
-    data, dev = (load_dataset(folder, 1) for folder in (tmp_path / "data", tmp_path / "data" / "dev"))
-    assert [*dev.train, *dev.val] == [*data.train] and dev.tokenizer.state_dict() == data.tokenizer.state_dict()
-    assert dev.val_bytes == len(data.tokenizer.decode(dev.val.tolist()).encode())
 
 
 def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path):

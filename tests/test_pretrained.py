@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from helpers import ROOT, assert_one_line, ok, run
+from helpers import ROOT, assert_one_line, here, ok
 from model import build, load
 from sample import PRETRAINED
 from train import evaluate, load_dataset
@@ -40,22 +40,12 @@ def test_its_val_loss_is_the_one_in_the_file():
 
 
 @pytest.mark.slow
-def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_path):
-    script, flags = ROOT / "sample.py", ["--prompt", "O ", "--max_new_tokens", "9", "--device", "cpu"]
-    result = ok(run(script, *flags, cwd=tmp_path))
+def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--prompt", "O ", "--max_new_tokens", "9", "--device", "cpu"]
+    result = ok(here(*flags, script="sample.py"))
     assert NOTE in result.stderr.splitlines()[0]
-    assert_one_line(run(script, *flags, "--out_dir", "out", cwd=tmp_path), "no checkpoint at out")
+    assert_one_line(here(*flags, "--out_dir", "out", script="sample.py"), "no checkpoint at out")
     shutil.copytree(trained, tmp_path / "out")
-    own = ok(run(script, *flags, cwd=tmp_path))
+    own = ok(here(*flags, script="sample.py"))
     assert NOTE not in own.stderr and own.stdout != result.stdout
-
-
-@pytest.mark.slow
-def test_export_and_bench_use_it_too(tmp_path):
-    result = ok(run(ROOT / "export.py", "--format", "onnx", cwd=tmp_path))
-    assert NOTE in result.stderr
-    flags = ["--engine", "onnx", "--prompt", "O ", "--max_new_tokens", "40", "--verify"]
-    result = ok(run(ROOT / "sample.py", *flags, cwd=tmp_path))
-    assert NOTE in result.stderr and "1 of 1 samples)" in result.stderr
-    result = ok(run(ROOT / "bench.py", "--variants", "eager", "draft", "--repeats", "1", cwd=tmp_path))
-    assert NOTE in result.stderr and "4/4/128/256" in result.stdout

@@ -67,21 +67,6 @@ def test_a_folder_of_yours_may_begin_like_openais_models(tmp_path, monkeypatch):
     assert parse_flags(["--init_from", "gpt2-mine"]) == {"init_from": "gpt2-mine"}
 
 
-@pytest.mark.parametrize(
-    "argv, flags",
-    [
-        ("--eval_interval 500", {"eval_interval": 500}),
-        ("--learning_rate=1e-3 --seed=7", {"learning_rate": 1e-3, "seed": 7}),
-        ("--compile --eval_interval 500", {"compile": True, "eval_interval": 500}),
-        ("--compile=False --bias True", {"compile": False, "bias": True}),
-        ("--grad_clip 0 --warmup_iters 0 --dropout 0", {"grad_clip": 0, "warmup_iters": 0, "dropout": 0}),
-        ("", {}),
-    ],
-)
-def test_flags_parse_as_nanogpts_do(argv, flags):
-    assert parse_flags(argv.split()) == flags
-
-
 BAD = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patience") for value in ("0", "-1", "1.5", "x", "")]
 BAD += [f"--{name}={value}" for name in ("learning_rate", "beta1", "mlp_ratio") for value in ("-0.1", "nan", "inf")]
 BAD += ["--dropout=1", "--warmup_iters=-1", "--compile=maybe", "--preset=huge", "--activation=relu", "--out_dir="]

@@ -81,42 +81,42 @@ def test_of_equal_logits_top_k_keeps_the_lowest_ids():
         assert all(map(torch.equal, got, model.generate(idx, 11, seed=k, top_k=k)))
 
 
-@pytest.mark.parametrize("three", [3, 3.0, np.int32(3), np.uint8(3), np.float32(3), torch.tensor(3)], ids=repr)
-def test_a_whole_number_of_any_type_is_that_number(three):
+def test_a_whole_number_of_any_type_is_that_number():
     """step.c reads eight bytes."""
     model, idx = MODELS[0], prompts(2, 3)
-    got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
-    assert all(map(torch.equal, got, model.generate(idx, 11, seed=3, top_k=3)))
+    expected = model.generate(idx, 11, seed=3, top_k=3)
+    for three in (3, 3.0, np.int32(3), np.uint8(3), np.float32(3), torch.tensor(3)):
+        got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
+        assert all(map(torch.equal, got, expected)), repr(three)
     for wrong in (3.5, "3", math.nan):
         with pytest.raises(ValueError, match=r"top_k|NaN"):
             model.generate(idx, 11, top_k=wrong)
 
 
-@pytest.mark.parametrize("filters", [*FILTERS, dict(temperature=2.0, top_k=50000), dict(temperature=0.0, top_p=0.1)])
-def test_a_vocabulary_of_gpt2_gets_its_tokens(filters):
+def test_a_vocabulary_of_gpt2_gets_its_tokens():
     """The noise, the filters and the search for the best then need many vectors, and ids are far apart."""
     model = random_model(GPTConfig(block_size=20, vocab_size=50257, n_layer=1, n_head=2, n_embd=16))
-    idx = torch.tensor([[50256, 7], [0, 50255]])
-    got = Decoder(model, compile=True).generate(idx, 18, seed=3, **filters)
-    assert_same_as_alone(model, got, idx, 18, range(2), 3, filters)
+    idx, decoder = torch.tensor([[50256, 7], [0, 50255]]), Decoder(model, compile=True)
+    for filters in (FILTERS[0], FILTERS[1], FILTERS[4], dict(temperature=2.0, top_k=50000)):
+        got = decoder.generate(idx, 9, seed=3, **filters)
+        assert_same_as_alone(model, got, idx, 9, range(2), 3, filters)
 
 
-@pytest.mark.parametrize("filters", [dict(top_p=0.2), dict(top_p=0.6), dict(top_p=0.3, top_k=10)])
-def test_top_p_cuts_where_the_plain_loop_cuts(filters):
+def test_top_p_cuts_where_the_plain_loop_cuts():
     """At this temperature all probabilities are equal, and V * top_p is a whole number, so rounding decides."""
     model, idx = random_model(GPTConfig(block_size=40, vocab_size=20, n_layer=1, n_head=2, n_embd=16)), prompts(4, 3)
-    for seed in range(5):
+    for seed, filters in enumerate([dict(top_p=0.2), dict(top_p=0.6), dict(top_p=0.3, top_k=10)] * 3):
         sampling = dict(temperature=1e20, seed=seed, **filters)
         got = Decoder(model, compile=True).generate(idx % 20, 37, **sampling)
         assert all(map(torch.equal, got, model.generate(idx % 20, 37, **sampling)))
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
     """A thread computes either some outputs of every product or some of the rows. Every sum stays the same."""
     texts = []
-    for threads, rows in ((1, 17), (2, 17), (3, 2), (1, 1)):
+    for threads, rows in ((1, 17), (2, 17), (3, 2)):
         with pytest.MonkeyPatch.context() as patch, num_threads(threads):
             patch.setattr(compiling, "WORK_PER_THREAD", 1)
             texts.append(Decoder(model, **DRAFTS[draft], compile=True).generate(prompts(17, 3)[:rows], 99, seed=seed))
@@ -146,6 +146,7 @@ def patched_step(tmp_path, monkeypatch):
 
     def patch(replacements):
         copy_of_step(tmp_path, replacements)
+        monkeypatch.setattr(compiling, "FLAGS", ["-O1", *compiling.FLAGS[1:]])  # compiles faster
         monkeypatch.setattr(compiling, "SOURCE", tmp_path / "step.c")
         monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
 
@@ -156,9 +157,9 @@ def patched_step(tmp_path, monkeypatch):
 def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
     patched_step(A_SLEEP)
     model = random_model(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
-    ragged = [prompts(1, n, n)[0] for n in (3, 70)]
-    for draft in DRAFTS.values():
-        got = Decoder(model, **draft, compile=True).generate(ragged, 80, seed=3)
+    ragged = [prompts(1, n, n)[0] for n in (50, 70)]
+    for draft in ("look-up", "n-grams"):
+        got = Decoder(model, **DRAFTS[draft], compile=True).generate(ragged, 80, seed=3)
         assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
 
 
@@ -177,43 +178,27 @@ def test_without_threads_there_is_no_step_in_c(patched_step):
 def test_a_prompt_may_be_longer_than_a_forward():
     model = random_model(GPTConfig(block_size=300, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     ragged = [prompts(1, n, n)[0] for n in (64, 299, 1, 65, 130, 200)]
-    for draft in DRAFTS.values():
-        decoder = Decoder(model, **draft, compile=True)
-        assert_same_as_alone(model, decoder.generate(ragged, 40, seed=2), ragged, 40, range(6), 2, {})
+    for draft in ("one token per step", "n-grams"):
+        decoder = Decoder(model, **DRAFTS[draft], compile=True)
+        assert_same_as_alone(model, decoder.generate(ragged, 20, seed=2), ragged, 20, range(6), 2, {})
     many = prompts(150, 3)  # more rows than a forward holds
-    assert_same_as_alone(model, Decoder(model, compile=True).generate(many, 9, seed=2), many, 9, range(150), 2, {})
-
-
-def test_a_new_decoder_takes_the_new_weights():
-    model = random_model(GPTConfig(block_size=8, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
-    idx = torch.zeros(1, 1, dtype=torch.int64)
-    before = model.generate(idx, 7, temperature=0, kv_cache=False)
-    assert torch.equal(Decoder(model, compile=True).generate(idx, 7, temperature=0)[0][None], before)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    after = model.generate(idx, 7, temperature=0, kv_cache=False)
-    assert not torch.equal(before, after)
-    assert torch.equal(Decoder(model, compile=True).generate(idx, 7, temperature=0)[0][None], after)
-
-
-def edit(tensor):
-    with torch.no_grad():
-        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(Decoder(model, compile=True).generate(many, 9, seed=2), model.generate(many, 9, seed=2))
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
-@pytest.mark.parametrize("network", [NETWORKS[1], NETWORKS[2], dict(n_embd=64, n_head=4)])  # 64: whole panels
-def test_a_decoder_has_copied_all_weights(network, weights):
-    model = random_model(GPTConfig(**dict(block_size=20, vocab_size=V, n_layer=2) | network))
+@pytest.mark.parametrize("network", NETWORKS[2:4])
+def test_a_decoder_has_copied_all_weights_and_a_new_one_takes_the_new(network, weights):
+    model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
     model = round_weights(model) if weights == "int8" else model
     decoder, idx = Decoder(model, compile=True, weights=weights), prompts(2, 3)
     before = decoder.generate(idx, 17, seed=1)
     for tensor in (*model.parameters(), *([] if model.rope is None else [model.rope])):
-        edit(tensor)
-    assert all(map(torch.equal, decoder.generate(idx, 17, seed=1), before))
+        with torch.no_grad():
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(decoder.generate(idx, 17, seed=1), before)
     after = Decoder(model, compile=True).generate(idx, 17, seed=1)
-    assert not all(map(torch.equal, before, after))
+    assert not torch.equal(before, after)
+    assert_same_as_alone(model, after, idx, 17, range(2), 1, {})
 
 
 def test_the_state_goes_to_step_c_by_its_names():
@@ -299,7 +284,7 @@ def test_a_child_of_fork_has_threads_of_its_own():
 @linux
 @pytest.mark.slow
 def test_a_daemon_thread_may_decode_while_the_interpreter_ends():
-    for _ in range(3):
+    for _ in range(2):
         assert ok(run("-c", THREADS + AN_END, timeout=60)).stderr == ""
 
 
@@ -365,7 +350,6 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
     ),
     "constructor": ('"tanh" if config.activation == "gelu_tanh" else "none"', '"tanh"'),
 }
-SAMPLE_COPY = "--prompt CC --seed 4 --device cpu --max_new_tokens 12".split()
 
 
 def edited_functions():
@@ -401,19 +385,6 @@ def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monke
     model = module.GPT(module.GPTConfig(block_size=70, vocab_size=V, n_layer=2, **NETWORKS[0])).eval()
     with pytest.raises(CompileError) if edit else nullcontext():
         Decoder(model, compile=True)
-
-
-@pytest.mark.slow
-def test_after_an_edit_of_model_py_one_line_says_so_and_the_text_is_the_plain_one(tmp_path, trained):
-    for name in ("model.py", "sample.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "kvgpt", tmp_path / "kvgpt")
-    source = (tmp_path / "model.py").read_text(encoding="utf-8")
-    (tmp_path / "model.py").write_text(source.replace(*EDITS["window"]), encoding="utf-8")
-    flags = ["sample.py", "--ckpt", trained / "ckpt.pt", *SAMPLE_COPY]
-    plain, compiled = run(*flags, cwd=tmp_path), run(*flags, "--compile", cwd=tmp_path)
-    assert ok(compiled).stdout == ok(plain).stdout
-    assert compiled.stderr.count("decoding without --compile") == 1
 
 
 def test_an_edit_of_a_function_that_step_c_repeats_is_seen_and_named(tmp_path, monkeypatch):
@@ -468,10 +439,6 @@ def drop_a_layer(model):
     del model.transformer["h"][1]
 
 
-def add_a_layer(model):
-    model.transformer["h"].append(model.transformer["h"][0])
-
-
 def norm_with(**settings):
     def change(model):
         model.transformer["h"][1].ln_2 = torch.nn.LayerNorm(model.config.n_embd, **settings)
@@ -492,7 +459,6 @@ def set_attribute(path, name, value):
 
 REFUSED = {
     "hook": (lambda model: model.transformer["h"][0].mlp.register_forward_hook(lambda *_: None), "hooks"),
-    "pre-hook": (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "hooks"),
     "hook on all modules": (global_hook, "hooks"),
     "method of an instance": (own_forward, "MLP with a patched forward"),
     "another layer": (lambda model: model.transformer.update({"ln_f": torch.nn.RMSNorm(32)}), "RMSNorm"),
@@ -501,11 +467,8 @@ REFUSED = {
     "norm without weight": (norm_with(elementwise_affine=False), "a weight"),
     "max_norm": (set_attribute("transformer.wte", "max_norm", 1.0), "max_norm"),
     "a layer less": (drop_a_layer, "1 layers.*n_layer=2"),
-    "a layer more": (add_a_layer, "3 layers.*n_layer=2"),
     "smaller head": (set_weight("lm_head", V - 1, 32), "22, 32.*23, 32"),
     "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
-    "narrower norm": (set_weight("transformer.h.1.ln_1", 1), "1,.*32,"),
-    "narrower MLP": (set_weight("transformer.h.1.mlp.c_fc", 64, 32), "64, 32.*128, 32"),
     "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
     "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
     "another activation": (set_attribute("transformer.h.1.mlp", "approximate", "tanh"), "fit its config"),
@@ -563,6 +526,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     copy_of_step(tmp_path)
     source = tmp_path / "step.c"
     monkeypatch.setattr(compiling, "SOURCE", source)
+    monkeypatch.setattr(compiling, "FLAGS", ["-O0", *compiling.FLAGS[1:]])  # compiles faster
 
     def compiles(n_embd=8, seed=0, draft=None, rows=1, top_k=None):
         compiling.find_compiler.cache_clear()
@@ -622,10 +586,11 @@ def use_compiler(monkeypatch):
 )
 def test_shorter_vectors_and_clang_give_the_same_tokens(command, use_compiler):
     use_compiler(command)
-    model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2]))
-    idx = prompts(9, 5)
-    got = Decoder(model, "ngram", compile=True).generate(idx, 65, seed=1)
-    assert_same_as_alone(model, got, idx, 65, range(9), 1, {})
+    model, idx = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2])), prompts(9, 5)
+    for weights in ("float32", "int8"):
+        model = round_weights(model) if weights == "int8" else model
+        got = Decoder(model, "ngram", compile=True, weights=weights).generate(idx, 30, seed=1)
+        assert_same_as_alone(model, got, idx, 30, range(9), 1, {})
 
 
 SHAPES = [
@@ -644,7 +609,8 @@ def test_no_compiler_warns(command, tmp_path):
     command = command.split()
     if not shutil.which(command[0]):
         pytest.skip(f"needs {command[0]}")
-    flags = [*compiling.FLAGS[:-1], "-static" if "mingw" in command[0] else "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    flags = ["-O1", *compiling.FLAGS[1:-1], "-static" if "mingw" in command[0] else "-fPIC"]  # -O3 takes longer
+    flags += ["-Wall", "-Wextra", "-Werror"]
     for network, layout in SHAPES if command[0] == "cc" else SHAPES[:1]:
         model = GPT(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
         macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, layout).items()]

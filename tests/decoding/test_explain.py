@@ -8,8 +8,8 @@ import torch
 
 from helpers import KINDS, PROMPT, prompts, random_model, sample, texts_of
 from kvgpt.checkpoint import load_model
-from kvgpt.decoding.explain import attention_weights, explain, layer_weights, watch
-from model import GPTConfig, KVCache, Sampling
+from kvgpt.decoding.explain import attention_weights, explain, watch
+from model import GPTConfig, Sampling
 
 
 def shapes(printed):
@@ -57,23 +57,6 @@ def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_attention_weights_are_the_same_row_by_row_as_all_at_once(trained):
-    model, _ = load_model(trained / "ckpt.pt")
-    idx, steps = torch.arange(7)[None], []
-    whole = attention_weights(model, idx, layer=1)
-    with watch(model, layer=1) as seen:
-        for begin, end in ((0, 6), (6, 7)):
-            model(idx[:, begin:end], pos=torch.arange(begin, end))
-            steps.append(layer_weights(seen["q"], seen["k"], seen["mask"]))
-    assert whole.shape == (1, 2, 7, 7)
-    assert [weights.shape for weights in steps] == [(1, 2, 6, 6), (1, 2, 1, 7)]
-    torch.testing.assert_close(steps[1][:, :, 0], whole[:, :, -1])
-    torch.testing.assert_close(steps[0], whole[:, :, :6, :6])
-    torch.testing.assert_close(whole.sum(-1), torch.ones(1, 2, 7))
-    assert (whole.triu(1) == 0).all()
-    assert not torch.allclose(whole, attention_weights(model, idx, layer=0))
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_attention_weights_give_the_output_of_the_layer(kind):
     """Query head i reads Head i // (nh / nkv). Weights in another order would still sum to one."""
@@ -87,17 +70,3 @@ def test_attention_weights_give_the_output_of_the_layer(kind):
         values = torch.stack([head.value_cache for head in heads], dim=1)
         out = attn.c_proj((weights @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, seen["attention"])
-
-
-def test_a_window_that_somebody_adds_shows_in_the_weights(monkeypatch):
-    """They are those of the attention that ran, whatever mask it had."""
-    model, mask = random_model(GPTConfig(block_size=40, vocab_size=23, n_layer=1, n_head=2, n_embd=16)), KVCache.mask
-
-    def window(cache, pos):
-        slots = torch.arange(cache.length)
-        return (slots <= pos[..., None])[:, None] & (slots > pos[..., None] - 5)[:, None]
-
-    monkeypatch.setattr(KVCache, "mask", window)
-    assert ((attention_weights(model, prompts(1, 40)) > 0).sum(-1)[0, 0] == torch.arange(1, 41).clamp(max=5)).all()
-    monkeypatch.setattr(KVCache, "mask", mask)
-    assert ((attention_weights(model, prompts(1, 40)) > 0).sum(-1)[0, 0] == torch.arange(1, 41)).all()

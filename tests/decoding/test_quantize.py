@@ -1,8 +1,6 @@
 """Weights in int8: as near as the formula of Q8_0 is, and the same text on every path."""
 
 import copy
-import os
-import platform
 
 import numpy as np
 import pytest
@@ -17,13 +15,11 @@ from helpers import (
     a_filter,
     a_model,
     a_seed,
-    assert_one_line,
     assert_same_as_alone,
     needs_compiler,
     ok,
     prompts,
     random_model,
-    run,
     sample,
 )
 from kvgpt.decoding import compile as compiling
@@ -97,49 +93,26 @@ def test_more_rows_than_are_rounded_at_a_time():
 
 NETWORKS = [
     dict(n_embd=20, n_head=4, activation="gelu"),  # rows that end within a block
-    dict(n_embd=48, n_head=3, n_kv_head=1, activation="gelu_tanh", bias=False, mlp_ratio=1.3),
     dict(n_embd=96, n_head=2, activation="swiglu", pos_emb="rope", qk_norm=True, norm_first=False, mlp_ratio=5),
-    dict(n_embd=64, n_head=4, n_kv_head=2, vocab_size=130, tie_weights=False, pos_emb="rope"),
     dict(n_embd=2, n_head=1, vocab_size=2, block_size=3, pos_emb="rope"),
 ]
-
-
-def rounded(network):
-    return round_weights(random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)))
-
-
-def assert_int8_is_the_rounded_model(model, draft=None):
-    """The step in int8 adds the same numbers in the same order as the one in float32, so the texts are equal."""
-    idx = prompts(9, 3) % model.config.vocab_size
-    idx = idx[:, : model.config.block_size]
-    got = Decoder(model, draft, compile=True, weights="int8").generate(idx, 65, seed=1)
-    assert_same_as_alone(model, got, idx, 65, range(9), 1, {})
-    floats = Decoder(model, draft, compile=True).generate(idx, 65, seed=1)
-    assert all(torch.equal(a, b) for a, b in zip(got, floats))
 
 
 @needs_compiler
 @pytest.mark.parametrize("network", NETWORKS)
 def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
-    assert_int8_is_the_rounded_model(rounded(network), "ngram")
+    """The step in int8 adds the same numbers in the same order as the one in float32, so the texts are equal."""
+    model = round_weights(random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)))
+    idx = prompts(9, 3)[:, : model.config.block_size] % model.config.vocab_size
+    decoders = [Decoder(model, "ngram", compile=True, weights=weights) for weights in ("int8", "float32")]
+    ours, floats = (decoder.generate(idx, 65, seed=1) for decoder in decoders)
+    assert torch.equal(ours, floats)
+    assert_same_as_alone(model, ours[:1], idx[:1], 65, [0], 1, {})
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
-@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
-def test_chips_with_shorter_vectors_too(flags, monkeypatch):
-    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {flags}")
-    compiling.find_compiler.cache_clear()
-    try:
-        assert_int8_is_the_rounded_model(rounded(NETWORKS[2]))
-    finally:
-        compiling.find_compiler.cache_clear()
-
-
-@needs_compiler
-@pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_int8_with_drafts_and_filters(model, draft, filters, seed):
     model, idx = round_weights(copy.deepcopy(model)), prompts(2, 3)
@@ -158,8 +131,3 @@ def test_sample_py_writes_the_text_of_the_rounded_weights_on_every_path(trained)
     assert plain.stdout
     for more in ([], ["--compile", "--verify"], ["--draft", "ngram", "--compile"]):
         assert ok(sample(trained, *flags, *more)).stdout == plain.stdout
-
-
-@pytest.mark.slow
-def test_other_engines_have_weights_of_their_own():
-    assert_one_line(run("sample.py", "--engine", "onnx", "--weights", "int8"), "--weights int8", "--engine torch")

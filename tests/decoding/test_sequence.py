@@ -128,13 +128,6 @@ def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
     assert shown + row.update()[len(shown) :] == tokenizer.decode(prompt + ids)
 
 
-def test_a_row_ends_at_the_last_token_that_is_before_the_stop_text():
-    ids = BPE.encode("the cat sat on the mat")
-    row = Sequence(ids[:2], BPE, ["at on"]).add(ids[2:])
-    assert row.text == "the cat s" and row.ended
-    assert "the cat s".startswith(BPE.decode(row.ids)) and BPE.decode(row.ids).startswith("the cat")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
 def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):

@@ -8,28 +8,29 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import CHARS, GPT2, POST_LN, SIZE, STABLELM, TOKENIZER, assert_tells_no_paths, ok, run, same, tiny, unix
+from helpers import CHARS, POST_LN, SIZE, STABLELM, TOKENIZER, ok, run, same, tiny, unix
 from kvgpt.interop.check import own_text
 from kvgpt.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 from model import Sampling, stream_tokens
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
-    "GPT-2": dict(GPT2, bias=True, activation="gelu_tanh"),
+    "post-LN": dict(POST_LN, activation="gelu_tanh"),
     "StableLM": dict(STABLELM, qk_norm=True, n_kv_head=2, mlp_ratio=3.3),
-    "post-LN": POST_LN,
 }
 SLOW = partial(pytest.param, marks=pytest.mark.slow)  # an export takes seconds
 
 
-@pytest.fixture(scope="module", params=[SLOW("GPT-2"), SLOW("StableLM"), SLOW("post-LN")])
+@pytest.fixture(scope="module", params=[SLOW(name) for name in NETWORKS])
 def exported(request, tmp_path_factory):
     """(model, its model.onnx, a session of that)"""
     model, file = tiny(**NETWORKS[request.param]), tmp_path_factory.mktemp("onnx") / "model.onnx"
+    names, weights = [list(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
     write_onnx(model, TOKENIZER, file)
+    assert [list(vars(module)) for module in model.modules()] == names and same(model.state_dict(), weights)
     return model, file, onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
 
 
@@ -73,13 +74,7 @@ def test_the_graph_has_the_names_and_axes_that_others_expect(exported):
     }
 
 
-def test_a_file_tells_nothing_of_the_machine_that_wrote_it(exported):
-    """The exporter writes stack traces into the metadata of nodes: paths and a user name in a file to be shared."""
-    _, file, _ = exported
-    assert_tells_no_paths([file], file.parent)
-    assert not any(node.metadata_props for node in onnx.load(file).graph.node)
-
-
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_split_of_any_batch_gives_the_logits_of_one_forward(exported, data):
     """Positions, mask and cache are those of the call, not of the exported example."""
@@ -115,34 +110,6 @@ def test_padding_on_the_left_changes_nothing(exported):
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("network", ["GPT-2", "StableLM"])
-def test_queries_are_those_of_the_last_token_and_the_model_stays_as_it_was(network, tmp_path):
-    """They are what multiplies the keys: after the norm and the rotation."""
-    model = tiny(**NETWORKS[network])
-    names, weights = [list(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
-    write_onnx(model, TOKENIZER, tmp_path / "model.onnx", queries=True)
-    assert [list(vars(module)) for module in model.modules()] == names and same(model.state_dict(), weights)
-    assert all(head.cache is None for block in model.transformer["h"] for head in block.attn.heads)
-
-    # each layer's output is the attention of that query over the present keys and values
-    ids, attended = torch.arange(7)[None], []
-    for block in model.transformer["h"]:
-        block.attn.c_proj.register_forward_pre_hook(lambda module, args: attended.append(args[0][:, -1]))
-    with torch.no_grad():
-        model(ids)
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    outputs = [name for i in range(2) for name in (f"query.{i}", f"present.{i}.key", f"present.{i}.value")]
-    inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, 7), np.int64), "position_ids": np.arange(7)[None]}
-    past = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": x for i, x in enumerate(nothing(model, 1))}
-    outputs = [torch.from_numpy(x) for x in session.run(outputs, inputs | past)]
-    for layer in range(2):
-        q, k, v = outputs[3 * layer : 3 * layer + 3]
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        y = (q @ k.transpose(2, 3) / 8**0.5).softmax(-1) @ v
-        torch.testing.assert_close(y.flatten(1), attended[layer], atol=1e-5, rtol=0)
-
-
 def test_the_check_of_an_export_finds_another_model(exported, capsys):
     model, file, _ = exported
     compare_onnx(file, model, own_text(model))
@@ -157,6 +124,7 @@ def test_the_check_of_an_export_finds_another_model(exported, capsys):
 # -- run by our own loop -----------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=20)
 @given(data=st.data())
 def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     """For the same seed, with the cache, without it, and past the context."""
@@ -181,7 +149,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
 
 @pytest.mark.slow
 @unix
-@pytest.mark.parametrize("exported", ["GPT-2"], indirect=True)
+@pytest.mark.parametrize("exported", ["post-LN"], indirect=True)
 def test_onnx_runtime_tells_nobody_and_leaves_nothing_at_home(exported, tmp_path):
     """By itself it reports to its makers, keeps a number for the machine in ~/.cache, and warns where it cannot."""
     code = "import sys; from kvgpt.interop.onnx import OnnxGPT; OnnxGPT(sys.argv[1])"

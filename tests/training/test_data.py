@@ -5,8 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from helpers import bpe, ok, run, write_ids
-from kvgpt.bpe import tokenizer_from_json
+from helpers import ok, run, write_ids
 from model import CharTokenizer
 from prepare import write
 from train import load_dataset
@@ -36,11 +35,3 @@ def test_preparing_characters_needs_no_torch_and_no_bpe():
     """Importing torch would take seconds."""
     foreign = "{'torch', 'tokenizers', 'model', 'kvgpt'}"
     ok(run("-c", f"import sys; sys.path.insert(0, 'data'); import prepare; assert not {foreign} & set(sys.modules)"))
-
-
-def test_ids_that_have_changed_are_one_line(tmp_path):
-    write_ids(tmp_path, tokenizer_from_json(bpe(300)), "some words " * 20, val_bytes=22)
-    assert load_dataset(tmp_path, 4).val_bytes == 22
-    (tmp_path / "val.bin").write_bytes(np.array([1, 2, 50256] * 9, "<u2").tobytes())
-    with pytest.raises(ValueError, match=r"val\.bin has changed"):
-        load_dataset(tmp_path, 4)

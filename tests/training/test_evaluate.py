@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import time
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import (
-    CPU,
-    MODELS,
     SAMPLE,
     STATEFUL,
     TINY,
@@ -27,12 +24,11 @@ from helpers import (
     log,
     ok,
     plain_val_loss,
-    run,
     start,
     write_ids,
 )
 from model import CharTokenizer, load_model
-from train import eval_windows, evaluate
+from train import eval_windows
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
 
@@ -54,17 +50,6 @@ def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, 
         assert windows[0][0] == 0 and (len(windows) == 1 or windows[-1][-1] > length - 1 - block_size)
 
 
-def test_the_loss_is_the_mean_over_the_windows():
-    model, ids = MODELS[0], np.random.default_rng(0).integers(0, 20, 500)
-    for most in (100, 10**9):
-        got = evaluate(model, ids, 16, CPU, nullcontext(), most)
-        losses = []
-        for chunk in eval_windows(ids, 16, most, 1):
-            x = torch.from_numpy(chunk)
-            losses += [model(x[:, :-1], targets=x[:, 1:])[1].item()] * (x.size(1) - 1)
-        assert got == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-
-
 def test_eval_iters_is_in_batches_and_the_end_of_a_run_reads_everything(data_dir, tmp_path):
     flags = [*TINY, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 4, "--eval_interval", 2]
     said = ok(here(*flags, "--eval_iters", 3)).stdout
@@ -82,15 +67,23 @@ def test_eval_iters_is_in_batches_and_the_end_of_a_run_reads_everything(data_dir
 # -- interrupted -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """(flags, out_dir): a run whose evaluations take long, and the folder of that run undisturbed."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8") * 50, encoding="utf-8")
+    ok(here("--input", folder / "text.txt", "--data_dir", folder / "data", script="data/prepare.py"))
+    flags = [*STATEFUL, "--data_dir", folder / "data", "--eval_interval", 2, "--max_iters", 4, "--log_interval", 1]
+    flags += ["--eval_iters", 10_000]
+    ok(here(*flags, "--out_dir", folder / "whole"))
+    return flags, folder / "whole"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(name, tmp_path):
+def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(name, long_run, tmp_path):
     """Evaluations of minutes obey Ctrl-C, and a kill costs no step: last.pt is written before."""
-    (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8") * 100, encoding="utf-8")
-    ok(run("data/prepare.py", "--input", tmp_path / "text.txt", "--data_dir", tmp_path / "data"))
-    flags = [*STATEFUL, "--data_dir", tmp_path / "data", "--eval_interval", 2, "--max_iters", 4, "--log_interval", 1]
-    flags += ["--eval_iters", 10_000]
-    ok(here(*flags, "--out_dir", tmp_path / "whole"))
+    flags, whole = long_run
     out = tmp_path / "out"
     process = start(*flags, "--out_dir", out)
     while not (out / "last.pt").exists():
@@ -102,9 +95,9 @@ def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(nam
     assert process.returncode == (130 if name == "SIGINT" else -signal.SIGKILL)
     assert ("stopped at step 2 of 4 and saved" in said) == (name == "SIGINT")
     ok(here("--init_from", "resume", "--out_dir", out))
-    assert_same_run(tmp_path / "whole", out)
+    assert_same_run(whole, out)
     columns = ("step", "tokens", "train_loss", "val_loss", "lr", "grad_norm")
-    rows = [[[row[name] for name in columns] for row in log(folder)] for folder in (tmp_path / "whole", out)]
+    rows = [[[row[name] for name in columns] for row in log(folder)] for folder in (whole, out)]
     assert rows[0] == rows[1]
 
 
@@ -136,15 +129,16 @@ def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it
 @pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
     (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[::-1], encoding="utf-8")
-    prepare = ["data/prepare.py", "--tokenizer", trained / "ckpt.pt", "--data_dir", tmp_path / "data"]
-    ok(run(*prepare, "--input", tmp_path / "text.txt"))
+    prepare = ["--tokenizer", trained / "ckpt.pt", "--data_dir", tmp_path / "data"]
+    ok(here(*prepare, "--input", tmp_path / "text.txt", script="data/prepare.py"))
     flags = ["--init_from", trained, "--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out", "--device", "cpu"]
     ok(here(*flags, "--max_iters", 1, "--learning_rate", 0, "--weight_decay", 0, "--batch_size", 2))
     ours, theirs = load(tmp_path / "out" / "last.pt"), load(trained / "ckpt.pt")
     assert ours["chars"] == theirs["chars"] and ours["model_args"] == theirs["model_args"] | {"dropout": 0.0}
     assert all(torch.equal(p, theirs["model"][name]) for name, p in ours["model"].items())
     (tmp_path / "text.txt").write_text("ROMEO: 中 and é", encoding="utf-8")
-    assert_one_line(run(*prepare, "--input", tmp_path / "text.txt"), "the model never saw 'é', '中'", code=1)
+    result = here(*prepare, "--input", tmp_path / "text.txt", script="data/prepare.py")
+    assert_one_line(result, "the model never saw 'é', '中'", code=1)
 
 
 def test_a_run_that_has_ended_says_so(out, data_dir):

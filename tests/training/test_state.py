@@ -15,7 +15,6 @@ from helpers import (
     STATEFUL,
     assert_refused,
     assert_same_run,
-    child,
     contents,
     here,
     load,
@@ -75,7 +74,7 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty_to_the_last_bit(data_dir, t
     ok(here(*flags, "--max_iters", 20, "--out_dir", tmp_path / "whole"))
     ok(here(*flags, "--max_iters", 10, "--out_dir", tmp_path / "halves"))
     config = load(tmp_path / "halves" / "last.pt")["config"]
-    result = ok(child("--init_from", "resume", "--out_dir", tmp_path / "halves", "--max_iters", 20))
+    result = ok(here("--init_from", "resume", "--out_dir", tmp_path / "halves", "--max_iters", 20))
     assert "resuming" in result.stdout and "steps 10..20" in result.stdout
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
     assert [int(row["step"]) for row in log(tmp_path / "halves")] == [10, 20]
@@ -88,11 +87,11 @@ def test_a_resume_computes_on_the_threads_of_its_run(data_dir, tmp_path):
     """Another number of threads adds the gradients of 512 positions in another order."""
     flags = ["--batch_size", 8, "--block_size", 64, "--n_layer", 1, "--lr_decay_iters", 6, "--data_dir", data_dir]
     out, whole, other = (tmp_path / name for name in ("out", "whole", "other"))
-    ok(child(*flags, "--max_iters", 6, "--threads", 2, "--out_dir", whole))
-    ok(child(*flags, "--max_iters", 6, "--out_dir", other))
+    ok(here(*flags, "--max_iters", 6, "--threads", 2, "--out_dir", whole))
+    ok(here(*flags, "--max_iters", 6, "--out_dir", other))
     assert not same(load(whole / "last.pt")["model"], load(other / "last.pt")["model"])
-    ok(child(*flags, "--max_iters", 3, "--threads", 2, "--out_dir", out))
-    assert "with 2 threads" in ok(child("--init_from", "resume", "--max_iters", 6, "--out_dir", out)).stdout
+    ok(here(*flags, "--max_iters", 3, "--threads", 2, "--out_dir", out))
+    assert "with 2 threads" in ok(here("--init_from", "resume", "--max_iters", 6, "--out_dir", out)).stdout
     assert_same_run(whole, out)
 
 
