@@ -20,7 +20,6 @@ from helpers import (
     ok,
     prompts,
     random_model,
-    run,
     same,
     sample,
     tokens_differ,

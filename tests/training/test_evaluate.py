@@ -106,13 +106,16 @@ def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(nam
 
 def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothing(trained, data_dir, tmp_path):
     val = np.fromfile(data_dir / "val.bin", "<u2")
-    for name in ("ckpt.pt", "last.pt", "."):
+    (tmp_path / "young").mkdir()
+    shutil.copy(trained / "last.pt", tmp_path / "young")  # a run before its first evaluation
+    young = (tmp_path / "young", "last.pt")
+    for source, file in (("ckpt.pt", "ckpt.pt"), ("last.pt", "last.pt"), (".", "ckpt.pt"), young):
         before = contents(trained)
         flags = ["--eval_only", "--data_dir", data_dir, "--out_dir", tmp_path / "out", "--device", "cpu"]
-        said = ok(here("--init_from", trained / name, *flags)).stdout
+        said = ok(here("--init_from", trained / source, *flags)).stdout
         assert contents(trained) == before and not (tmp_path / "out").exists()
         loss, bits = map(float, re.fullmatch(r"val loss ([\d.]+) \(([\d.]+) bits per byte\): .*\n", said).groups())
-        model, tokenizer = load_model(trained / ("ckpt.pt" if name == "." else name))
+        model, tokenizer = load_model(trained / file)
         expected = plain_val_loss(model, val, 32)
         assert loss == pytest.approx(expected, abs=1e-4)
         text = tokenizer.decode(val.tolist())
