@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import itertools
+import math
 import os
 import re
 import runpy
@@ -284,6 +285,14 @@ def random_model(config, seed=0):
 
 def heads_of(model):
     return [module for module in model.modules() if isinstance(module, Head)]
+
+
+def attend(head, q, pos):
+    """Attention over the caches of a Head, for queries `(B, T, hs)` at positions `(B, T)`: the output, the weights."""
+    scores = q @ head.key_cache.transpose(1, 2) / math.sqrt(q.size(-1))
+    visible = torch.arange(head.key_cache.size(1)) <= pos[..., None]
+    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+    return weights @ head.value_cache, weights
 
 
 V, CONTEXT = 23, 16
