@@ -707,7 +707,8 @@ def evaluate(model, ids, block_size, device, autocast, num_tokens=math.inf, sign
     total, count = 0.0, 0
     windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size)) if RANK == 0 else []
     size = min(num_tokens, len(ids) - 1)
-    with eval_mode(model), autocast, tqdm(total=size, desc="evaluate", leave=False, disable=None, delay=2) as bar:
+    bar = tqdm(total=size, desc="evaluate", leave=False, position=0, disable=None, delay=2)  # in place of the run's bar
+    with eval_mode(model), autocast, bar:
         for window in windows:
             if signals and signals.received:
                 return None
