@@ -597,9 +597,10 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
                 f"near-tie at {where}. Rounding decides between logits this close. All earlier tokens are equal."
             )
     num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
-    result = f"OK, {num_new} tokens" if num_equal == len(texts) else "OK up to near-ties, the texts"
-    samples = f"{num_equal} of {len(texts)} samples"
-    return True, [*lines, f"{result} match the run {theirs_place}{plainly} the cache ({samples})"]
+    their_run, samples = f"the run {theirs_place}{plainly} the cache", f"{num_equal} of {len(texts)} samples"
+    if num_equal < len(texts):
+        return True, [*lines, f"OK up to near-ties, {samples} match {their_run} to the end"]
+    return True, [*lines, f"OK, {num_new} tokens match {their_run} ({samples})"]
 
 
 def compare(args, engine, model, tokenizer, prompts, texts, num_new, sampling, seconds):
@@ -617,8 +618,7 @@ def compare(args, engine, model, tokenizer, prompts, texts, num_new, sampling, s
     both = seconds, time.perf_counter() - began
     cached, uncached = both if args.kv_cache else both[::-1]
     if same and num_new > 1:
-        speedup = f"{uncached / cached:.1f} times as fast"
-        note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
+        note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {uncached / cached:.1f} times as fast")
     return same
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 from collections import Counter
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from transformers import GPT2Tokenizer
 
-from helpers import CHARS, SAMPLE, TOKENIZER, bpe
+from helpers import CHARS, SAMPLE, TOKENIZER, bpe, ok, run
 from kvgpt.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
 from kvgpt.checkpoint import check_vocab_size, tokenizer_from_state
 
@@ -85,6 +86,16 @@ def test_ids_of_a_text_depend_neither_on_its_length_nor_on_its_pieces_and_decode
             assert ids == list(itertools.chain(*tokenizer.encode_pieces([text[:9], text[9:]])))
 
 
+@pytest.mark.slow
+def test_training_a_bpe_is_deterministic():
+    """Whatever order sets and threads have."""
+    script = "from helpers import bpe; print(bpe())"
+    env = {"PYTHONPATH": os.pathsep.join((".", "data", "tests"))}
+    for seed, threads in (("1", "1"), ("2", "5")):
+        env |= {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
+        assert ok(run("-c", script, env=env)).stdout.rstrip("\n") == bpe()
+
+
 def test_the_merges_are_those_of_counting_pairs():
     """The commonest pair of neighbours within words becomes a token, again and again, as in Sennrich et al. 2016."""
     words = Counter(word for word, _ in ByteLevel(add_prefix_space=False).pre_tokenize_str(TEXT))
@@ -134,6 +145,12 @@ def test_characters_become_a_tokenizer_json_and_come_back(tmp_path):
     assert back.state_dict() == {"chars": CHARS} and back.unit == "characters"
     with pytest.raises(ValueError, match="never saw 'Z'"):
         back.encode("abZ")
+
+
+def test_bytes_alone_are_not_taken_for_characters():
+    """The tokens of a BPE without merges have names of one character, too."""
+    tokenizer = tokenizer_from_json(bpe(256))
+    assert tokenizer.unit == "tokens" and len(tokenizer.encode("né")) == 3
 
 
 def test_a_vocabulary_fits_weights_of_its_size_or_a_little_more():

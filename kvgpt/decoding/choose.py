@@ -9,9 +9,10 @@ from kvgpt.decoding.static import CompiledGPT
 
 
 def choose_decoder(model, draft, ngrams, compile, weights, num_prompts, num_samples, threads):
-    """Return (decoder, model): a Decoder, or None and a model for stream_tokens, if a plain loop is what is left.
+    """Return (decoder, model) to generate with: a Decoder, or None and a model for the plain loop, stream_tokens.
 
-    Without the C backend, torch.compile is next, and then neither; a note on stderr says so.
+    Where the C backend cannot run we try torch.compile, and then do without. A note on stderr says so.
+
     draft, ngrams, compile, weights  those of Decoder
     num_samples                      rows per prompt
     threads                          how many torch will use, because torch.compile compiles for that number
