@@ -100,8 +100,9 @@ class KVCache:
         """The number of filled slots in the longest row."""
         return max(self.lengths)
 
+    @contextmanager
     def extend(self, starts, T):
-        """Make room for T tokens per row, from slot starts[i] on, before the forward that writes them.
+        """Make room for T tokens per row, from slot starts[i] on, for the forward inside the `with` that writes them.
 
         Slots beyond them are forgotten. Raises ValueError if slots before them are empty, because attention would read
         zeros there, and if the cache is too short.
@@ -117,6 +118,11 @@ class KVCache:
             if start + T > self.slots:
                 raise ValueError(f"{start + T} positions do not fit into a cache of {self.slots} slots")
         self.lengths = [start + T for start in starts]
+        try:
+            yield
+        except BaseException:  # Ctrl-C, for example: some layers have the new keys and values, and some do not
+            self.lengths = list(starts)  # so forget them
+            raise
 
     def update(self, layer, pos, k, v):
         """Write k and v `(B, nkv, T, hs)` of a layer at positions pos `(B, T)`. Returns all t slots of both."""
@@ -387,8 +393,7 @@ class GPT(nn.Module):
                 if self.cache is None or len(self.cache.lengths) != B or not any(starts):
                     self.cache = self.new_cache(B)
                 cache = self.cache
-            cache.extend(starts, T)
-            with torch.no_grad():
+            with torch.no_grad(), cache.extend(starts, T):
                 logits = self.unembed(self.hidden_states(idx, pos, cache))
         loss = None
         if targets is not None:
@@ -429,13 +434,8 @@ class GPT(nn.Module):
         if cache is not None:
             mask = cache.mask(pos)
             self._show(cache)
-        try:
-            for block in self.transformer["h"]:
-                x = block(x, rope, pos, mask, cache)
-        except BaseException:  # Ctrl-C, for example: some layers have the new keys and values, and some do not
-            if cache is not None:
-                cache.lengths = pos[:, 0].tolist()  # so forget them
-            raise
+        for block in self.transformer["h"]:
+            x = block(x, rope, pos, mask, cache)
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
     def _show(self, cache):
@@ -494,8 +494,8 @@ class GPT(nn.Module):
             cache.key, cache.value, cache.lengths = one.key, one.value, one.lengths
             return logits.expand(B, -1)
         pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
-        cache.extend([start] * B, T)
-        return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
+        with cache.extend([start] * B, T):
+            return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
 
 
 def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
@@ -569,7 +569,7 @@ class Sampling:
         # plain numbers, also for NumPy's, because step.c reads them from memory
         for name in ("top_k", "seed"):
             value = getattr(self, name)
-            require(self, name, value is None or value == int(value), "must be a whole number")
+            require(self, name, value is None or value % 1 == 0, "must be a whole number")
             setattr(self, name, None if value is None else int(value))
         self.temperature, self.top_p = float(self.temperature), None if self.top_p is None else float(self.top_p)
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
@@ -817,7 +817,7 @@ def build(checkpoint):
     try:
         model = blank_model(GPTConfig(**checkpoint["model_args"]))
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # loading gave head and embedding a matrix each
@@ -834,11 +834,11 @@ def char_tokenizer(checkpoint):
     if "tokenizer" in checkpoint:
         raise ValueError(f"the tokens in {path} are not characters: load it with load_model in kvgpt/checkpoint.py")
     if "chars" not in checkpoint:
-        where = "nanoGPT keeps it in meta.pkl, so pass that as --meta"
+        where = "nanoGPT keeps it in meta.pkl, so pass that as --meta (or --meta gpt2 if its tokens are GPT-2's)"
         raise ValueError(f"{path} contains no vocabulary: {where}")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if len(tokenizer.vocab) != vocab_size:
         raise ValueError(

@@ -333,6 +333,8 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
         dict(temperature=float("nan")),
         dict(temperature=float("inf")),
         dict(top_k=0),
+        dict(top_k=float("nan")),
+        dict(seed=float("inf")),
         dict(top_p=0.0),
         dict(top_p=1.01),
         dict(top_p=float("nan")),
@@ -443,8 +445,9 @@ def test_a_cache_is_as_long_as_the_text(model):
         model(prompts(1, 7), pos=torch.arange(7), cache=model.new_cache(1, slots=6))
 
 
+@pytest.mark.parametrize("place", ["transformer.wte", "transformer.h.1", "transformer.ln_f", "lm_head"])
 @pytest.mark.parametrize("call", ["forward", "next_logits"])
-def test_a_forward_that_fails_leaves_no_half_written_cache(call, model):
+def test_a_forward_that_fails_leaves_no_half_written_cache(call, place, model):
     """Ctrl-C in the second layer: the first has the new keys and the second does not."""
     idx, cache = prompts(1, 6), model.new_cache(1)
 
@@ -457,7 +460,7 @@ def test_a_forward_that_fails_leaves_no_half_written_cache(call, model):
         raise KeyboardInterrupt
 
     feed(0, 4)
-    hook = model.transformer["h"][1].register_forward_pre_hook(interrupt)
+    hook = model.get_submodule(place).register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         feed(4, 5)
     hook.remove()

@@ -198,8 +198,8 @@ def test_keys_and_values_are_kept_in_their_own_dtypes():
     """Under CUDA's autocast a LayerNorm returns float32, so normalized keys are float32 and values float16."""
     cache, pos = KVCache(GPTConfig(**SHAPE), 2), torch.arange(3).expand(2, 3)
     k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8).half()
-    cache.extend([0, 0], 3)
-    key, value = cache.update(0, pos, k, v)
+    with cache.extend([0, 0], 3):
+        key, value = cache.update(0, pos, k, v)
     assert torch.equal(key, k) and torch.equal(value, v) and (key.dtype, value.dtype) == (torch.float32, torch.float16)
 
 

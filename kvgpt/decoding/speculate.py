@@ -47,8 +47,8 @@ def prefill(model, state, slots):
         return model.new_cache(len(state.end), slots)
     fed = state.tokens[firsts, : max(lengths)].to(model.lm_head.weight.device)
     cache = model.new_cache(len(firsts), slots)
-    cache.extend([0] * len(firsts), max(lengths))
-    model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
+    with cache.extend([0] * len(firsts), max(lengths)):
+        model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
     cache.lengths = lengths  # shorter rows were padded on the right
     if len(firsts) < len(state.end):
         prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
@@ -91,8 +91,8 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
     # check: one forward picks a token after each fed token
     fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
     starts = first.tolist()
-    cache.extend(starts, num_drafts + 1)
-    logits = model.unembed(model.hidden_states(fed, pos, cache))
+    with cache.extend(starts, num_drafts + 1):
+        logits = model.unembed(model.hidden_states(fed, pos, cache))
     picks = sample_token(logits, noise, sampling).cpu()
 
     # accept: a pick is final if every token fed before it was right. The last pick has no draft token to compare with

@@ -56,7 +56,7 @@ class CompiledGPT:
     def next_logits(self, idx, cache):
         (B, T), start = idx.shape, cache.lengths[0]
         pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
-        cache.extend([start] * B, T)
         self.model._show(cache)
         step = self.step if T == 1 and cache.key is not None else self.forward  # the first forward allocates the cache
-        return step(idx, pos, cache).clone()
+        with cache.extend([start] * B, T):
+            return step(idx, pos, cache).clone()
