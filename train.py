@@ -143,10 +143,10 @@ class TrainConfig:
     zero_init: bool = flag(True, "boolean", "every pre-LN block starts as the identity", hidden=True)
     # optimization
     ngram_targets: float | None = flag(
-        1.0, "weight", "weight of n-grams in the targets at the first step; halves by the end", "off", hidden=True
+        1.0, "weight", "weight of n-grams in the targets at the first step; halves by the end", "0", hidden=True
     )
     mtp_weight: float | None = flag(
-        0.3, "rate", "weight of the loss for the three tokens after the next; falls to 0", "off", hidden=True
+        0.3, "rate", "weight of the loss for the three tokens after the next; falls to 0", "0", hidden=True
     )
     optimizer: str = flag("muon", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw the rest")
     batch_size: int = flag(2, "positive", "sequences per micro-step, over all processes")
@@ -223,7 +223,8 @@ def resolve_config(flags, *, on_gpu, source=None):
         settings = RECIPES[recipe] | PRESETS[preset] | PAIRS.get((preset, recipe), {})
         config = TrainConfig(**(settings | flags | dict(preset=preset, recipe=recipe)))
         if source:
-            network = {name: source["model_args"][name] for name in MODEL_FLAGS if name != "dropout"}
+            model_args = GPTConfig(**source["model_args"])  # nanoGPT saves only some of the fields
+            network = {name: getattr(model_args, name) for name in MODEL_FLAGS if name != "dropout"}
             # only a shorter context can be chosen
             network["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
             require_unchanged(f"the model in {source['path']}", network, flags, network)
@@ -745,7 +746,7 @@ def train(config, data, state, run, progress, signals):
     while not signum and (row or state.step < config.max_iters):
         # one step, unless the run was interrupted between a step and its evaluation
         number = state.step if row else state.step + 1
-        evaluating = number % config.eval_interval == 0 or number == config.max_iters
+        evaluating = row or number % config.eval_interval == 0 or number == config.max_iters
         saving = evaluating or number % config.save_interval == 0
         logging = saving or number % config.log_interval == 0
         lr_scale = lr_multiplier(number - 1, config)  # AdamW and Muon each have their own peak
@@ -955,8 +956,10 @@ class RunFolder:
         """Cut samples.txt back to the samples up to `step`, like the log."""
         file = self.path / "samples.txt"
         if step and file.is_file():
-            samples = re.split(rb"^(?==== step \d+ ===$)", file.read_bytes(), flags=re.MULTILINE)
-            write_atomically({file: [each for each in samples if each and int(each.split()[2]) <= step]})
+            content = file.read_bytes()
+            samples = re.finditer(rb"^=== step (\d+) ===$", content, re.MULTILINE)
+            end = min((sample.start() for sample in samples if int(sample[1]) > step), default=len(content))
+            write_atomically({file: [content[:end]]})
 
     def log(self, row):
         file = self.path / "log.csv"
@@ -1314,7 +1317,7 @@ def run_main(main, memory_hint):
     memory_hint  what to suggest when memory runs out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's >&- closes it
+    sys.stdout, sys.stderr = (f or open(os.devnull, "w") for f in (sys.stdout, sys.stderr))  # noqa: SIM115 - for >&-
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     if not TORCHRUN:  # its SIGTERM has to end a process that waits in a library
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
@@ -1380,7 +1383,7 @@ def load_text(config, source, run):
     if not same_tokens:
         raise ValueError(
             f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {source['path']}: "
-            f"python data/prepare.py --tokenizer {source['path']} prepares text for it"
+            f"python data/prepare.py --tokenizer {config.meta or source['path']} prepares text for it"
         )
     data.special_tokens = source.get("special_tokens")
     return data
@@ -1499,11 +1502,6 @@ def main():
         flag = "a larger --patience" if out_of_patience else f"--max_iters {2 * state.step}"
         print(f"the run in {run.path} has ended at step {state.step}: {flag} would continue it")
         return
-    if config.ngram_targets:
-        data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
-        if not data.ngram_targets:
-            unit = data.tokenizer.unit
-            print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
     if config.compile:
         state.objective = compile_module(state.objective)
     connect(state)
@@ -1526,6 +1524,11 @@ def main():
     print(describe(config, data, state), flush=True)
     if state.max_iters != config.max_iters and not config.lr_decay_iters:
         print(f"the learning rate now falls until step {config.max_iters}, not {state.max_iters}", flush=True)
+    if config.ngram_targets:
+        data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
+        if not data.ngram_targets:
+            unit = data.tokenizer.unit
+            print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
     progress, signals = Progress(config, state, *counted), StopSignals()
 
     # train

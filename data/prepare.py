@@ -78,6 +78,8 @@ def read_text(files, task):
     size = sum(os.fstat(file.fileno()).st_size for _, file in files)
     with tqdm(total=size, unit="B", unit_scale=True, desc=task, disable=None, delay=1) as bar:
         for name, file in files:
+            if not file.seekable():
+                raise ValueError(f"{name} is a pipe, but we read the text twice: write it to a file first")
             file.seek(0)
             decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
             for raw in itertools.chain(iter(lambda: file.read(PIECE), b""), [b""]):  # noqa: B023
@@ -419,7 +421,7 @@ def run_main(main):
 
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's >&- closes it
+    sys.stdout, sys.stderr = (f or open(os.devnull, "w") for f in (sys.stdout, sys.stderr))  # noqa: SIM115 - for >&-
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
     try:

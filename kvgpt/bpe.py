@@ -41,6 +41,7 @@ class BPETokenizer:
         # makes the whole run unreadable
         self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
         self.vocab = [by_id.get(i, f"<{i}>") for i in range(max(by_id, default=-1) + 1)]
+        self.byte_ids |= set(range(len(self.vocab) + 128)) - by_id.keys()  # ids without a token decode to nothing
 
     @property
     def has_characters_only(self):
@@ -49,11 +50,13 @@ class BPETokenizer:
         return kind == "WordLevel" and set(map(len, self.ids)) == {1} and len(self.ids) == len(self.vocab)
 
     def encode(self, text):
-        """Return the ids of a prompt as a list, with special tokens such as Llama's <s>.
+        """Return the ids of a prompt as a list, after special tokens such as Llama's <s>.
 
         Raises ValueError if there are none.
         """
-        ids = encode_with(self.tokenizer, text, add_special_tokens=True)
+        plain, ids = encode_with(self.tokenizer, text), encode_with(self.tokenizer, text, add_special_tokens=True)
+        begin = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+        ids = ids[: max(1, begin + len(plain))]  # without those at the end, such as T5's </s>: the prompt goes on
         if not ids:
             raise ValueError(f"the tokenizer finds no tokens in {text[:40]!r}")
         return ids
@@ -184,7 +187,8 @@ def read_tokenizer(path):
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(f"{path} has no tokenizer: there is no {file}") from None
+        hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"
+        raise ValueError(f"there is no tokenizer at {file}{hint * path.name.startswith('gpt2')}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not a tokenizer.json") from None
 

@@ -13,6 +13,8 @@ def load_checkpoint(path, meta=None):
     """
     path = Path(path)
     if path.is_dir():
+        if meta:
+            raise ValueError(f"{path} has its own tokenizer: leave out --meta")
         from kvgpt.interop.huggingface import read_folder
 
         return read_folder(path)
@@ -25,13 +27,13 @@ def load_checkpoint(path, meta=None):
 
 def read_vocabulary(path):
     """Return {"chars": ...} from nanoGPT's meta.pkl, or {"tokenizer": ...} from a tokenizer. Raises ValueError."""
-    if path.is_dir() or path.suffix == ".json":
-        from kvgpt.bpe import read_tokenizer
+    if path.suffix == ".pkl":
+        from kvgpt.nanogpt import read_meta
 
-        return {"tokenizer": read_tokenizer(path)}
-    from kvgpt.nanogpt import read_meta
+        return {"chars": read_meta(path)}
+    from kvgpt.bpe import read_tokenizer, tokenizer_from_json
 
-    return {"chars": read_meta(path)}
+    return tokenizer_from_json(read_tokenizer(path)).state_dict()  # as prepare.py writes it
 
 
 def tokenizer_from_state(state):
@@ -58,10 +60,10 @@ def build_tokenizer(checkpoint):
 def make_tokenizer(name, vocab_size, training_text):
     """Return the tokenizer for prepare.py --tokenizer. Raises ValueError.
 
-    name           "bpe"; or a tokenizer.json, a checkpoint, or a folder with either
+    name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
     training_text  the text in pieces, from which a BPE of vocab_size tokens learns
     """
-    from kvgpt.bpe import read_tokenizer, tokenizer_from_json, train_bpe
+    from kvgpt.bpe import tokenizer_from_json, train_bpe
 
     if name == "bpe":
         return tokenizer_from_json(train_bpe(training_text, vocab_size))
@@ -69,7 +71,7 @@ def make_tokenizer(name, vocab_size, training_text):
     for file in (path, path / "ckpt.pt", path / "last.pt"):
         if file.suffix == ".pt" and file.is_file():
             return build_tokenizer(load(file))
-    return tokenizer_from_json(read_tokenizer(path))
+    return tokenizer_from_state(read_vocabulary(path))
 
 
 def check_vocab_size(tokenizer, vocab_size, path):

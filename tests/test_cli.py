@@ -95,6 +95,13 @@ def test_a_closed_stdout_is_no_error(script, tmp_path):
     assert (tmp_path / "log").read_bytes() == b""
 
 
+@unix
+def test_a_closed_stderr_is_no_error(script):
+    """As with `2>&-`. What the script says there must not end up in its output."""
+    lines = ("print('text')", "note('a remark')", "print(sys.stderr.isatty())")
+    assert finish(script(*lines, preexec_fn=lambda: os.close(2))) == (0, "text\nFalse\n", "")
+
+
 def test_output_is_utf8_whatever_the_terminal_asks_for(script):
     r"""A character that no encoding has, half a surrogate pair, is shown as its escape. Lines end in \n everywhere."""
     process = script(r"print('β → 字 \ud800\né')", "note('a remark')", env={"PYTHONIOENCODING": "cp1252"})

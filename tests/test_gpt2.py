@@ -9,6 +9,7 @@ import random
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from helpers import (
     load,
     needs_compiler,
     ok,
+    plain_val_loss,
     same,
     start,
     write_gpt2,
@@ -183,7 +185,7 @@ MISTAKES = [  # what is wrong with the folder, and words of the line
     (config(n_embd=64), ["transformer.wte.weight does not fit its config.json"]),
     (partial(another_tokenizer, 600), ["512 tokens", "600 tokens", "do not belong together"]),
     (partial(another_tokenizer, 300), ["512 tokens", "300 tokens", "do not belong together"]),
-    (lambda folder: (folder / "tokenizer.json").unlink(), ["has no tokenizer", "tokenizer.json"]),
+    (lambda folder: (folder / "tokenizer.json").unlink(), ["there is no tokenizer at", "tokenizer.json"]),
     (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"), ["not a tokenizer.json"]),
     (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
     (hostile_weights, ["pytorch_model.bin is damaged, or contains more than tensors"]),
@@ -298,3 +300,8 @@ def test_a_nanogpt_checkpoint_of_gpt2s_tokens_takes_the_folder_of_the_tokenizer(
     assert tokenizer.state_dict() == BPE.state_dict() and ours.config.activation == "gelu"
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")
+    file = tmp_path / "tokenizer.json"  # the same tokenizer, written with other spaces, as OpenAI's is
+    file.write_text(json.dumps(json.loads((gpt2 / file.name).read_text(encoding="utf-8")), indent=1), encoding="utf-8")
+    flags = ["--init_from", tmp_path / "ckpt.pt", "--meta", file, "--data_dir", gpt2 / "data", "--eval_only"]
+    loss = plain_val_loss(model, np.fromfile(gpt2 / "data" / "val.bin", "<u2"), 48)
+    assert float(ok(here(*flags)).stdout.split()[2]) == pytest.approx(loss, abs=1e-4)

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import prepare
-from helpers import SAMPLE, assert_one_line, bpe, contents, ok, tree
+from helpers import SAMPLE, assert_one_line, bpe, contents, linux, ok, run, tree
 from kvgpt.bpe import train_bpe
 from train import load_dataset
 
@@ -204,8 +204,9 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
         ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is too large", "at most"]),
         ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
-        ("--input in.txt --tokenizer none", BODY, ["none has no tokenizer"]),
-        ("--input in.txt --tokenizer old", BODY, ["old has no tokenizer", "there is no", "tokenizer.json"]),
+        ("--input in.txt --tokenizer none", BODY, ["there is no tokenizer at none"]),
+        ("--input in.txt --tokenizer old", BODY, ["there is no tokenizer at old", "tokenizer.json"]),
+        ("--input in.txt --tokenizer gpt2", BODY, ["no tokenizer at gpt2", "hf download openai-community/gpt2"]),
         ("--input in.txt --tokenizer in.txt", BODY, ["tokenizer cannot be read"]),
         ("--hold_out --tokenizer bpe", BODY, ["leave out --tokenizer"]),
     ],
@@ -215,6 +216,13 @@ def test_a_mistake_is_one_line_and_changes_nothing(flags, raw, words, call, text
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert_refused(call("--data_dir", "old", *flags.split()), tmp_path, before, *words)
+
+
+@linux
+def test_a_pipe_is_one_line(tmp_path):
+    """We read the text twice."""
+    result = run("data/prepare.py", "--input", "/dev/stdin", "--data_dir", tmp_path / "mine", input="text")
+    assert_one_line(result, "/dev/stdin is a pipe", "write it to a file first", code=1)
 
 
 def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypatch):

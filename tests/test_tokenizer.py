@@ -51,11 +51,13 @@ def test_a_long_text_is_cut():
         assert len(pieces) > 1 and max(map(len, pieces)) <= PIECE + FAR
 
 
-def test_special_tokens_surround_a_prompt_and_do_not_split_a_text():
+def test_special_tokens_precede_a_prompt_and_do_not_split_a_text():
+    """T5 puts one after a text too, but a model cannot continue after the end."""
     tokenizer = Tokenizer.from_str(bpe())
     tokenizer.post_processor = processors.TemplateProcessing(single="a $0 b", special_tokens=[("a", 64), ("b", 65)])
     tokenizer = tokenizer_from_json(tokenizer.to_str())
-    assert tokenizer.encode("one line") == [64, *BPE.encode("one line"), 65]
+    assert tokenizer.encode("one line") == [64, *BPE.encode("one line")]
+    assert tokenizer.encode("") == [64]
     assert list(tokenizer.encode_pieces(["one line"])) == [BPE.encode("one line")]
 
 

@@ -1,6 +1,7 @@
 """Evaluation: what it reads, that it can be interrupted, and --eval_only and --init_from for any model."""
 
 import itertools
+import pickle
 import re
 import shutil
 import signal
@@ -27,7 +28,7 @@ from helpers import (
     start,
     write_ids,
 )
-from model import CharTokenizer, load_model
+from model import GPT, CharTokenizer, GPTConfig, load_model
 from train import eval_windows
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
@@ -101,6 +102,22 @@ def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(nam
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_was_stopped_is_done_even_if_the_new_settings_have_none_there(long_run, tmp_path):
+    """Otherwise its row would be written again and again."""
+    flags, _ = long_run
+    process = start(*flags, "--out_dir", tmp_path)
+    while not (tmp_path / "last.pt").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    ok(here("--init_from", "resume", "--out_dir", tmp_path, "--eval_interval", 3, "--max_iters", 5))
+    rows = log(tmp_path)
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
+    assert [bool(row["val_loss"]) for row in rows] == [False, True, True, False, True]
+
+
 # -- any model ---------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +138,29 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         text = tokenizer.decode(val.tolist())
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
     assert_one_line(here("--eval_only", "--data_dir", data_dir), "--eval_only needs a model", code=1)
+
+
+def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared_for_it(tmp_path):
+    """Its seven model_args and its meta.pkl, whose characters are in another order than ours."""
+    text = SAMPLE.read_text(encoding="utf-8")
+    chars = "".join(sorted(set(text), reverse=True))
+    args = dict(n_layer=1, n_head=2, n_embd=16, block_size=12, bias=True, vocab_size=len(chars), dropout=0.1)
+    model = GPT(GPTConfig(**args)).eval()
+    torch.save({"model": model.state_dict(), "model_args": args, "config": {}}, tmp_path / "ckpt.pt")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(chars))}))
+    flags = ["--init_from", tmp_path / "ckpt.pt", "--meta", tmp_path / "meta.pkl", "--data_dir", tmp_path / "data"]
+    prepare = ["--input", SAMPLE, "--data_dir", tmp_path / "data"]
+    ok(here(*prepare, script="data/prepare.py"))
+    assert_one_line(here(*flags, "--eval_only"), f"--tokenizer {tmp_path / 'meta.pkl'}", code=1)
+    ok(here(*prepare, "--tokenizer", tmp_path / "meta.pkl", script="data/prepare.py"))
+    val = np.array([chars.index(c) for c in text[int(0.9 * len(text)) :]])
+    loss = plain_val_loss(model, val, 12)
+    assert float(ok(here(*flags, "--eval_only")).stdout.split()[2]) == pytest.approx(loss, abs=1e-4)
+    still = ["--learning_rate", 0, "--weight_decay", 0, "--recipe", "nanogpt", "--max_iters", 1, "--device", "cpu"]
+    ok(here(*flags, *still, "--out_dir", tmp_path / "out"))
+    trained = load(tmp_path / "out" / "last.pt")
+    assert trained["chars"] == chars
+    assert all(torch.equal(p, trained["model"][name]) for name, p in model.state_dict().items())
 
 
 def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it(trained, tmp_path):

@@ -88,6 +88,7 @@ def test_samples_go_on_after_a_resume_and_the_next_run_sets_them_aside(data_dir,
 def test_samples_newer_than_the_checkpoint_are_dropped(tmp_path):
     """A killed run has written them, and the resumed run will write them again."""
     run = RunFolder(tmp_path)
+    (tmp_path / "samples.txt").write_text("notes of a reader\n", encoding="utf-8")
     for step in (2, 4, 10):
         run.add_sample(step, f"\n=== not a header ===\ntext at {step}")
         if step == 4:
