@@ -366,7 +366,7 @@ def models(args):
             yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
     else:
         for file in args.ckpt or [pick_checkpoint(None, None)]:
-            checkpoint, _ = read_checkpoint(Path(file))
+            checkpoint, _ = read_checkpoint(pick_checkpoint(file, None))
             yield str(file), build(checkpoint).eval(), checkpoint.get("ngrams")
 
 

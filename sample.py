@@ -128,6 +128,8 @@ def refuse_conflicts(args, error):
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if args.meta and not (args.ckpt or args.out_dir):
         error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
+    if args.ckpt and Path(args.ckpt).suffix == ".onnx" and args.engine == "torch":
+        error(f"--ckpt {args.ckpt} needs --engine onnx")
     if "" in args.stop:
         error("--stop needs a text that is not empty")
     not_plain = (args.draft, args.compile, args.verify, args.stop, args.overflow != "stop", args.engine != "torch")
@@ -190,7 +192,7 @@ def open_engine(args):
     if args.engine == "onnx":
         with needs_kvgpt("--engine onnx"):
             from kvgpt.interop.onnx import OnnxGPT
-        engine = OnnxGPT(args.ckpt or Path(args.out_dir or "out") / "onnx" / "model.onnx")
+        engine = OnnxGPT(args.ckpt or args.out_dir or "out")
         return engine, engine.tokenizer, None
 
     checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
@@ -200,17 +202,6 @@ def open_engine(args):
             from kvgpt.decoding.quantize import round_weights
         round_weights(model)
     return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, checkpoint.get("ngrams")
-
-
-def model_to_verify(args, engine):
-    """Return the model for --verify to generate with: for an ONNX file, the GPT that it was exported from.
-
-    Raises FileNotFoundError or ValueError with one line.
-    """
-    if args.engine != "onnx":
-        return engine
-    checkpoint, _ = read_checkpoint(pick_checkpoint(None, args.out_dir))
-    return engine.exported_from(checkpoint)
 
 
 def make_decoder(args, model, ngrams):
@@ -329,14 +320,16 @@ class Sequence:
 
     def add(self, tokens):
         """Append tokens, up to a stop string. Returns self."""
-        self.ids += tokens
-        text = self.update() if self.stops else ""
-        places = [(stop, text.find(stop, self.prompt_length)) for stop in self.stops]
-        found = [(at + len(stop), at) for stop, at in places if at >= 0]
-        if found:
-            self.ended, self.text = True, text[: min(found)[1]]
-            while len(self.decode(self.ids)) > len(self.text):
-                self.ids.pop()
+        for token in tokens:  # one by one, because the next may change what a run of bytes stands for
+            self.ids.append(token)
+            text = self.update() if self.stops else ""
+            places = [(stop, text.find(stop, self.prompt_length)) for stop in self.stops]
+            found = [(at + len(stop), at) for stop, at in places if at >= 0]
+            if found:
+                self.ended, self.text = True, text[: min(found)[1]]
+                while len(self.decode(self.ids)) > len(self.text):
+                    self.ids.pop()
+                break
         return self
 
     def update(self):
@@ -634,7 +627,9 @@ def main():
         share_cores()
     with one_line_errors():
         engine, tokenizer, ngrams = open_engine(args)
-        model = model_to_verify(args, engine) if args.verify else None
+        model = engine
+        if args.verify and args.engine == "onnx":  # compare with the GPT that the file was exported from
+            model = engine.exported_from(load(pick_checkpoint(None, args.out_dir)))
     args.prompt = args.prompt or [tokenizer.default_prompt]
     prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt]
     with one_line_errors():
@@ -765,7 +760,7 @@ def run_main(main, memory_hint):
     memory_hint  what to suggest when memory runs out
     Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's >&- closes it
+    sys.stdout, sys.stderr = (f or open(os.devnull, "w") for f in (sys.stdout, sys.stderr))  # noqa: SIM115 - for >&-
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
     try:

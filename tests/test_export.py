@@ -71,6 +71,7 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
     for flags, words in (
         (["--prompt", "one"], ["--engine onnx", "3 and 13"]),
         (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "export.py"]),
+        (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx needs --engine onnx"]),
         (["--ckpt", tmp_path / "other.onnx", "--verify"], ["--verify", "other.onnx", "export it again"]),
     ):
         assert_one_line(sample(exported, "--prompt", PROMPT, "--engine", "onnx", *flags), *words)
@@ -89,7 +90,14 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
     with torch.no_grad():
         logits = model(ids)[0]
         assert back["chars"] == tokenizer.vocab and torch.equal(build(back).eval()(ids)[0], logits)
-        torch.testing.assert_close(OnnxGPT(folder / GRAPH).logits(ids), logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(OnnxGPT(folder).logits(ids), logits, atol=1e-4, rtol=0)
+    damaged = bytearray((folder / GRAPH).read_bytes())
+    damaged[len(damaged) // 2] ^= 64
+    (folder / GRAPH).write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"model\.onnx has changed since export.py wrote it"):
+        OnnxGPT(folder / GRAPH)
+    with pytest.raises(ValueError, match="has its own tokenizer: leave out --meta"):
+        load_checkpoint(folder, tmp_path / "meta.pkl")
 
 
 @unix

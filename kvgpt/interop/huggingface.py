@@ -43,7 +43,8 @@ FIXED = {
 }
 # GPT-2's and ours. The last name of each is the one that we write
 ACTIVATIONS = {"gelu_python": "gelu", "gelu": "gelu"}
-ACTIVATIONS |= dict.fromkeys(("gelu_fast", "gelu_pytorch_tanh", "gelu_new"), "gelu_tanh")
+TANH = ("gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_new")
+ACTIVATIONS |= dict.fromkeys(TANH, "gelu_tanh")
 
 
 def their_parts(model):

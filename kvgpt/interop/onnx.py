@@ -186,7 +186,10 @@ class OnnxGPT:
     """
 
     def __init__(self, file):
-        self.file, file = file, Path(file)
+        file = Path(file)
+        if file.suffix != ".onnx" and not file.is_file():  # a folder that export.py wrote to
+            file = file / "onnx" / "model.onnx"
+        self.file = file
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
             raise FileNotFoundError(f"no ONNX model at {file}: python export.py --format onnx writes one")
         onnxruntime = need("--engine onnx", "onnxruntime")
@@ -196,7 +199,8 @@ class OnnxGPT:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
         try:
-            check_folder(file.parent)
+            for folder in file.parents[:2]:  # the SHA256SUMS of --format hf is one folder up
+                check_folder(folder)
             content = file.read_bytes()
             small = len(content) < 2**24  # as in sample.py, a second thread does not help a small step
             options.intra_op_num_threads = 1 if small else torch.get_num_threads()

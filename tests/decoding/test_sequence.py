@@ -90,10 +90,14 @@ def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt
     assert shown.startswith(BPE.decode(row.ids)) or BPE.decode(row.ids).endswith("\ufffd")
 
 
-def byte_fallback(decoder):
-    """A tokenizer like Llama 2's: words begin with "▁", and what is no token is spelled in bytes."""
-    vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abé中", "▁a", "ab"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, [("▁", "a"), ("a", "b")]))
+def byte_fallback(decoder, hole=0):
+    """A tokenizer like Llama 2's: words begin with "▁", and what is no token is spelled in bytes.
+
+    hole  so many ids in the middle have no token
+    """
+    tokens = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abé中", "▁a", "ab"]
+    vocab = {token: i + hole * (i > 256) for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a"), ("a", "b")]))
     tokenizer.model.byte_fallback, tokenizer.model.unk_token = True, "<unk>"
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoder
@@ -104,6 +108,7 @@ SPACES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
 TOKENIZERS = {
     "byte level": BPE,
     "Llama": byte_fallback(decoders.Sequence([*SPACES, decoders.Strip(" ", 1, 0)])),
+    "ids without a token": byte_fallback(decoders.Sequence([*SPACES, decoders.Strip(" ", 1, 0)]), hole=200),
     "no strip": byte_fallback(decoders.Sequence(SPACES)),
     "Metaspace": byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
     "WordPiece": byte_fallback(decoders.WordPiece("▁")),
@@ -126,6 +131,21 @@ def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
     for token in ids:
         shown += row.add([token]).final(len(shown))
     assert shown + row.update()[len(shown) :] == tokenizer.decode(prompt + ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_a_text_of_bytes_ends_at_the_same_place_in_blocks_of_any_size(name, data):
+    """A later byte can make those before it unreadable, and with them the stop string."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.sampled_from([11, 33, 98, 229, 257, 258, len(tokenizer.vocab) - 1]), max_size=20))
+    stops = data.draw(st.lists(st.sampled_from(["\n", " ", "a", "a "]), min_size=1, max_size=2))
+    single = Sequence([], tokenizer, stops)
+    for token in ids:
+        if single.add([token]).ended:
+            break
+    block = Sequence([], tokenizer, stops).add(ids)
+    assert (block.ids, block.update(), block.ended) == (single.ids, single.update(), single.ended)
 
 
 @pytest.mark.slow
