@@ -569,8 +569,9 @@ class Sampling:
         # plain numbers, also for NumPy's, because step.c reads them from memory
         for name in ("top_k", "seed"):
             value = getattr(self, name)
-            require(self, name, value is None or value % 1 == 0, "must be a whole number")
-            setattr(self, name, None if value is None else int(value))
+            if value is not None:
+                require(self, name, not isinstance(value, str) and value % 1 == 0, "must be a whole number")
+                setattr(self, name, int(value))
         self.temperature, self.top_p = float(self.temperature), None if self.top_p is None else float(self.top_p)
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         require(self, "top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")

@@ -89,7 +89,7 @@ def test_a_whole_number_of_any_type_is_that_number():
         got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
         assert all(map(torch.equal, got, expected)), repr(three)
     for wrong in (3.5, "3", math.nan):
-        with pytest.raises(ValueError, match=r"top_k|NaN"):
+        with pytest.raises(ValueError, match="top_k"):
             model.generate(idx, 11, top_k=wrong)
 
 
