@@ -303,9 +303,8 @@ class Sequence:
     text   their text, as of the last update
     ended  whether a stop string has ended the sequence
 
-    The text ends before the first stop string to be completed. It makes no difference whether tokens arrive one by one
-    or in blocks. If two stop strings are completed by the same character, the longer one wins. A prompt may contain a
-    stop string, because only the continuation counts.
+    The text ends before the first stop string to be completed. If two are completed by the same character, the longer
+    one wins. A prompt may contain a stop string, because only the continuation counts.
     """
 
     def __init__(self, ids, tokenizer, stops=()):
