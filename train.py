@@ -1430,8 +1430,8 @@ def setup(flags, run):
     source = load_source(flags.get("init_from", TrainConfig.init_from), flags.get("meta"), run)
     on_gpu = pick_device(flags.get("device", TrainConfig.device)).type == "cuda"
     config = resolve_config(flags, on_gpu=on_gpu, source=source)
-    if config.eval_only and not source:
-        raise ValueError("--eval_only needs a model: pass it as --init_from")
+    if (config.eval_only or flags.get("meta")) and not source:
+        raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE:
         raise ValueError(
             f"--batch_size {config.batch_size} does not divide among {WORLD_SIZE} processes: "

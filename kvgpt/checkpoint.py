@@ -20,8 +20,9 @@ def load_checkpoint(path, meta=None):
         return read_folder(path)
     if not meta:
         return load(path)
-    vocabulary = read_vocabulary(Path(meta))
-    checkpoint = {name: value for name, value in load(path).items() if name not in ("chars", "tokenizer")}
+    vocabulary, checkpoint = read_vocabulary(Path(meta)), load(path)
+    if any(name in checkpoint for name in ("chars", "tokenizer")):
+        raise ValueError(f"{path} has its own vocabulary: leave out --meta")
     return checkpoint | vocabulary
 
 

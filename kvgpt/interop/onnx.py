@@ -224,7 +224,7 @@ class OnnxGPT:
         model = build(checkpoint).eval()
         if weights_sha256(model) != self.weights_sha256:
             path = checkpoint["path"]
-            raise ValueError(f"--verify needs {self.file} to be exported from {path}: export it again")
+            raise ValueError(f"{self.file} was not exported from {path}: pass the folder of its ckpt.pt as --out_dir")
         return model
 
     def new_cache(self, batch_size, slots=None):

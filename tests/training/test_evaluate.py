@@ -137,7 +137,9 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         assert loss == pytest.approx(expected, abs=1e-4)
         text = tokenizer.decode(val.tolist())
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
-    assert_one_line(here("--eval_only", "--data_dir", data_dir), "--eval_only needs a model", code=1)
+    for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
+        assert_one_line(here(*flags, "--data_dir", data_dir), "need a model: pass it as --init_from", code=1)
+    assert_one_line(here("--init_from", trained, "--meta", "no.json", "--data_dir", data_dir), "no.json", code=1)
 
 
 def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared_for_it(tmp_path):
@@ -160,6 +162,8 @@ def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared
     ok(here(*flags, *still, "--out_dir", tmp_path / "out"))
     trained = load(tmp_path / "out" / "last.pt")
     assert trained["chars"] == chars
+    result = here(*flags, "--init_from", tmp_path / "out", "--eval_only")
+    assert_one_line(result, "has its own vocabulary: leave out --meta", code=1)
     assert all(torch.equal(p, trained["model"][name]) for name, p in model.state_dict().items())
 
 
