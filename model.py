@@ -818,7 +818,7 @@ def build(checkpoint):
     try:
         model = blank_model(GPTConfig(**checkpoint["model_args"]))
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # loading gave head and embedding a matrix each
@@ -839,7 +839,7 @@ def char_tokenizer(checkpoint):
         raise ValueError(f"{path} contains no vocabulary: {where}")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if len(tokenizer.vocab) != vocab_size:
         raise ValueError(

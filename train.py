@@ -1430,7 +1430,7 @@ def setup(flags, run):
     source = load_source(flags.get("init_from", TrainConfig.init_from), flags.get("meta"), run)
     on_gpu = pick_device(flags.get("device", TrainConfig.device)).type == "cuda"
     config = resolve_config(flags, on_gpu=on_gpu, source=source)
-    if (config.eval_only or flags.get("meta")) and not source:
+    if (config.eval_only or config.meta) and not source:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE:
         raise ValueError(

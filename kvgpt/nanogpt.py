@@ -18,7 +18,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_meta(path):
     """Return the characters of nanoGPT's meta.pkl in the order of their ids. Raises ValueError."""
     if not path.is_file():
-        raise ValueError(f"--meta {path}: there is no such file")
+        raise ValueError(f"there is no {path}")
     try:
         with open(path, "rb") as file:
             meta = PlainUnpickler(file).load()
@@ -28,7 +28,7 @@ def read_meta(path):
             raise ValueError("its tokens are not characters, so pass their tokenizer.json instead")
         return "".join(tokens)
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise ValueError(f"--meta {path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
+        raise ValueError(f"{path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------

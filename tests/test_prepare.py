@@ -206,6 +206,7 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
         ("--input in.txt --tokenizer none", BODY, ["there is no tokenizer at none"]),
         ("--input in.txt --tokenizer old", BODY, ["there is no tokenizer at old", "tokenizer.json"]),
+        ("--input in.txt --tokenizer none.pkl", BODY, ["prepare.py: there is no none.pkl"]),
         ("--input in.txt --tokenizer gpt2", BODY, ["no tokenizer at gpt2", "hf download openai-community/gpt2"]),
         ("--input in.txt --tokenizer in.txt", BODY, ["tokenizer cannot be read"]),
         ("--hold_out --tokenizer bpe", BODY, ["leave out --tokenizer"]),
