@@ -138,7 +138,8 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         text = tokenizer.decode(val.tolist())
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
-        assert_one_line(here(*flags, "--data_dir", data_dir), "need a model: pass it as --init_from", code=1)
+        flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
+        assert_one_line(here(*flags), "need a model: pass it as --init_from", code=1)
     assert_one_line(here("--init_from", trained, "--meta", "no.json", "--data_dir", data_dir), "no.json", code=1)
 
 
