@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
-SOURCES = model.py train.py $(wildcard kvgpt/*.py kvgpt/*/*.py)
+SOURCES = model.py train.py $(wildcard extras/*.py extras/*/*.py)
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
 .PHONY: demo compare test check hub gpu web lint data
@@ -59,32 +59,32 @@ test: lint
 	$(PYTEST) -m "not slow"
 
 check: test
-	@$(MAKE) -s web/node_modules || echo "npm failed: skipping the tests of the web page"
+	@$(MAKE) -s extras/web/node_modules || echo "npm failed: skipping the tests of the web page"
 	@$(MAKE) -s check_cache/tests/wild/.packages || echo "pip failed: test_wild.py skips"
-	$(PYTEST) -m slow $(LONG) --dist loadfile --ignore tests/test_hub.py # tests of one file share what takes long: an exported page, a trained model
-	TEST_DEVICE=cpu $(PYTEST) $(LONG) tests/test_gpu.py
+	$(PYTEST) -m slow $(LONG) --dist loadfile --ignore extras/tests/test_hub.py # tests of one file share what takes long: an exported page, a trained model
+	TEST_DEVICE=cpu $(PYTEST) $(LONG) extras/tests/test_gpu.py
 
-hub: .venv/installed tests/hub/node_modules tests/hub/.packages
-	$(PYTEST) $(LONG) tests/test_hub.py
+hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages
+	$(PYTEST) $(LONG) extras/tests/test_hub.py
 
 # not .venv, because a machine with a GPU usually has its own PyTorch
 gpu:
-	$(PYTHON) tests/gpu_report.py
+	$(PYTHON) extras/tests/gpu_report.py
 
-web/node_modules: web/package-lock.json
-	npm ci --prefix web --no-audit --no-fund
+extras/web/node_modules: extras/web/package-lock.json
+	npm ci --prefix extras/web --no-audit --no-fund
 	@touch $@
 
-# outside web/node_modules, because transformers.js takes 0.5 GB and the page does not need it
-tests/hub/node_modules: tests/hub/package-lock.json
-	npm ci --prefix tests/hub --ignore-scripts --no-audit --no-fund
+# outside extras/web/node_modules, because transformers.js takes 0.5 GB and the page does not need it
+extras/tests/hub/node_modules: extras/tests/hub/package-lock.json
+	npm ci --prefix extras/tests/hub --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 # outside .venv, because Optimum needs transformers 4, and only test_wild.py needs the decoders that check_cache found
 # bugs in; torch and the like come from .venv
-tests/hub/.packages check_cache/tests/wild/.packages: %/.packages: %/requirements.txt .venv/installed
+extras/tests/hub/.packages check_cache/tests/wild/.packages: %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@
 
-web: .venv/installed web/node_modules
-	$(BIN)/python export.py --format web
+web: .venv/installed extras/web/node_modules
+	$(BIN)/python -m extras.export --format web

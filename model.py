@@ -762,7 +762,7 @@ def load(path):
     if not path.is_file():
         hint = "train one first (python train.py), or check the path"
         if path.is_dir():
-            hint = "it is a folder, so pass the .pt file in it (load_model in kvgpt/checkpoint.py reads model folders)"
+            hint = "it is a folder, so pass the .pt file in it (load_model in extras/checkpoint.py reads model folders)"
         elif path.name.startswith("gpt2"):
             hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
@@ -833,7 +833,7 @@ def char_tokenizer(checkpoint):
     """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
     path, vocab_size = checkpoint["path"], checkpoint["model_args"]["vocab_size"]
     if "tokenizer" in checkpoint:
-        raise ValueError(f"the tokens in {path} are not characters: load it with load_model in kvgpt/checkpoint.py")
+        raise ValueError(f"the tokens in {path} are not characters: load it with load_model in extras/checkpoint.py")
     if "chars" not in checkpoint:
         where = "nanoGPT keeps it in meta.pkl, so pass that as --meta (or --meta gpt2 if its tokens are GPT-2's)"
         raise ValueError(f"{path} contains no vocabulary: {where}")
@@ -852,7 +852,7 @@ def char_tokenizer(checkpoint):
 def load_model(path):
     """Return (model, tokenizer) of a checkpoint of characters: the GPT on the CPU, in eval mode, and a CharTokenizer.
 
-    Raises FileNotFoundError or ValueError, with one line. load_model in kvgpt/checkpoint.py reads every other model:
+    Raises FileNotFoundError or ValueError, with one line. load_model in extras/checkpoint.py reads every other model:
     one with a tokenizer, a Hugging Face folder, and nanoGPT's, whose vocabulary is in a file of its own.
     """
     checkpoint = load(path)

@@ -109,7 +109,7 @@ def parse_args(argv=None):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
-            from kvgpt.nanogpt import refuse_unknown
+            from extras.nanogpt import refuse_unknown
 
             refuse_unknown(parser, unknown)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -178,8 +178,8 @@ def read_checkpoint(path, meta=None):
         checkpoint = load(path)
         if "tokenizer" not in checkpoint:
             return checkpoint, char_tokenizer(checkpoint)
-    with needs_kvgpt(f"--meta {meta}" if meta else f"{path}, whose tokens are not characters,"):
-        from kvgpt.checkpoint import build_tokenizer, load_checkpoint
+    with needs_extras(f"--meta {meta}" if meta else f"{path}, whose tokens are not characters,"):
+        from extras.checkpoint import build_tokenizer, load_checkpoint
     checkpoint = checkpoint or load_checkpoint(path, meta)
     return checkpoint, build_tokenizer(checkpoint)
 
@@ -190,16 +190,16 @@ def open_engine(args):
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "onnx":
-        with needs_kvgpt("--engine onnx"):
-            from kvgpt.interop.onnx import OnnxGPT
+        with needs_extras("--engine onnx"):
+            from extras.interop.onnx import OnnxGPT
         engine = OnnxGPT(args.ckpt or args.out_dir or "out")
         return engine, engine.tokenizer, None
 
     checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
     model = build(checkpoint).eval()
     if args.weights == "int8":
-        with needs_kvgpt("--weights int8"):
-            from kvgpt.decoding.quantize import round_weights
+        with needs_extras("--weights int8"):
+            from extras.decoding.quantize import round_weights
         round_weights(model)
     return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, checkpoint.get("ngrams")
 
@@ -213,8 +213,8 @@ def make_decoder(args, model, ngrams):
     num_prompts = len(args.prompt) if args.engine == "torch" else 1
     if not (args.draft or args.compile or num_prompts > 1):
         return None, model
-    with needs_kvgpt("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
-        from kvgpt.decoding.choose import choose_decoder
+    with needs_extras("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
+        from extras.decoding.choose import choose_decoder
     ngrams = ngrams if args.draft else None
     threads = num_threads(step_work(args, model, None, args.num_samples))
     return choose_decoder(model, args.draft, ngrams, args.compile, args.weights, num_prompts, args.num_samples, threads)
@@ -620,8 +620,8 @@ def compare(args, engine, model, tokenizer, prompts, texts, num_new, sampling, s
 def main():
     # load the model, read the prompts
     args, began = parse_args(), time.perf_counter()
-    with suppress(ModuleNotFoundError):  # if the folder kvgpt is here, threads yield on a busy machine
-        from kvgpt.cores import share_cores
+    with suppress(ModuleNotFoundError):  # if the folder extras is here, threads yield on a busy machine
+        from extras.cores import share_cores
 
         share_cores()
     with one_line_errors():
@@ -642,8 +642,8 @@ def main():
     samples = list(range(args.num_samples)) * len(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     if args.explain:
-        with needs_kvgpt("--explain"):
-            from kvgpt.decoding.explain import explain
+        with needs_extras("--explain"):
+            from extras.decoding.explain import explain
         explain(engine, tokenizer, prompts[0][None], min(3, num_new), sampling)
         return
 
@@ -743,14 +743,14 @@ def one_line_errors():
 
 
 @contextmanager
-def needs_kvgpt(feature):
-    """Exit with one line if the imports inside the block fail because the folder kvgpt is missing."""
+def needs_extras(feature):
+    """Exit with one line if the imports inside the block fail because the folder extras is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "kvgpt":
+        if error.name.partition(".")[0] != "extras":
             raise
-        fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
+        fail(f"{feature} needs the folder extras of the repository, next to model.py")
 
 
 def run_main(main, memory_hint):

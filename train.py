@@ -790,7 +790,7 @@ def train(config, data, state, run, progress, signals):
             if saving:
                 run.save("last.pt", state.state_dict(with_optimizers=True))
             if config.plot and evaluating:
-                from kvgpt.plot import plot_loss
+                from extras.plot import plot_loss
 
                 plot_loss(run.path)
         progress.show(row)
@@ -807,7 +807,7 @@ def train(config, data, state, run, progress, signals):
 class Dataset:
     """The training data of a run: token ids from train.bin and val.bin, and the vocabulary from meta.json.
 
-    tokenizer      a CharTokenizer, or a BPETokenizer of kvgpt/bpe.py
+    tokenizer      a CharTokenizer, or a BPETokenizer of extras/bpe.py
     train, val     arrays of ids
     sha256         the hashes of train.bin and val.bin, by split
     val_bytes      the length of the val text in UTF-8; None if tokens are characters, which need no such number
@@ -858,8 +858,8 @@ def load_dataset(data_dir, block_size):
         raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
 
     if vocabulary == "tokenizer":
-        with needs_kvgpt(f"the tokenizer in {meta_file}"):
-            from kvgpt.bpe import tokenizer_from_json
+        with needs_extras(f"the tokenizer in {meta_file}"):
+            from extras.bpe import tokenizer_from_json
         tokenizer = tokenizer_from_json(meta["tokenizer"])
     else:
         tokenizer = CharTokenizer(meta["chars"])
@@ -1233,7 +1233,7 @@ def parse_flags(argv=None):
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
-            from kvgpt.nanogpt import refuse_unknown
+            from extras.nanogpt import refuse_unknown
 
             refuse_unknown(parser, unknown)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -1301,14 +1301,14 @@ def one_line_errors():
 
 
 @contextmanager
-def needs_kvgpt(feature):
-    """Exit with one line if the imports inside the block fail because the folder kvgpt is missing."""
+def needs_extras(feature):
+    """Exit with one line if the imports inside the block fail because the folder extras is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "kvgpt":
+        if error.name.partition(".")[0] != "extras":
             raise
-        fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
+        fail(f"{feature} needs the folder extras of the repository, next to model.py")
 
 
 def run_main(main, memory_hint):
@@ -1361,8 +1361,8 @@ def load_source(init_from, meta, run):
         if "tokenizer" not in checkpoint:
             char_tokenizer(checkpoint)  # raises ValueError if it does not fit the weights
             return checkpoint
-    with needs_kvgpt(f"--init_from {init_from}, whose tokens are not characters,"):
-        from kvgpt.checkpoint import build_tokenizer, load_checkpoint
+    with needs_extras(f"--init_from {init_from}, whose tokens are not characters,"):
+        from extras.checkpoint import build_tokenizer, load_checkpoint
     checkpoint = checkpoint or load_checkpoint(path, meta)
     build_tokenizer(checkpoint)
     return checkpoint
@@ -1438,8 +1438,8 @@ def setup(flags, run):
             "choose a multiple of their number"
         )
     if config.plot:  # now, and not after the first evaluation
-        with needs_kvgpt("--plot"):
-            from kvgpt.cli import need
+        with needs_extras("--plot"):
+            from extras.cli import need
         need("--plot", "matplotlib")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
@@ -1477,11 +1477,11 @@ def main():
     flags = parse_flags()
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    # Training does not need the folder kvgpt. If it is here, threads yield on a busy machine, and the checkpoints
+    # Training does not need the folder extras. If it is here, threads yield on a busy machine, and the checkpoints
     # contain n-gram counts for sample.py --draft.
     try:
-        from kvgpt.cores import share_cores
-        from kvgpt.decoding.ngrams import count_ngrams
+        from extras.cores import share_cores
+        from extras.decoding.ngrams import count_ngrams
     except ModuleNotFoundError:
         share_cores = count_ngrams = lambda *args: None
     share_cores()

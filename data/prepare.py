@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parent))  # the repository, where kvgpt is
+sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = "sample.txt (offline stand-in)"
@@ -148,8 +148,8 @@ def write_text(data_dir, source, files, name, vocab_size):
             fail(f"{source} is empty")
         middle, tokenizer, more = split_point(length), None, {}
         if name:
-            with needs_kvgpt("--tokenizer"):
-                from kvgpt.checkpoint import make_tokenizer
+            with needs_extras("--tokenizer"):
+                from extras.checkpoint import make_tokenizer
             tokenizer = make_tokenizer(name, vocab_size, training_text=part(read_text(files, "learn"), 0, middle))
             more["tokenizer_from"] = tokenizer_from(name, vocab_size)
         vocabulary = tokenizer.state_dict() if tokenizer else {"chars": chars}
@@ -177,8 +177,8 @@ def write_text(data_dir, source, files, name, vocab_size):
 
 def hold_out(data_dir):
     """Split the training text in data_dir again, into data_dir/dev, with the same tokenizer."""
-    with needs_kvgpt("--hold_out"):
-        from kvgpt.holdout import read_training_ids
+    with needs_extras("--hold_out"):
+        from extras.holdout import read_training_ids
     with one_line_errors():
         tokenizer, ids = read_training_ids(data_dir)
     middle, vocabulary, more = split_point(len(ids)), tokenizer.state_dict(), {}
@@ -406,14 +406,14 @@ def one_line_errors():
 
 
 @contextmanager
-def needs_kvgpt(feature):
-    """Exit with one line if the imports inside the block fail because the folder kvgpt is missing."""
+def needs_extras(feature):
+    """Exit with one line if the imports inside the block fail because the folder extras is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "kvgpt":
+        if error.name.partition(".")[0] != "extras":
             raise
-        fail(f"{feature} needs the folder kvgpt of the repository, next to model.py")
+        fail(f"{feature} needs the folder extras of the repository, next to model.py")
 
 
 def run_main(main):

@@ -21,9 +21,9 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kvgpt.bpe import train_bpe
-from kvgpt.checkpoint import load_model
-from kvgpt.decoding.ngrams import count_ngrams
+from extras.bpe import train_bpe
+from extras.checkpoint import load_model
+from extras.decoding.ngrams import count_ngrams
 from model import GPT, CharTokenizer, GPTConfig, Head, Sampling, save
 from prepare import distinct_characters, encode_characters, split_point, write
 from sample import near_tie, text_context_start

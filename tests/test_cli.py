@@ -200,7 +200,7 @@ def exported(tmp_path_factory):
     """A folder with ckpt.pt and its export."""
     folder = tmp_path_factory.mktemp("exported")
     save_model(folder, tiny())
-    done = here("--format", "onnx", "--out_dir", folder, script="export.py")
+    done = here("--format", "onnx", "--out_dir", folder, script="extras/export.py")
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -1,4 +1,4 @@
-"""write_atomically and kvgpt/interop/checksums.py: atomic writes, and what a failed or killed write leaves behind."""
+"""write_atomically and extras/interop/checksums.py: atomic writes, and what a failed or killed write leaves behind."""
 
 import os
 import shutil
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras.interop.checksums import SUMS, check_folder, write_tree
 from helpers import (
     ONE_THREAD,
     ROOT,
@@ -27,7 +28,6 @@ from helpers import (
     tree,
     unix,
 )
-from kvgpt.interop.checksums import SUMS, check_folder, write_tree
 from model import write_atomically
 
 some_files = st.dictionaries(st.sampled_from("abc"), st.binary(max_size=9))
@@ -91,7 +91,7 @@ def forked(folder, do):
     return code
 """
 WRITE_NEW = """
-from kvgpt.interop.checksums import write_tree
+from extras.interop.checksums import write_tree
 
 for folder in map(Path, sys.argv[1:]):
     forked(folder, lambda folder: write_tree(folder, {"a": b"new", "b/c": b"new"}))

@@ -16,7 +16,7 @@ SAMPLES = [
     ["--prompt", "First ", "--device", "cpu", *flags]
     for flags in (SLIDE, ["--kv_cache", "--top_k", 5, "--temperature", 1.2, "--seed", 7])
 ]
-NEED_KVGPT = [
+NEED_EXTRAS = [
     "sample.py --prompt First --compile",
     "sample.py --prompt First --draft ngram",
     "sample.py --prompt First --engine onnx",
@@ -30,7 +30,7 @@ NEED_KVGPT = [
     "data/prepare.py --hold_out",
     "data/prepare.py --input data/sample.txt --tokenizer bpe",
 ]
-MISTAKES = [(command, "needs the folder kvgpt", 1) for command in NEED_KVGPT]
+MISTAKES = [(command, "needs the folder extras", 1) for command in NEED_EXTRAS]
 MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2) for name in ("train", "sample")]
 
 # one process for all commands, because most of the time of each would be the import of torch
@@ -98,7 +98,7 @@ def test_it_generates_as_in_the_repository(alone):
         assert ("3 of 3 samples)" in err) == ("--verify" in flags)
 
 
-def test_what_needs_kvgpt_and_an_unknown_flag_are_one_line(alone):
+def test_what_needs_extras_and_an_unknown_flag_are_one_line(alone):
     for (command, words, code), result in zip(MISTAKES, alone[1][5:], strict=True):
         assert result[:2] == [code, ""] and words in result[2] and result[2].count("\n") == 1, (command, result)
 
@@ -117,11 +117,11 @@ DIFFERENT = {
 def test_helpers_that_stand_in_several_files_are_equal():
     """The four files do not import each other, so a change to one copy has to reach the rest."""
     found = defaultdict(set)
-    files = [ROOT / name for name in FILES if name.endswith(".py")] + [ROOT / "kvgpt" / "cli.py"]
+    files = [ROOT / name for name in FILES if name.endswith(".py")] + [ROOT / "extras" / "cli.py"]
     for file in files:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found[node.name].add((file.name, ast.unparse(node)))
     twice = {name: copies for name, copies in found.items() if len(copies) > 1 and name not in DIFFERENT}
-    assert {"note", "one_line_errors", "needs_kvgpt", "Parser", "write_atomically", "name_in_errors"} <= twice.keys()
+    assert {"note", "one_line_errors", "needs_extras", "Parser", "write_atomically", "name_in_errors"} <= twice.keys()
     assert [name for name, copies in twice.items() if len({source for _, source in copies}) > 1] == []

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extras.decoding.decoder import Decoder
 from helpers import (
     CONTEXT,
     MODELS,
@@ -22,7 +23,6 @@ from helpers import (
     random_model,
     tokens_differ,
 )
-from kvgpt.decoding.decoder import Decoder
 from model import GPT, GPTConfig, clear_kv_cache, gumbel_noise
 from oracles import per_head_logits
 

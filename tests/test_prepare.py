@@ -19,8 +19,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import prepare
+from extras.bpe import train_bpe
 from helpers import SAMPLE, assert_one_line, bpe, contents, linux, ok, run, tree
-from kvgpt.bpe import train_bpe
 from train import load_dataset
 
 CLOSED = "http://127.0.0.1:9"

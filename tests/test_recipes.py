@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD
 from helpers import flags_of, here, load, log, ok
-from kvgpt.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD
 from model import GPT, GPTConfig
 from train import (
     FLAGS,

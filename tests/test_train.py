@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras.checkpoint import load_model
 from helpers import (
     BROKEN,
     CPU,
@@ -38,7 +39,6 @@ from helpers import (
     tiny_run,
     unix,
 )
-from kvgpt.checkpoint import load_model
 from model import GPT, GPTConfig
 from train import compile_module, load_dataset, ngram_targets, train_step
 

@@ -672,7 +672,7 @@ def test_the_folder_can_be_copied_and_needs_only_torch(tmp_path):
     assert "own cache: the step takes no mask" in shown
     assert "reorder, own cache: the cache has no reorder_cache" in shown
     loaded = run("-c", "import check_cache, sys; print(*sys.modules)", cwd=tmp_path).stdout.split()
-    assert "torch" in loaded and not {"transformers", "kvgpt", "model", "matplotlib"} & {*loaded}
+    assert "torch" in loaded and not {"transformers", "extras", "model", "matplotlib"} & {*loaded}
 
 
 @pytest.fixture

@@ -33,5 +33,5 @@ def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
 
 def test_preparing_characters_needs_no_torch_and_no_bpe():
     """Importing torch would take seconds."""
-    foreign = "{'torch', 'tokenizers', 'model', 'kvgpt'}"
+    foreign = "{'torch', 'tokenizers', 'model', 'extras'}"
     ok(run("-c", f"import sys; sys.path.insert(0, 'data'); import prepare; assert not {foreign} & set(sys.modules)"))

@@ -1,0 +1,392 @@
+"""Measure how fast each way to decode is, compared with other implementations.
+
+    python -m extras.bench                                  the model in out, or the pretrained one
+    python -m extras.bench --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
+    python -m extras.bench --shapes 6/8/256/256 --batch 16  random weights; a shape is layers/heads/width/context
+    python -m extras.bench --shapes 12/12/768/1024/50257    ... or layers/heads/width/context/vocabulary (default: 65)
+    python -m extras.bench --busy                           measure again while train.py runs in another process
+
+Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
+the figures are medians. Our own variants must give the tokens of a forward without a cache, or bench.py fails. If a
+variant cannot run here, it is left out, and bench.py says why.
+"""
+
+import copy
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from extras.baselines import llama2c_run, transformers_run
+from extras.cli import first_line, need
+from extras.cores import share_cores
+from extras.decoding.decoder import NUM_DRAFTS, Decoder
+from extras.decoding.quantize import round_weights
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    Sampling,
+    build,
+    gumbel_noise,
+    sample_token,
+    stream_tokens,
+    write_atomically,
+)
+from sample import (
+    Parser,
+    Timing,
+    fail,
+    near_tie,
+    note,
+    num_threads,
+    number,
+    one_line_errors,
+    path,
+    pick_checkpoint,
+    pick_device,
+    read_checkpoint,
+    run_main,
+)
+from train import RECIPES, TrainConfig
+
+VARIANTS = {
+    "uncached": "sample.py --no-kv_cache",
+    "eager": "sample.py --kv_cache",
+    "draft": "sample.py --draft ngram",
+    "compile": "sample.py --compile",
+    "compile+draft": "sample.py --draft ngram --compile",
+    "int8": "sample.py --weights int8 --compile",
+    "onnx": "sample.py --engine onnx",
+    "hf": "transformers' generate",
+    "llama2c": "llama2.c",
+}
+BASELINES = ("hf", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
+COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
+    "shape": ("shape", "{}"),
+    "variant": ("variant", "{}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "ttft_ms": ("TTFT ms", "{:.3f}"),
+    "tpot_ms": ("TPOT ms", "{:.3f}"),
+    "itl_p50_ms": ("ITL p50", "{:.3f}"),
+    "itl_p99_ms": ("ITL p99", "{:.3f}"),
+    "speedup_over_uncached": ("x uncached", "{:.2f}"),
+    "busy_share": ("busy", "{:.0%}"),
+}
+
+
+# -- the variants ------------------------------------------------------------------------------------------------------
+
+
+def warm_runs(names, model, ngrams, llama2c, idx):
+    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once.
+
+    run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
+    """
+    work = len(idx) * sum(p.numel() for p in model.parameters())  # multiply-adds that torch does per fed token
+    makers = {
+        "uncached": lambda: recorded(partial(model.stream, kv_cache=False), work * model.config.block_size),
+        "eager": lambda: recorded(model.stream, work),
+        "compile": lambda: recorded(Decoder(model, compile=True).stream),
+        "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, work * (NUM_DRAFTS + 1)),
+        "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
+        "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
+        "onnx": lambda: recorded(onnx_stream(model)),
+        "hf": lambda: transformers_run(model),
+        "llama2c": lambda: llama2c_run(model.config, llama2c),
+    }
+    runs = {}
+    for name in names:
+        try:
+            run = makers[name]()
+            timed(run, idx, model.config.block_size - idx.size(1), seed=0)
+            runs[name] = run
+        except Exception as error:  # a missing package or compiler, or an edited network, may raise anything
+            note(f"no {name} row: {first_line(error)}")
+    return runs
+
+
+def recorded(stream, multiply_adds=0):
+    """Return the run of a stream(idx, steps, seed=seed), with as many threads as sample.py uses."""
+
+    def run(idx, steps, seed, record):
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads(multiply_adds))
+        try:
+            for block in stream(idx, steps, seed=seed):
+                record(block)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def rounded(model):
+    """Return a copy of the model whose weights are those of --weights int8."""
+    return round_weights(copy.deepcopy(model))
+
+
+def onnx_stream(model):
+    """Export the model to a temporary file and return the stream of ONNX Runtime, which runs on the CPU."""
+    from extras.interop.onnx import OnnxGPT, write_onnx
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "model.onnx"
+        chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
+        write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
+        engine = OnnxGPT(file)
+    return lambda idx, steps, seed: stream_tokens(engine, idx.cpu(), steps, Sampling(seed=seed))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def timed(run, idx, steps, seed):
+    """Run a variant once. Returns its Timing and the new tokens `(B, steps)`."""
+    blocks, timing = [], Timing(idx.device)
+
+    def record(block):
+        timing.record((block >= 0).sum().item() / len(block))  # -1 pads a row that was slower
+        blocks.append(block)
+
+    run(idx, steps, seed, record)
+    rows = torch.cat(blocks, dim=1).to(idx.device)
+    return timing, torch.stack([row[row >= 0] for row in rows])
+
+
+def measure(runs, idx, steps, repeats):
+    """Return {name: what `timed` gives for the seeds 0, 1, ..}. A machine's speed changes, so they take turns."""
+    results = {name: [] for name in runs}
+    for seed in range(repeats):
+        for name, run in runs.items():
+            results[name].append(timed(run, idx, steps, seed))
+    return results
+
+
+@contextmanager
+def busy_training():
+    """Run train.py on data/sample.txt in another process while the block runs."""
+    here, endless = Path(__file__).resolve().parent.parent, str(10**9)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        prepare = [sys.executable, "data/prepare.py", "--input", "data/sample.txt", "--data_dir", folder]
+        subprocess.run(prepare, cwd=here, check=True, capture_output=True)
+        train = [sys.executable, "train.py", "--device", "cpu", "--data_dir", folder, "--out_dir", folder]
+        train += ["--max_iters", endless, "--eval_interval", endless, "--log_interval", endless]
+        with subprocess.Popen(train, cwd=here, stdout=subprocess.PIPE, encoding="utf-8") as process:
+            try:
+                if not any(line.startswith("step") for line in process.stdout):  # until the first step is done
+                    fail("--busy: train.py ended early")
+                yield
+            finally:
+                process.kill()
+
+
+@torch.no_grad()
+def check_tokens(name, model, idx, tokens):
+    """Exit with one line unless the tokens of a variant are the picks of one forward without a cache.
+
+    tokens  the new tokens `(B, steps)` of each seed
+    A near-tie, where rounding decides between two picks, is no difference.
+    """
+    for seed, new in enumerate(tokens):
+        sampling = Sampling(seed=seed)
+        logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, idx.size(1) - 1 :]
+        samples, steps = (torch.arange(n, device=idx.device) for n in new.shape)
+        picks = sample_token(logits, gumbel_noise(seed, samples, steps, logits.size(-1)), sampling)
+        for row, step in (picks != new).nonzero().tolist():
+            context = [*idx[row].tolist(), *new[row, :step].tolist()]
+            pair = (new[row, step].item(), picks[row, step].item())
+            if not near_tie(model, context, row, step, pair, sampling):
+                fail(f"DIFFERENT from a forward without a cache: {name}, seed {seed}, row {row}, new token {step}")
+
+
+def bench(file, model, ngrams, idx, args):
+    """Measure one model, from `file`, with the prompts idx `(B, T)`, and print the table.
+
+    Returns its rows, a dict per variant.
+    """
+    (B, T), config = idx.shape, model.config
+    shape, steps = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}", config.block_size - T
+    note(f"measuring {shape} {f'of {file} ' if file else ''}..")
+    runs = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
+    if not runs:
+        fail("nothing could be measured")
+    ours = {name: run for name, run in runs.items() if name not in BASELINES}
+
+    rows = {}
+    for name, results in measure(runs, idx, steps, args.repeats).items():
+        if name in ours:
+            check_tokens(name, rounded(model) if name == "int8" else model, idx, [new for _, new in results])
+        rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
+    if "uncached" in rows:
+        for row in rows.values():
+            row["speedup_over_uncached"] = row["tokens_per_s"] / rows["uncached"]["tokens_per_s"]
+    if args.busy:
+        with busy_training():
+            busy = measure(ours, idx, steps, args.repeats)
+        for name in ours:
+            rows[name]["busy_share"] = figures(busy[name], T)["tokens_per_s"] / rows[name]["tokens_per_s"]
+
+    print(table(rows.values()))
+    print(f"\nthe same tokens as a forward without a cache, up to rounding: {', '.join(ours) or 'not compared'}")
+    if args.busy:
+        print("busy: the speed while a default train.py is running, as a share of the speed alone")
+    print(flush=True)
+    return list(rows.values())
+
+
+def figures(results, T):
+    """Return the medians of results of `timed` after T tokens: the figures of Timing.summary, and ms_per_token.
+
+    ms_per_token  {position: milliseconds per token of the steps that ended there}, without the prefill
+    """
+    times = defaultdict(list)
+    for timing, _ in results:
+        position = T + timing.sizes[0]
+        for began, ended, size in zip(timing.times, timing.times[1:], timing.sizes[1:]):
+            position += size
+            times[round(position)].append(1e3 * (ended - began) / size)  # with drafts, position is a mean over rows
+    summaries = [timing.summary(new.numel()) for timing, new in results]
+    medians = {key: statistics.median(each[key] for each in summaries) for key in summaries[0]}
+    return medians | dict(ms_per_token={position: statistics.median(times[position]) for position in sorted(times)})
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def table(rows):
+    """Return the rows as aligned text. A column in which no row has a value is left out."""
+    columns = {key: column for key, column in COLUMNS.items() if any(row.get(key) for row in rows)}
+    lines = [[title for title, _ in columns.values()]]
+    for row in rows:  # a single block has no times between blocks, so we show none instead of 0
+        lines.append([form.format(row[key]) if row.get(key) else "" for key, (_, form) in columns.items()])
+    return aligned(lines, num_left=2)
+
+
+def aligned(rows, num_left):
+    """Return rows of cells as text in columns. The first num_left columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for cells in rows:
+        left = [cell.ljust(width) for cell, width in zip(cells[:num_left], widths)]
+        right = [cell.rjust(width) for cell, width in zip(cells[num_left:], widths[num_left:])]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
+
+
+def plot(measured, format):
+    """Return a picture as bytes, with a panel per model: milliseconds per token against the position of the token.
+
+    measured  the rows of each model
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5 * len(measured)), layout="constrained")
+    for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
+        for row in rows:
+            name, times = row["variant"], list(row["ms_per_token"].values())
+            color, label = f"C{list(VARIANTS).index(name)}", f"{VARIANTS[name]}\n{row['tokens_per_s']:,.0f} tokens/s"
+            if times:
+                smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
+                axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
+            else:  # llama2.c returns one block, so we only know the mean
+                axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
+        axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
+        axis.set_xlabel("position of the token")
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=1)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=format, dpi=110)
+    return picture.getvalue()
+
+
+def write(file, content):
+    """Write bytes to a path, and make its folder if needed."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically({Path(file): [content]})
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def shape(text):
+    """An argparse type: layers/heads/width/context, and optionally /vocabulary, which is 65 otherwise."""
+    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    sizes = [int(part) for part in text.split("/")]
+    return dict(zip(names, sizes if len(sizes) == 5 else [*sizes, 65], strict=True))
+
+
+def parse_args():
+    variants = "\n".join(f"  {name:14} {text}" for name, text in VARIANTS.items())
+    parser = Parser(f"{__doc__}\nvariants:\n{variants}")
+    add, add_model = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
+    add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
+    add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")
+    add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
+    add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
+    add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
+    add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
+    add("--busy", action="store_true", help="measure our variants again while a training run uses the machine")
+    add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
+    add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
+    add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
+    args = parser.parse_args()
+
+    names = args.variants or [name for name in VARIANTS if name != "llama2c"]
+    args.variants = [*names, "llama2c"] if args.llama2c else names
+    if args.recipe and not args.shapes:
+        parser.error("--recipe needs --shapes: a checkpoint has its own network")
+    if args.plot:  # before we measure
+        with one_line_errors():
+            need("--plot", "matplotlib")
+        from matplotlib.figure import Figure
+
+        if (Path(args.plot).suffix[1:] or "png") not in Figure().canvas.get_supported_filetypes():
+            parser.error(f"--plot {args.plot}: matplotlib cannot write this format, use .png or .svg")
+    return args
+
+
+def models(args):
+    """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
+    if args.shapes:
+        recipe = TrainConfig(**RECIPES[args.recipe or "modern"])
+        network = {name: getattr(recipe, name) for name in ("bias", "activation", "pos_emb", "qk_norm")}
+        for sizes in args.shapes:
+            torch.manual_seed(1337)
+            yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
+    else:
+        for file in args.ckpt or [pick_checkpoint(None, None)]:
+            checkpoint, _ = read_checkpoint(pick_checkpoint(file, None))
+            yield str(file), build(checkpoint).eval(), checkpoint.get("ngrams")
+
+
+def main():
+    args = parse_args()
+    share_cores()
+    with one_line_errors():
+        device = pick_device(args.device)
+        found = list(models(args))  # read every file before measuring, so that a bad one fails at once
+
+    idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
+    measured = [bench(file, model.to(device), ngrams, idx, args) for file, model, ngrams in found]
+    if args.json:
+        rows = [row for rows in measured for row in rows]
+        write(args.json, (json.dumps(rows, indent=1) + "\n").encode())
+    if args.plot:
+        write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
+    print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
+    print(f"medians of {args.repeats} runs{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
+
+
+if __name__ == "__main__":
+    run_main(main, memory_hint="a smaller shape or --batch would fit")

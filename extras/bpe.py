@@ -1,0 +1,213 @@
+"""Tokens that are words or parts of words: read or train a tokenizer.json. The library tokenizers runs it."""
+
+import json
+import re
+
+from extras.cli import first_line, need
+from model import CharTokenizer
+
+# The library's time and memory grow with the square of the length of a word, so we cut long text into pieces. We cut
+# where a token ends in any case: before a single space; in text without any, at a line; or else, in DNA, anywhere.
+PIECE = 2**12  # characters, at least
+FAR = 2**16  # characters in which to look for a better place
+CUTS = [re.compile(pattern) for pattern in (r"(?<=\S)(?= \S)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\S)")]
+
+
+def library():
+    """Return the library tokenizers, which characters do not need. Raises ValueError if it is missing."""
+    return need("this tokenizer", "tokenizers")
+
+
+class BPETokenizer:
+    """The tokenizer of a tokenizer.json, with the attributes and methods of CharTokenizer in model.py.
+
+    Raises ValueError if the content is not a tokenizer.json.
+    """
+
+    unit = "tokens"
+    default_prompt = "\n"
+
+    def __init__(self, content):
+        from_str = library().Tokenizer.from_str
+        try:
+            self.tokenizer = from_str(content)
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            self.ids = self.tokenizer.get_vocab(with_added_tokens=True)
+            by_id = {i: token for token, i in self.ids.items()}
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from None
+        # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
+        # makes the whole run unreadable
+        self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
+        self.vocab = [by_id.get(i, f"<{i}>") for i in range(max(by_id, default=-1) + 1)]
+        self.byte_ids |= set(range(len(self.vocab) + 128)) - by_id.keys()  # ids without a token decode to nothing
+
+    @property
+    def has_characters_only(self):
+        """Whether every token is a character, as to_json writes those of a CharTokenizer."""
+        kind = type(self.tokenizer.model).__name__
+        return kind == "WordLevel" and set(map(len, self.ids)) == {1} and len(self.ids) == len(self.vocab)
+
+    def encode(self, text):
+        """Return the ids of a prompt as a list, after special tokens such as Llama's <s>.
+
+        Raises ValueError if there are none.
+        """
+        plain, ids = encode_with(self.tokenizer, text), encode_with(self.tokenizer, text, add_special_tokens=True)
+        begin = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+        ids = ids[: max(1, begin + len(plain))]  # without those at the end, such as T5's </s>: the prompt goes on
+        if not ids:
+            raise ValueError(f"the tokenizer finds no tokens in {text[:40]!r}")
+        return ids
+
+    def encode_pieces(self, pieces):
+        """Yield lists of ids that together decode to the text, without special tokens. Raises ValueError.
+
+        pieces  the text, in pieces of any size
+        Some tokenizers put a space in front of whatever they encode, and not all of them remove it when they decode. We
+        allow it before the first piece only, and only if it is removed.
+        """
+        tokenizer, plain = self.tokenizer, library().Tokenizer.from_str(without_prefix(self.tokenizer.to_str()))
+        for piece in pieces_of(pieces):
+            ids = encode_with(tokenizer, piece)
+            if tokenizer is not plain and self.decode(ids) != piece:
+                ids = encode_with(plain, piece)
+            yield ids
+            tokenizer = plain
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def show(self, id):
+        return self.vocab[id] if id < len(self.vocab) else f"<{id}>"  # padded weights have more rows than tokens
+
+    def state_dict(self):
+        return {"tokenizer": self.tokenizer.to_str()}
+
+
+def tokenizer_from_json(content):
+    """Return the tokenizer of a tokenizer.json: a CharTokenizer if its tokens are single characters.
+
+    Raises ValueError if the content is not a tokenizer.json.
+    """
+    tokenizer = BPETokenizer(content)
+    return CharTokenizer("".join(tokenizer.vocab)) if tokenizer.has_characters_only else tokenizer
+
+
+def to_json(tokenizer):
+    """Return a tokenizer as a tokenizer.json. In that of a CharTokenizer an unknown character is an error."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.tokenizer.to_str(pretty=True)
+    hf = library()
+    characters = hf.Tokenizer(hf.models.WordLevel(tokenizer.ids))  # no unk_token
+    characters.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")  # "." would skip newlines
+    characters.decoder = hf.decoders.Fuse()
+    return characters.to_str(pretty=True)
+
+
+def encode_with(tokenizer, text, add_special_tokens=False):
+    """Return the library's ids for the text. Raises ValueError."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except Exception as error:
+        why = "not UTF-8" if isinstance(error, TypeError) else first_line(error)  # a str of broken bytes
+        raise ValueError(f"the tokenizer refuses {text[:40]!r}: {why}") from None
+
+
+def without_prefix(content):
+    """Return a tokenizer.json that puts no space in front of the text, as those of Llama, RoBERTa and T5 do."""
+    never = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}
+    settings = json.loads(content)
+    for name, members in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        whole = settings[name] or {}
+        for each in whole.get(members, [whole]):  # a Sequence has several
+            each.update({key: value for key, value in never.items() if key in each})
+    return json.dumps(settings)
+
+
+def pieces_of(texts):
+    """Yield the text in pieces of about PIECE characters, which do not depend on how it arrives.
+
+    texts  the text, in pieces of any size
+    """
+    rest = ""
+    for text in texts:
+        begin, rest = 0, rest + text
+        while len(rest) - begin > PIECE + FAR:
+            end = cut(rest, begin)
+            yield rest[begin:end]
+            begin = end
+        rest = rest[begin:]
+    while len(rest) > PIECE:
+        end = cut(rest, 0)
+        yield rest[:end]
+        rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def cut(text, begin):
+    """Return where the piece that starts at `begin` ends."""
+    far = begin + PIECE + FAR
+    for pattern in CUTS if len(text) > far else CUTS[:1]:
+        if match := pattern.search(text, begin + PIECE, far):
+            return match.start()
+    return min(far, len(text))
+
+
+def train_bpe(texts, vocab_size):
+    """Return the tokenizer.json of a byte-level BPE like GPT-2's, with vocab_size tokens: 256 bytes and merged pairs.
+
+    texts  the text, in pieces of any size
+    The most frequent pair is merged first. Raises ValueError if too few pairs occur twice.
+    """
+    hf = library()
+    tokenizer = byte_level(hf.models.BPE())
+    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(pieces_of(texts), trainer)
+    size = tokenizer.get_vocab_size()
+    if size < vocab_size:
+        raise ValueError(f"--vocab_size {vocab_size} is too large for this text: at most {size}")
+    return tokenizer.to_str()
+
+
+def read_tokenizer(path):
+    """Return the tokenizer.json at `path`, a file or a folder. A folder may have GPT-2's older files instead.
+
+    Raises ValueError if there is none.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    vocab, merges = (file.with_name(name) for name in ("vocab.json", "merges.txt"))
+    if not file.exists() and vocab.exists() and merges.exists():
+        return read_gpt2_tokenizer(vocab, merges)
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"
+        raise ValueError(f"there is no tokenizer at {file}{hint * path.name.startswith('gpt2')}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not a tokenizer.json") from None
+
+
+def read_gpt2_tokenizer(vocab, merges):
+    """Return GPT-2's vocab.json and merges.txt as a tokenizer.json."""
+    hf = library()
+    try:
+        tokenizer = byte_level(hf.models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:
+        raise ValueError(f"{vocab} and {merges.name} cannot be read: {first_line(error)[:200]}") from None
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str()
+
+
+def byte_level(model):
+    """Return GPT-2's tokenizer around a BPE. It splits text into words of bytes, so it can encode any text."""
+    hf = library()
+    tokenizer = hf.Tokenizer(model)
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = hf.decoders.ByteLevel()
+    return tokenizer

@@ -1,0 +1,139 @@
+"""Speculative decoding: draft the next tokens, check all of them in one forward, keep those that the model picks.
+
+The tokens are those of GPT.generate for the same seed. The sampler's noise determines which token the model picks at
+each position. A draft token either is that token or it is not, and everything before the first wrong one is final.
+
+We know the noise before we know the logits. So we let the n-gram table pick its draft token with the same noise, which
+is right more often than the most likely token of the table. Prior art: Daliri, Musco and Suresh, "Coupling without
+Communication and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from extras.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
+from model import sample_token
+
+
+@dataclass
+class BatchState:
+    """The rows of a generation, each at its own position. All tensors are on the CPU, wherever the model is.
+
+    A step reads all fields and writes tokens, end and cached. Their names are those of `State` in compile.py.
+    """
+
+    tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s
+    end: torch.Tensor  # (B,) int64: known tokens per row, at least 1; the last slot is for a token past the context
+    cached: torch.Tensor  # (B,) int64, below end: slots whose keys and values are in the cache
+    limit: torch.Tensor  # (B,) int64: where `end` stops
+    first_new: torch.Tensor  # (B,) int64: slot of the row's first generated token; negative after the context has moved
+    sample: torch.Tensor  # (B,) int64: index of the noise that the row uses
+    seed: torch.Tensor  # (2,) int64: low and high 32 bits
+    temperature: torch.Tensor  # () float32
+    top_k: torch.Tensor | None  # () int64
+    top_p: torch.Tensor | None  # () float32
+
+
+def prefill(model, state, slots):
+    """Return a KVCache of `slots` slots with the known tokens of all rows, except the newest of each.
+
+    Rows with the same tokens share one prefill. Sets state.cached.
+    """
+    prompts = rows_by_prompt(state)
+    firsts = [rows[0] for rows in prompts]
+    lengths = (state.end[firsts] - 1).tolist()
+    if max(lengths) == 0:
+        return model.new_cache(len(state.end), slots)
+    fed = state.tokens[firsts, : max(lengths)].to(model.lm_head.weight.device)
+    cache = model.new_cache(len(firsts), slots)
+    with cache.extend([0] * len(firsts), max(lengths)):
+        model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
+    cache.lengths = lengths  # shorter rows were padded on the right
+    if len(firsts) < len(state.end):
+        prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
+        cache.select([prompt_of[row] for row in range(len(state.end))])
+    state.cached.copy_(state.end - 1)
+    return cache
+
+
+def rows_by_prompt(state):
+    """Group the rows by their tokens: lists, in the order of their first rows."""
+    same = {}
+    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
+        same.setdefault(tuple(tokens[:end]), []).append(row)
+    return list(same.values())
+
+
+def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling):
+    """Feed the newest token and num_drafts draft tokens per row, and append the 1 to num_drafts + 1 right tokens.
+
+    Known tokens that are not cached yet take the place of draft tokens, so a step may append nothing. Near block_size
+    the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not
+    change.
+
+    cache     the KVCache of the rows
+    table     from ngram_table; None: draft from the text so far
+    noise_of  noise_of(steps) is the noise `(B, num_drafts + 1, V)` from each row's own step on
+    Returns the slot of the first fed token of each row.
+    """
+    # the chunk: fed tokens, known or drafted, and one more slot for the last prediction
+    first = state.cached.clamp(max=model.config.block_size - 1 - num_drafts)
+    slots = first[:, None] + torch.arange(num_drafts + 2)  # (B, num_drafts + 2)
+    chunk = state.tokens.gather(1, slots)
+    known = slots[:, 1:] < state.end[:, None]
+    noise = noise_of(first + 1 - state.first_new)
+    if num_drafts and table is not None:
+        draft_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
+    elif num_drafts:
+        draft_from_text(state, slots, chunk, known)
+
+    # check: one forward picks a token after each fed token
+    fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
+    starts = first.tolist()
+    with cache.extend(starts, num_drafts + 1):
+        logits = model.unembed(model.hidden_states(fed, pos, cache))
+    picks = sample_token(logits, noise, sampling).cpu()
+
+    # accept: a pick is final if every token fed before it was right. The last pick has no draft token to compare with
+    right = known | (picks == chunk[:, 1:])
+    index = torch.arange(num_drafts + 1)
+    first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
+
+    # append: pick i goes to slot first + i + 1, and `end` is one past the last final pick. Slots past `cached` hold the
+    # keys of rejected draft tokens, which the next step overwrites
+    state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
+    state.end.copy_(torch.minimum(first + first_wrong + 2, state.limit).maximum(state.end))
+    state.cached.copy_(torch.minimum(first + num_drafts + 1, state.end - 1))
+    return starts
+
+
+def draft_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after):
+    """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after another."""
+    # the row of the table for the newest tokens: the context
+    before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
+    text, row = state.tokens.gather(1, before.clamp(min=0)), torch.zeros_like(state.end)
+    for i in range(MAX_ORDER):
+        row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
+    for i in range(1, chunk.size(1) - 1):
+        token = sample_token(logits[row], noise[:, i - 1], sampling)
+        chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], token)
+        row = after[row, chunk[:, i]]
+
+
+def draft_from_text(state, slots, chunk, known):
+    """Fill the unknown tokens of chunk[:, 1:-1] with the continuation of an earlier match of the newest tokens.
+
+    The longest match of up to LOOK_UP_ORDER tokens wins, and among equally long ones the latest. This is prompt lookup
+    decoding (Saxena 2023).
+    """
+    text, end = state.tokens, state.end[:, None]
+    slot = torch.arange(text.size(1))
+    same, length = slot < end, 0  # length of the match that ends before each slot
+    for back in range(1, LOOK_UP_ORDER + 1):
+        newest = text.gather(1, (end - back).clamp(min=0))
+        same = same & (slot >= back) & (end >= back) & (text.roll(back, dims=1) == newest)
+        length = length + same
+    best = torch.where(slot < end, length * text.size(1) + slot, -1).argmax(1, keepdim=True)
+    draft = text.gather(1, (best + slots[:, 1:-1] - end).clamp(0, text.size(1) - 1))
+    chunk[:, 1:-1] = torch.where(known[:, :-1], chunk[:, 1:-1], draft)

@@ -1,0 +1,64 @@
+"""Export a trained model: to ONNX with the KV cache in the graph, to a Hugging Face folder, to a web page.
+
+    python -m extras.export --format onnx       out/onnx/model.onnx, for ONNX Runtime and sample.py --engine onnx
+    python -m extras.export --format hf         out/hf, for transformers, Optimum, transformers.js and vLLM
+    python -m extras.export --format web        out/web, a page that generates in the browser, for any static server
+
+Every export ends with a check: the library that will read the files computes logits and greedy text, and we compare
+both with PyTorch's.
+"""
+
+from pathlib import Path
+
+from extras.cli import need
+from extras.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
+from model import build
+from sample import Parser, fail, one_line_errors, path, pick_checkpoint, read_checkpoint, run_main
+from train import lock_folder
+
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors", *ONNX), "web": ONNX}
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--format",
+        choices=PACKAGES,
+        required=True,
+        help="output format, and the name of the folder in --out_dir",
+    )
+    add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
+    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
+    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
+    add("--meta", type=path, metavar="FILE", help=meta_help)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    with one_line_errors():
+        need(f"--format {args.format}", *PACKAGES[args.format])
+        checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
+        model = build(checkpoint).eval()
+    if model.config.block_size < 2:
+        fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
+    folder = Path(args.out_dir or "out") / args.format
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # the lock is next to the folder, because people publish everything inside it
+    with lock_folder(folder.parent, f".{args.format}.lock"):
+        if args.format == "onnx":
+            export_onnx(model, tokenizer, folder)
+        elif args.format == "hf":
+            from extras.interop.transformers import export_hf
+
+            export_hf(model, tokenizer, folder, checkpoint.get("special_tokens"))
+        else:
+            from extras.interop.webpage import export_web
+
+            export_web(model, tokenizer, folder)
+
+
+if __name__ == "__main__":
+    run_main(main, memory_hint="a smaller model would fit")

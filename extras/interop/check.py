@@ -1,0 +1,38 @@
+"""Is an exported model still the same model? We compare its logits and its greedy text with PyTorch's."""
+
+import torch
+
+from extras.cli import fail
+
+NEAR_TIE = 1e-4  # rounding can reorder logits that are closer
+
+
+def own_text(model):
+    """Return text that the model generates, `(2, block_size)` ids, on which to compare logits."""
+    start = torch.zeros(2, 1, dtype=torch.int64)
+    return model.generate(start, model.config.block_size - 1, temperature=1, seed=0)
+
+
+@torch.no_grad()
+def compare(name, model, ids, logits, greedy):
+    """Print how far the logits of an exported model are from those of `model`. Exit with one line if they differ.
+
+    name    what to call the exported model
+    ids     own_text(model)
+    logits  the exported model's for ids, `(2, block_size, V)`
+    greedy  a function that continues a prompt `(1, T)` with the exported model: a list of block_size ids
+    """
+    block_size, T = model.config.block_size, max(1, model.config.block_size // 16)
+    difference = (model(ids)[0] - logits).abs().max().item()
+
+    # each token of its text must have PyTorch's largest logit, up to rounding
+    text = torch.tensor([greedy(ids[:1, :T])])
+    ours, new = model(text[:, :-1])[0][0, T - 1 :], text[0, T:]
+    behind = (ours.amax(1) - ours.gather(1, new[:, None])[:, 0]).tolist()
+    same = sum(gap <= NEAR_TIE for gap in behind)
+    print(
+        f"{name}: logits within {difference:.1e} of PyTorch's; greedy text: {same} of {len(new)} tokens match",
+        flush=True,
+    )
+    if not (len(new) == block_size - T and same == len(new) and difference <= NEAR_TIE):  # NaN is not below
+        fail(f"{name} differs from the model: logits must be within {NEAR_TIE}, and the greedy text the same")

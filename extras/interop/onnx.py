@@ -1,0 +1,267 @@
+"""Write and run ONNX files: a GPT as a graph with the KV cache as input and output."""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import tempfile
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from extras.checkpoint import check_vocab_size, tokenizer_from_state
+from extras.cli import fail, first_line, need
+from extras.interop.check import compare, own_text
+from extras.interop.checksums import check_folder, write_tree
+from model import GPTConfig, Sampling, build, stream_tokens
+
+# set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+# -- the network that becomes a graph ----------------------------------------------------------------------------------
+
+
+class ConcatCache:
+    """The cache inside a graph, instead of a KVCache. It appends to the past, because a graph cannot write slots.
+
+    past  n_layer pairs (key, value), `(B, nkv, past, hs)` each
+    """
+
+    def __init__(self, past, mask):
+        self.pairs, self.the_mask = list(past), mask
+
+    def mask(self, pos):
+        return self.the_mask
+
+    def update(self, layer, pos, k, v):
+        key, value = self.pairs[layer]
+        self.pairs[layer] = torch.cat((key, k), dim=2), torch.cat((value, v), dim=2)
+        return self.pairs[layer]
+
+
+class GPTWithPast(nn.Module):
+    """A GPT that takes the KV cache as an argument and returns it. It shares the layers of `model`."""
+
+    def __init__(self, model, queries=False):
+        super().__init__()
+        self.model, self.queries = model, queries
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values):
+        """Return the logits `(B, T, V)` and n_layer pairs (key, value), `(B, nkv, past + T, hs)` each.
+
+        With `queries`, also the n_layer queries of the last token, `(B, nh, 1, hs)` each.
+
+        input_ids        (B, T) int64
+        attention_mask   (B, past + T) int64: 0 where a slot holds padding
+        position_ids     (B, T) int64
+        past_key_values  n_layer pairs (key, value), `(B, nkv, past, hs)` each; past may be 0
+        """
+        slot = torch.arange(attention_mask.size(1), device=input_ids.device)
+        query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
+        # A query sees its own slot even if that is padding, because a softmax over nothing is NaN.
+        mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
+        cache = ConcatCache(past_key_values, mask)
+        with LastQueries() as last:
+            logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
+        return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
+
+
+class LastQueries(TorchFunctionMode):
+    """Inside `with LastQueries() as last:` each attention appends the query of the last token to last.queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.queries.append(args[0][:, :, -1:])
+        return function(*args, **(kwargs or {}))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_onnx(model, tokenizer, file, queries=False):
+    """Write the model as one ONNX file of opset 20, dynamic in batch size and lengths.
+
+    model    a GPT on the CPU
+    file     a Path
+    queries  also return each layer's query of the last token, `query.{i}`, from which the page computes attention
+    Inputs, outputs and axes have the names that Optimum and transformers.js expect: the cache is
+    `past_key_values.{i}.key|value` as input and `present.{i}.key|value` as output. The metadata contains the vocabulary
+    and the sizes, so the file alone is enough to generate text. Raises OSError.
+    """
+    # example inputs, names and dynamic axes; no example size is 1, which the exporter would treat as a constant
+    config = model.config
+    batch, length, past = "batch_size", "sequence_length", "past_sequence_length"
+    past_shape = (2, config.num_kv_heads, 5, config.head_size)
+    pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
+    ids, places = torch.zeros(2, 3, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1)
+    slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+
+    # export, without warnings that are for people who write graphs by hand
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(action="ignore"):
+        proto = torch.onnx.export(
+            GPTWithPast(model, queries).eval(),
+            (ids, torch.ones(2, 8, dtype=torch.int64), places, pairs),
+            input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{slot}" for slot in slots)],
+            output_names=[
+                "logits",
+                *(f"present.{slot}" for slot in slots),
+                *(f"query.{i}" for i in range(config.n_layer) if queries),
+            ],
+            dynamic_shapes=(
+                {0: batch, 1: length},
+                {0: batch, 1: f"{past} + {length}"},
+                {0: batch, 1: length},
+                [({0: batch, 2: past},) * 2] * config.n_layer,
+            ),
+            opset_version=20,
+            dynamo=True,
+            verbose=False,
+        ).model_proto
+    logging.disable(logging.NOTSET)
+
+    # clear the metadata of nodes, whose stack traces contain local paths
+    for node in proto.graph.node:
+        del node.metadata_props[:]
+
+    # add our own and write
+    metadata = {"model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
+    for key, value in (tokenizer.state_dict() | metadata).items():
+        proto.metadata_props.add(key=key, value=value)
+    file.write_bytes(proto.SerializeToString())
+
+
+def weights_sha256(model):
+    """Return a hash of the weights of a GPT on the CPU, to recognize the model that a file was made from."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fits_one_file(model):
+    """Return whether the model fits into a single ONNX file, which has a limit of 2 GB."""
+    return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
+
+
+def export_onnx(model, tokenizer, folder):
+    """Write model.onnx into `folder`, a Path.
+
+    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
+    """
+    if not fits_one_file(model):
+        fail("--format onnx writes a single file, which cannot hold more than 2 GB: use --format hf")
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "model.onnx"
+        write_onnx(model, tokenizer, file)
+        compare_onnx(file, model, own_text(model))
+        content = file.read_bytes()
+    write_tree(folder, {file.name: content})
+    print(f"{folder / file.name}: {len(content) / 1e6:.2f} MB")
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+class OnnxGPT:
+    """A file of write_onnx, run by ONNX Runtime on the CPU.
+
+    file            its path
+    tokenizer       its tokenizer
+    config          the GPTConfig of the exported model
+    weights_sha256  the hash of its weights; None in files of the first versions
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+
+    def __init__(self, file):
+        file = Path(file)
+        if file.suffix != ".onnx" and not file.is_file():  # a folder that export.py wrote to
+            file = file / "onnx" / "model.onnx"
+        self.file = file
+        if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
+            raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx writes one")
+        onnxruntime = need("--engine onnx", "onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # errors are raised, so it need not print them too
+        # let its threads sleep early, which leaves the cores to PyTorch between calls and to other processes
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
+        try:
+            for folder in file.parents[:2]:  # the SHA256SUMS of --format hf is one folder up
+                check_folder(folder)
+            content = file.read_bytes()
+            small = len(content) < 2**24  # as in sample.py, a second thread does not help a small step
+            options.intra_op_num_threads = 1 if small else torch.get_num_threads()
+            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            metadata = self.session.get_modelmeta().custom_metadata_map
+            self.config = GPTConfig(**json.loads(metadata["model_args"]))
+            self.tokenizer = tokenizer_from_state(metadata)
+            self.weights_sha256 = metadata.get("weights_sha256")
+        except KeyError as error:
+            raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
+        except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
+            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
+        check_vocab_size(self.tokenizer, self.config.vocab_size, file)
+        self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
+        names = [output.name for output in self.session.get_outputs()]
+        self.outputs = [name for name in names if not name.startswith("query")]  # for the web page
+        self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
+
+    def exported_from(self, checkpoint):
+        """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
+        model = build(checkpoint).eval()
+        if weights_sha256(model) != self.weights_sha256:
+            path = checkpoint["path"]
+            raise ValueError(f"{self.file} was not exported from {path}: pass the folder of its ckpt.pt as --out_dir")
+        return model
+
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""
+        empty = np.zeros((batch_size, self.config.num_kv_heads, 0, self.config.head_size), np.float32)
+        return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
+
+    def next_logits(self, idx, cache=None):
+        """Return the logits `(B, V)` of the token after idx, the last of `logits`."""
+        return self.logits(idx, cache)[:, -1]
+
+    def logits(self, idx, cache=None):
+        """Return the logits `(B, T, V)` of idx `(B, T)` int64, which continues the text in the cache.
+
+        It is appended to the cache. Without a cache, idx is the whole text.
+        """
+        B, T = idx.shape
+        cache = cache or self.new_cache(B)
+        end = cache.length + T
+        inputs = {
+            "input_ids": idx.numpy(),
+            "attention_mask": np.ones((B, end), np.int64),
+            "position_ids": np.arange(cache.length, end)[None].repeat(B, axis=0),
+        }
+        inputs = {name: self.to_ort(array) for name, array in inputs.items()} | dict(zip(self.past_inputs, cache.past))
+        logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
+        cache.length = end
+        return torch.from_numpy(logits.numpy())
+
+
+def compare_onnx(file, model, ids):
+    """Run an ONNX file through its cache and `compare` it: a prefill, a chunk, then single tokens."""
+    onnx, T = OnnxGPT(file), ids.size(1)
+    cache, cuts = onnx.new_cache(len(ids)), sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
+    logits = [onnx.logits(ids[:, begin:end], cache) for begin, end in itertools.pairwise(cuts)]
+
+    def greedy(prompt):
+        return torch.cat((prompt, *stream_tokens(onnx, prompt, T, Sampling(temperature=0))), dim=1)[0].tolist()
+
+    compare(file.name, model, ids, torch.cat(logits, dim=1), greedy)

@@ -1,0 +1,146 @@
+"""Write a model as the class of transformers that computes the same."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from extras.bpe import to_json
+from extras.cli import fail, note, one_line_errors
+from extras.interop.check import compare, own_text
+from extras.interop.checksums import read_tree, write_tree
+from extras.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, their_parts
+from extras.interop.onnx import compare_onnx, fits_one_file, write_onnx
+
+GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
+
+
+def hf_settings(model):
+    """Return the settings of config.json with which transformers computes the same as a GPT.
+
+    Raises ValueError, with field and value, if no class of transformers does.
+    """
+    config, hidden = model.config, model.transformer["h"][0].mlp.c_proj.in_features
+    if config.pos_emb == "learned":
+        kind, kv_heads = "gpt2", (None, config.n_head)
+        allowed = dict(norm_first=(True,), activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=kv_heads)
+    else:
+        kind, allowed = "stablelm", dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
+    for name, values in allowed.items():
+        if getattr(config, name) not in values:
+            nearest = f"the closest class of transformers, {kind}, only has {name}={values[-1]}"
+            raise ValueError(f"{name}={getattr(config, name)}: {nearest}")
+
+    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
+    settings |= dict(model_type=kind, vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights)
+    settings |= dict(bos_token_id=None, eos_token_id=None)
+    # without this entry transformers.js in a browser looks for model_quantized.onnx
+    settings["transformers.js_config"] = {"dtype": "fp32"}
+    if kind == "gpt2":
+        settings |= {f"{place}_pdrop": config.dropout for place in ("resid", "embd", "attn")}
+        theirs = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        return settings | dict(n_inner=hidden, activation_function=theirs[config.activation])
+    settings |= dict(num_key_value_heads=config.num_kv_heads, intermediate_size=hidden)
+    return settings | dict(hidden_dropout=config.dropout, attention_dropout=config.dropout) | ROPE
+
+
+@torch.no_grad()
+def to_transformers(model):
+    """Return the model as an instance of the transformers class that computes the same, in eval mode, on its device.
+
+    Raises ValueError if no class does.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_settings(model)))
+    theirs = hf.state_dict()
+    for name, part in their_parts(model).items():
+        theirs[name].copy_(part)  # a bias that our network lacks stays 0
+    return hf.to(model.lm_head.weight.device).eval()
+
+
+def write_folder(model, tokenizer, folder, special_tokens=None):
+    """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
+
+    special_tokens  {"eos": id or ids, ...}; None: there are none
+
+    Raises ValueError if no class of transformers computes what this model does.
+    """
+    block_size, hf = model.config.block_size, to_transformers(model)
+    hf.generation_config.max_length = block_size  # otherwise a pipeline adds 256 tokens to any prompt
+    for name, ids in (special_tokens or {}).items():
+        for config in (hf.config, hf.generation_config):
+            setattr(config, f"{name}_token_id", ids)
+    if model.config.pos_emb == "rope":
+        hf.config.update(ROPE)  # transformers 4 expects them here, 5 has moved them
+    hf.save_pretrained(folder)
+    write_tokenizer(tokenizer, block_size, folder, special_tokens)
+
+
+def write_tokenizer(tokenizer, block_size, folder, special_tokens=None):
+    """Write the tokenizer.
+
+    Characters have no special token, not even for padding, because pipelines would remove that character from the text.
+    """
+    (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        clean_up_tokenization_spaces=False,
+        model_max_length=block_size,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids by default
+    )
+    for name, ids in (special_tokens or {}).items():
+        settings[f"{name}_token"] = tokenizer.show(ids[0] if isinstance(ids, list) else ids)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def export_hf(model, tokenizer, folder, special_tokens=None):
+    """Write the files of write_folder and GRAPH into `folder`, a Path.
+
+    If transformers has no class for this network, or does not compute what the model does, it exits with one line and
+    does not touch the folder.
+    """
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        fail("--format hf needs transformers 5 or newer (4 can only read the folder): pip install -U transformers")
+    transformers.logging.set_verbosity_error()  # it would warn about the length of text that we only tokenize
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows cannot delete a mapped file
+        # the folder of transformers
+        made, ids = Path(made), own_text(model)
+        print(f"{folder}: writing it for transformers", flush=True)
+        with one_line_errors():
+            write_folder(model, tokenizer, made, special_tokens)
+        hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
+        theirs = transformers.AutoTokenizer.from_pretrained(made)
+        text = tokenizer.decode(range(len(tokenizer.vocab)))
+        there = tokenizer.encode(text)
+        if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
+            fail(f"the tokenizer for {folder} does not encode and decode like ours")
+
+        if special_tokens and "eos" in special_tokens:  # its text ends with this token, whatever we force it to write
+            eos = special_tokens["eos"] if isinstance(special_tokens["eos"], list) else [special_tokens["eos"]]
+            forced = hf.generate(ids[:1, :1], max_length=9, prefix_allowed_tokens_fn=lambda *_: eos)
+            if forced.size(1) != 2:
+                fail(f"text from {folder} does not end with its eos token {eos}")
+            hf.generation_config.eos_token_id = None  # for a text of full length
+
+        def greedy(prompt):
+            return hf.generate(prompt, max_length=ids.size(1), do_sample=False)[0].tolist()
+
+        with torch.no_grad():
+            compare(f"{folder}, {type(hf).__name__}", model, ids, hf(ids).logits, greedy)
+
+        # the graph
+        if fits_one_file(model):
+            print(f"{folder / GRAPH}: exporting it, which takes longest", flush=True)
+            (made / GRAPH).parent.mkdir()
+            write_onnx(model, tokenizer, made / GRAPH)
+            compare_onnx(made / GRAPH, model, ids)
+        else:
+            note(f"leaving out {GRAPH}: one file cannot hold more than 2 GB")
+        files = read_tree(made)
+    write_tree(folder, files)

@@ -1,0 +1,142 @@
+"""The web page: the model and ONNX Runtime for browsers, as files for any static server."""
+
+import gzip
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from extras.cli import fail
+from extras.interop.check import own_text
+from extras.interop.checksums import read_tree, sha256, write_tree
+from extras.interop.onnx import OnnxGPT, compare_onnx, write_onnx
+from model import Sampling, gumbel_noise, sample_token
+
+WEB = Path(__file__).resolve().parent.parent / "web"
+# the defaults of the page's form, and the moment at which it opens: after `new` characters, in this layer and head
+START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25, layer=1, head=3)
+
+
+def export_web(model, tokenizer, folder):
+    """Write the page for a GPT into `folder`. Tokens must be characters.
+
+    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
+    """
+    chars = tokenizer.state_dict().get("chars") or fail(
+        "the page needs a model whose tokens are characters, but this one has a tokenizer: see --format onnx and hf"
+    )
+    runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
+    if not runtime.is_dir():
+        fail(f"the page needs onnxruntime-web, but {runtime} is missing: make web installs it (npm ci in web)")
+
+    # make and check the graph
+    config = model.config
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "model.onnx"
+        write_onnx(model, tokenizer, file, queries=True)
+        compare_onnx(file, model, own_text(model))
+        start = START if set(START["prompt"]) <= set(chars) else START | dict(prompt="")
+        first = opening(OnnxGPT(file), model, **start) if len(start["prompt"]) in range(1, config.block_size) else None
+        graph = file.read_bytes()
+    about = dict(
+        chars=chars,
+        block_size=config.block_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_kv_head=config.num_kv_heads,
+        head_size=config.head_size,
+        pos_emb=config.pos_emb,
+        parameters=sum(p.numel() for p in model.parameters()),
+        start=start,
+        opening=first,
+    )
+
+    # add the page, and compress large files, because a plain server compresses nothing
+    packed = {
+        "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
+        "model.onnx.gz": graph,
+    }
+    files = read_tree(WEB / "page") | {name: gzip.compress(content, mtime=0) for name, content in packed.items()}
+    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
+        files[f"ort/{name}"] = (runtime / name).read_bytes()
+    files["model.json"] = json.dumps(about, separators=(",", ":")).encode()
+    files["page.png"] = (WEB.parent.parent / "assets" / "page.png").read_bytes()  # the preview of links to the page
+    html = with_modules(files["index.html"].decode(), files)
+    files["index.html"] = with_versions(html, files).encode()
+    write_tree(folder, files)
+    print(f"{folder}: {sum(map(len, files.values())) / 1e6:.1f} MB")
+    print(f"serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
+
+
+def with_modules(html, files):
+    """Preload all modules. Otherwise the browser requests them one after the other, as it finds the imports."""
+    modules = [name for name in sorted(files) if name.endswith((".js", ".mjs")) and f'src="{name}"' not in html]
+    lines = [f'<link rel="modulepreload" href="{name}">' for name in modules]
+    return html.replace("<!-- the exporter adds the modules here -->", "\n  ".join(lines))
+
+
+def with_versions(html, files):
+    """Add a hash to the address of each file that the page fetches, so that no browser mixes two exports."""
+    fetched = r'(?<=href=")[^"]+(?=" as="fetch")'
+    return re.sub(fetched, lambda name: f"{name[0]}?{sha256(files[name[0]])[:8]}", html)
+
+
+def opening(onnx, model, prompt, temperature, seed, new, layer, head):
+    """Return what the page shows before its model has arrived: the moment START, in a single layer and head, rounded.
+
+    It contains the same without each of the columns, so that a reader can take one out.
+    """
+    config, chars = model.config, onnx.tokenizer.state_dict()["chars"]
+    layer, head = min(layer, config.n_layer - 1), min(head, config.n_head - 1)
+    kv_head = head * config.num_kv_heads // config.n_head
+    steps = min(new, -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
+    prompt = [chars.index(char) for char in prompt]
+    ids = model.generate(torch.tensor([prompt]), steps, temperature=temperature, seed=seed)[0].tolist()
+    names = [output.name for output in onnx.session.get_outputs()]
+    noise = gumbel_noise(seed, torch.tensor([0]), torch.tensor([steps - 1]), config.vocab_size)[0, 0]
+
+    def forward(fed, past, masked=None):
+        end = past[0].shape[2] + len(fed)
+        inputs = dict(zip(onnx.past_inputs, past))
+        inputs["input_ids"] = np.array([fed])
+        inputs["attention_mask"] = np.array([[int(i != masked) for i in range(end)]])
+        inputs["position_ids"] = np.arange(end - len(fed), end)[None]
+        outputs = dict(zip(names, onnx.session.run(names, inputs)))
+        return outputs, [outputs[name] for name in onnx.outputs[1:]]
+
+    def rounded(array, digits=3):
+        return [round(float(x), digits) for x in array.flatten()]
+
+    def columns(outputs, begin):
+        return [rounded(outputs[f"present.{layer}.{kind}"][0, kv_head, begin:]) for kind in ("key", "value")]
+
+    def probabilities(outputs):
+        return torch.from_numpy(outputs["logits"][0]).softmax(1)
+
+    empty = [np.zeros((1, config.num_kv_heads, 0, config.head_size), np.float32)] * (2 * config.n_layer)
+    whole, _ = forward(ids[:-1], empty)
+    keys, values = columns(whole, 0)
+    own = probabilities(whole)
+    _, past = forward(ids[:-2], empty)
+    taken = []
+    for masked in range(len(ids) - 2):
+        without, _ = forward(ids[-2:-1], past, masked)
+        key, value = columns(without, -1)
+        logits = torch.from_numpy(without["logits"][0, -1])
+        share = probabilities(without)[-1]
+        moved = (share - own[-1]).abs().sum().item() / 2
+        next_id = sample_token(logits, noise, Sampling(temperature=temperature)).item()
+        query = rounded(without[f"query.{layer}"][0, head])
+        taken.append(
+            dict(
+                key=key, value=value, query=query, probabilities=rounded(share, 5), moved=round(moved, 6), next=next_id
+            )
+        )
+    return dict(
+        ids=ids, given=len(prompt), layer=layer, head=head, keys=keys, values=values,
+        query=rounded(whole[f"query.{layer}"][0, head]),
+        probabilities=[rounded(each, 5) for each in own[len(prompt) - 1 :]], taken=taken,
+    )  # fmt: skip

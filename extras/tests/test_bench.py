@@ -1,0 +1,117 @@
+"""bench.py and extras/baselines.py: what is measured computes the same network, and gives the same tokens."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from extras.baselines import llama2c_run
+from extras.bench import VARIANTS, check_tokens, main, timed, warm_runs
+from helpers import CONTEXT, MODELS, ROOT, V, linux, needs_compiler, ok, prompts, run
+from model import GPTConfig
+from sample import run_main
+
+SAME = "the same tokens as a forward without a cache, up to rounding: "
+
+
+@pytest.mark.parametrize("name", ["uncached", "eager"])
+def test_one_wrong_token_ends_the_benchmark(name, capsys):
+    model, idx = MODELS[0], prompts(2, 3)
+    _, new = timed(warm_runs([name], model, None, None, idx)[name], idx, CONTEXT - 3, seed=0)
+    check_tokens(name, model, idx, [new])
+    new[1, 4] = (new[1, 4] + 1) % V
+    with pytest.raises(SystemExit) as error:
+        check_tokens(name, model, idx, [new])
+    assert error.value.code == 1
+    assert f"DIFFERENT from a forward without a cache: {name}, seed 0, row 1, new token 4" in capsys.readouterr().err
+
+
+# -- the baselines ----------------------------------------------------------------------------------------------------
+
+
+LLAMA2C = """
+#include <stdio.h>
+typedef struct { int sizes[5], vocab_size, seq_len; } Config;
+typedef struct { Config config; float logits[1]; } Transformer;
+typedef struct { float temperature; } Sampler;
+static void build_transformer(Transformer *t, char *path) {
+    FILE *file = fopen(path, "rb");
+    if (fread(&t->config, 4, 7, file) != 7) t->config.vocab_size = 0;
+    fclose(file);
+}
+static void build_sampler(Sampler *s, int vocab_size, float temperature, float topp, int seed) {
+    s->temperature = temperature;
+}
+static float *forward(Transformer *t, int token, int pos) {
+    t->logits[0] = token + pos + t->config.vocab_size;
+    return t->logits;
+}
+static int sample(Sampler *s, float *logits) { return (int)logits[0] % 7; }
+"""
+
+
+@needs_compiler
+def test_llama2c_feeds_each_token_at_its_position(tmp_path):
+    """A stand-in with llama2.c's functions counts tokens and positions. The header holds the sizes of the model."""
+    (tmp_path / "run.c").write_text(LLAMA2C, encoding="utf-8")
+    config, text = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8), [3]
+    _, new = timed(llama2c_run(config, tmp_path), torch.tensor([text]), 4, seed=0)
+    for pos in range(4):
+        text.append((text[-1] + pos + 5) % 7)
+    assert new.tolist() == [text[1:]]
+    assert sys.float_info.min / 2 > 0, "the library makes the process round subnormal numbers to 0"
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_path):
+    files = ["--json", tmp_path / "new" / "b.json", "--plot", tmp_path / "b.png"]
+    result = ok(
+        run("-m", "extras.bench", "--ckpt", trained / "ckpt.pt", "--batch", 2, "--repeats", 2, *files, timeout=400)
+    )
+    rows = json.loads((tmp_path / "new" / "b.json").read_text(encoding="utf-8"))
+    variants = [name for name in VARIANTS if name != "llama2c"]
+    assert [row["variant"] for row in rows] == variants, result.stderr
+    assert SAME + ", ".join(name for name in variants if name != "hf") + "\n" in result.stdout
+    assert "medians of 2 runs; --llama2c adds a row for llama2.c" in result.stdout
+    for row in rows:
+        assert row["shape"] == "2/2/32/32" and row["batch"] == 2 and row["tokens_per_s"] > 0 and row["ttft_ms"] > 0
+        assert list(row["ms_per_token"])[-1] == "32" and "busy_share" not in row
+        assert (row["speedup_over_uncached"] == 1) == (row["variant"] == "uncached")
+    assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@linux
+@pytest.mark.slow
+def test_busy_measures_beside_a_training_and_ends_it(tmp_path):
+    flags = ["--shapes", "1/2/16/12", "--variants", "eager", "--repeats", "1", "--busy"]
+    result = ok(run("-m", "extras.bench", *flags, "--json", tmp_path / "b.json"))
+    (row,) = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))
+    assert row["busy_share"] > 0
+    assert "while a default train.py is running" in result.stdout
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not [command for command in commands if b"--max_iters\x001000000000" in command]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--shapes 4/4/64", "4/4/64"),
+        ("--shapes 4/3/64/32", "multiple of n_head"),
+        (f"--ckpt {ROOT}/assets/shakespeare.pt /nowhere.pt", "/nowhere.pt"),  # before the first minutes pass
+        ("--variants fastest", "fastest"),
+        ("--recipe nanogpt", "--shapes"),
+        ("--plot a.xyz", "a.xyz: matplotlib cannot write this format"),
+    ],
+)
+def test_mistakes_are_one_line(flags, word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags.split()])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
+    with pytest.raises(SystemExit) as error:
+        run_main(main, "")
+    out, err = capsys.readouterr()
+    assert error.value.code and out == "" and len(err.splitlines()) == 1 and word in err, err

@@ -1,0 +1,156 @@
+"""Our checkpoints and nanoGPT's: equal to the bit after a round trip, or not loaded."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import model
+from extras import checkpoint
+from extras.nanogpt import read_meta
+from helpers import ok, random_model, run, same, saved
+from model import GPT, GPTConfig, blank_model, build, load_model, save
+from model import load as load_file
+from oracles import per_head_logits
+from sample import read_checkpoint
+
+ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
+CONTENT = {
+    "model": random_model(GPTConfig(**ARGS)).state_dict(),
+    "model_args": ARGS,
+    "chars": "abcé\n",
+    "ngrams": {"codes": torch.tensor([3, 17], dtype=torch.int32), "counts": torch.tensor([2, 9], dtype=torch.int32)},
+    "best_val_loss": 1.25,
+    "iter_num": 7,
+    "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0), "step": torch.tensor(7.0)}}},
+    "config": {"learning_rate": 1e-3, "device": "cpu"},
+}
+WHOLE = saved(CONTENT)
+
+
+def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    save(path, CONTENT)
+    assert same(load_file(path), CONTENT | {"path": path})
+    assert same(build(load_file(path)).state_dict(), CONTENT["model"])
+    model, tokenizer = load_model(path)
+    assert same(model.state_dict(), CONTENT["model"])
+    assert tokenizer.state_dict() == {"chars": CONTENT["chars"]} and not model.training
+    assert vars(model.config) == vars(GPTConfig(**ARGS))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_blank_model_is_a_gpt_without_its_random_numbers(tied):
+    config = GPTConfig(**ARGS, pos_emb="rope", tie_weights=tied)
+    state = torch.get_rng_state()
+    blank = blank_model(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    whole = GPT(config)
+    assert not torch.equal(torch.get_rng_state(), state)  # outside, initializers work as before
+    assert blank.state_dict().keys() == whole.state_dict().keys() and torch.equal(blank.rope, whole.rope)
+    assert {p.device.type for p in blank.parameters()} == {"cpu"}
+    assert (blank.lm_head.weight is blank.transformer["wte"].weight) == tied
+
+
+@pytest.mark.slow
+def test_loading_imports_no_compiler_and_none_of_the_other_formats():
+    """torch._dynamo alone takes longer than the rest of a short run."""
+    script = "import sys, sample; sample.read_checkpoint(sample.PRETRAINED); print(*sys.modules)"
+    loaded = ok(run("-c", script)).stdout.split()
+    foreign = ("torch._dynamo", "extras", "tokenizers")
+    assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
+
+
+@pytest.mark.parametrize("load_model", [model.load_model, checkpoint.load_model, lambda path: read_checkpoint(path)])
+def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(load_model, tmp_path):
+    save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
+    with pytest.raises(ValueError, match="--meta"):
+        load_model(tmp_path / "ckpt.pt")
+
+
+def test_model_py_says_who_loads_what_it_cannot(gpt2, tmp_path):
+    save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
+    with pytest.raises(ValueError, match=r"not characters: .*extras/checkpoint\.py"):
+        model.load_model(tmp_path / "ckpt.pt")
+    with pytest.raises(FileNotFoundError, match=r"it is a folder.*extras/checkpoint\.py"):
+        model.load_model(gpt2)
+
+
+@settings(max_examples=100)
+@given(place=st.integers(0, len(WHOLE) - 1), change=st.integers(1, 255) | st.just("cut"))
+@example(place=len(WHOLE) - 1, change="cut")
+def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, place, change):
+    """torch.load alone would take a changed weight, count or setting as it comes."""
+    path, damaged = tmp_path_factory.mktemp("damaged") / "ckpt.pt", bytearray(WHOLE)
+    if change == "cut":
+        del damaged[place:]
+    else:
+        damaged[place] ^= change
+    path.write_bytes(damaged)
+    try:
+        got = load_file(path)
+    except ValueError as error:
+        assert "\n" not in str(error) and "ckpt.pt" in str(error)
+    else:
+        assert same(got, CONTENT | {"path": path})
+
+
+@pytest.mark.parametrize(
+    "prefix, bias",
+    [("", True), ("_orig_mod.", False), ("module.", True), ("_orig_mod.module.", True), ("module._orig_mod.", False)],
+)
+def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
+    """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
+    args = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=bias, vocab_size=31, dropout=0.1)
+    g = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g) * 0.4
+
+    state = {"transformer.wte.weight": random(31, 16), "transformer.wpe.weight": random(12, 16)}
+    for i in range(2):
+        sizes = {"attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
+        for name, size in {**sizes, "ln_1": (16,), "ln_2": (16,)}.items():
+            state[f"transformer.h.{i}.{name}.weight"] = random(*size)
+            if bias:
+                state[f"transformer.h.{i}.{name}.bias"] = random(size[0])
+        state[f"transformer.h.{i}.attn.bias"] = torch.tril(torch.ones(1, 1, 12, 12))
+    state["transformer.ln_f.weight"] = random(16)
+    if bias:
+        state["transformer.ln_f.bias"] = random(16)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    ckpt = {"model": {prefix + key: value for key, value in state.items()}, "model_args": args, "iter_num": 5}
+    torch.save({**ckpt, "optimizer": {}, "best_val_loss": torch.tensor(1.5), "config": {}}, tmp_path / "ckpt.pt")
+    loaded = load_file(tmp_path / "ckpt.pt")
+    ids = torch.randint(31, (1, 12), generator=g)
+    expected = per_head_logits(state, args, ids[0].tolist())
+    torch.testing.assert_close(build(loaded).eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):
+    """llama2.c's file has model_args too."""
+    args = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=32, multiple_of=32, max_seq_len=32)
+    save(tmp_path / "ckpt.pt", {"model": {}, "model_args": args})
+    with pytest.raises(ValueError, match=r"not a checkpoint of a GPT.*model_args have dim, .*n_layers"):
+        load_file(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    "meta, chars",
+    [
+        ({"itos": {0: "a", 1: "b"}}, "ab"),
+        ({"itos": ["a", "b"]}, "ab"),
+        ({"stoi": {"b": 1, "a": 0}}, "ab"),
+        ({"itos": {0: "a", 1: "the"}}, "tokens are not characters"),
+        ({"vocab_size": 2}, "stoi"),
+    ],
+)
+def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(meta, chars, tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    if chars == "ab":
+        assert read_meta(tmp_path / "meta.pkl") == chars
+    else:
+        with pytest.raises(ValueError, match=chars):
+            read_meta(tmp_path / "meta.pkl")

@@ -1,0 +1,342 @@
+"""docs/colab.ipynb: its saved outputs are what its cells print today, and its exercises judge answers correctly.
+
+python extras/tests/test_colab.py    runs the notebook and saves its outputs in it
+
+The script needs tiny Shakespeare in data/, from data/prepare.py, and works on a copy of it.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]  # this file also runs as a script, which finds no helpers
+NOTEBOOK = ROOT / "docs" / "colab.ipynb"
+FIGURES = ["triangle", "rows", "attention", "speed", "steps", "loss"]  # ids of the cells that draw one
+# ids of the cells that can run here, in order, because they need no kernel and measure no time
+PLAIN = ["setup", "model", "guess", "count", "triangle", "head", "rows", "attention", "numpy", "check", "broken"]
+PLAIN += ["verify"]
+TIMED = ["speed", "steps", "compiled"]
+
+pytestmark = pytest.mark.slow  # kernels and training runs
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def copy_project(folder):
+    """Copy the project to `folder`, without what a run has made."""
+    made = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
+    shutil.copytree(ROOT, folder, ignore=made)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def sources():
+    """Return {id: source} of all cells in the notebook."""
+    return {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, 4).cells}
+
+
+def printed(notebook):
+    """Return {id: text} of all code cells in an executed notebook."""
+    return {cell.id: "".join(output.get("text", "") for output in cell.outputs) for cell in code_cells(notebook)}
+
+
+def execute(folder, answers=(), only=None, timeout=None):
+    """Return the notebook, executed in `folder`, whose path and progress bars are not in its outputs.
+
+    In a copy of the project that is done in docs/, where Jupyter starts it.
+
+    A command that fails raises CellExecutionError, as a cell does.
+
+    answers  pairs of a text in the cells and what a reader writes in its place
+    only     ids of the cells to run; None: all
+    timeout  in seconds per cell
+    """
+    notebook = nbformat.read(NOTEBOOK, 4)
+    notebook.cells = [cell for cell in notebook.cells if only is None or cell.id in only]
+    for before, after in answers:
+        assert sum(before in cell.source for cell in code_cells(notebook)) == 1, before
+        for cell in code_cells(notebook):
+            cell.source = cell.source.replace(before, after)
+    for cell in code_cells(notebook):  # IPython continues after a failed command
+        cell.source = re.sub(r"^(!.*)", r"\1\nassert _exit_code == 0", cell.source, flags=re.MULTILINE)
+    docs = folder / "docs"
+    where = {"metadata": {"path": str(docs if docs.exists() else folder)}}
+    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=where, coalesce_streams=True).execute()
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                text = re.sub(r"^ *\d+%\|.*\n", "", output.text, flags=re.MULTILINE)  # the last state of a progress bar
+                output.text = text.replace("\r\n", "\n").replace(f"{folder}{os.sep}", "").replace(str(folder), ".")
+    return notebook
+
+
+def store_outputs():
+    """Execute the notebook in a copy of the project, and write its outputs into the notebook."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent).resolve() / "kit"
+        copy_project(folder)
+        shutil.copytree(ROOT / "data", folder / "data", dirs_exist_ok=True)
+        executed = execute(folder)
+    notebook = nbformat.read(NOTEBOOK, 4)
+    for cell, done in zip(code_cells(notebook), code_cells(executed)):
+        cell.outputs, cell.execution_count = done.outputs, done.execution_count
+    nbformat.write(notebook, NOTEBOOK)
+
+
+def run_cell(source, variables):
+    """Run the source of a cell in this process, in a dict of variables. Return what it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), patch("matplotlib.pyplot.show"):
+        exec(compile(source, "cell", "exec"), variables)
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    """({id: text}, variables): what the PLAIN cells print, and the variables that they leave."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    variables, cells = {"get_ipython": lambda: SimpleNamespace(set_custom_exc=lambda *_: None)}, sources()
+    with contextlib.chdir(ROOT), patch.dict(os.environ):
+        texts = {name: run_cell(cells[name], variables) for name in PLAIN}
+    matplotlib.pyplot.close("all")
+    return texts, variables
+
+
+# -- the stored outputs ------------------------------------------------------------------------------------------------
+
+DECIMAL = r"\d+\.\d+"
+
+
+def assert_same_print(ours, stored):
+    """The texts are equal, apart from the last digits of decimals, which may round differently elsewhere."""
+    assert re.sub(DECIMAL, "#", ours) == re.sub(DECIMAL, "#", stored)
+    assert list(map(float, re.findall(DECIMAL, ours))) == pytest.approx(
+        list(map(float, re.findall(DECIMAL, stored))), abs=1e-3
+    )
+
+
+def without_numbers(text):
+    """The text with "#" for each number and the spaces that align it."""
+    return re.sub(r" *[\d.,]*\d", "#", text)
+
+
+def test_its_outputs_are_those_of_one_run_without_errors():
+    notebook = nbformat.read(NOTEBOOK, 4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not any(output.output_type == "error" for output in outputs)
+    on_stderr = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert all(text.startswith("--compile: compiled the C backend") for text in on_stderr)
+    text = "".join(printed(notebook).values())
+    assert not re.search(r"Warning|WARNING|Traceback|\d%\||(^|[\s\"'=(])(/\w|~/|[A-Z]:\\)", text)  # nor a local path
+    drawing = [cell.id for cell in cells for output in cell.outputs if "image/png" in output.get("data", ())]
+    assert drawing == FIGURES
+    assert NOTEBOOK.stat().st_size < 1e6
+
+
+def test_its_outputs_are_what_the_cells_print_today(lesson):
+    stored = printed(nbformat.read(NOTEBOOK, 4))
+    for name in PLAIN[1:]:  # the first one prints the version of torch
+        assert_same_print(lesson[0][name], stored[name])
+
+
+# -- the first cell, without the code around it ------------------------------------------------------------------------
+
+
+def test_without_the_code_every_cell_says_so_in_one_line(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, 4)
+    notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "model", "head", "train")]
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True, resources=where).execute()
+    first, *rest = (cell.outputs for cell in notebook.cells[:-1])
+    assert first[-1].traceback[0].startswith("Only the notebook is here: upload a zip file")
+    for outputs in rest:
+        assert [output.get("text", "")[:34] for output in outputs] == ["The code of kvGPT is not here yet:"]
+
+
+def test_an_address_that_git_cannot_clone_is_one_line(tmp_path):
+    with pytest.raises(Exception) as raised:
+        execute(tmp_path, [('SOURCE = ""', 'SOURCE = "file:///nowhere"')], only=["setup"], timeout=100)
+    error = raised.value.traceback.rpartition("------------------")[2].strip()
+    assert error.startswith("git cannot clone file:///nowhere: ")
+
+
+@pytest.mark.parametrize("way", ["zip", "address"])
+def test_the_first_cell_fetches_the_code_and_an_upload_is_found(way, tmp_path):
+    copy_project(tmp_path / "origin" / "kit")
+    (tmp_path / "colab").mkdir()
+    shutil.copy(ROOT / "data" / "sample.txt", tmp_path / "colab" / "mine.txt")
+    answers = [('TEXT_FILE = ""', 'TEXT_FILE = "mine.txt"')]
+    if way == "zip":  # with a folder in it, as hosts make them
+        shutil.make_archive(tmp_path / "colab" / "kit", "zip", tmp_path / "origin")
+    else:
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin" / "kit"]
+        for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
+            subprocess.run([*git, *command], check=True)
+        answers.append(('SOURCE = ""', f"SOURCE = {(tmp_path / 'origin' / 'kit').as_uri()!r}"))
+    text = printed(execute(tmp_path / "colab", answers, only=["setup", "model", "prepare"], timeout=100))
+    assert text["model"] == printed(nbformat.read(NOTEBOOK, 4))["model"]
+    assert "characters to learn from" in text["prepare"]
+
+
+# -- the exercises -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "guesses, expected",
+    [
+        ((0, 0), ["Write both guesses"]),
+        ((31415, 0), ["Write both guesses"]),
+        (((31, 415), 255), ["without commas"]),
+        ((31415, 255), ["31,415. Right.", "255. Right.", "a factor of 123"]),
+        ((31621, 206), ["one too many", "That is one per new character"]),
+        ((31671, 256), ["One step too many", "Nearly"]),
+        ((31365, 205), ["One step is missing", "The prompt has to be computed"]),
+        ((32640, 50), ["You start from one character", "That is the prefill"]),
+        ((206 * 256, 1), ["not the whole context: 50 positions at first, 255 at the end", "Too few"]),
+        ((206 * 255, 300), ["not the whole context", "Too many"]),
+        ((255, 255), ["one position per step", "Right."]),
+        ((32604, 255), ["the number in the README, whose prompt has 9 characters. This one has 50."]),
+        ((30000, 255), ["Too few. Change your guess"]),
+    ],
+)
+def test_a_guess_is_explained(lesson, guesses, expected):
+    for wrong in lesson[1]["wrong_guesses"].values():
+        wrong.clear()
+    text = run_cell(f"judge(*{guesses})", lesson[1])
+    for words in expected:
+        assert words in text
+    assert ("31,415" in text) == (guesses[0] == 31415 and "Write" not in text)  # a wrong guess gets a hint only
+    assert ("a factor of" in text) == (guesses == (31415, 255))
+
+
+WRITE = "self.key_cache[pos], self.value_cache[pos] = k, v"
+READ = "keys, values = self.key_cache[: pos + 1], self.value_cache[: pos + 1]"
+MIX = "output = weights @ values"
+
+
+def numpy_head(lesson, write="...", read="keys, values = ...", mix="output = ..."):
+    """Return what the check says about the exercise with these three lines."""
+    source = sources()["numpy"]
+    for number, line in enumerate((write, read, mix), 1):
+        source, count = re.subn(rf"^( +).* # {number}\. .*", rf"\g<1>{line}", source, flags=re.MULTILINE)
+        assert count == 1
+    variables = dict(lesson[1])
+    run_cell(source, variables)
+    return variables["check"](variables["NumpyHead"])
+
+
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        ((WRITE, READ, MIX), "Right: rows, weights and outputs of 40 steps"),
+        ((), "Line 1: key_cache is still empty"),
+        ((WRITE,), "Line 1 is right. Line 2 is still to do."),
+        ((WRITE, READ), "Lines 1 and 2 are right. Line 3 is still to do."),
+        # 1
+        (("self.key_cache[pos] = k", READ, MIX), "Line 1: value_cache is still empty"),
+        (("self.key_cache[pos], self.value_cache[pos] = v, k",), "Line 1: row 0 of key_cache holds the value."),
+        (
+            ("self.key_cache[pos + 1], self.value_cache[pos] = k, v",),
+            "the key of position 0 is in row 1 instead of row 0",
+        ),
+        (
+            ("self.key_cache[pos], self.value_cache[pos - 1] = k, v",),
+            "value of position 0 is in row 255 instead of row 0",
+        ),
+        (("self.key_cache[0], self.value_cache[0] = k, v", READ, MIX), "position 1 changed row 0, which held the key"),
+        (("self.key_cache[:], self.value_cache[:] = k, v",), "the step at position 0 wrote more than row 0"),
+        (("self.key_cache[pos], self.value_cache[pos] = 2 * k, v",), "the key of position 0 is in no row"),
+        (("self.key_cache = np.append(self.key_cache, [k], 0)",), "now has the shape (257, 32) instead of (256, 32)"),
+        (("self.key_cache, self.value_cache = k, v",), "key_cache now has the shape (32,)"),
+        (("self.keys[pos] = k",), "still empty after the step at position 0. Python says: AttributeError"),
+        # 2
+        ((WRITE, "keys, values = self.key_cache[:pos], self.value_cache[:pos]", MIX), "position 0 sees no row at all"),
+        ((WRITE, "keys, values = self.key_cache, self.value_cache", MIX), "sees all 256 rows, but only 1 have been"),
+        (
+            (WRITE, "keys, values = self.key_cache[[pos]], self.value_cache[[pos]]", MIX),
+            "position 1 sees 1 rows instead",
+        ),
+        ((WRITE, READ.replace("+ 1", "+ 2"), MIX), "the query of position 0 sees 2 rows instead of 1"),
+        ((WRITE, READ.replace("keys, values", "values, keys"), MIX), "`keys` are the values. Have you swapped"),
+        ((WRITE, READ.replace("[: pos + 1]", "[pos::-1]"), MIX), "but not the rows 0 to 1"),
+        ((WRITE, "keys, values = key_cache, value_cache", MIX), "Line 2, at position 0: Python says: NameError"),
+        ((WRITE, "keys, values = self.key_cache[pos], self.value_cache[pos]", MIX), "Line 2: `keys` is a single row."),
+        (
+            (WRITE, READ.replace("self.key_cache[", "self.key_cache.T[")),
+            "Line 2, at position 0: `keys` has the shape (1, 256)",
+        ),
+        # 3
+        ((WRITE, READ, "output = weights @ keys"), "Line 3: this is the weighted sum of the keys"),
+        ((WRITE, READ, "output = values.sum(0)"), "Line 3: all values count the same here"),
+        (
+            (WRITE, READ, "output = weights * values"),
+            "Line 3: `weights` has the shape (2,) and `values` (2, 32). Python says: ValueError",
+        ),
+        ((WRITE, READ, f"{MIX}; return output"), "returns `output, weights`. Python says: ValueError"),
+        (
+            (WRITE, READ, "output = weights[:, None] * values"),
+            "Line 3: the output has the shape (2, 32) instead of (32,)",
+        ),
+        ((WRITE, READ, "output = values[pos]"), "Line 3: the output of position 2 is not the weighted sum"),
+    ],
+)
+def test_a_wrong_line_is_named_in_words(lesson, lines, expected):
+    assert expected in numpy_head(lesson, *lines)
+
+
+def test_the_solution_is_right(lesson):
+    variables = dict(lesson[1])
+    solution = re.search(r"```python\n(.*?)```", sources()["solution"], re.DOTALL).group(1)
+    run_cell(solution, variables)
+    assert variables["check"](variables["NumpyHead"]).startswith("Right: ")
+    kept = [line for line in sources()["numpy"].splitlines() if "..." not in line]
+    assert [line for line in solution.splitlines() if line not in kept] == [f"        {x}" for x in (WRITE, READ, MIX)]
+
+
+# -- the whole notebook ------------------------------------------------------------------------------------------------
+
+
+def test_every_cell_runs_and_a_reader_can_answer(tmp_path):
+    folder = tmp_path.resolve() / "kit"
+    copy_project(folder)
+    answers = [
+        ("guess_without = 0", "guess_without = 31415"),
+        ("guess_with = 0", "guess_with = 255"),
+        ("...  # 1. keep", f"{WRITE}  # keep"),
+        ("keys, values = ...  #", f"{READ}  #"),
+        ("output = ...  #", f"{MIX}  #"),
+        ("guess_speedup = 0", "guess_speedup = 100"),
+        ('TEXT_FILE = ""', 'TEXT_FILE = "data/sample.txt"'),
+        ("--eval_interval 400", "--preset lecture --max_iters 100 --eval_interval 50"),
+    ]
+    text, stored = printed(execute(folder, answers, timeout=300)), printed(nbformat.read(NOTEBOOK, 4))
+    for name in PLAIN:
+        if name not in ("setup", "count", "check"):
+            assert_same_print(text[name], stored[name])
+    assert text["count"].count("Right.") == 2 and text["check"].startswith("Right: ")
+    for name in TIMED:
+        assert without_numbers(text[name]) == without_numbers(stored[name])
+    assert "steps 0..100 of 512 characters" in text["train"] and "best val loss" in text["train"]
+    assert "1 of 1 samples)" in text["trained"] and (folder / "out" / "own" / "ckpt.pt").exists()
+
+
+if __name__ == "__main__":
+    store_outputs()

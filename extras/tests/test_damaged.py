@@ -1,0 +1,142 @@
+"""Files that are damaged, hostile or of another kind: one line that names the file, and no code runs."""
+
+import json
+import math
+import pickle
+import shutil
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from extras.checkpoint import load_checkpoint, load_model
+from extras.interop.checksums import read_tree, write_tree
+from extras.interop.onnx import OnnxGPT, write_onnx
+from extras.interop.transformers import write_folder
+from helpers import CHARS, STABLELM, TOKENIZER, Bomb, load, save_model, saved, tiny
+
+pytestmark = pytest.mark.slow  # they share exports, which take seconds
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with ckpt.pt, nanoGPT's nano.pt and meta.pkl, model.onnx and the folder hf, all of one model."""
+    folder, model = tmp_path_factory.mktemp("whole"), tiny(**STABLELM)
+    save_model(folder, model)
+    nano = load(folder / "ckpt.pt")
+    torch.save({name: nano[name] for name in ("model", "model_args")}, folder / "nano.pt")
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(CHARS))}))
+    write_onnx(model, TOKENIZER, folder / "model.onnx")
+    (folder / "hf").mkdir()
+    write_folder(model, TOKENIZER, folder / "hf")
+    return folder
+
+
+@pytest.fixture
+def files(whole, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(whole, tmp_path / "files")
+
+
+def read(files, name):
+    """Read a file or folder as the scripts do."""
+    if name == "meta.pkl":
+        load_model(files / "nano.pt", files / "meta.pkl")
+    elif name == "model.onnx":
+        OnnxGPT(files / name)
+    else:
+        load_model(files / name)
+
+
+# -- ways to damage a file: functions of the folder above --------------------------------------------------------------
+
+
+def bytes_of(name, content):
+    """Other bytes; `content` may be a function that makes them, given the path that hostile code would write to."""
+    return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
+
+
+def entry(name, change):
+    """Another entry in ckpt.pt."""
+
+    def damage(files):
+        content = load(files / "ckpt.pt")
+        torch.save(content | {name: change(content[name])}, files / "ckpt.pt")
+
+    return damage
+
+
+def json_of(name, change):
+    """Other settings in a JSON file of the folder hf."""
+
+    def damage(files):
+        content = json.loads((files / "hf" / name).read_text(encoding="utf-8"))
+        change(content)
+        (files / "hf" / name).write_text(json.dumps(content), encoding="utf-8")
+
+    return damage
+
+
+def tensor(name, value):
+    """Another tensor in the folder hf."""
+
+    def damage(files):
+        content = load_file(files / "hf" / "model.safetensors")
+        save_file(content | {name: value}, files / "hf" / "model.safetensors")
+
+    return damage
+
+
+def without_metadata(files):
+    proto = onnx.load(files / "model.onnx")
+    del proto.metadata_props[:]
+    onnx.save(proto, files / "model.onnx")
+
+
+DAMAGES = [
+    # what is read, the damage, a word of the message
+    ("ckpt.pt", bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
+    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "not a checkpoint"),
+    ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
+    ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
+    ("ckpt.pt", entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),
+    ("ckpt.pt", entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
+    ("ckpt.pt", entry("chars", lambda old: old[:-1]), "characters"),
+    ("ckpt.pt", entry("chars", lambda old: old[1] + old[1:]), "characters"),
+    ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
+    ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
+    ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
+    ("model.onnx", without_metadata, "not written by export.py"),
+    ("hf", lambda files: (files / "hf" / "config.json").unlink(), "config.json"),
+    ("hf", json_of("config.json", lambda old: old.update(model_type="llama")), "llama"),
+    ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
+    ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
+    ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "do not belong together"),
+    ("hf", tensor("extra", torch.ones(2)), "extra, which"),
+    ("hf", tensor("model.norm.weight", torch.full((32,), math.nan)), "NaN"),
+]
+
+
+@pytest.mark.parametrize(["name", "damage", "word"], DAMAGES)
+def test_damage_is_a_one_line_value_error_that_names_the_file_and_runs_no_code(name, damage, word, files):
+    read(files, name)
+    damage(files)
+    with pytest.raises(ValueError, match=word) as error:
+        read(files, name)
+    assert "\n" not in str(error.value) and str(files) in str(error.value)
+    assert not (files / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["hf/config.json", "hf/model.safetensors", "model.onnx"])
+def test_a_flipped_bit_beside_checksums_is_refused(name, files):
+    """In every file that SHA256SUMS lists. The table above has shown that a folder without it passes."""
+    file = files / name
+    write_tree(file.parent, read_tree(file.parent))
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    for read in (OnnxGPT,) if file.suffix == ".onnx" else (load_checkpoint,):
+        with pytest.raises(ValueError, match=f"{file.name} has changed") as error:
+            read(file if file.suffix == ".onnx" else file.parent)
+        assert str(file.parent) in str(error.value) and "\n" not in str(error.value)

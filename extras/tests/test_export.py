@@ -1,0 +1,134 @@
+"""export.py on the command line, and what sample.py and train.py do with the files that it wrote."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from extras.checkpoint import load_checkpoint, load_model
+from extras.interop.onnx import OnnxGPT, write_onnx
+from extras.interop.transformers import GRAPH
+from helpers import (
+    POST_LN,
+    PROMPT,
+    STABLELM,
+    assert_one_line,
+    assert_tells_no_paths,
+    full_disk,
+    here,
+    ok,
+    run,
+    sample,
+    save_model,
+    tiny,
+    tree,
+    unix,
+)
+from model import GPT, build
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """An out_dir with a checkpoint and its ONNX file."""
+    folder = tmp_path_factory.mktemp("out")
+    shutil.copy(trained / "ckpt.pt", folder)
+    ok(here("--format", "onnx", "--out_dir", folder, script="extras/export.py"))
+    return folder
+
+
+def assert_sums_fit(folder):
+    """By sha256sum, where there is one."""
+    if shutil.which("sha256sum"):
+        result = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, encoding="utf-8")
+        assert result.returncode == 0, result.stdout + result.stderr
+        files = {name for name, raw in tree(folder).items() if raw is not None}
+        assert {line.split(": ")[0] for line in result.stdout.splitlines()} == files - {"SHA256SUMS"}
+
+
+@pytest.mark.slow
+def test_the_engine_gives_the_text_of_pytorch(exported, tmp_path):
+    assert_sums_fit(exported / "onnx")
+    flags = ["--prompt", PROMPT, "--num_samples", "2", "--seed", "9"]
+    theirs = sample(exported, *flags).stdout
+    result = ok(sample(exported, *flags, "--engine", "onnx", "--verify"))
+    assert result.stdout == theirs
+    assert "2 of 2 samples)" in result.stderr
+    cached = 2 * 2 * 2 * 16 * 31 * 2 * 4  # keys and values, layers, heads, head size, tokens, rows, bytes
+    assert f"= {cached:,} bytes" in result.stderr
+    shutil.copy(exported / "onnx" / "model.onnx", tmp_path)  # the file is enough by itself
+    flags += ["--engine", "onnx", "--ckpt", tmp_path / "model.onnx", "--no-kv_cache"]
+    alone = here(*flags, script="sample.py")
+    assert alone.stdout == theirs and "KV cache: off" in alone.stderr, alone.stderr
+
+
+@pytest.mark.slow
+def test_engine_mistakes_are_one_line(exported, tmp_path):
+    model, tokenizer = load_model(exported / "ckpt.pt")
+    write_onnx(GPT(replace(model.config, block_size=16)).eval(), tokenizer, tmp_path / "other.onnx")
+    for flags, words in (
+        (["--prompt", "one"], ["--engine onnx", "3 and 13"]),
+        (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "export.py"]),
+        (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx needs --engine onnx"]),
+        (["--ckpt", tmp_path / "other.onnx", "--verify"], ["other.onnx was not exported from", "--out_dir"]),
+    ):
+        assert_one_line(sample(exported, "--prompt", PROMPT, "--engine", "onnx", *flags), *words)
+
+
+@pytest.mark.slow
+def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
+    result = ok(here("--format", "hf", "--ckpt", trained / "ckpt.pt", "--out_dir", tmp_path, script="extras/export.py"))
+    assert len(re.findall(r"greedy text: (\d+) of \1 tokens match", result.stdout)) == 2
+    folder = tmp_path / "hf"
+    assert_sums_fit(folder)
+    assert_tells_no_paths((path for path in folder.rglob("*") if path.is_file()), tmp_path)
+    model, tokenizer = load_model(trained / "ckpt.pt")
+    back = load_checkpoint(folder)
+    ids = torch.arange(32)[None] % len(tokenizer.vocab)
+    with torch.no_grad():
+        logits = model(ids)[0]
+        assert back["chars"] == tokenizer.vocab and torch.equal(build(back).eval()(ids)[0], logits)
+        torch.testing.assert_close(OnnxGPT(folder).logits(ids), logits, atol=1e-4, rtol=0)
+    damaged = bytearray((folder / GRAPH).read_bytes())
+    damaged[len(damaged) // 2] ^= 64
+    (folder / GRAPH).write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"model\.onnx has changed since export.py wrote it"):
+        OnnxGPT(folder / GRAPH)
+    with pytest.raises(ValueError, match="has its own tokenizer: leave out --meta"):
+        load_checkpoint(folder, tmp_path / "meta.pkl")
+
+
+@unix
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_older_export(tmp_path):
+    save_model(tmp_path, tiny(**STABLELM))
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "model.onnx").write_bytes(b"older")
+    flags = ["--format", "onnx", "--out_dir", tmp_path]
+    assert_one_line(run("-m", "extras.export", *flags, preexec_fn=full_disk(10**4)))
+    assert tree(tmp_path / "onnx") == {"model.onnx": b"older"}
+
+
+@pytest.mark.slow
+def test_export_mistakes_are_one_line(trained, tmp_path):
+    save_model(tmp_path, tiny(**POST_LN))
+    for flags, words in (
+        ([], ["--format"]),
+        (["--format", "gguf"], ["gguf"]),
+        (["--format", "onnx", "--ckpt", tmp_path / "none.pt"], ["none.pt"]),
+        (["--format", "hf", "--out_dir", tmp_path], ["norm_first=False"]),
+    ):
+        assert_one_line(here(*flags, script="extras/export.py"), *words)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(["format", "module"], [("onnx", "onnxscript"), ("hf", "transformers")])
+def test_a_missing_package_is_one_line_with_the_command(format, module, trained):
+    without = (
+        f"import sys, runpy; sys.modules[{module!r}] = None; runpy.run_module('extras.export', run_name='__main__')"
+    )
+    result = run("-c", without, "--format", format, "--ckpt", trained / "ckpt.pt")
+    assert_one_line(result, "pip install", module)

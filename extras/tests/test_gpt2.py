@@ -1,0 +1,307 @@
+"""GPT-2 itself, from a Hugging Face folder: on our own GPT, with our cache, and finetuned. transformers is the oracle.
+
+The folders are real, and their weights are random, so nothing is downloaded.
+"""
+
+import json
+import pickle
+import random
+import shutil
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from extras.bpe import tokenizer_from_json
+from extras.checkpoint import load_checkpoint, load_model
+from helpers import (
+    SAMPLE,
+    Bomb,
+    assert_one_line,
+    assert_same_run,
+    bpe,
+    here,
+    load,
+    needs_compiler,
+    ok,
+    plain_val_loss,
+    same,
+    start,
+    write_gpt2,
+)
+from model import build
+
+PROMPT = "The cat sat né"
+BPE = tokenizer_from_json(bpe())
+
+
+def sample(folder, *flags):
+    return here("--ckpt", folder, "--prompt", PROMPT, "--device", "cpu", *flags, script="sample.py")
+
+
+def greedy(hf, ids, length):
+    """The greedy continuation by transformers, ids (1, T) included."""
+    settings = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return hf.generate(ids, attention_mask=torch.ones_like(ids), max_length=length, **settings)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def as_openai_has_it(folder):
+    """The weights of the class without a head, and the causal masks that old files contain."""
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
+    n = tensors["wpe.weight"].size(0)
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, n, n).tril() for i in range(9) if f"h.{i}.ln_1.weight" in tensors}
+    save_file(tensors | masks, folder / "model.safetensors")
+
+
+def as_a_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def in_shards(folder):
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+
+
+LAYOUTS = [lambda folder: None, as_openai_has_it, as_a_pickle, in_shards]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
+    """Of 20 random shapes, in every layout of the files."""
+    rng = random.Random(seed)
+    n_head = rng.choice([1, 2, 3, 5])
+    settings = dict(
+        n_layer=rng.randint(1, 4),
+        n_head=n_head,
+        n_embd=n_head * rng.choice([4, 7, 16]),
+        n_positions=rng.choice([9, 24, 48]),
+        vocab_size=512 + rng.choice([0, 64]),
+        n_inner=rng.choice([None, 20, 77]),
+        activation_function=rng.choice(["gelu_new", "gelu"]),
+        tie_word_embeddings=seed % 5 != 3,
+    )
+    hf = write_gpt2(tmp_path, seed, **settings)
+    LAYOUTS[seed % 4](tmp_path)
+    model, tokenizer = load_model(tmp_path)
+    context = settings["n_positions"]
+    ids = torch.randint(512, (3, context), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        ours, theirs = model(ids)[0], hf(ids).logits
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    assert torch.equal(model.generate(ids[:1, :4], context, temperature=0), greedy(hf, ids[:1, :4], context))
+    assert tokenizer.state_dict() == BPE.state_dict()
+
+
+def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
+    checkpoint = load_checkpoint(gpt2)
+    model = build(checkpoint)
+    assert model.lm_head.weight is model.transformer["wte"].weight
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == len(set(names)) == len(checkpoint["model"]) - 1
+    assert all(p.data_ptr() == checkpoint["model"][name].data_ptr() for name, p in model.named_parameters())
+
+
+# -- sample.py ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--compile"], marks=needs_compiler),
+        pytest.param(["--draft", "ngram"], marks=pytest.mark.slow),
+        pytest.param(["--draft", "ngram", "--compile"], marks=[needs_compiler, pytest.mark.slow]),
+        pytest.param(["--no-kv_cache"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(gpt2), AutoTokenizer.from_pretrained(gpt2)
+    expected = greedy(hf, tokenizer(PROMPT, return_tensors="pt").input_ids, 48)
+    result = ok(sample(gpt2, *flags, "--temperature", "0", "--verify"))
+    assert result.stdout == tokenizer.decode(expected[0])
+    assert "1 of 1 samples)" in result.stderr
+    assert f"{48 - len(tokenizer(PROMPT).input_ids)} tokens: TTFT" in result.stderr
+
+
+@pytest.mark.slow
+def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(gpt2):
+    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4", "--draft", "ngram"]
+    result = ok(sample(gpt2, *flags, "--verify"))
+    assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
+    model, tokenizer = load_model(gpt2)
+    idx = torch.tensor([tokenizer.encode(PROMPT)]).repeat(3, 1)
+    rows = model.generate(idx, 90, seed=4, overflow="slide").tolist()
+    assert result.stdout == "\n---------------\n".join(map(tokenizer.decode, rows))
+
+
+@pytest.mark.slow
+def test_a_stop_text_ends_a_text_of_tokens(gpt2):
+    whole = ok(sample(gpt2)).stdout
+    for stop in (whole[20:22], whole[29:34]):
+        at = whole.index(stop, len(PROMPT))
+        assert ok(sample(gpt2, "--stop", stop, "--draft", "ngram", "--verify")).stdout == whole[:at]
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def config(**entries):
+    """A change of config.json."""
+
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | entries), encoding="utf-8")
+
+    return change
+
+
+def another_tokenizer(size, folder):
+    (folder / "tokenizer.json").write_text(bpe(size), encoding="utf-8")
+
+
+def hostile_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "harm"), protocol=2))
+
+
+def git_lfs_pointer(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n", encoding="utf-8")
+
+
+MISTAKES = [  # what is wrong with the folder, and words of the line
+    (config(model_type="llama"), ["it is a llama", "only transformers can run it"]),
+    (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "only transformers"]),
+    (config(activation_function="relu"), ["relu", "only transformers"]),
+    (config(n_layer=3), ["'transformer.h.2"]),
+    (config(n_embd=64), ["transformer.wte.weight does not fit its config.json"]),
+    (partial(another_tokenizer, 600), ["512 tokens", "600 tokens", "do not belong together"]),
+    (partial(another_tokenizer, 300), ["512 tokens", "300 tokens", "do not belong together"]),
+    (lambda folder: (folder / "tokenizer.json").unlink(), ["there is no tokenizer at", "tokenizer.json"]),
+    (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"), ["not a tokenizer.json"]),
+    (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
+    (hostile_weights, ["pytorch_model.bin is damaged, or contains more than tensors"]),
+    (git_lfs_pointer, ["model.safetensors is a Git LFS pointer", "git lfs pull"]),
+    (config(tie_word_embeddings=False), ["lacks lm_head.weight"]),
+]
+
+
+@pytest.mark.parametrize(
+    ["change", "words"], MISTAKES, ids=lambda value: value[0] if isinstance(value, list) else "change"
+)
+def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, gpt2, tmp_path):
+    folder = shutil.copytree(gpt2, tmp_path / "folder")
+    change(folder)
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(folder), *words]), error.value
+    assert not (folder / "harm").exists()
+
+
+@pytest.mark.slow
+def test_mistakes_at_the_command_line_are_one_line(gpt2, tmp_path):
+    config(model_type="llama")(shutil.copytree(gpt2, tmp_path / "llama"))
+    for flags, words in (
+        (["--ckpt", gpt2, "--prompt", b"caf\xe9".decode("utf-8", "surrogateescape")], ["not UTF-8", "caf"]),
+        (["--ckpt", gpt2, "--prompt", "x " * 400], ["tokens", "at most 47"]),
+        (["--ckpt", tmp_path / "llama"], ["it is a llama", "only transformers can run it"]),
+    ):
+        result = here(*flags, script="sample.py")
+        assert_one_line(result, *words)
+        assert result.stdout == ""
+
+
+# -- finetuning --------------------------------------------------------------------------------------------------------
+
+FINETUNE = "--device cpu --block_size 16 --gradient_accumulation_steps 2 --max_iters 6 --learning_rate 1e-3".split()
+
+
+@pytest.mark.slow
+def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_back_to_transformers(gpt2, tmp_path):
+    flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE, "--dropout", "0.1", "--save_interval", "2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    result = ok(here(*flags, "--out_dir", whole))
+    assert result.stdout.startswith("training preset finetune") and " of 32 tokens\n" in result.stdout
+
+    process = start(*flags, "--out_dir", killed)
+    while not (line := process.stdout.readline()).startswith("step 3/"):
+        assert line
+    process.kill()
+    process.communicate()
+    assert load(killed / "last.pt")["iter_num"] < 6
+    ok(here("--init_from", "resume", "--out_dir", killed))
+    assert_same_run(whole, killed)
+
+    ckpt = load(whole / "ckpt.pt")
+    first = load_checkpoint(gpt2)["model"]
+    assert ckpt["model_args"]["block_size"] == 16 and not same(ckpt["model"]["lm_head.weight"], first["lm_head.weight"])
+    ok(here("--format", "hf", "--ckpt", whole / "ckpt.pt", "--out_dir", tmp_path, script="extras/export.py"))
+    hf, theirs = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = load_model(whole / "ckpt.pt")
+    ids = theirs(PROMPT, return_tensors="pt").input_ids
+    assert ids[0].tolist() == tokenizer.encode(PROMPT) and theirs.decode(ids[0]) == PROMPT
+    assert torch.equal(greedy(hf.eval(), ids, 16), model.generate(ids, 16, temperature=0))
+    assert load_checkpoint(tmp_path / "hf")["tokenizer"] == load_checkpoint(gpt2)["tokenizer"]
+
+
+def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path):
+    flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE]
+    flags += ["--learning_rate", 0, "--weight_decay", 0, "--max_iters", 1, "--out_dir"]
+    ok(here(*flags, tmp_path))
+    first, last = load_checkpoint(gpt2)["model"], load(tmp_path / "last.pt")["model"]
+    name = "transformer.wpe.weight"
+    assert first[name].shape == (48, 32) and torch.equal(last[name], first[name][:16])
+    assert same({k: v for k, v in last.items() if k != name}, {k: v for k, v in first.items() if k != name})
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_the_folder_is_one_line(gpt2, data_dir, tmp_path):
+    bpe_flags = ["--tokenizer", "bpe", "--vocab_size", "300"]
+    ok(here("--input", SAMPLE, *bpe_flags, "--data_dir", tmp_path / "bpe", script="data/prepare.py"))
+    for flags, words in (
+        (["--data_dir", data_dir], ["are not those of", f"python data/prepare.py --tokenizer {gpt2}"]),
+        (["--data_dir", tmp_path / "bpe"], ["are not those of", f"python data/prepare.py --tokenizer {gpt2}"]),
+        (["--data_dir", gpt2 / "data", "--block_size", 64], ["--block_size 64 conflicts", "block_size 48"]),
+        (["--data_dir", gpt2 / "data", "--n_layer", 3], ["--n_layer 3 conflicts", "n_layer 2"]),
+        (["--data_dir", gpt2 / "data", "--init_from", "scratch", "--preset", "finetune"], ["--preset finetune"]),
+    ):
+        assert_one_line(here("--init_from", gpt2, "--out_dir", tmp_path / "out", *flags), *words)
+        assert not (tmp_path / "out").exists()
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_with_a_tokenizer_goes_to_onnx_but_not_to_the_page(gpt2, tmp_path):
+    ok(here("--format", "onnx", "--ckpt", gpt2, "--out_dir", tmp_path, script="extras/export.py"))
+    text = ok(sample(gpt2, "--num_samples", "2")).stdout
+    flags = ["--engine", "onnx", "--ckpt", tmp_path / "onnx" / "model.onnx", "--prompt", PROMPT, "--num_samples", "2"]
+    assert ok(here(*flags, script="sample.py")).stdout == text
+    result = here("--format", "web", "--ckpt", gpt2, "--out_dir", tmp_path, script="extras/export.py")
+    assert_one_line(result, "the page needs a model whose tokens are characters")
+    assert not (tmp_path / "web").exists()
+
+
+def test_a_nanogpt_checkpoint_of_gpt2s_tokens_takes_the_folder_of_the_tokenizer(gpt2, tmp_path):
+    """nanoGPT keeps no tokens in it, and pads 50,257 of them to 50,304."""
+    model, _ = load_model(gpt2)
+    args = dict(block_size=48, vocab_size=512, n_layer=2, n_head=4, n_embd=32, bias=True, dropout=0.0)
+    torch.save({"model": model.state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
+    ours, tokenizer = load_model(tmp_path / "ckpt.pt", gpt2)
+    assert tokenizer.state_dict() == BPE.state_dict() and ours.config.activation == "gelu"
+    with pytest.raises(ValueError, match="--meta"):
+        load_model(tmp_path / "ckpt.pt")
+    file = tmp_path / "tokenizer.json"  # the same tokenizer, written with other spaces, as OpenAI's is
+    file.write_text(json.dumps(json.loads((gpt2 / file.name).read_text(encoding="utf-8")), indent=1), encoding="utf-8")
+    flags = ["--init_from", tmp_path / "ckpt.pt", "--meta", file, "--data_dir", gpt2 / "data", "--eval_only"]
+    loss = plain_val_loss(model, np.fromfile(gpt2 / "data" / "val.bin", "<u2"), 48)
+    assert float(ok(here(*flags)).stdout.split()[2]) == pytest.approx(loss, abs=1e-4)

@@ -1,0 +1,128 @@
+"""Training and generation on a CUDA device, against the same computation on the CPU.
+
+They are skipped without such a device. `TEST_DEVICE=cpu` runs them on the CPU, which tests the tests.
+"""
+
+import os
+
+import pytest
+import torch
+
+from extras.decoding.decoder import Decoder
+from extras.decoding.static import CompiledGPT
+from helpers import (
+    DRAFTS,
+    FILTERS,
+    KINDS,
+    ROOT,
+    V,
+    here,
+    load,
+    log,
+    ok,
+    prompts,
+    random_model,
+    same,
+    sample,
+    tokens_differ,
+)
+from model import GPT, GPTConfig, Sampling, stream_tokens
+from train import pick_dtype
+
+DEVICE = os.environ.get("TEST_DEVICE", "cuda")
+ON_GPU = DEVICE != "cpu"
+pytestmark = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")
+SIZES = "--n_layer 2 --n_head 4 --n_embd 64 --block_size 64 --batch_size 16 --eval_interval 25".split()
+needs_float16 = pytest.mark.skipif(not ON_GPU, reason="float16 needs CUDA to train")
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def train(data_dir, out_dir, *flags, device=DEVICE):
+    return ok(here(*SIZES, "--device", device, "--data_dir", data_dir, "--out_dir", out_dir, *flags))
+
+
+def val_losses(out_dir):
+    return [float(row["val_loss"]) for row in log(out_dir) if row["val_loss"]]
+
+
+@pytest.mark.parametrize("recipe", ["modern", "nanogpt"])
+def test_a_run_in_float32_learns_what_it_learns_on_the_cpu(recipe, data_dir, tmp_path):
+    flags = ["--recipe", recipe, "--dtype", "float32", "--max_iters", 50]
+    train(data_dir, tmp_path / "here", *flags)
+    train(data_dir, tmp_path / "cpu", *flags, device="cpu")
+    assert val_losses(tmp_path / "here") == pytest.approx(val_losses(tmp_path / "cpu"), abs=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=needs_float16)])
+def test_a_run_in_half_precision_learns_as_one_in_float32_and_is_read_on_a_cpu(dtype, data_dir, tmp_path):
+    train(data_dir, tmp_path / "half", "--dtype", dtype, "--max_iters", 50)
+    train(data_dir, tmp_path / "float32", "--dtype", "float32", "--max_iters", 50)
+    assert val_losses(tmp_path / "half") == pytest.approx(val_losses(tmp_path / "float32"), abs=0.05)
+    last = load(tmp_path / "half" / "last.pt")
+    assert {(p.dtype, p.device.type) for p in last["model"].values()} == {(torch.float32, "cpu")}
+    assert bool(last["scaler"]) == (pick_dtype(dtype, torch.device(DEVICE)) == torch.float16)
+    ok(sample(tmp_path / "half", "--verify"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=needs_float16)])
+def test_a_resume_continues_the_run(dtype, data_dir, tmp_path):
+    """Kernels may add in any order, so the losses are equal up to rounding, and the scale of float16 exactly."""
+    flags = ["--dtype", dtype, "--dropout", 0.1, "--gradient_accumulation_steps", 2, "--lr_decay_iters", 50]
+    train(data_dir, tmp_path / "whole", *flags, "--max_iters", 50)
+    train(data_dir, tmp_path / "parts", *flags, "--max_iters", 25)
+    ok(here("--init_from", "resume", "--max_iters", 50, "--out_dir", tmp_path / "parts"))
+    assert val_losses(tmp_path / "parts") == pytest.approx(val_losses(tmp_path / "whole"), abs=0.02)
+    scalers = [load(tmp_path / name / "last.pt")["scaler"] for name in ("whole", "parts")]
+    assert same(*scalers)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def assert_tokens_of_the_cpu(model, got, ragged, steps, seed, filters):
+    """model is on the CPU. Equality is up to near-ties, because a GPU rounds logarithms and sums in other ways."""
+    for i, (ours, prompt) in enumerate(zip(got, ragged, strict=True)):
+        theirs = model.generate(prompt[None], steps, kv_cache=False, samples=[i], seed=seed, **filters)
+        assert tokens_differ(model, ours.cpu()[None], theirs, len(prompt), [i], seed, filters) is None
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_tokens_are_those_of_the_cpu(kind):
+    on_cpu = random_model(GPTConfig(block_size=48, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
+    there = GPT(on_cpu.config).eval()
+    there.load_state_dict(on_cpu.state_dict())
+    there.to(DEVICE)
+    ragged = [prompts(1, n, n)[0] for n in (1, 9, 30)]
+    for seed, filters in enumerate(FILTERS):
+        for kv_cache in (True, False):
+            got = there.generate(prompts(3, 7).to(DEVICE), 30, kv_cache=kv_cache, seed=seed, **filters)
+            assert_tokens_of_the_cpu(on_cpu, got, prompts(3, 7), 30, seed, filters)
+        for draft in DRAFTS.values():
+            got = Decoder(there, **draft).generate([row.to(DEVICE) for row in ragged], 40, seed=seed, **filters)
+            assert_tokens_of_the_cpu(on_cpu, got, ragged, 40, seed, filters)
+
+
+@pytest.mark.parametrize("flags", [[], ["--draft", "ngram"], ["--compile"], ["--draft", "ngram", "--compile"]], ids=str)
+def test_sample_verifies_its_texts(flags):
+    """The C backend runs on CPUs only, so on a GPU one line says that the texts are made without it."""
+    command = ["--ckpt", ROOT / "assets" / "shakespeare.pt", "--device", DEVICE, "--num_samples", 3]
+    result = ok(here(*command, "--prompt", "O Romeo, ", "--verify", *flags, script="sample.py"))
+    assert "3 of 3 samples)" in result.stderr
+    assert result.stderr.count("the C backend runs in float32 on the CPU") == (ON_GPU and "--compile" in flags)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_step_with_a_static_cache_computes_the_same(dtype):
+    model = random_model(GPTConfig(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=64, pos_emb="rope"))
+    model.to(DEVICE, getattr(torch, dtype))
+    compiled, idx = CompiledGPT(model, 2), prompts(2, 7).to(DEVICE)
+    for steps, overflow in ((33, "stop"), (60, "slide"), (33, "stop")):
+        sampling = Sampling(seed=steps, overflow=overflow)
+        if dtype == "float32":
+            blocks = list(stream_tokens(compiled, idx, steps, sampling))
+            assert torch.equal(torch.cat([idx, *blocks], 1), model.generate(idx, steps, seed=steps, overflow=overflow))
+    caches, text = (compiled.new_cache(2, 40), model.new_cache(2)), prompts(2, 40).to(DEVICE)
+    for begin, end in ((0, 7), *((i, i + 1) for i in range(7, 40))):
+        ours, theirs = (each.next_logits(text[:, begin:end], cache) for each, cache in zip((compiled, model), caches))
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-4 if dtype == "float32" else 0.3, rtol=0.02)

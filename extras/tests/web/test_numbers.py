@@ -1,0 +1,120 @@
+"""The numbers that the page shows are PyTorch's: the exported graph, asked in Node.js by the modules of the page."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from extras.interop.webpage import START
+from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WIDE, assert_text, ids_of
+from helpers import attend, ok
+from oracles import per_head_logits
+
+pytestmark = pytest.mark.slow
+
+
+PROMPT = ids_of("A cab, dad? ")
+T, STEPS, SAMPLING = len(PROMPT), 18, dict(temperature=1.0, seed=3)
+MASKED = 7  # a column
+JOBS = [
+    DEFAULT | dict(prompt=f"é{WIDE}\n", temperature=0.7, top_k=5, seed=2**64 - 1),
+    DEFAULT | dict(temperature=1.3, seed=2**63 + 2**31 + 5),
+    DEFAULT | dict(prompt="\n", temperature=0, top_k=1000),
+]
+POSITIONS = [0, 1, 2, 2, 5, 6, 7, 8, 20, 21, 22, 30]  # of the prompt
+
+
+def sampling_of(job):
+    """As JavaScript wants it, with a seed that no number holds."""
+    return dict(temperature=job["temperature"], topK=job.get("top_k"), seed=str(job["seed"]))
+
+
+@pytest.fixture(scope="module")
+def answers(page):
+    if not shutil.which("node"):
+        pytest.skip("no node")
+    run = dict(prompt=PROMPT, steps=STEPS, sampling=sampling_of(SAMPLING))
+    jobs = [
+        dict(prompt=ids_of(job["prompt"]), steps=CONFIG.block_size - len(job["prompt"]), sampling=sampling_of(job))
+        for job in JOBS
+    ]
+    plan = dict(run=run, jobs=jobs, positions=POSITIONS, masked=MASKED)
+    command = ["node", Path(__file__).with_name("numbers.mjs"), page, json.dumps(plan)]
+    return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)).stdout)
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    """The ids of the run, from PyTorch."""
+    return model.generate(torch.tensor([PROMPT]), STEPS, **SAMPLING)[0].tolist()
+
+
+def logits_of(model, *args, **kwargs):
+    return per_head_logits(model.state_dict(), vars(CONFIG), *args, **kwargs)
+
+
+def assert_probabilities(got, logits, **tolerance):
+    torch.testing.assert_close(torch.tensor(got), logits.softmax(-1).float(), **tolerance)
+
+
+def test_text_and_probabilities(answers, model, text):
+    assert answers["ids"] == text
+    assert_probabilities(answers["probabilities"], logits_of(model, text)[T - 1 : -1])
+
+
+@pytest.mark.parametrize("i", range(len(JOBS)))
+def test_the_text_of_other_settings(answers, model, i):
+    assert_text(model, "".join(CHARS[id] for id in answers["texts"][i]), JOBS[i])
+
+
+def test_the_columns_and_the_attention_of_every_head(answers, model, text):
+    """Keys and values are those in each Head's cache. Weights and mix are those of the newest query."""
+    inputs = {}
+    layers = [block.attn for block in model.transformer.h]
+    hooks = [attn.register_forward_pre_hook(lambda attn, args: inputs.update({attn: args})) for attn in layers]
+    fed = torch.tensor([text[:-1]])
+    model(fed, pos=torch.arange(fed.size(1)))
+    for hook in hooks:
+        hook.remove()
+    for attn, kept, attention in zip(layers, answers["kept"], answers["attention"], strict=True):
+        x, rope, pos, *_ = inputs[attn]
+        q = attn.project(x, rope)[0][:, :, -1:]
+        for head, keys, values in zip(attn.heads, *kept, strict=True):
+            torch.testing.assert_close(torch.tensor(keys), head.key_cache.flatten(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(torch.tensor(values), head.value_cache.flatten(), atol=1e-4, rtol=1e-4)
+        assert len(attention) == CONFIG.n_head
+        for i, (weights, mix) in enumerate(attention):
+            head = attn.heads[i * CONFIG.n_kv_head // CONFIG.n_head]
+            out, expected = attend(head, q[:, i], pos[:, -1:])
+            torch.testing.assert_close(torch.tensor(weights), expected.flatten(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(torch.tensor(mix), out.flatten(), atol=1e-5, rtol=1e-4)
+
+
+def test_at_other_positions_and_with_a_masked_column(answers, model):
+    allowed = torch.ones(T, T).tril() == 1
+    allowed[MASKED + 1 :, MASKED] = False
+    for got, expected in (("moved", dict(positions=POSITIONS)), ("masked", dict(allowed=allowed))):
+        logits = logits_of(model, PROMPT, **expected)[-1].float()
+        torch.testing.assert_close(torch.tensor(answers[got]), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_picture(page, model):
+    """The exporter computes it with ONNX Runtime and rounds it."""
+    opening = json.loads((page / "model.json").read_text(encoding="utf-8"))["opening"]
+    ids, given = opening["ids"], opening["given"]
+    sampling = {name: START[name] for name in ("temperature", "seed")}
+    prompt = torch.tensor([ids_of(START["prompt"])])
+    assert ids == model.generate(prompt, len(ids) - given, **sampling)[0].tolist()
+    model(torch.tensor([ids[:-1]]), pos=torch.arange(len(ids) - 1))
+    head = model.transformer.h[opening["layer"]].attn.heads[opening["head"] * CONFIG.n_kv_head // CONFIG.n_head]
+    for name, cache in (("keys", head.key_cache), ("values", head.value_cache)):
+        torch.testing.assert_close(torch.tensor(opening[name]), cache.flatten(), atol=1e-3, rtol=0)
+    assert_probabilities(opening["probabilities"], logits_of(model, ids)[given - 1 : -1], atol=2e-5, rtol=0)
+    for column, taken in list(enumerate(opening["taken"]))[::6]:  # a forward each
+        allowed = torch.ones(len(ids) - 1, len(ids) - 1).tril() == 1
+        allowed[-1, column] = False  # from the newest character
+        logits = logits_of(model, ids[:-1], allowed=allowed)[-1]
+        assert_probabilities(taken["probabilities"], logits, atol=2e-5, rtol=0)
