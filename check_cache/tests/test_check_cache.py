@@ -1,18 +1,16 @@
 """check_cache: correct caches pass, and broken ones are found with their cause."""
 
 import re
-import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
 from check_cache import check_cache, copies_of
 from check_cache.__main__ import main
-from check_cache.tests.bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
-from check_cache.tests.test_families import family
-from helpers import ROOT, random_model, run
-from model import GPTConfig, KVCache
+from test_families import family
 
 # -- broken caches -----------------------------------------------------------------------------------------------------
 
@@ -44,30 +42,6 @@ def test_a_broken_cache_is_found_with_its_cause(name, monkeypatch):
 
 
 # -- correct caches ----------------------------------------------------------------------------------------------------
-
-
-def kvgpt(model):
-    """Return the adapter of kvGPT's GPT. pos says how much of its cache is valid, so there is nothing to crop."""
-    return dict(
-        full=lambda ids: model(ids)[0],
-        new=lambda rows, length: model.new_cache(rows),
-        step=lambda ids, cache, pos: model(ids, pos=pos, cache=cache)[0],
-        crop=lambda cache, length: None,
-        reorder=lambda cache, rows: cache.select(rows.tolist()),
-        reset=lambda cache: model.new_cache(len(cache.lengths)),
-        generate=lambda ids, count, use_cache: model.generate(ids, count, temperature=0, kv_cache=use_cache),
-        context=model.config.block_size,
-    )
-
-
-@pytest.mark.parametrize("network", [dict(), dict(pos_emb="rope", n_kv_head=2, qk_norm=True, activation="swiglu")])
-def test_the_cache_of_kvgpt_is_correct(network):
-    model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32, **network))
-    report = check_cache(**kvgpt(model))
-    report.assert_correct()
-    said = {result.scenario: (result.status, result.why) for result in report.results}
-    assert said["chunks of mixed sizes"] == said["reorder"] == said["generate"] == ("correct", None)
-    assert said["left padding"] == ("not run", "the step takes no mask")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
@@ -133,6 +107,33 @@ def test_functions_make_an_adapter(adapter, monkeypatch):
     function(monkeypatch.setattr)
     report = check_cache(**adapter(Decoder()), scenarios=["decode"])
     assert report.exit_code == 1 and cause.partition("|")[0] in report.results[0].why, report
+
+
+def test_a_step_may_return_a_new_cache():
+    """Here a tensor, which has no methods of a cache: one vector per row, the sum of all embeddings so far."""
+
+    class Sums(torch.nn.Module):
+        vocab_size = 9
+
+        def __init__(self):
+            super().__init__()
+            self.wte, self.head = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9)
+
+        def full(self, ids):
+            return self.step(ids, 0)[0]
+
+        def new(self, rows, length):
+            return torch.zeros(rows, 1, 8)
+
+        def step(self, ids, cache):
+            sums = cache + self.wte(ids).cumsum(1)
+            return self.head(sums.tanh()), sums[:, -1:]
+
+    report = check_cache(Sums(), length=24)
+    report.assert_correct(require=["decode", "prefix used twice", "two caches at once"])
+    said = " ".join(str(report).split())
+    assert "own cache: the step takes no mask" in said
+    assert "reorder, own cache: the cache has no reorder_cache" in said
 
 
 def test_scenarios_that_cannot_run_are_listed_with_the_reason():
@@ -354,16 +355,6 @@ def test_where_attention_is_hidden_the_cause_is_unknown(monkeypatch):
 # -- what could hide a wrong cache, or make a correct one look wrong ---------------------------------------------------
 
 
-def test_projections_of_zeros_hide_nothing(monkeypatch):
-    model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32))
-    model.zero_init()
-    check_cache(**kvgpt(model), scenarios=["decode"]).assert_correct()
-    update = KVCache.update
-    monkeypatch.setattr(KVCache, "update", lambda *args: [x.flip(-1) for x in update(*args)])
-    assert check_cache(**kvgpt(model), scenarios=["decode"]).exit_code == 1
-    assert not model.transformer.h[0].attn.c_proj.weight.any()  # restored
-
-
 class Pages(Cache):
     """Pages of 16 tokens. Rows of a reordered batch that share a past share their newest page until it is full."""
 
@@ -573,22 +564,6 @@ def test_older_versions_are_refused(package, version, monkeypatch):
         check_cache(model)
 
 
-def test_rows_of_different_lengths(monkeypatch):
-    """A cache whose slot is the position, as with input_pos or start_pos: shorter rows are padded on the right."""
-    model = random_model(GPTConfig(block_size=48, vocab_size=31, n_layer=2, n_head=4, n_embd=32))
-
-    def step(ids, cache, pos, lengths):
-        pos = pos[:, :1] + torch.arange(ids.size(1))  # rises over the padding, too
-        return model(ids, pos=pos, cache=cache)[0]
-
-    adapter = kvgpt(model) | dict(step=step, scenarios="different")
-    check_cache(**adapter).assert_correct(require="rows of different lengths")
-    mask = KVCache.mask
-    monkeypatch.setattr(KVCache, "mask", lambda self, pos: mask(self, pos.amax(0, keepdim=True).expand_as(pos)))
-    report = check_cache(**adapter)
-    assert report.exit_code == 1 and "but should not" in report.results[0].why, report
-
-
 @pytest.mark.parametrize("mistake", ["", "forgotten", "reused"])
 def test_cross_attention(mistake):
     """What the encoder said is an input besides ids. A module must not keep it for the next batch of the same size."""
@@ -635,44 +610,7 @@ def test_a_tolerance(monkeypatch):
     assert check_cache(**functions(Decoder()), **options, tolerance=tolerance).exit_code == 1
 
 
-# -- the folder and the command ---------------------------------------------------------------------------------------
-
-
-SUMS = """
-import torch
-
-class Sums(torch.nn.Module):  # the cache is one vector per row: the sum of all embeddings so far
-    vocab_size = 9
-
-    def __init__(self):
-        super().__init__()
-        self.wte, self.head = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9)
-
-    def full(self, ids):
-        return self.step(ids, 0)[0]
-
-    def new(self, rows, length):
-        return torch.zeros(rows, 1, 8)
-
-    def step(self, ids, cache):
-        sums = cache + self.wte(ids).cumsum(1)
-        return self.head(sums.tanh()), sums[:, -1:]
-"""
-
-
-@pytest.mark.slow
-def test_the_folder_can_be_copied_and_needs_only_torch(tmp_path):
-    """A step may also return a new cache. The process can import neither kvGPT nor transformers."""
-    shutil.copytree(ROOT / "check_cache", tmp_path / "check_cache", ignore=shutil.ignore_patterns("tests"))
-    (tmp_path / "mine.py").write_text(SUMS, encoding="utf-8")
-    result = run("-m", "check_cache", "mine:Sums", "--length", "24", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    shown = " ".join(result.stdout.split())
-    assert "correct decode" in shown and "prefix used twice, two caches at once" in shown.partition("not run")[0]
-    assert "own cache: the step takes no mask" in shown
-    assert "reorder, own cache: the cache has no reorder_cache" in shown
-    loaded = run("-c", "import check_cache, sys; print(*sys.modules)", cwd=tmp_path).stdout.split()
-    assert "torch" in loaded and not {"transformers", "extras", "model", "matplotlib"} & {*loaded}
+# -- the command ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -698,7 +636,7 @@ def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
     code, shown, _ = command(tmp_path / "llama", *flags)
     assert code == 0 and "WRONG" not in shown
     (tmp_path / "mine.py").write_text(
-        "from check_cache.tests import bugs\n\ndef broken():\n    bugs.Cache.reorder_cache = lambda self, rows: None\n"
+        "import bugs\n\ndef broken():\n    bugs.Cache.reorder_cache = lambda self, rows: None\n"
         "    return bugs.Decoder()\n",
         encoding="utf-8",
     )
@@ -714,7 +652,7 @@ def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
 @pytest.mark.slow
 def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
     """Each script prints a report that the page shows, up to rounding."""
-    page = (ROOT / "check_cache" / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE).group(1)
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,6 +1,6 @@
 """The caches of all these families of transformers are correct, except for known defects.
 
-python -m check_cache.tests.test_families     prints how many seconds each family takes, for README.md
+python tests/test_families.py     prints how many seconds each family takes. Needs an installed check_cache
 """
 
 import time
@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from bugs import tiny
 from check_cache import check_cache
-from check_cache.tests.bugs import tiny
 
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=61)
 COMMON = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from check_cache import check_cache
-from check_cache.tests.wild import repros
-from check_cache.tests.wild.adapters import (
+from wild import repros
+from wild.adapters import (
     curated_transformers,
     encodec,
     litgpt,
@@ -32,7 +32,7 @@ from check_cache.tests.wild.adapters import (
 PACKAGES = Path(__file__).parent / "wild" / ".packages"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs make check_cache/tests/wild/.packages"),
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs wild/.packages: see wild/requirements.txt"),
 ]
 # what these libraries import for text, sound, data and training. Their decoders do not compute with it
 UNUSED = {"curated_tokenizers", "dacite", "datasets", "fairscale", "lightning", "lightning_utilities", "mlstm_kernels"}
