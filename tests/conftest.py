@@ -1,1 +1,1 @@
-pytest_plugins = ["shared_fixtures"]
+pytest_plugins = ["shared_fixtures", "prepare_fixtures"]

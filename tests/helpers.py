@@ -1,30 +1,24 @@
 """Shared by the tests: scripts run as a user runs them, random models, comparisons of tokens, checkpoints and runs."""
 
+import ast
 import contextlib
 import csv
 import io
 import itertools
-import math
 import os
-import re
 import runpy
-import shutil
+import signal
 import subprocess
 import sys
-from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from extras.bpe import train_bpe
-from extras.checkpoint import load_model
-from extras.decoding.ngrams import count_ngrams
-from model import GPT, CharTokenizer, GPTConfig, Head, Sampling, save
+from model import GPT, CharTokenizer, GPTConfig, Head, Sampling, load_model, save
 from prepare import distinct_characters, encode_characters, split_point, write
 from sample import near_tie, text_context_start
 from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype
@@ -78,12 +72,6 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
-def full_disk(limit):
-    """Return the preexec_fn of a process for which a file of more than `limit` bytes fails, as on a full disk."""
-    resource = pytest.importorskip("resource")  # not on Windows
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-
 def tree(folder):
     """{name: bytes} of all files below a folder, and None for a folder."""
     paths = folder.rglob("*")
@@ -95,6 +83,55 @@ def saved(content):
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
+
+
+def imported_names(nodes):
+    """Return the dotted names that these nodes of an ast import."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+# -- files that are damaged, and writes that fail ----------------------------------------------------------------------
+
+
+def bytes_of(name, content):
+    """Damage a folder's file: other bytes. `content` may make them, given the path that hostile code would write to."""
+    return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
+
+
+# Source text: each folder in a forked child, which saves the imports. Folder kill/7 is killed at its 7th write.
+# For the fixture faults.
+FORKS = """
+import os, runpy, sys
+from pathlib import Path
+
+def forked(folder, do):
+    child = os.fork()
+    if not child:
+        os.environ.update({"FAULT_DIR": f"{folder}/", "FAULT_AT": folder.name})
+        if folder.parent.name == "kill":
+            os.environ["FAULT_KILLS"] = "1"
+        try:
+            do(folder)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, flush=True)
+    return code
+"""
+
+
+def num_faults(codes, kills):
+    """How many writes failed before the first folder in which there were fewer."""
+    n = codes.index(0)
+    assert codes[:n] == [-signal.SIGKILL if kills else 1] * n
+    return n
 
 
 # -- train.py ----------------------------------------------------------------------------------------------------------
@@ -149,13 +186,6 @@ def here(*flags, script="train.py"):
         except SystemExit as error:
             code = error.code or 0
     return subprocess.CompletedProcess(flags, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
-
-
-@lru_cache
-def flags_of(*scripts):
-    """Return the flags that the --help of these scripts lists."""
-    lists = [here("--help", script=script).stdout.partition("\noptions:")[2] for script in scripts]
-    return set(re.findall(r"--[\w-]+", "".join(lists)))
 
 
 def load(path):
@@ -263,6 +293,27 @@ def texts_of(out_dir, prompt, steps, rows=1, **sampling):
     return [tokenizer.decode(row) for row in out.tolist()]
 
 
+def text_before(text, stops):
+    """The text before the stop text that is complete first, by another way than Sequence: character by character."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
+
+
+def assert_each_row_stops(out_dir, flags):
+    """Each row stops on its own: it neither stops the other rows nor continues, and no draft jumps over its stop."""
+    texts = texts_of(out_dir, "First ", 100, rows=4)
+    stops = [texts[0][12:14], texts[2][20:22]]
+    expected = ["First " + text_before(text[len("First ") :], stops) for text in texts]
+    assert len(set(map(len, expected))) > 1
+    stop_flags = [word for stop in stops for word in ("--stop", stop)]
+    result = ok(sample(out_dir, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
+    assert result.stdout == "\n---------------\n".join(expected)
+    assert "4 of 4 samples)" in result.stderr
+
+
 # -- models ------------------------------------------------------------------------------------------------------------
 
 KINDS = [
@@ -287,14 +338,6 @@ def heads_of(model):
     return [module for module in model.modules() if isinstance(module, Head)]
 
 
-def attend(head, q, pos):
-    """Attention over the caches of a Head, for queries `(B, T, hs)` at positions `(B, T)`: the output, the weights."""
-    scores = q @ head.key_cache.transpose(1, 2) / math.sqrt(q.size(-1))
-    visible = torch.arange(head.key_cache.size(1)) <= pos[..., None]
-    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
-    return weights @ head.value_cache, weights
-
-
 V, CONTEXT = 23, 16
 MODELS = {
     i: random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind), seed=i)
@@ -316,6 +359,24 @@ def prompts(batch, length, seed=0):
     return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def assert_train_mode_is_refused(way):
+    """In train mode there is no cache. Several threads could not put one model into eval mode and back.
+
+    way(model, idx, max_new_tokens, *settings)  a stream of blocks
+    """
+    model = random_model(MODELS[0].config)
+    expected = model.generate(prompts(1, 3), 9, seed=1)
+    stream = way(model, prompts(1, 3), 9)
+    model.transformer.h[1].train()  # one layer is enough
+    with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
+        next(iter(stream))
+    model.train()
+    with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
+        model.generate(prompts(1, 3), 2)
+    model.eval()
+    assert torch.equal(torch.cat([prompts(1, 3), *way(model, prompts(1, 3), 9, 0.8, None, None, 1)], 1), expected)
+
+
 def tokens_differ(model, ours, theirs, T, samples, seed, filters):
     """Where two generations differ by more than a near-tie: the first (row, step), or None."""
     sampling = Sampling(seed=seed, **filters)
@@ -330,42 +391,10 @@ def tokens_differ(model, ours, theirs, T, samples, seed, filters):
     return None
 
 
-# -- the Decoder -------------------------------------------------------------------------------------------------------
-
-TEXT = np.random.default_rng(0).choice(V, 3000, p=np.arange(V, 0, -1) / (V * (V + 1) / 2))
-NGRAMS = count_ngrams(TEXT, V, 1000)
-DRAFTS = {
-    "one token per step": dict(draft=None),
-    "look-up": dict(draft="ngram"),
-    "n-grams": dict(draft="ngram", ngrams=NGRAMS),
-}
-a_draft = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
-WAYS = DRAFTS | ({} if needs_compiler.args[0] else {f"{k}, compiled": v | {"compile": True} for k, v in DRAFTS.items()})
-a_way = st.sampled_from(sorted(WAYS)).map(WAYS.get)
-
-
-def assert_same_as_alone(model, got, ragged, steps, samples, seed, filters, **more):
-    """Assert that each row of `got` equals GPT.generate on its prompt alone, without the cache, up to a near-tie."""
-    for ours, prompt, i in zip(got, ragged, samples, strict=True):
-        theirs = model.generate(prompt[None], steps, kv_cache=False, samples=[i], seed=seed, **filters, **more)
-        assert tokens_differ(model, ours[None], theirs, len(prompt), [i], seed, filters) is None
-
-
-def without_minus_one(ragged, blocks):
-    """Return each prompt with its continuation, from the blocks of Decoder.stream."""
-    rows = [torch.cat((prompt, *(block[i] for block in blocks))) for i, prompt in enumerate(ragged)]
-    return [row[row >= 0] for row in rows]
-
-
-# -- exports -----------------------------------------------------------------------------------------------------------
+# -- small models of characters ----------------------------------------------------------------------------------------
 
 CHARS = "\n !abcdefgé😀"
-TOKENIZER = CharTokenizer(CHARS)
 SIZE = dict(block_size=24, vocab_size=len(CHARS), n_layer=2, n_head=4, n_embd=32, bias=False)
-# networks that transformers' classes of these names compute, and one that no class of transformers computes
-GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")
-POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 
 
 def tiny(**network):
@@ -373,35 +402,7 @@ def tiny(**network):
     return random_model(GPTConfig(**(SIZE | network)))
 
 
-@lru_cache
-def bpe(vocab_size=512):
-    """The tokenizer.json of a BPE that was trained on data/sample.txt."""
-    return train_bpe([SAMPLE.read_text(encoding="utf-8")], vocab_size)
-
-
-def write_gpt2(folder, seed=0, **settings):
-    """Write the folder of a random GPT-2 as transformers writes it, with a BPE of 512. Returns transformers' model."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = dict(vocab_size=512, n_positions=48, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
-    torch.manual_seed(seed)
-    hf = GPT2LMHeadModel(GPT2Config(**(sizes | settings))).eval()
-    with torch.no_grad():
-        for p in hf.parameters():  # large enough for tokens to differ from each other
-            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (p == 1))
-    hf.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(bpe(), encoding="utf-8")
-    return hf
-
-
 def save_model(folder, model, chars=CHARS, ngrams=None):
-    """Write ckpt.pt with what export.py and sample.py need of a checkpoint."""
+    """Write ckpt.pt with what the scripts need of a checkpoint."""
     content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars, ngrams=ngrams)
     save(folder / "ckpt.pt", content)
-
-
-def assert_tells_no_paths(files, *more):
-    """The files hold neither the project's path nor the user's home, nor the paths in `more`."""
-    for file in files:
-        for folder in (ROOT, Path.home(), *more):
-            assert str(folder).encode() not in file.read_bytes(), (file, folder)

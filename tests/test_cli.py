@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT, assert_one_line, here, linux, save_model, tiny, unix
+from helpers import ROOT, linux, unix
 from sample import PRETRAINED, number, pick_checkpoint
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -165,59 +165,3 @@ def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(first,
     number = int(getattr(signal, first))
     expected = (0, f"0\n{number}\n{number}\n", "") if survives else (-number, f"0\n{number}\n", "")
     assert finish(script(*lines)) == expected
-
-
-# -- every engine with every flag --------------------------------------------------------------------------------------
-
-ENGINES = {
-    "plain": [],
-    "no cache": ["--no_kv_cache"],
-    "draft": ["--draft", "ngram"],
-    "C": ["--compile"],
-    "C, draft": ["--compile", "--draft", "ngram"],
-    "int8": ["--weights", "int8"],
-    "onnx": ["--engine", "onnx"],
-}
-CELLS = {  # what is added, and the engines that refuse it
-    "seed": ("--seed 5 --top_k 3 --top_p 0.9", []),
-    "two prompts": ("--prompt ba", ["no cache"]),
-    "prompts of two lengths": ("--prompt b", ["no cache", "onnx"]),
-    "samples": ("--num_samples 3", []),
-    "two prompts, samples": ("--prompt ba --num_samples 2", ["no cache"]),
-    "stop": ("--stop a --stop bb", []),
-    "slide": ("--overflow slide --max_new_tokens 40", []),
-    "slide, two prompts": ("--overflow slide --max_new_tokens 40 --prompt ba", ["no cache"]),
-    "verify": ("--verify", []),
-    "verify, stop, samples": ("--verify --stop c --num_samples 2", []),
-    "bfloat16": ("--dtype bfloat16", ["onnx"]),
-    "explain": ("--explain", ["no cache", "draft", "C", "C, draft", "onnx"]),
-    "cache as a value": ("--kv_cache=True", []),
-}
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """A folder with ckpt.pt and its export."""
-    folder = tmp_path_factory.mktemp("exported")
-    save_model(folder, tiny())
-    done = here("--format", "onnx", "--out_dir", folder, script="extras/export.py")
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("cell", CELLS)
-def test_every_engine_takes_every_flag_or_refuses_it_in_one_line(engine, cell, exported):
-    more, refused_by = CELLS[cell]
-    if (cell, engine) == ("bfloat16", "C"):
-        pytest.skip("torch.compile, in test_gpu.py")
-    flags = ["--out_dir", exported, "--device", "cpu", "--prompt", "ab", *more.split()]
-    result = here(*flags, *ENGINES[engine], script="sample.py")
-    if engine in refused_by:
-        assert_one_line(result)
-        assert result.stdout == ""
-        return
-    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
-    if engine != "int8" and cell != "bfloat16":
-        assert result.stdout == here(*flags, script="sample.py").stdout

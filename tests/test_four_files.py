@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 from collections import defaultdict
 
@@ -83,7 +84,7 @@ def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tm
     ours, theirs = load(folder / "out" / "last.pt"), load(tmp_path / "last.pt")
     for name in ("model", "optimizer", "mtp", "scaler", "iter_num", "best_val_loss", "model_args", "chars"):
         assert same(ours[name], theirs[name]), name
-    assert theirs["ngrams"] and not ours["ngrams"]
+    assert not ours["ngrams"]
     columns = ("step", "train_loss", "val_loss", "grad_norm")
     rows = [[[row[name] for name in columns] for row in log(out)] for out in (folder / "out", tmp_path)]
     assert rows[0] == rows[1]
@@ -117,11 +118,27 @@ DIFFERENT = {
 def test_helpers_that_stand_in_several_files_are_equal():
     """The four files do not import each other, so a change to one copy has to reach the rest."""
     found = defaultdict(set)
-    files = [ROOT / name for name in FILES if name.endswith(".py")] + [ROOT / "extras" / "cli.py"]
-    for file in files:
+    for file in [ROOT / name for name in FILES if name.endswith(".py")]:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found[node.name].add((file.name, ast.unparse(node)))
     twice = {name: copies for name, copies in found.items() if len(copies) > 1 and name not in DIFFERENT}
     assert {"note", "one_line_errors", "needs_extras", "Parser", "write_atomically", "name_in_errors"} <= twice.keys()
     assert [name for name, copies in twice.items() if len({source for _, source in copies}) > 1] == []
+
+
+# -- the tests without extras ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_these_tests_need_neither_extras_nor_check_cache(tmp_path):
+    """You may delete both folders."""
+    for name in (*FILES, "assets/shakespeare.pt", "pyproject.toml", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("tests", "lesson"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    flags = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "tests"]
+    said = ok(run("-m", "pytest", *flags, cwd=tmp_path, env=ONE_THREAD, timeout=900)).stdout
+    assert int(re.search(r"(\d+) passed", said)[1]) > 200, said

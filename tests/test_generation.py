@@ -1,6 +1,5 @@
 """The promise: whatever the way of decoding, the same tokens for the same seed, unless rounding turns a near-tie."""
 
-import contextlib
 import inspect
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extras.decoding.decoder import Decoder
 from helpers import (
     CONTEXT,
     MODELS,
@@ -18,6 +16,7 @@ from helpers import (
     a_filter,
     a_model,
     a_seed,
+    assert_train_mode_is_refused,
     heads_of,
     prompts,
     random_model,
@@ -223,66 +222,23 @@ def test_the_prefill_runs_once_and_then_one_token_a_step():
     handle.remove()
 
 
-@pytest.mark.parametrize("way", [GPT.stream, lambda model, *args: Decoder(model).stream(*args)], ids=["GPT", "Decoder"])
-def test_train_mode_is_refused_at_any_step_and_the_text_goes_on_in_eval_mode(way):
-    """In train mode there is no cache. Several threads could not put one model into eval mode and back."""
-    model = random_model(MODELS[0].config)
-    expected = model.generate(prompts(1, 3), 9, seed=1)
-    stream = way(model, prompts(1, 3), 9)
-    model.transformer.h[1].train()  # one layer is enough
-    with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
-        next(iter(stream))
-    model.train()
-    with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
-        model.generate(prompts(1, 3), 2)
-    model.eval()
-    assert torch.equal(torch.cat([prompts(1, 3), *way(model, prompts(1, 3), 9, 0.8, None, None, 1)], 1), expected)
-
-
-def interrupt_at(model, call):
-    """Let the call-th forward of layer 1 raise KeyboardInterrupt, as Ctrl-C would. Returns the handle of the hook."""
-    calls = itertools.count(1)
-
-    def interrupt(*_):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-
-    return model.transformer.h[1].mlp.register_forward_pre_hook(interrupt)
-
-
-@pytest.mark.parametrize("overflow, steps", [("stop", 11), ("slide", 3 * CONTEXT)])
-@pytest.mark.parametrize("call", [1, 4, CONTEXT, CONTEXT + 2])
-def test_a_generation_goes_on_after_ctrl_c(call, overflow, steps):
-    """In a prefill, in a step, and in the prefill after a slide."""
-    model, idx = MODELS[0], prompts(2, 5)
-    expected = model.generate(idx, steps, seed=1, overflow=overflow)
-    generation, blocks = Decoder(model).stream(idx, steps, seed=1, overflow=overflow), [idx]
-    handle = interrupt_at(model, call)
-    try:
-        for _ in range(2):
-            with contextlib.suppress(KeyboardInterrupt):
-                for block in generation:
-                    blocks.append(block)
-    finally:
-        handle.remove()
-    assert torch.equal(torch.cat(blocks, dim=1), expected)
+def test_train_mode_is_refused_at_any_step_and_the_text_goes_on_in_eval_mode():
+    assert_train_mode_is_refused(GPT.stream)
 
 
 def test_a_stream_may_be_left_and_taken_up_outside_of_inference_mode():
     model, idx = MODELS[0], prompts(2, 5)
-    for way in (GPT.stream, lambda model, *args: iter(Decoder(model).stream(*args))):
-        stream = way(model, idx, 6, 0.8, None, None, 1)
-        with torch.inference_mode():
-            blocks = [idx, next(stream)]
-        assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
+    stream = model.stream(idx, 6, 0.8, None, None, 1)
+    with torch.inference_mode():
+        blocks = [idx, next(stream)]
+    assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
 
 
 def test_no_head_keeps_the_cache_of_a_generation():
     """It can take gigabytes."""
     model = random_model(MODELS[0].config)
-    for generate in (model.generate, Decoder(model).generate):
-        generate(prompts(2, 5), 3)
-        assert all(head.cache is None for head in heads_of(model))
+    model.generate(prompts(2, 5), 3)
+    assert all(head.cache is None for head in heads_of(model))
     model(prompts(1, 4), pos=torch.arange(4))  # the model's own stays
     model.generate(prompts(2, 5), 3)
     assert heads_of(model)[0].key_cache.shape[:2] == (1, 4)

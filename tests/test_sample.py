@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers import PROMPT, ROOT, assert_one_line, needs_compiler, ok, random_model, run, sample, texts_of, unix
+from helpers import PROMPT, ROOT, assert_one_line, ok, random_model, sample, texts_of, unix
 from model import GPTConfig, KVCache, save
 from sample import PRETRAINED, parse_args
 
@@ -125,32 +125,6 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
     assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
 
 
-# -- sample.py --compile -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("more", [[], ["--draft", "ngram"], ["--num_samples", 3, "--overflow", "slide"]])
-def test_the_compiled_step_gives_the_same_text(trained, more):
-    flags = ["--prompt", "First ", "--compile", "--max_new_tokens", 50, *more]
-    result = ok(sample(trained, *flags, "--verify"))
-    assert re.search(r"(\d) of \1 samples\)", result.stderr), result.stderr
-    assert ("draft tokens accepted" in result.stderr) == ("ngram" in more)
-    assert "for the model and the C backend\n" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("works", [True, False])
-def test_without_a_c_compiler_torch_compile_takes_the_step_or_one_line_says_so(works, trained, tmp_path):
-    env = {"CC": "/nowhere/cc"} if works else {"CC": "false", "CXX": "false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    flags = ["--prompt", "First ", "--overflow", "slide", "--num_samples", 2, "--max_new_tokens", 60]
-    child = ["sample.py", "--out_dir", trained, "--device", "cpu", *flags, "--compile"]
-    result = ok(run(*child, env=env, timeout=300))
-    assert "compiling with torch.compile instead" in result.stderr and "Traceback" not in result.stderr
-    assert result.stderr.count("decoding without --compile") == (not works)
-    assert result.stdout == ok(sample(trained, *flags)).stdout
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +145,6 @@ def test_without_a_c_compiler_torch_compile_takes_the_step_or_one_line_says_so(w
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),
         (["--explain", "--num_samples", "2"], ["--explain"]),
-        (["--init_from=gpt2-xl"], ["--init_from=gpt2-xl", "for GPT-2 pass its folder: --ckpt FOLDER"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

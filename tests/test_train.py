@@ -1,13 +1,10 @@
 """train.py: batches, the step, whole runs, mistakes, and what a signal or a loss that is not finite does to a run."""
 
-import csv
 import itertools
 import math
-import re
 import shlex
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extras.checkpoint import load_model
 from helpers import (
     BROKEN,
     CPU,
     HEADER,
-    SAMPLE,
     SMALL,
     STATEFUL,
     assert_one_line,
@@ -33,14 +28,13 @@ from helpers import (
     load,
     log,
     ok,
-    plain_val_loss,
     same,
     start,
     tiny_run,
     unix,
 )
 from model import GPT, GPTConfig
-from train import compile_module, load_dataset, ngram_targets, train_step
+from train import compile_module, ngram_targets, train_step
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
@@ -169,41 +163,6 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2 and "--patience" in result.stdout
 
 
-# -- tokens that are not characters ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
-    """The unit does not depend on the tokens: here it is computed from the bytes of the val text and its whole loss."""
-    data = tmp_path / "data"
-    prepare = ["--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 300, "--data_dir", data]
-    ok(here(*prepare, script="data/prepare.py"))
-    flags = [*STATEFUL, "--data_dir", data, "--eval_interval", 3, "--lr_decay_iters", 9, "--sample_interval", 6]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    result = ok(here(*flags, "--max_iters", 9, "--out_dir", whole))
-    ok(here(*flags, "--max_iters", 6, "--out_dir", out))
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 9))
-    assert_same_run(whole, out)
-
-    with open(out / "log.csv", encoding="utf-8", newline="") as f:
-        rows = list(csv.DictReader(f))
-    assert list(rows[0]) == [*HEADER, "val_bpb"]
-    assert [int(row["tokens"]) for row in rows] == [3 * 64, 6 * 64, 9 * 64]
-    model, tokenizer = load_model(whole / "last.pt")
-    val = load_dataset(data, 16).val
-    text = SAMPLE.read_text(encoding="utf-8")
-    assert tokenizer.decode(val.tolist()) == text[int(0.9 * len(text)) :]
-    nats = plain_val_loss(model, val, 16)
-    bits = nats / math.log(2) * len(val) / len(text[int(0.9 * len(text)) :].encode())
-    assert float(rows[-1]["val_loss"]) == pytest.approx(nats, rel=1e-5)
-    assert float(rows[-1]["val_bpb"]) == pytest.approx(bits, rel=1e-5)
-    assert f"val {nats:.4f} ({bits:.4f} bits per byte)" in result.stdout and " of 64 tokens\n" in result.stdout
-    assert re.search(r"^best val loss \d\.\d{4} \(\d\.\d{4} bits per byte\): ", result.stdout, re.MULTILINE)
-    written = (whole / "samples.txt").read_text(encoding="utf-8").split("===\n")[1]
-    start = torch.tensor([tokenizer.encode("\n")])
-    assert written.startswith("\n") and len(tokenizer.encode(written)) >= start.size(1)
-
-
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +212,6 @@ MISTAKES = [  # flags, and what the line says
     ("--init_from out/none", "no checkpoint at out/none"),
     ("--data_dir none", "meta.json is missing; run python data/prepare.py first"),
     ("--data_dir train.py", "data: train.py"),  # "cannot read the data" on Unix, "no data" on Windows
-    ("--plot", "pip install matplotlib"),
 ]
 
 
@@ -266,8 +224,7 @@ def test_data_that_has_changed_is_one_line(name, change, line, data_dir, tmp_pat
 
 
 @pytest.mark.parametrize("flags, line", MISTAKES, ids=[flags for flags, _ in MISTAKES])
-def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path):
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out", *flags.split())
     assert_one_line(result, line)
     assert not (tmp_path / "out").exists()
@@ -277,17 +234,6 @@ def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
     result = here("--init_from=gpt2-xl", "--out_dir", tmp_path / "out")
     assert_one_line(result, "hf download openai-community/gpt2-xl --local-dir gpt2-xl", code=1)
     assert not (tmp_path / "out").exists()
-
-
-def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
-    command = """config/train_shakespeare_char.py --device=cpu --compile=False --decay_lr=True --log_interval=1
-    --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
-    --dropout=0.0"""
-    result = here(*command.split())
-    first, second = result.stderr.splitlines()
-    assert "config/train_shakespeare_char.py: " in first and "on a CPU --preset nanogpt-cpu --recipe nanogpt" in first
-    assert "--decay_lr=True: leave it out" in second
-    assert result.returncode == 2 and result.stdout == ""
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 import pytest
 
-from helpers import SAMPLE, here, ok, write_gpt2
+from extra_helpers import write_gpt2
+from helpers import SAMPLE, here, ok
 
-pytest_plugins = ["shared_fixtures"]
+pytest_plugins = ["shared_fixtures", "prepare_fixtures"]
 
 
 @pytest.fixture(scope="session")

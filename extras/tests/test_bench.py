@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from extra_helpers import needs_compiler
 from extras.baselines import llama2c_run
 from extras.bench import VARIANTS, check_tokens, main, timed, warm_runs
-from helpers import CONTEXT, MODELS, ROOT, V, linux, needs_compiler, ok, prompts, run
+from helpers import CONTEXT, MODELS, ROOT, V, linux, ok, prompts, run
 from model import GPTConfig
 from sample import run_main
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import train
-from helpers import ROOT, flags_of, write_gpt2
+from extra_helpers import flags_of, write_gpt2
+from helpers import ROOT
 
 PACKAGES = ("check_cache", "extras/web")
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name / "README.md" for name in ("lesson", *PACKAGES))]

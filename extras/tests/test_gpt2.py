@@ -15,23 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.bpe import tokenizer_from_json
 from extras.checkpoint import load_checkpoint, load_model
-from helpers import (
-    SAMPLE,
-    Bomb,
-    assert_one_line,
-    assert_same_run,
-    bpe,
-    here,
-    load,
-    needs_compiler,
-    ok,
-    plain_val_loss,
-    same,
-    start,
-    write_gpt2,
-)
+from helpers import SAMPLE, Bomb, assert_one_line, assert_same_run, here, load, ok, plain_val_loss, same, start
 from model import build
 
 PROMPT = "The cat sat né"

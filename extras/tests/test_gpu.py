@@ -8,24 +8,10 @@ import os
 import pytest
 import torch
 
+from extra_helpers import DRAFTS
 from extras.decoding.decoder import Decoder
 from extras.decoding.static import CompiledGPT
-from helpers import (
-    DRAFTS,
-    FILTERS,
-    KINDS,
-    ROOT,
-    V,
-    here,
-    load,
-    log,
-    ok,
-    prompts,
-    random_model,
-    same,
-    sample,
-    tokens_differ,
-)
+from helpers import FILTERS, KINDS, ROOT, V, here, load, log, ok, prompts, random_model, same, sample, tokens_differ
 from model import GPT, GPTConfig, Sampling, stream_tokens
 from train import pick_dtype
 

@@ -10,7 +10,8 @@ import subprocess
 import pytest
 import torch
 
-from helpers import CHARS, GPT2, ROOT, SIZE, STABLELM, ok, run, save_model, tiny
+from extra_helpers import GPT2, STABLELM
+from helpers import CHARS, ROOT, SIZE, ok, run, save_model, tiny
 
 pytestmark = pytest.mark.slow
 

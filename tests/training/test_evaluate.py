@@ -1,7 +1,6 @@
 """Evaluation: what it reads, that it can be interrupted, and --eval_only and --init_from for any model."""
 
 import itertools
-import pickle
 import re
 import shutil
 import signal
@@ -28,7 +27,7 @@ from helpers import (
     start,
     write_ids,
 )
-from model import GPT, CharTokenizer, GPTConfig, load_model
+from model import CharTokenizer, load_model
 from train import eval_windows
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
@@ -140,53 +139,12 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
         flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
         assert_one_line(here(*flags), "need a model: pass it as --init_from", code=1)
-    assert_one_line(here("--init_from", trained, "--meta", "no.json", "--data_dir", data_dir), "no.json", code=1)
-
-
-def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared_for_it(tmp_path):
-    """Its seven model_args and its meta.pkl, whose characters are in another order than ours."""
-    text = SAMPLE.read_text(encoding="utf-8")
-    chars = "".join(sorted(set(text), reverse=True))
-    args = dict(n_layer=1, n_head=2, n_embd=16, block_size=12, bias=True, vocab_size=len(chars), dropout=0.1)
-    model = GPT(GPTConfig(**args)).eval()
-    torch.save({"model": model.state_dict(), "model_args": args, "config": {}}, tmp_path / "ckpt.pt")
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(chars))}))
-    flags = ["--init_from", tmp_path / "ckpt.pt", "--meta", tmp_path / "meta.pkl", "--data_dir", tmp_path / "data"]
-    prepare = ["--input", SAMPLE, "--data_dir", tmp_path / "data"]
-    ok(here(*prepare, script="data/prepare.py"))
-    assert_one_line(here(*flags, "--eval_only"), f"--tokenizer {tmp_path / 'meta.pkl'}", code=1)
-    ok(here(*prepare, "--tokenizer", tmp_path / "meta.pkl", script="data/prepare.py"))
-    val = np.array([chars.index(c) for c in text[int(0.9 * len(text)) :]])
-    loss = plain_val_loss(model, val, 12)
-    assert float(ok(here(*flags, "--eval_only")).stdout.split()[2]) == pytest.approx(loss, abs=1e-4)
-    still = ["--learning_rate", 0, "--weight_decay", 0, "--recipe", "nanogpt", "--max_iters", 1, "--device", "cpu"]
-    ok(here(*flags, *still, "--out_dir", tmp_path / "out"))
-    trained = load(tmp_path / "out" / "last.pt")
-    assert trained["chars"] == chars
-    result = here(*flags, "--init_from", tmp_path / "out", "--eval_only")
-    assert_one_line(result, "has its own vocabulary: leave out --meta", code=1)
-    assert all(torch.equal(p, trained["model"][name]) for name, p in model.state_dict().items())
 
 
 def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it(trained, tmp_path):
     write_ids(tmp_path, CharTokenizer("xyz\n"), "xyz\n" * 200)
     result = here("--eval_only", "--init_from", trained / "ckpt.pt", "--data_dir", tmp_path)
     assert_one_line(result, "are not those of the model", f"--tokenizer {trained / 'ckpt.pt'}", code=1)
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
-    (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[::-1], encoding="utf-8")
-    prepare = ["--tokenizer", trained / "ckpt.pt", "--data_dir", tmp_path / "data"]
-    ok(here(*prepare, "--input", tmp_path / "text.txt", script="data/prepare.py"))
-    flags = ["--init_from", trained, "--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out", "--device", "cpu"]
-    ok(here(*flags, "--max_iters", 1, "--learning_rate", 0, "--weight_decay", 0, "--batch_size", 2))
-    ours, theirs = load(tmp_path / "out" / "last.pt"), load(trained / "ckpt.pt")
-    assert ours["chars"] == theirs["chars"] and ours["model_args"] == theirs["model_args"] | {"dropout": 0.0}
-    assert all(torch.equal(p, theirs["model"][name]) for name, p in ours["model"].items())
-    (tmp_path / "text.txt").write_text("ROMEO: 中 and é", encoding="utf-8")
-    result = here(*prepare, "--input", tmp_path / "text.txt", script="data/prepare.py")
-    assert_one_line(result, "the model never saw 'é', '中'", code=1)
 
 
 def test_a_run_that_has_ended_says_so(out, data_dir):

@@ -99,13 +99,6 @@ def test_samples_newer_than_the_checkpoint_are_dropped(tmp_path):
     assert (tmp_path / "samples.txt").read_bytes() == kept
 
 
-def test_plot_draws_the_losses(data_dir, tmp_path):
-    pytest.importorskip("matplotlib")
-    flags = [*SMALL, "--max_iters", 6, "--eval_interval", 4, "--log_interval", 1, "--data_dir", data_dir, "--plot"]
-    ok(here(*flags, "--out_dir", tmp_path))
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 # -- one run per folder, whole at any moment ---------------------------------------------------------------------------
 
 

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model as model_py
+from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler, without_minus_one
 from extras.decoding import compile as compiling
 from extras.decoding.compile import CompileError
 from extras.decoding.decoder import Decoder
 from extras.decoding.quantize import round_weights
 from extras.decoding.speculate import BatchState
 from helpers import (
-    DRAFTS,
     FILTERS,
     MODELS,
     ROOT,
@@ -34,16 +34,13 @@ from helpers import (
     a_filter,
     a_model,
     a_seed,
-    assert_same_as_alone,
     linux,
-    needs_compiler,
     num_threads,
     ok,
     prompts,
     random_model,
     run,
     unix,
-    without_minus_one,
 )
 from model import GPT, MLP, GPTConfig
 

@@ -1,6 +1,8 @@
 """Drafts and prompts of different lengths: other ways to the same tokens."""
 
+import contextlib
 import gc
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,23 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extra_helpers import WAYS, a_draft, a_way, assert_same_as_alone, without_minus_one
 from extras.decoding.decoder import Decoder
 from helpers import (
     CONTEXT,
     MODELS,
-    WAYS,
     V,
-    a_draft,
     a_filter,
     a_model,
     a_seed,
-    a_way,
-    assert_same_as_alone,
+    assert_train_mode_is_refused,
+    heads_of,
     prompts,
     random_model,
-    without_minus_one,
 )
-from model import GPTConfig, Sampling, clear_kv_cache
+from model import CharTokenizer, GPTConfig, Sampling, clear_kv_cache
+from sample import verify
 
 
 @settings(max_examples=20)
@@ -206,3 +207,79 @@ def test_generations_leave_nothing_behind():
     for seed in range(3):
         generate(seed)
     assert tensors() <= before
+
+
+# -- what a stream of GPT does, too: tests/test_generation.py ----------------------------------------------------------
+
+
+def test_train_mode_is_refused_as_by_a_gpt():
+    assert_train_mode_is_refused(lambda model, *args: Decoder(model).stream(*args))
+
+
+def interrupt_at(model, call):
+    """Let the call-th forward of layer 1 raise KeyboardInterrupt, as Ctrl-C would. Returns the handle of the hook."""
+    calls = itertools.count(1)
+
+    def interrupt(*_):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+
+    return model.transformer.h[1].mlp.register_forward_pre_hook(interrupt)
+
+
+@pytest.mark.parametrize("overflow, steps", [("stop", 11), ("slide", 3 * CONTEXT)])
+@pytest.mark.parametrize("call", [1, 4, CONTEXT, CONTEXT + 2])
+def test_a_generation_goes_on_after_ctrl_c(call, overflow, steps):
+    """In a prefill, in a step, and in the prefill after a slide."""
+    model, idx = MODELS[0], prompts(2, 5)
+    expected = model.generate(idx, steps, seed=1, overflow=overflow)
+    generation, blocks = Decoder(model).stream(idx, steps, seed=1, overflow=overflow), [idx]
+    handle = interrupt_at(model, call)
+    try:
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                for block in generation:
+                    blocks.append(block)
+    finally:
+        handle.remove()
+    assert torch.equal(torch.cat(blocks, dim=1), expected)
+
+
+def test_a_decoders_stream_may_be_left_and_taken_up_outside_of_inference_mode():
+    model, idx = MODELS[0], prompts(2, 5)
+    stream = iter(Decoder(model).stream(idx, 6, 0.8, None, None, 1))
+    with torch.inference_mode():
+        blocks = [idx, next(stream)]
+    assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
+
+
+def test_no_head_keeps_the_cache_of_a_decoder():
+    model = random_model(MODELS[0].config)
+    Decoder(model).generate(prompts(2, 5), 3)
+    assert all(head.cache is None for head in heads_of(model))
+
+
+# -- --verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_takes_each_row_for_its_own_sample_and_prompt():
+    """Rows are compared in groups of one length, so a mix-up would compare a row with the noise of another sample."""
+    model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
+    tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
+    ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
+    texts = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
+    for kv_cache in (True, False):
+        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling, tokenizer)
+        assert same and lines == [
+            f"OK, 24 tokens match the run {'with' if kv_cache else 'without'} the cache (4 of 4 samples)"
+        ]
+        for row, step in ((0, 0), (1, 5), (2, 2), (3, 4)):
+            place = len(ragged[row]) + step
+            wrong = [list(text) for text in texts]
+            wrong[row][place] = (wrong[row][place] + 1) % V
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
+            picks = f"{tokenizer.show(wrong[row][place])!r}, but {tokenizer.show(texts[row][place])!r}"
+            assert not same and f"DIFFERENT at row {row}, new token {step}: {picks} " in lines[-1]
+            wrong[row] = texts[row][:place]  # a text that ends too early
+            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
+            assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extra_helpers import TEXT
 from extras.decoding.decoder import Decoder
 from extras.decoding.ngrams import count_ngrams, ngram_table
-from helpers import TEXT, V, prompts, random_model
+from helpers import V, prompts, random_model
 from model import GPTConfig
 
 ORDER = 4  # of V tokens

@@ -8,23 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler
 from extras.decoding import compile as compiling
 from extras.decoding.decoder import Decoder
 from extras.decoding.quantize import BLOCK, quantize, round_weights
-from helpers import (
-    DRAFTS,
-    PROMPT,
-    V,
-    a_filter,
-    a_model,
-    a_seed,
-    assert_same_as_alone,
-    needs_compiler,
-    ok,
-    prompts,
-    random_model,
-    sample,
-)
+from helpers import PROMPT, V, a_filter, a_model, a_seed, ok, prompts, random_model, sample
 from model import GPTConfig
 
 

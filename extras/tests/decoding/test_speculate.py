@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extra_helpers import NGRAMS, a_draft, needs_compiler
 from extras.decoding.decoder import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from extras.decoding.ngrams import count_ngrams
-from helpers import CONTEXT, NGRAMS, V, a_draft, a_filter, a_model, a_seed, needs_compiler, prompts, random_model
+from helpers import CONTEXT, V, a_filter, a_model, a_seed, prompts, random_model
 from model import GPTConfig
 
 

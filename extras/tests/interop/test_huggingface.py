@@ -15,24 +15,11 @@ from transformers import (
     pipeline,
 )
 
+from extra_helpers import GPT2, STABLELM, TOKENIZER, bpe, write_gpt2
 from extras.bpe import tokenizer_from_json
 from extras.checkpoint import load_checkpoint, load_model
 from extras.interop.transformers import export_hf, hf_settings, write_folder
-from helpers import (
-    CHARS,
-    GPT2,
-    SAMPLE,
-    SIZE,
-    STABLELM,
-    TOKENIZER,
-    assert_one_line,
-    bpe,
-    here,
-    ok,
-    tiny,
-    tree,
-    write_gpt2,
-)
+from helpers import CHARS, SAMPLE, SIZE, assert_one_line, here, ok, tiny, tree
 from model import build
 
 CONTEXT = SIZE["block_size"]

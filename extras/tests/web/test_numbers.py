@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from extra_helpers import attend
 from extras.interop.webpage import START
 from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WIDE, assert_text, ids_of
-from helpers import attend, ok
+from helpers import ok
 from oracles import per_head_logits
 
 pytestmark = pytest.mark.slow

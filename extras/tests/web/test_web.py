@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from extra_helpers import attend
 from extras.tests.web.conftest import CONFIG, DEFAULT, WIDE, assert_text, ids_of
-from helpers import attend
 from oracles import per_head_logits
 
 pytestmark = pytest.mark.slow

@@ -1,68 +1,16 @@
-"""Stop texts: each row ends before the first of them, on every path, and no part of one is printed."""
+"""Texts of tokens that are not characters, and of drafts: what is printed early, and where a stop text ends them."""
 
 import itertools
-import re
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from extra_helpers import bpe
 from extras.bpe import BPETokenizer, tokenizer_from_json
-from helpers import assert_one_line, bpe, ok, sample, texts_of
-from model import CharTokenizer
-from sample import Sequence, num_undecided
-
-NAMES = "abc"
-TOKENIZER = CharTokenizer(NAMES)
-a_text = st.text(NAMES, max_size=30)
-some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
-
-
-def before(text, stops):
-    """The text before the stop text that is complete first, by another way than Row: character by character."""
-    for end in range(len(text) + 1):
-        complete = [stop for stop in stops if text[:end].endswith(stop)]
-        if complete:
-            return text[: end - max(map(len, complete))]
-    return text
-
-
-@given(a_text, a_text, some_stops)
-def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
-    """And not before the last one, nor because of one that is in the prompt or begins there."""
-    row = Sequence(TOKENIZER.encode(prompt), TOKENIZER, stops).add(TOKENIZER.encode(text))
-    assert row.update() == TOKENIZER.decode(row.ids) == prompt + before(text, stops)
-    assert row.ended == (before(text, stops) != text)
-
-
-@given(a_text, some_stops, st.lists(st.integers(1, 4), min_size=30))
-@example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
-def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
-    """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
-    ids, row = TOKENIZER.encode(text), Sequence([], TOKENIZER, stops)
-    for size in sizes:
-        block, ids = ids[:size], ids[size:]
-        if row.add(block).ended:
-            break
-    assert row.update() == TOKENIZER.decode(row.ids) == before(text, stops)
-
-
-@given(a_text, some_stops)
-@example("b", ["a", "baa"])
-def test_what_is_printed_early_is_never_taken_back(text, stops):
-    """No character of a stop text is shown, and no text waits although nothing can follow that would stop it."""
-    whole = before(text, stops)
-    for end in range(len(text) + 1):
-        if len(before(text[:end], stops)) < end:
-            break
-        wait = num_undecided(text[:end], stops)
-        assert whole.startswith(text[: end - wait])
-        if wait:  # some continuation does stop here
-            assert any(before(text[:end] + stop[k:], stops) == text[: end - wait] for stop in stops for k in [wait])
-
-
-# -- tokens that are not characters ------------------------------------------------------------------------------------
+from helpers import assert_each_row_stops, text_before
+from sample import Sequence
 
 BPE = tokenizer_from_json(bpe(300))
 # mostly bytes that are no text, or characters that are several tokens
@@ -77,7 +25,7 @@ def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt
     row = Sequence(prompt, BPE, stops)
     shown, expected = row.text, BPE.decode(prompt + ids)
     assume(expected.startswith(shown))  # a user's prompt does not end within a character
-    expected = shown + before(expected[len(shown) :], stops)
+    expected = shown + text_before(expected[len(shown) :], stops)
     for size in sizes:
         block, ids = ids[:size], ids[size:]
         if row.add(block).ended or not ids:
@@ -149,29 +97,5 @@ def test_a_text_of_bytes_ends_at_the_same_place_in_blocks_of_any_size(name, data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no-kv_cache"], ["--draft", "ngram"]], ids=" ".join)
-def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
-    """It neither stops the other rows nor continues, and no draft jumps over its stop string."""
-    texts = texts_of(trained, "First ", 100, rows=4)
-    stops = [texts[0][12:14], texts[2][20:22]]
-    expected = ["First " + before(text[len("First ") :], stops) for text in texts]
-    assert len(set(map(len, expected))) > 1
-    stop_flags = [word for stop in stops for word in ("--stop", stop)]
-    result = ok(sample(trained, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
-    assert result.stdout == "\n---------------\n".join(expected)
-    assert "4 of 4 samples)" in result.stderr
-
-
-def test_a_generation_ends_when_all_rows_have_stopped(trained):
-    """Otherwise it could go on for minutes after the last stop text."""
-    text = texts_of(trained, "First ", 100)[0]
-    result = ok(sample(trained, "--prompt", "First ", "--stop", text[8], "--max_new_tokens", "20"))
-    assert result.stdout == "First " + before(text[6:], [text[8]])
-    assert int(re.search(r"(\d+) tokens: TTFT", result.stderr)[1]) < 20
-
-
-@pytest.mark.slow
-def test_a_stop_text_that_cannot_occur_is_one_line(trained):
-    assert_one_line(sample(trained, "--stop", "O#"), "never saw '#'")
-    assert_one_line(sample(trained, "--stop", ""), "--stop", "empty", code=2)
-    assert_one_line(sample(trained, "--stop", "O", "--explain"), "--explain")
+def test_each_row_stops_on_its_own_with_drafts(trained):
+    assert_each_row_stops(trained, ["--draft", "ngram"])

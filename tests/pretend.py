@@ -1,9 +1,16 @@
 """A pretend GPU: tensors that say they are elsewhere, compute on the CPU, and refuse to meet tensors of the CPU."""
 
+import contextlib
+import copy
+from unittest.mock import patch
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from helpers import random_model
+from model import GPTConfig
 
 _setup_privateuseone_for_python_backend("pretend")
 # autocast is there, but computes in float32
@@ -75,3 +82,28 @@ class PretendDevice(TorchDispatchMode):
                 return PretendTensor(x)
 
         return tree_map(wrap, result)
+
+
+@contextlib.contextmanager
+def pretend_device():
+    """Inside the block DEVICE works for torch.tensor and torch.as_tensor too. Yields the PretendDevice."""
+    with contextlib.ExitStack() as stack:
+        for name in ("tensor", "as_tensor"):  # they move their result where no mode sees it
+            make = getattr(torch, name)
+            moved = lambda x, device=None, make=make, **kw: make(x, **kw).to(device or "cpu")  # noqa: E731
+            stack.enter_context(patch.object(torch, name, moved))
+        yield stack.enter_context(PretendDevice())
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+# untied, because moving a model to the pretend device makes two parameters of a shared one
+LEARNED = dict(n_kv_head=1, bias=True, tie_weights=False)
+ROPE = dict(pos_emb="rope", activation="swiglu", qk_norm=True, tie_weights=False)
+IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+def both(network):
+    """Return a random model on the CPU, and the same model on DEVICE."""
+    model = random_model(GPTConfig(block_size=24, vocab_size=65, n_layer=2, n_head=4, n_embd=32, **network))
+    return model, copy.deepcopy(model).to(DEVICE)

@@ -1,15 +1,11 @@
 """Our checkpoints and nanoGPT's: equal to the bit after a round trip, or not loaded."""
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model
-from extras import checkpoint
-from extras.nanogpt import read_meta
 from helpers import ok, random_model, run, same, saved
 from model import GPT, GPTConfig, blank_model, build, load_model, save
 from model import load as load_file
@@ -63,19 +59,19 @@ def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
 
 
-@pytest.mark.parametrize("load_model", [model.load_model, checkpoint.load_model, lambda path: read_checkpoint(path)])
+@pytest.mark.parametrize("load_model", [model.load_model, lambda path: read_checkpoint(path)])
 def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(load_model, tmp_path):
     save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")
 
 
-def test_model_py_says_who_loads_what_it_cannot(gpt2, tmp_path):
+def test_model_py_says_who_loads_what_it_cannot(tmp_path):
     save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
     with pytest.raises(ValueError, match=r"not characters: .*extras/checkpoint\.py"):
         model.load_model(tmp_path / "ckpt.pt")
     with pytest.raises(FileNotFoundError, match=r"it is a folder.*extras/checkpoint\.py"):
-        model.load_model(gpt2)
+        model.load_model(tmp_path)
 
 
 @settings(max_examples=100)
@@ -135,22 +131,3 @@ def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):
     save(tmp_path / "ckpt.pt", {"model": {}, "model_args": args})
     with pytest.raises(ValueError, match=r"not a checkpoint of a GPT.*model_args have dim, .*n_layers"):
         load_file(tmp_path / "ckpt.pt")
-
-
-@pytest.mark.parametrize(
-    "meta, chars",
-    [
-        ({"itos": {0: "a", 1: "b"}}, "ab"),
-        ({"itos": ["a", "b"]}, "ab"),
-        ({"stoi": {"b": 1, "a": 0}}, "ab"),
-        ({"itos": {0: "a", 1: "the"}}, "tokens are not characters"),
-        ({"vocab_size": 2}, "stoi"),
-    ],
-)
-def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(meta, chars, tmp_path):
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    if chars == "ab":
-        assert read_meta(tmp_path / "meta.pkl") == chars
-    else:
-        with pytest.raises(ValueError, match=chars):
-            read_meta(tmp_path / "meta.pkl")

@@ -1,38 +1,19 @@
-"""No tensor meets one of another device, and few are copied back: shown without a GPU, on the device of pretend.py."""
-
-import copy
+"""No tensor meets one of another device: shown without a GPU, on the device of pretend.py."""
 
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
 import train
-from extras.decoding.decoder import Decoder
-from extras.decoding.ngrams import count_ngrams
-from helpers import random_model, tiny_run
-from model import GPTConfig
-from pretend import DEVICE, PretendDevice
+from helpers import tiny_run
+from pretend import DEVICE, IDX, LEARNED, ROPE, both, pretend_device
 from train import TrainState
-
-# untied, because moving a model to the pretend device makes two parameters of a shared one
-LEARNED = dict(n_kv_head=1, bias=True, tie_weights=False)
-ROPE = dict(pos_emb="rope", activation="swiglu", qk_norm=True, tie_weights=False)
-IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
 @pytest.fixture
-def device(monkeypatch):
-    for name in ("tensor", "as_tensor"):  # they move their result where no mode sees it
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda x, device=None, make=make, **kw: make(x, **kw).to(device or "cpu"))
-    with PretendDevice() as mode:
+def device():
+    with pretend_device() as mode:
         yield mode
-
-
-def both(network):
-    """Return a random model on the CPU, and the same model on DEVICE."""
-    model = random_model(GPTConfig(block_size=24, vocab_size=65, n_layer=2, n_head=4, n_embd=32, **network))
-    return model, copy.deepcopy(model).to(DEVICE)
 
 
 def test_the_pretend_device_refuses_tensors_of_the_cpu(device):
@@ -46,25 +27,12 @@ def test_the_pretend_device_refuses_tensors_of_the_cpu(device):
     "network, settings",
     [(LEARNED, dict(seed=1, top_p=0.8, temperature=1.2)), (ROPE, dict(seed=2, overflow="slide", top_k=9))],
 )
-def test_every_loop_stays_on_its_device(network, settings, device):
+def test_the_loop_stays_on_its_device(network, settings, device):
     here, there = both(network)
     expected = here.generate(IDX, 30, **settings).tolist()
     for kv_cache in (True, False):
         got = there.generate(IDX.to(DEVICE), 30, kv_cache=kv_cache, **settings)
         assert got.device == DEVICE and got.tolist() == expected
-    for ngrams in (None, count_ngrams(IDX.flatten().tolist() * 9, 65, 100)):
-        device.reads.clear()
-        got = Decoder(there, "ngram", ngrams).generate(IDX.to(DEVICE), 30, **settings)
-        assert got.device == DEVICE
-        assert max(device.reads) <= (2 * 4 * 65 if ngrams else 2 * 4)  # tokens, and noise for the table
-        assert got.tolist() == expected
-
-
-def test_prompts_of_different_lengths(device):
-    here, there = both(ROPE)
-    ragged = [IDX[0], IDX[1, :2]]
-    got = Decoder(there).generate([row.to(DEVICE) for row in ragged], 10, seed=1)
-    assert [row.tolist() for row in got] == [row.tolist() for row in Decoder(here).generate(ragged, 10, seed=1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

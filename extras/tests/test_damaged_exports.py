@@ -1,4 +1,7 @@
-"""Files that are damaged, hostile or of another kind: one line that names the file, and no code runs."""
+"""Exports and meta.pkl that are damaged, hostile or of another kind: one line that names the file, and no code runs.
+
+tests/test_damaged.py does the same to ckpt.pt.
+"""
 
 import json
 import math
@@ -10,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from extra_helpers import STABLELM, TOKENIZER
 from extras.checkpoint import load_checkpoint, load_model
 from extras.interop.checksums import read_tree, write_tree
 from extras.interop.onnx import OnnxGPT, write_onnx
 from extras.interop.transformers import write_folder
-from helpers import CHARS, STABLELM, TOKENIZER, Bomb, load, save_model, saved, tiny
+from helpers import CHARS, Bomb, bytes_of, load, save_model, tiny
 
 pytestmark = pytest.mark.slow  # they share exports, which take seconds
 
@@ -52,21 +56,6 @@ def read(files, name):
 # -- ways to damage a file: functions of the folder above --------------------------------------------------------------
 
 
-def bytes_of(name, content):
-    """Other bytes; `content` may be a function that makes them, given the path that hostile code would write to."""
-    return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
-
-
-def entry(name, change):
-    """Another entry in ckpt.pt."""
-
-    def damage(files):
-        content = load(files / "ckpt.pt")
-        torch.save(content | {name: change(content[name])}, files / "ckpt.pt")
-
-    return damage
-
-
 def json_of(name, change):
     """Other settings in a JSON file of the folder hf."""
 
@@ -96,14 +85,6 @@ def without_metadata(files):
 
 DAMAGES = [
     # what is read, the damage, a word of the message
-    ("ckpt.pt", bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
-    ("ckpt.pt", bytes_of("ckpt.pt", saved({"model": {}})), "not a checkpoint"),
-    ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
-    ("ckpt.pt", bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
-    ("ckpt.pt", entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),
-    ("ckpt.pt", entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
-    ("ckpt.pt", entry("chars", lambda old: old[:-1]), "characters"),
-    ("ckpt.pt", entry("chars", lambda old: old[1] + old[1:]), "characters"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),

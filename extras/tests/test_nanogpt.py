@@ -1,0 +1,122 @@
+"""For people who come from nanoGPT: hints for its flags, its meta.pkl, and its checkpoints."""
+
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from extra_helpers import flags_of
+from extras.checkpoint import load_model
+from extras.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD, read_meta
+from helpers import SAMPLE, assert_one_line, here, load, ok, plain_val_loss
+from model import GPT, GPTConfig, save
+from sample import parse_args
+from train import make_parser, parse_flags
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+NANOGPT_ONLY = """dataset always_save_checkpoint decay_lr backend wandb_log wandb_project
+wandb_run_name""".split()  # settings of nanoGPT that mean nothing here
+
+
+def test_settings_that_mean_nothing_here_are_no_flags_and_have_a_hint():
+    assert not {action.dest for action in make_parser()._actions} & set(NANOGPT_ONLY)
+    assert not [name for name in NANOGPT_ONLY if f"--{name}" not in INSTEAD]
+
+
+def test_a_hint_names_flags_that_exist():
+    named = re.findall(r"--\w+", " ".join([*INSTEAD.values(), *CONFIGS.values()]))
+    assert named and {*named} <= flags_of("train.py", "sample.py")
+
+
+def test_every_unknown_flag_is_answered_at_once(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    words = "config/mine.py --n_layer 3 --dataset openwebtext --decay_lr=True --n_layers 3 --wandb_log"
+    with pytest.raises(SystemExit) as error:
+        parse_flags(words.split())
+    out, err = capsys.readouterr()
+    assert error.value.code == 2 and out == ""
+    *hints, rest = err.splitlines()
+    words = ("--dataset", "--decay_lr=True", "--wandb_log")
+    assert hints[0] == f"train.py: config/mine.py: {ANY_CONFIG}"
+    assert hints[1:] == [f"train.py: {word}: {INSTEAD[word.partition('=')[0]]}" for word in words]
+    assert "unrecognized arguments: --n_layers 3 (" in rest and "openwebtext" not in err
+
+
+def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
+    command = """config/train_shakespeare_char.py --device=cpu --compile=False --decay_lr=True --log_interval=1
+    --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
+    --dropout=0.0"""
+    result = here(*command.split())
+    first, second = result.stderr.splitlines()
+    assert "config/train_shakespeare_char.py: " in first and "on a CPU --preset nanogpt-cpu --recipe nanogpt" in first
+    assert "--decay_lr=True: leave it out" in second
+    assert result.returncode == 2 and result.stdout == ""
+
+
+def test_sample_py_is_told_where_gpt2_is(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--init_from=gpt2-xl"])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and captured.out == "" and len(captured.err.splitlines()) == 1
+    assert "--init_from=gpt2-xl" in captured.err and "for GPT-2 pass its folder: --ckpt FOLDER" in captured.err
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared_for_it(tmp_path):
+    """Its seven model_args and its meta.pkl, whose characters are in another order than ours."""
+    text = SAMPLE.read_text(encoding="utf-8")
+    chars = "".join(sorted(set(text), reverse=True))
+    args = dict(n_layer=1, n_head=2, n_embd=16, block_size=12, bias=True, vocab_size=len(chars), dropout=0.1)
+    model = GPT(GPTConfig(**args)).eval()
+    torch.save({"model": model.state_dict(), "model_args": args, "config": {}}, tmp_path / "ckpt.pt")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(chars))}))
+    flags = ["--init_from", tmp_path / "ckpt.pt", "--meta", tmp_path / "meta.pkl", "--data_dir", tmp_path / "data"]
+    prepare = ["--input", SAMPLE, "--data_dir", tmp_path / "data"]
+    ok(here(*prepare, script="data/prepare.py"))
+    assert_one_line(here(*flags, "--eval_only"), f"--tokenizer {tmp_path / 'meta.pkl'}", code=1)
+    ok(here(*prepare, "--tokenizer", tmp_path / "meta.pkl", script="data/prepare.py"))
+    val = np.array([chars.index(c) for c in text[int(0.9 * len(text)) :]])
+    loss = plain_val_loss(model, val, 12)
+    assert float(ok(here(*flags, "--eval_only")).stdout.split()[2]) == pytest.approx(loss, abs=1e-4)
+    still = ["--learning_rate", 0, "--weight_decay", 0, "--recipe", "nanogpt", "--max_iters", 1, "--device", "cpu"]
+    ok(here(*flags, *still, "--out_dir", tmp_path / "out"))
+    trained = load(tmp_path / "out" / "last.pt")
+    assert trained["chars"] == chars
+    result = here(*flags, "--init_from", tmp_path / "out", "--eval_only")
+    assert_one_line(result, "has its own vocabulary: leave out --meta", code=1)
+    assert all(torch.equal(p, trained["model"][name]) for name, p in model.state_dict().items())
+
+
+def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
+    assert_one_line(here("--init_from", trained, "--meta", "no.json", "--data_dir", data_dir), "no.json", code=1)
+
+
+def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl_here_too(tmp_path):
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5)
+    save(tmp_path / "ckpt.pt", {"model": GPT(config).state_dict(), "model_args": vars(config)})
+    with pytest.raises(ValueError, match="--meta"):
+        load_model(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    "meta, chars",
+    [
+        ({"itos": {0: "a", 1: "b"}}, "ab"),
+        ({"itos": ["a", "b"]}, "ab"),
+        ({"stoi": {"b": 1, "a": 0}}, "ab"),
+        ({"itos": {0: "a", 1: "the"}}, "tokens are not characters"),
+        ({"vocab_size": 2}, "stoi"),
+    ],
+)
+def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(meta, chars, tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    if chars == "ab":
+        assert read_meta(tmp_path / "meta.pkl") == chars
+    else:
+        with pytest.raises(ValueError, match=chars):
+            read_meta(tmp_path / "meta.pkl")

@@ -1,0 +1,35 @@
+"""The files of the lesson, for test_lesson.py and extras/tests/test_lesson_checked.py: as text and as modules."""
+
+import re
+import types
+
+from helpers import ROOT
+
+LESSON = ROOT / "lesson"
+RECOMPUTE, CACHE, PREALLOCATED = FILES = [
+    LESSON / name for name in ("1_recompute.py", "2_cache.py", "3_preallocated.py")
+]
+README = (LESSON / "README.md").read_text(encoding="utf-8")
+
+
+def edited(file, *edits):
+    """Return the source of a file with edits, (old, new) each."""
+    source = file.read_text(encoding="utf-8")
+    for old, new in edits:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+def load(file, *edits):
+    """Return an edited file as a module."""
+    module = types.ModuleType(file.stem)
+    module.__file__ = str(file)
+    exec(compile(edited(file, *edits), str(file), "exec"), module.__dict__)
+    return module
+
+
+def block(language):
+    """Return the only block in this language of lesson/README.md."""
+    (content,) = re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return content

@@ -1,0 +1,46 @@
+"""Checkpoints that are damaged, hostile or of another kind: one line that names the file, and no code runs."""
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from helpers import Bomb, bytes_of, load, save_model, saved, tiny
+from model import load_model
+
+# -- ways to damage a checkpoint: functions of its folder --------------------------------------------------------------
+
+
+def entry(name, change):
+    """Another entry in ckpt.pt."""
+
+    def damage(files):
+        content = load(files / "ckpt.pt")
+        torch.save(content | {name: change(content[name])}, files / "ckpt.pt")
+
+    return damage
+
+
+DAMAGES = [
+    # the damage, a word of the message
+    (bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
+    (bytes_of("ckpt.pt", saved({"model": {}})), "not a checkpoint"),
+    (bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
+    (bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
+    (entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),
+    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
+    (entry("chars", lambda old: old[:-1]), "characters"),
+    (entry("chars", lambda old: old[1] + old[1:]), "characters"),
+]
+
+
+@pytest.mark.parametrize(["damage", "word"], DAMAGES)
+def test_damage_is_a_one_line_value_error_that_names_the_file_and_runs_no_code(damage, word, tmp_path):
+    save_model(tmp_path, tiny())
+    load_model(tmp_path / "ckpt.pt")
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=word) as error:
+        load_model(tmp_path / "ckpt.pt")
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert not (tmp_path / "harm").exists()
