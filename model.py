@@ -58,7 +58,7 @@ class GPTConfig:
         require(self, "mlp_ratio", 1 <= self.mlp_ratio * self.n_embd < 2**31, "must give 1 to 2**31 - 1 hidden units")
         require(self, "activation", self.activation in ("gelu", "gelu_tanh", "swiglu"), "no such activation")
         require(self, "pos_emb", self.pos_emb in ("learned", "rope"), "must be learned or rope")
-        require(self, "n_embd", self.n_embd % self.n_head == 0, f"must be a multiple of n_head={self.n_head}")
+        require(self, "n_head", self.n_embd % self.n_head == 0, f"must be a divisor of n_embd={self.n_embd}")
         pairs = self.pos_emb == "learned" or self.head_size % 2 == 0
         require(self, "n_embd", pairs, "rope rotates pairs of coordinates, so n_embd / n_head must be even")
         divides = self.n_kv_head is None or (self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0)
@@ -699,7 +699,10 @@ class CharTokenizer:
         """Return the ids of the text as a list. Raises ValueError for characters outside the vocabulary."""
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
-            raise ValueError(f"the model never saw {', '.join(map(repr, unknown[:20]))}; it knows {self.vocab[:200]!r}")
+            is_or_are = "is" if len(unknown) == 1 else "are"
+            raise ValueError(
+                f"{', '.join(map(repr, unknown[:20]))} {is_or_are} not in the vocabulary {self.vocab[:200]!r}"
+            )
         return [self.ids[char] for char in text]
 
     def decode(self, ids):
@@ -723,7 +726,7 @@ def write_atomically(files):
     temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
     try:
         for path, pieces in files.items():
-            with name_in_errors(path), open(temporary[path], "wb") as file:
+            with open(temporary[path], "wb") as file:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
@@ -732,16 +735,6 @@ def write_atomically(files):
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def name_in_errors(path):
-    """Add the path to an OSError in the block that names no file, as when a write fills the disk."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def save(path, checkpoint):
@@ -761,9 +754,7 @@ def load(path):
     path = Path(path)
     if not path.is_file():
         hint = "train one first (python train.py), or check the path"
-        if path.is_dir():
-            hint = "it is a folder, so pass the .pt file in it (load_model in extras/checkpoint.py reads model folders)"
-        elif path.name.startswith("gpt2"):
+        if path.name.startswith("gpt2"):
             hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
     try:
@@ -774,7 +765,7 @@ def load(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model_args, known = dict(checkpoint["model_args"]), GPTConfig.__dataclass_fields__
         if unknown := model_args.keys() - known:  # llama2.c has model_args too
-            raise TypeError(f"its model_args have {', '.join(sorted(unknown))}, which a GPT has not")
+            raise TypeError(f"unknown model_args: {', '.join(sorted(unknown))}")
         weights = {
             # torch.compile and DistributedDataParallel wrap a module, which adds a prefix
             name.replace("_orig_mod.", "").replace("module.", ""): tensor
@@ -832,20 +823,17 @@ def build(checkpoint):
 def char_tokenizer(checkpoint):
     """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
     path, vocab_size = checkpoint["path"], checkpoint["model_args"]["vocab_size"]
-    if "tokenizer" in checkpoint:
-        raise ValueError(f"the tokens in {path} are not characters: load it with load_model in extras/checkpoint.py")
     if "chars" not in checkpoint:
         where = "nanoGPT keeps it in meta.pkl, so pass that as --meta (or --meta gpt2 if its tokens are GPT-2's)"
-        raise ValueError(f"{path} contains no vocabulary: {where}")
+        if "tokenizer" in checkpoint:
+            where = "its tokens are not characters, so load it with load_model in extras/checkpoint.py"
+        raise ValueError(f"{path} contains no vocabulary of characters: {where}")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if len(tokenizer.vocab) != vocab_size:
-        raise ValueError(
-            f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
-            "characters: they do not belong together"
-        )
+        raise ValueError(f"{path} has weights for {vocab_size:,} tokens, but {len(tokenizer.vocab):,} characters")
     return tokenizer
 
 
@@ -856,5 +844,4 @@ def load_model(path):
     one with a tokenizer, a Hugging Face folder, and nanoGPT's, whose vocabulary is in a file of its own.
     """
     checkpoint = load(path)
-    tokenizer = char_tokenizer(checkpoint)
-    return build(checkpoint).eval(), tokenizer
+    return build(checkpoint).eval(), char_tokenizer(checkpoint)

@@ -8,19 +8,19 @@
     python sample.py --ckpt gpt2 --prompt "To be, or"              GPT-2, from its Hugging Face folder
 
 A token is a character, unless the model has a tokenizer. The text goes to stdout, and a report on time and memory to
-stderr.
+stderr. --draft, --compile, --engine, --weights, --explain, several prompts, tokenizers and Hugging Face folders need
+the folder extras. With it, threads also yield on a busy machine (extras/cores.py); that needs no flag.
 """
 
-# Read it from top to bottom: the command line, the model and the prompts, text as it arrives, the report, --verify, and
-# main, which puts them together. The loop over the tokens, prefill and decode, is stream_tokens in model.py.
+# Read it from top to bottom: the command line, the model and the prompts, text as it arrives, --verify, and main, which
+# puts them together. The loop over the tokens, prefill and decode, is stream_tokens in model.py.
 
 import argparse
 import math
-import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 from model import (
-    GPT,
     Sampling,
     build,
     char_tokenizer,
@@ -48,72 +47,57 @@ SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a seco
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def parse_args(argv=None):
-    parser = Parser(__doc__)
-    add, count = parser.add_argument, number(int, f"[1, {2**31})")
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    # one line, without the usage
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+    add = parser.add_argument
+    flag = dict(type=boolean, nargs="?", const=True, metavar="True|False")
     # text and cache
     add("--prompt", action="append", help="text to continue, or FILE:path; repeat for a batch (default: a newline)")
     add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name for --prompt")
-    cache_help = "decode from the cache; False recomputes everything for every token (default: True)"
-    add("--kv_cache", type=boolean, nargs="?", const=True, default=True, metavar="True|False", help=cache_help)
+    add("--kv_cache", default=True, **flag, help="False recomputes everything for every token (default: True)")
     add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="the same as --kv_cache False")
-    add(
-        "--max_new_tokens",
-        type=count,
-        metavar="N",
-        help="new tokens per sample (default: until the context is full; 1000 with --overflow slide)",
-    )
-    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat for several")
+    new_help = "new tokens per sample (default: until the context is full; 1000 with --overflow slide)"
+    add("--max_new_tokens", type=positive, metavar="N", help=new_help)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling
-    add(
-        "--temperature",
-        type=number(float, "[0, 1e30)"),
-        default=Sampling.temperature,
-        help=f"0 is greedy, 1 the model's own distribution (default: {Sampling.temperature})",
-    )
-    add("--top_k", type=count, metavar="K", help="sample from the K most likely tokens")
+    add("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own distribution (default: 0.8)")
+    add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
     top_p_help = "sample from the most likely tokens whose probabilities add up to P"
-    add("--top_p", type=number(float, "(0, 1]"), metavar="P", help=top_p_help)
-    seed_help = "the same seed gives the same text (default: 1337)"
-    add("--seed", type=number(int, f"[0, {2**64})"), default=1337, help=seed_help)
-    add(
-        "--overflow",
-        choices=("stop", "slide"),
-        default="stop",
-        help="when the context is full: stop, or keep its newest half and continue (default: stop)",
-    )
-    add("--num_samples", type=number(int, f"[1, {2**20})"), default=1, metavar="N", help="per prompt (default: 1)")
+    add("--top_p", type=float, metavar="P", help=top_p_help)
+    add("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
+    overflow_help = "when the context is full: stop, or keep its newest half and continue (default: stop)"
+    add("--overflow", choices=("stop", "slide"), default="stop", help=overflow_help)
+    add("--num_samples", type=positive, default=1, metavar="N", help="per prompt (default: 1)")
     # speed
     add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
     compile_help = "decode with the C backend, which takes a second to compile (default: False)"
-    add("--compile", type=boolean, nargs="?", const=True, default=False, metavar="True|False", help=compile_help)
-    add(
-        "--engine",
-        choices=("torch", "onnx"),
-        default="torch",
-        help="onnx: ONNX Runtime, with a file from export.py (default: torch)",
-    )
+    add("--compile", default=False, **flag, help=compile_help)
+    engine_help = "onnx: ONNX Runtime, with a file from extras.export (default: torch)"
+    add("--engine", choices=("torch", "onnx"), default="torch", help=engine_help)
     weights_help = "int8: round the weights, which makes --compile faster but changes the text (default: float32)"
     add("--weights", choices=("float32", "int8"), default="float32", help=weights_help)
     # files and device
-    add("--out_dir", type=path, help="folder with ckpt.pt or onnx/model.onnx (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="a checkpoint, Hugging Face folder or .onnx file from elsewhere")
+    add("--out_dir", help="folder with ckpt.pt or onnx/model.onnx (default: out)")
+    add("--ckpt", metavar="FILE", help="a checkpoint, Hugging Face folder or .onnx file from elsewhere")
     meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
-    add("--meta", type=path, metavar="FILE", help=meta_help)
+    add("--meta", metavar="FILE", help=meta_help)
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if there is one, else cpu (default: auto)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
     # checks
     add("--verify", action="store_true", help="generate again the other way, with or without the cache, and compare")
-    add("--explain", action="store_true", help="print the tensor shapes of a prefill and two decode steps instead")
-    args, unknown = parser.parse_known_args(argv)
+    add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
+    args, unknown = parser.parse_known_args()
     if unknown:
         with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
             from extras.nanogpt import refuse_unknown
 
             refuse_unknown(parser, unknown)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    args.stop = args.stop or []
     refuse_conflicts(args, parser.error)
     return args
 
@@ -135,20 +119,34 @@ def refuse_conflicts(args, error):
     not_plain = (args.draft, args.compile, args.verify, args.stop, args.overflow != "stop", args.engine != "torch")
     if args.explain and (any(not_plain) or args.num_samples > 1 or num_prompts > 1 or not args.kv_cache):
         error("--explain shows one prompt with the plain cache: leave out flags that change that")
-    if args.engine != "torch":
-        torch_only = [f"--{name}" for name in ("draft", "compile", "meta") if getattr(args, name)]
-        torch_only += [f"--dtype {args.dtype}"] * (args.dtype != "float32")
-        torch_only += ["--weights int8"] * (args.weights == "int8")
-        torch_only += [f"--device {args.device}"] * (args.device not in ("auto", "cpu"))
-        if torch_only:
-            error(f"{torch_only[0]} works with --engine torch, not with {args.engine}")
+    for name, default in dict(draft=None, compile=False, meta=None, dtype="float32", weights="float32").items():
+        if args.engine == "onnx" and getattr(args, name) != default:
+            error(f"--{name} works with --engine torch, not with onnx")
+
+
+def boolean(text):
+    """An argparse type: True, False, 1 or 0."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+def positive(text):
+    """An argparse type: an int of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def note(message):
+    print(f"sample.py: {message}", file=sys.stderr)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def pick_checkpoint(ckpt, out_dir):
-    """Return the path of the checkpoint for --ckpt and --out_dir, which are None if not given.
+def find_checkpoint(ckpt=None, out_dir=None):
+    """Return the path of the checkpoint for --ckpt and --out_dir.
 
     --ckpt may be a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and fall
     back to the pretrained model that comes with the code.
@@ -173,51 +171,36 @@ def read_checkpoint(path, meta=None):
     meta  for a nanoGPT checkpoint: the file of its vocabulary
     Raises FileNotFoundError or ValueError with one line.
     """
-    checkpoint = None
-    if not meta and not path.is_dir():
+    if meta or path.is_dir():
+        from extras.checkpoint import load_checkpoint
+
+        checkpoint = load_checkpoint(path, meta)
+    else:
         checkpoint = load(path)
-        if "tokenizer" not in checkpoint:
-            return checkpoint, char_tokenizer(checkpoint)
-    with needs_extras(f"--meta {meta}" if meta else f"{path}, whose tokens are not characters,"):
-        from extras.checkpoint import build_tokenizer, load_checkpoint
-    checkpoint = checkpoint or load_checkpoint(path, meta)
-    return checkpoint, build_tokenizer(checkpoint)
+    if "tokenizer" in checkpoint:
+        from extras.checkpoint import build_tokenizer
+
+        return checkpoint, build_tokenizer(checkpoint)
+    return checkpoint, char_tokenizer(checkpoint)
 
 
-def open_engine(args):
-    """Return (engine, tokenizer, ngrams): a model for stream_tokens, and n-gram counts for --draft, or None.
+def open_model(args):
+    """Return (model, tokenizer, ngrams): a model for stream_tokens, and n-gram counts for --draft, or None.
 
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "onnx":
-        with needs_extras("--engine onnx"):
-            from extras.interop.onnx import OnnxGPT
-        engine = OnnxGPT(args.ckpt or args.out_dir or "out")
-        return engine, engine.tokenizer, None
+        from extras.interop.onnx import OnnxGPT
 
-    checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
+        model = OnnxGPT(args.ckpt or args.out_dir or "out")
+        return model, model.tokenizer, None
+    checkpoint, tokenizer = read_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
     model = build(checkpoint).eval()
     if args.weights == "int8":
-        with needs_extras("--weights int8"):
-            from extras.decoding.quantize import round_weights
+        from extras.decoding.quantize import round_weights
+
         round_weights(model)
     return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, checkpoint.get("ngrams")
-
-
-def make_decoder(args, model, ngrams):
-    """Return (decoder, model) to generate with.
-
-    decoder  a Decoder for speculation, the C backend or several prompts; None: use the plain loop, stream_tokens
-    model    for the plain loop: `model`, or a CompiledGPT where the C backend cannot run
-    """
-    num_prompts = len(args.prompt) if args.engine == "torch" else 1
-    if not (args.draft or args.compile or num_prompts > 1):
-        return None, model
-    with needs_extras("--draft" if args.draft else "--compile" if args.compile else "a batch of prompts"):
-        from extras.decoding.choose import choose_decoder
-    ngrams = ngrams if args.draft else None
-    threads = num_threads(step_work(args, model, None, args.num_samples))
-    return choose_decoder(model, args.draft, ngrams, args.compile, args.weights, num_prompts, args.num_samples, threads)
 
 
 def pick_device(name):
@@ -232,8 +215,9 @@ def pick_device(name):
     return torch.device(name)
 
 
-def device_of(engine):
-    return engine.lm_head.weight.device if isinstance(engine, GPT) else torch.device("cpu")
+def device_of(model):
+    """Return the device of a GPT, or the CPU for ONNX Runtime."""
+    return model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")
 
 
 def num_threads(multiply_adds):
@@ -241,56 +225,66 @@ def num_threads(multiply_adds):
     return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
 
 
-def step_work(args, engine, decoder, num_rows):
-    """Return the number of multiply-adds that torch does per step, about one per weight and token."""
-    if args.engine == "onnx" or (decoder and decoder.program):
-        return 0
-    tokens = 1 + (decoder.num_drafts if decoder else 0) if args.kv_cache else engine.config.block_size
-    return num_rows * tokens * sum(p.numel() for p in engine.parameters())
+def open_stream(args, model, ngrams, prompts, num_new, sampling, ended):
+    """Return an iterator over blocks of new tokens `(B, n)`, and choose the number of threads for it.
+
+    It is the plain loop, stream_tokens, or a Generation of extras/decoding, which does the same for drafts, the C
+    backend and several prompts.
+    """
+    if args.engine == "onnx":  # it has threads of its own
+        torch.set_num_threads(1)
+        return stream_tokens(model, torch.stack(prompts), num_new, sampling, args.kv_cache)
+    fed = (4 if args.draft else 1) if args.kv_cache else model.config.block_size  # tokens per row and step
+    threads = num_threads(len(prompts) * fed * sum(p.numel() for p in model.parameters()))  # about one per weight
+    if args.draft or args.compile or len(args.prompt) > 1:
+        from extras.decoding.choose import choose_stream
+
+        ngrams = ngrams if args.draft else None
+        how = dict(draft=args.draft, ngrams=ngrams, compile=args.compile, weights=args.weights, threads=threads)
+        return choose_stream(model, prompts, num_new, sampling, ended, **how)
+    torch.set_num_threads(threads)
+    return stream_tokens(model, torch.stack(prompts), num_new, sampling, args.kv_cache)
 
 
 # -- the prompts -------------------------------------------------------------------------------------------------------
 
 
 def read_prompt(prompt, tokenizer):
-    """Return the token ids of the prompt. Exits with one line if a file cannot be read or a character is unknown."""
+    """Return the token ids of the prompt. Raises OSError or ValueError with one line."""
     if prompt.startswith("FILE:"):
-        name = prompt.removeprefix("FILE:") or fail("--prompt FILE: needs a file name after the colon")
+        file = Path(prompt.removeprefix("FILE:"))
         try:
-            prompt = Path(name).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            fail(f"cannot read the prompt from {name}: {error.strerror}")
+            prompt = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
-            fail(f"the prompt in {name} is not UTF-8: convert it first")
+            raise ValueError(f"the prompt in {file} is not UTF-8: convert it first") from None
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
-    with one_line_errors():
-        return tokenizer.encode(prompt)
+    return tokenizer.encode(prompt)
 
 
 def choose_num_new(args, lengths, block_size, unit):
     """Return how many new tokens to ask for. A row whose context is full stops earlier.
 
-    lengths  of the prompts in tokens
+    lengths  of the prompts, in tokens
     unit     what messages call tokens
-    Exits with one line for prompts that do not fit the context.
+    Raises ValueError for prompts that do not fit the context.
     """
     asked, longest, most = args.max_new_tokens, max(lengths), block_size - min(lengths)
-    equal = ["--overflow slide"] * (args.overflow == "slide") + ["--engine onnx"] * (args.engine == "onnx")
+    equal = "--overflow slide" if args.overflow == "slide" else "--engine onnx" if args.engine == "onnx" else ""
     if equal and len(set(lengths)) > 1:
         counts = " and ".join(str(n) for n in sorted(set(lengths)))
-        fail(f"{equal[0]} needs prompts of equal length in a batch, but these have {counts} {unit}")
+        raise ValueError(f"{equal} needs prompts of equal length in a batch, but these have {counts} {unit}")
     if args.overflow == "slide":
         return asked or 1000
     if longest >= block_size:
-        fail(
+        raise ValueError(
             f"the prompt has {longest} {unit}, but a context of {block_size} needs room for a new one: use at most "
             f"{block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
         )
     if asked and asked > most:
         note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide continues)")
-    return asked or most
+    return min(asked or most, most)
 
 
 # -- text as it arrives ------------------------------------------------------------------------------------------------
@@ -365,27 +359,26 @@ def num_undecided(text, stops):
     return max(lengths, default=0)
 
 
-def write_stream(stream, sequences, ended, timing):
+def write_stream(stream, sequences, ended):
     """Write the first sequence to stdout as its tokens arrive, then the rest. Extends `sequences`.
 
-    stream  blocks of new tokens, `(B, n)` each, from stream_tokens or a Generation
+    stream  blocks of new tokens, `(B, n)` each
     ended   B booleans: we set one to True when that row has reached a stop string
-    Returns the number of new tokens in the longest sequence, including those of a stop string.
+    Returns (num_new, times): the number of new tokens in the longest sequence, including those of a stop string, and
+    the seconds from the start to the arrival of each block.
     """
+    began, times = time.perf_counter(), []
     first, num_new = sequences[0], [0] * len(sequences)
     written = sys.stdout.write(first.final(0))
     sys.stdout.flush()
     for block in stream:
-        # append
         new = [[token for token in tokens if token >= 0] for tokens in block.tolist()]  # -1 pads shorter rows
-        timing.record(sum(map(len, new)) / len(new))
+        times.append(time.perf_counter() - began)
         for i, sequence in enumerate(sequences):
             if not sequence.ended:
                 sequence.add(new[i])
                 num_new[i] += len(new[i])
                 ended[i] = sequence.ended
-
-        # write
         written += sys.stdout.write(first.final(written))
         sys.stdout.flush()
         if all(ended):
@@ -396,89 +389,31 @@ def write_stream(stream, sequences, ended, timing):
     if sys.stdout.isatty():
         sys.stdout.write("\n")
     sys.stdout.flush()
-    return max(num_new)
+    return max(num_new), times
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
+def report(args, config, slots, times, most_new, texts, prompts):
+    """Write time and memory to stderr.
 
-
-class Timing:
-    """Arrival times of the blocks of one generation. The clock starts with the object.
-
-    times  seconds from the start to the arrival of each block
-    sizes  new tokens per row in each block, on average over the rows
+    slots            cache slots per row
+    times, most_new  as write_stream returns them
+    texts            lists of ids, prompts included
     """
-
-    def __init__(self, device=None):
-        self.device = device
-        self.times, self.sizes = [], []
-        self.start = self.now()
-
-    def now(self):
-        """Return the time in seconds, after the device has finished its work."""
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def record(self, size=1):
-        """Record the end of a step that gave every row `size` new tokens."""
-        self.times.append(self.now() - self.start)
-        self.sizes.append(size)
-
-    def summary(self, num_tokens):
-        """Return the figures of a generation with num_tokens tokens in all rows together.
-
-        ttft_ms                 time to first token: from the start to the end of the first step
-        tpot_ms                 time per output token: mean over the tokens per row after the first step
-        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
-        e2e_ms                  end to end: from the start to the end of the last step
-        tokens_per_s            num_tokens per second, end to end
-        """
-        gaps = torch.tensor(self.times, dtype=torch.float64).diff() * 1e3
-        p50, p99 = (0.0, 0.0) if not len(gaps) else torch.quantile(gaps, gaps.new_tensor([0.5, 0.99])).tolist()
-        return dict(
-            ttft_ms=self.times[0] * 1e3,
-            tpot_ms=(self.times[-1] - self.times[0]) * 1e3 / max(1, sum(self.sizes[1:])),
-            itl_p50_ms=p50,
-            itl_p99_ms=p99,
-            e2e_ms=self.times[-1] * 1e3,
-            tokens_per_s=num_tokens / self.times[-1],
-        )
+    num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
+    line = f"{num_new} tokens: TTFT {times[0] * 1e3:.2f} ms, "  # time to first token, and time per output token
+    if most_new > 1:
+        line += f"TPOT {(times[-1] - times[0]) / (most_new - 1) * 1e3:.3f} ms, "
+    note(f"{line}{num_new / times[-1]:,.0f} tokens/s")
+    if not args.kv_cache:
+        note("KV cache: off")
+        return
+    factors = (config.n_layer, config.num_kv_heads, config.head_size, slots, len(texts))
+    formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows".format(*factors)
+    itemsize = getattr(torch, args.dtype).itemsize
+    note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
 
 
-def allocated_slots(engine, stream, texts, prompts):
-    """Return the number of positions that the cache has memory for."""
-    block_size = engine.config.block_size
-    if getattr(stream, "in_c", False):
-        return block_size
-    if isinstance(engine, GPT):
-        return engine.transformer["h"][0].attn.heads[0].cache.slots
-    fed = max(map(len, texts)) - 1  # the cache of ONNX Runtime grows; the last token is never fed
-    return fed - text_context_start(block_size, max(map(len, prompts)), fed)
-
-
-def report(config, dtype, slots, timing, texts, prompts):
-    """Return the lines of sample.py's report.
-
-    slots  of the cache, per row; None without a cache
-    texts  lists of ids, prompts included
-    """
-    produced = sum(map(len, texts)) - sum(map(len, prompts))
-    figures, num_steps, per_row = timing.summary(produced), len(timing.times), sum(timing.sizes)
-    line = f"{produced} tokens: TTFT {figures['ttft_ms']:.2f} ms"
-    if num_steps > 1:
-        line += f", TPOT {figures['tpot_ms']:.3f} ms"
-        line += f", ITL p50 {figures['itl_p50_ms']:.3f} ms, p99 {figures['itl_p99_ms']:.3f} ms"
-        line += f" per chunk of {per_row / num_steps:.2f}" if per_row > num_steps else ""
-    lines = [f"{line}, E2E {figures['e2e_ms']:.1f} ms, {figures['tokens_per_s']:,.0f} tokens/s"]
-    if slots is None:
-        lines.append("KV cache: off")
-    else:
-        factors = (config.n_layer, config.num_kv_heads, config.head_size, slots, len(texts))
-        formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows".format(*factors)
-        itemsize = getattr(torch, dtype).itemsize
-        lines.append(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
-    return lines
+# -- --verify ----------------------------------------------------------------------------------------------------------
 
 
 def text_context_start(block_size, prompt_length, end):
@@ -487,9 +422,6 @@ def text_context_start(block_size, prompt_length, end):
     for i in range(prompt_length, end + 1):
         start = context_start(start, i, block_size)
     return start
-
-
-# -- --verify ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -534,11 +466,6 @@ def logits_after(model, ids, T, kv_cache):
     return logits[0].float()
 
 
-def first_difference(ours, theirs):
-    """Return the first index at which two lists differ, or None. A missing item differs."""
-    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
-
-
 def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer, stops=(), engine=None):
     """Compare texts with those of the plain loop, stream_tokens, on the same prompts.
 
@@ -552,8 +479,11 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
     engine      what generated the texts, if it was not the model: an OnnxGPT
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
-    plainly, in_texts = ("with", "without") if kv_cache else ("without", "with")
-    ours_place, theirs_place = ("in ONNX Runtime ", "in PyTorch ") if engine else ("", "")
+    our_run, their_run = (
+        ("without the cache", "with the cache") if kv_cache else ("with the cache", "without the cache")
+    )
+    if engine:
+        our_run, their_run = f"in ONNX Runtime {our_run}", f"in PyTorch {their_run}"
     lines, num_equal = [], 0
     samples = sampling.sample_ids(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
@@ -566,218 +496,106 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
         # compare
         for row, theirs in zip(rows, plain):
             ours, theirs = texts[row], Sequence(theirs[:T], tokenizer, stops).add(theirs[T:]).ids
-            position = first_difference(ours, theirs)
-            num_equal += position is None
-            if position is None:
+            differences = (i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)  # a missing one differs
+            i = next(differences, None)
+            if i is None:
+                num_equal += 1
                 continue
-            picks = (*ours[position : position + 1], *theirs[position : position + 1])
-            pair = ", but ".join(repr(tokenizer.show(i)) for i in picks)
-            where = f"row {row}, new token {position - T}: {pair} {theirs_place}{plainly} the cache. "
-            both = (
-                logits_after(engine or model, ours[:position], T, not kv_cache),
-                logits_after(model, ours[:position], T, kv_cache),
+            picks = [*ours[i : i + 1], *theirs[i : i + 1]]
+            pair = ", but ".join(repr(tokenizer.show(token)) for token in picks)
+            our_logits = logits_after(engine or model, ours[:i], T, not kv_cache)
+            their_logits = logits_after(model, ours[:i], T, kv_cache)
+            a, b = (" and ".join(f"{x:.5f}" for x in logits[picks].tolist()) for logits in (our_logits, their_logits))
+            line = (
+                f"row {row}, new token {i - T}: {pair} {their_run}. Logits of the two: {a} {our_run}, {b} {their_run}"
             )
-            ours_logits, theirs_logits = (" and ".join(f"{logits[i]:.5f}" for i in picks) for logits in both)
-            where += f"Logits of the two: {ours_logits} {ours_place}{in_texts} the cache, "
-            where += f"{theirs_logits} {theirs_place}{plainly}"
-            context = ours[text_context_start(model.config.block_size, T, position) : position]
-            if len(picks) < 2 or not near_tie(model, context, samples[row], position - T, picks, sampling):
-                if (both[0] - both[1]).abs().max() <= NEAR_TIE:
-                    where += ". The logits agree, so the two sampled differently"
-                return False, [*lines, f"DIFFERENT at {where}"]
-            lines.append(
-                f"near-tie at {where}. Rounding decides between logits this close. All earlier tokens are equal."
-            )
-    num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
-    their_run, samples = f"the run {theirs_place}{plainly} the cache", f"{num_equal} of {len(texts)} samples"
+            context = ours[text_context_start(model.config.block_size, T, i) : i]
+            if len(picks) < 2 or not near_tie(model, context, samples[row], i - T, picks, sampling):
+                if (our_logits - their_logits).abs().max() <= NEAR_TIE:
+                    line += ". The logits agree, so the two sampled differently"
+                return False, [*lines, f"DIFFERENT at {line}"]
+            lines.append(f"near-tie at {line}. Rounding decides between logits this close")
     if num_equal < len(texts):
-        return True, [*lines, f"OK up to near-ties, {samples} match {their_run} to the end"]
-    return True, [*lines, f"OK, {num_new} tokens match {their_run} ({samples})"]
-
-
-def compare(args, engine, model, tokenizer, prompts, texts, num_new, sampling, seconds):
-    """Generate again, with the cache if it was without and vice versa. Returns whether the texts are the same.
-
-    engine   what generated the texts; model: what generates them again
-    texts    the generated ids, a list per row
-    seconds  how long they took
-    """
-    began = time.perf_counter()
-    other = None if engine is model else engine
-    same, lines = verify(model, prompts, texts, num_new, not args.kv_cache, sampling, tokenizer, args.stop, other)
-    for line in lines:
-        note(f"verify: {line}")
-    both = seconds, time.perf_counter() - began
-    cached, uncached = both if args.kv_cache else both[::-1]
-    if same and num_new > 1:
-        note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {uncached / cached:.1f} times as fast")
-    return same
+        return True, [*lines, f"OK up to near-ties, {num_equal} of {len(texts)} samples match the run {their_run}"]
+    num_new = sum(len(text) - len(prompt) for text, prompt in zip(texts, prompts))
+    return True, [f"OK, {num_new} tokens match the run {their_run} ({num_equal} of {len(texts)} samples)"]
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
 def main():
-    # load the model, read the prompts
-    args, began = parse_args(), time.perf_counter()
-    with suppress(ModuleNotFoundError):  # if the folder extras is here, threads yield on a busy machine
+    # the model and the prompts
+    args = parse_args()
+    with suppress(ModuleNotFoundError):
         from extras.cores import share_cores
 
         share_cores()
-    with one_line_errors():
-        engine, tokenizer, ngrams = open_engine(args)
-        model = engine
-        if args.verify and args.engine == "onnx":  # compare with the GPT that the file was exported from
-            model = engine.exported_from(load(pick_checkpoint(None, args.out_dir)))
-    args.prompt = args.prompt or [tokenizer.default_prompt]
-    prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt]
-    with one_line_errors():
+    try:
+        model, tokenizer, ngrams = open_model(args)
+        reference = model  # what --verify compares with
+        if args.verify and args.engine == "onnx":
+            reference = model.exported_from(load(find_checkpoint(None, args.out_dir)))
+        args.prompt = args.prompt or [tokenizer.default_prompt]
+        prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt]
         for stop in args.stop:  # the model could never generate an unknown character
             tokenizer.encode(stop)
-    num_new = choose_num_new(args, [len(ids) for ids in prompts], engine.config.block_size, tokenizer.unit)
+        num_new = choose_num_new(args, [len(ids) for ids in prompts], model.config.block_size, tokenizer.unit)
+        samples = list(range(args.num_samples)) * len(args.prompt)
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+    except (ValueError, OSError) as error:
+        sys.exit(f"sample.py: {error}")
 
     # one row per sample: the samples of the first prompt, then those of the next
-    device = device_of(engine)
-    prompts = [torch.tensor(ids, device=device) for ids in prompts for _ in range(args.num_samples)]
-    samples = list(range(args.num_samples)) * len(args.prompt)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+    prompts = [torch.tensor(ids, device=device_of(model)) for ids in prompts for _ in range(args.num_samples)]
     if args.explain:
-        with needs_extras("--explain"):
-            from extras.decoding.explain import explain
-        explain(engine, tokenizer, prompts[0][None], min(3, num_new), sampling)
+        from extras.decoding.explain import explain
+
+        explain(model, tokenizer, prompts[0][None], min(3, num_new), sampling)
         return
 
     # generate
     sequences = [Sequence(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
-    decoder, looped = make_decoder(args, engine, ngrams)
-    all_threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads(step_work(args, engine, decoder, len(prompts))))
-    ended = [False] * len(prompts)
-    if decoder:
-        stream = decoder.generation(prompts, num_new, sampling, ended)
-    else:
-        stream = stream_tokens(looped, torch.stack(prompts), num_new, sampling, args.kv_cache)
-    loaded, timing = time.perf_counter() - began, Timing(device)
-    most_new = write_stream(stream, sequences, ended, timing)
+    ended, all_threads = [False] * len(prompts), torch.get_num_threads()
+    stream = open_stream(args, model, ngrams, prompts, num_new, sampling, ended)
+    most_new, times = write_stream(stream, sequences, ended)
 
     # report on stderr
     print(file=sys.stderr)
     texts = [sequence.ids for sequence in sequences]
-    slots = allocated_slots(engine, stream, texts, prompts) if args.kv_cache else None
-    for line in report(engine.config, args.dtype, slots, timing, texts, prompts):
-        note(line)
-    note(f"loading: {loaded:.1f} s for the model{' and the C backend' if decoder and decoder.program else ''}")
-    if decoder and stream.offered:
-        rate = stream.accepted / stream.offered
-        source = "n-grams of the training text" if decoder.table else "the text so far: the checkpoint has no n-grams"
-        note(f"draft: {stream.accepted} of {stream.offered} draft tokens accepted ({rate:.0%}), from {source}")
+    block_size, longest = model.config.block_size, max(map(len, prompts))
+    slots = min(block_size, longest - context_start(0, longest, block_size) + num_new)
+    report(args, model.config, getattr(stream, "slots", slots), times, most_new, texts, prompts)
+    if args.draft and stream.offered:
+        source = "n-grams of the training text" if ngrams else "the text so far: the checkpoint has no n-grams"
+        note(f"draft: {stream.accepted} of {stream.offered} draft tokens accepted, from {source}")
     if args.verify:
         torch.set_num_threads(all_threads)
-        same = compare(args, engine, model, tokenizer, prompts, texts, most_new, sampling, timing.times[-1])
+        began = time.perf_counter()
+        engine = model if args.engine == "onnx" else None
+        asked = most_new if all(ended) else num_new  # a stop string in every row, or a stream that may be too short
+        same, lines = verify(
+            reference, prompts, texts, asked, not args.kv_cache, sampling, tokenizer, args.stop, engine
+        )
+        for line in lines:
+            note(f"verify: {line}")
+        seconds = times[-1], time.perf_counter() - began
+        cached, uncached = seconds if args.kv_cache else seconds[::-1]
+        if same and most_new > 1:
+            speedup = f"{uncached / cached:.1f} times as fast"
+            note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
         sys.exit(0 if same else 1)
 
 
-# -- helpers, as in train.py -------------------------------------------------------------------------------------------
-
-
-def number(kind, interval):
-    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-
-    def parse(text):
-        value = kind(text)
-        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
-        if not inside:
-            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
-    return parse
-
-
-def boolean(text):
-    """An argparse type: True, False, 1 or 0."""
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1")
-
-
-def path(text):
-    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
-
-    def __init__(self, description, epilog=None):
-        lines_as_they_are = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
-
-
-def note(message):
-    """Print a line on stderr that starts with the name of the script."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-
-
-def fail(message):
-    """Exit with code 1 and one line on stderr: a message or an error."""
-    if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
-        message = f"{message.filename}: {message.strerror}"
-    note(message)
-    sys.exit(1)
-
-
-@contextmanager
-def one_line_errors():
-    """Turn a ValueError into one line where we read what the user gave us. Elsewhere it is a bug, with a traceback."""
+if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
     try:
-        yield
-    except ValueError as error:
-        fail(error)
-
-
-@contextmanager
-def needs_extras(feature):
-    """Exit with one line if the imports inside the block fail because the folder extras is missing."""
-    try:
-        yield
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] != "extras":
             raise
-        fail(f"{feature} needs the folder extras of the repository, next to model.py")
-
-
-def run_main(main, memory_hint):
-    """Run main(). Errors that are not bugs are reported in one line.
-
-    memory_hint  what to suggest when memory runs out
-    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
-    """
-    sys.stdout, sys.stderr = (f or open(os.devnull, "w") for f in (sys.stdout, sys.stderr))  # noqa: SIM115 - for >&-
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `head` has read enough
-        sys.stdout = None  # the interpreter would flush it again, and complain
-        sys.exit(1)
-    except OSError as error:
-        fail(error)
-    except (MemoryError, RuntimeError) as error:
-        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
-        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
-            raise
-        fail(f"out of memory: {memory_hint}")
-
-
-if __name__ == "__main__":
-    run_main(main, memory_hint="fewer --num_samples or --max_new_tokens, or a smaller model, would fit")
+        sys.exit("sample.py: this needs the folder extras of the repository, next to model.py")

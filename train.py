@@ -1,6 +1,6 @@
 """Train a GPT on the data that data/prepare.py wrote.
 
-    python train.py --eval_interval 500              a size that suits the device
+    python train.py --eval_interval 500              a default size for this device
     python train.py --preset nanogpt-cpu             nanoGPT's CPU settings: its size and number of characters
     python train.py --recipe nanogpt                 nanoGPT's network and optimizer instead of the modern ones
     python train.py --init_from resume               continue the last run in --out_dir
@@ -10,31 +10,31 @@
 
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
+
+If the folder extras is present, it adds two things without a flag: threads yield on a busy machine (extras/cores.py),
+and checkpoints contain the n-gram counts for sample.py --draft (extras/decoding/ngrams.py).
 """
 
-# Read it from top to bottom: settings, batches, the loss, the optimizers, a step, evaluation, the loop. The rest
-# supports the loop: the data, the folder of a run, progress, processes and devices, the command line.
+# Read it from top to bottom: settings, data, batches, the loss, the optimizers, a step, evaluation, the loop, main.
 
 import argparse
 import csv
-import errno
 import hashlib
 import itertools
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
-import statistics
 import sys
 import textwrap
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -44,19 +44,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import (
-    GPT,
-    CharTokenizer,
-    GPTConfig,
-    build,
-    char_tokenizer,
-    load,
-    name_in_errors,
-    save,
-    write_atomically,
-)
+from model import GPT, CharTokenizer, GPTConfig, build, load, save, write_atomically
 
-# torchrun starts several processes. Each runs all of this file, but only rank 0 prints, evaluates and writes files.
+# torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
 RANK, LOCAL_RANK, WORLD_SIZE = (
     (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if TORCHRUN else (0, 0, 1)
@@ -64,11 +54,11 @@ RANK, LOCAL_RANK, WORLD_SIZE = (
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
-# The defaults of TrainConfig are `python train.py` on a CPU. A preset changes size and length, a recipe the network and
-# the optimizer. If both change a setting, the preset wins, and the command line wins over everything.
+# The defaults of TrainConfig are what `python train.py` uses on a CPU. A preset changes size and length, a recipe the
+# network and the optimizer. If both change a setting, the preset wins, and the command line wins over everything.
 #
-# No recipe may win by size: within each preset, the parameter counts differ by less than 3%. RoPE has no table of
-# positions, so at a context of 256 a small modern network needs a wider MLP to be as large as nanoGPT's.
+# No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. RoPE has
+# no table of positions, so at a context of 256 a small modern network needs a wider MLP to be as large as nanoGPT's.
 
 PRESETS = {
     "cpu": {},
@@ -84,109 +74,98 @@ PRESETS = {
 RECIPES = {
     "modern": {},
     "nanogpt": dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
-    | dict(ngram_targets=None, mtp_weight=None, optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1)
+    | dict(ngram_targets=0.0, mtp_weight=0.0, optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1)
     | dict(grad_clip=1.0, warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
 }
-PAIRS = {("gpu", "nanogpt"): dict(max_iters=5000, dropout=0.2)}  # a preset with a recipe
 EVAL_TOKENS = 2**17  # of the val split per evaluation, without --eval_iters
-OLD_DEFAULTS = dict(lr_stable_frac=0.0, ngram_targets=None, mtp_weight=None)  # of runs that are older than the setting
 
 
-def flag(default, kind, help, none=None, hidden=False):
-    """Return a dataclass field for a flag of the command line.
-
-    kind    a tuple of choices, or a key of KINDS
-    none    what None means, for --help
-    hidden  leave it out of --help, because only the recipes set it
-    """
-    return field(default=default, metadata=dict(kind=kind, help=help, none=none, hidden=hidden))
+def flag(default, help, choices=None, least=None):
+    """Return a dataclass field for a flag of the command line. A number must be at least `least`."""
+    return field(default=default, metadata=dict(help=help, choices=choices, least=least))
 
 
 @dataclass
 class TrainConfig:
-    """All settings of a run. If you add one, record in OLD_DEFAULTS what older runs did, so that they can resume."""
+    """All settings of a run, which are also the flags. Raises ValueError for a number outside its range."""
 
     preset: str = flag(
         "auto",
-        ("auto", *PRESETS),
         "size and length; auto: finetune for a Hugging Face folder, gpu on a GPU, else cpu",
+        choices=("auto", *PRESETS),
     )
-    recipe: str = flag("modern", tuple(RECIPES), "network and optimizer: ours, or nanoGPT's")
+    recipe: str = flag("modern", "network and optimizer: ours, or nanoGPT's", choices=tuple(RECIPES))
     init_from: str = flag(
-        "scratch", "path", "scratch; resume (last.pt in --out_dir); or a checkpoint, a run or a Hugging Face folder"
+        "scratch", "scratch; resume: last.pt in --out_dir; or a checkpoint, run or Hugging Face folder"
     )
-    meta: str | None = flag(None, "path", "for a nanoGPT checkpoint in --init_from: its meta.pkl", none="none")
-    data_dir: str | None = flag(None, "path", "folder that data/prepare.py wrote", none="data, next to train.py")
-    out_dir: str = flag("out", "path", "folder for checkpoints and log.csv")
-    eval_only: bool = flag(False, "boolean", "print the val loss of the model in --init_from, and stop")
-    eval_interval: int = flag(250, "positive", "steps between evaluations")
-    eval_iters: int | None = flag(
-        None, "positive", "batches per evaluation, spread over the val split", none=f"up to {EVAL_TOKENS:,} tokens"
-    )
-    save_interval: int = flag(250, "positive", "steps between writes of last.pt; an evaluation writes it too")
-    log_interval: int = flag(20, "positive", "steps between lines of progress and rows of log.csv")
-    sample_interval: int | None = flag(None, "positive", "steps between samples in samples.txt", none="off")
+    meta: str | None = flag(None, "for a nanoGPT checkpoint in --init_from: its meta.pkl")
+    data_dir: str | None = flag(None, "folder that data/prepare.py wrote; None: data, next to train.py")
+    out_dir: str = flag("out", "folder for checkpoints and log.csv")
+    eval_only: bool = flag(False, "print the val loss of the model in --init_from, and stop")
+    eval_interval: int = flag(250, "steps between evaluations", least=1)
+    eval_iters: int | None = flag(None, f"batches per evaluation; None: up to {EVAL_TOKENS:,} tokens", least=1)
+    save_interval: int = flag(250, "steps between writes of last.pt; an evaluation writes it too", least=1)
+    log_interval: int = flag(20, "steps between lines of progress and rows of log.csv", least=1)
+    patience: int | None = flag(None, "stop after N evaluations without a better val loss; None: never", least=1)
     # model
-    n_layer: int = flag(4, "positive", "number of blocks")
-    n_head: int = flag(4, "positive", "query heads per block")
-    n_kv_head: int | None = flag(None, "positive", "key/value heads; fewer is grouped-query attention", none="n_head")
-    n_embd: int = flag(128, "positive", "embedding width")
-    block_size: int = flag(256, "positive", "context length in tokens")
-    dropout: float = flag(0.0, "fraction", "dropout probability")
-    bias: bool = flag(False, "boolean", "biases in Linear and LayerNorm layers")
-    mlp_ratio: float = flag(4.2, "rate", "width of the MLP's hidden layer, in units of n_embd", hidden=True)
-    activation: str = flag("swiglu", ("gelu", "gelu_tanh", "swiglu"), "exact GELU, GPT-2's tanh GELU, or SwiGLU")
-    pos_emb: str = flag("rope", ("learned", "rope"), "learned position embeddings, or rotary ones")
-    norm_first: bool = flag(True, "boolean", "True: pre-LN; False: post-LN", hidden=True)
-    tie_weights: bool = flag(True, "boolean", "lm_head shares the matrix of the token embedding", hidden=True)
-    qk_norm: bool = flag(True, "boolean", "LayerNorm on queries and keys", hidden=True)
-    zero_init: bool = flag(True, "boolean", "every pre-LN block starts as the identity", hidden=True)
+    n_layer: int = flag(4, "number of blocks")
+    n_head: int = flag(4, "query heads per block")
+    n_kv_head: int | None = flag(None, "key/value heads; fewer than n_head is grouped-query attention")
+    n_embd: int = flag(128, "embedding width")
+    block_size: int = flag(256, "context length in tokens")
+    dropout: float = flag(0.0, "dropout probability")
+    bias: bool = flag(False, "biases in Linear and LayerNorm layers")
+    mlp_ratio: float = flag(4.2, "width of the MLP's hidden layer, in units of n_embd")
+    activation: str = flag("swiglu", "exact or tanh GELU, or SwiGLU", choices=("gelu", "gelu_tanh", "swiglu"))
+    pos_emb: str = flag("rope", "learned position embeddings, or rotary ones", choices=("learned", "rope"))
+    norm_first: bool = flag(True, "True: pre-LN; False: post-LN")
+    tie_weights: bool = flag(True, "lm_head shares the matrix of the token embedding")
+    qk_norm: bool = flag(True, "LayerNorm on queries and keys")
+    zero_init: bool = flag(True, "every pre-LN block starts as the identity")
     # optimization
-    ngram_targets: float | None = flag(
-        1.0, "weight", "weight of n-grams in the targets at the first step; halves by the end", "0", hidden=True
-    )
-    mtp_weight: float | None = flag(
-        0.3, "rate", "weight of the loss for the three tokens after the next; falls to 0", "0", hidden=True
-    )
-    optimizer: str = flag("muon", ("adamw", "muon"), "muon updates the matrices of the blocks, adamw the rest")
-    batch_size: int = flag(2, "positive", "sequences per micro-step, over all processes")
-    gradient_accumulation_steps: int = flag(1, "positive", "micro-steps per step")
-    max_iters: int = flag(3200, "positive", "total steps")
-    learning_rate: float = flag(1e-2, "rate", "peak learning rate of AdamW")
-    muon_learning_rate: float = flag(0.01, "rate", "peak learning rate of Muon")
-    warmup_iters: int = flag(0, "not negative", "steps of linear warm-up")
-    lr_stable_frac: float = flag(
-        0.3, "fraction", "fraction of the steps after warm-up at the peak learning rate", hidden=True
-    )
-    lr_decay: str = flag("linear", ("cosine", "linear", "none"), "shape of the decay; none: constant")
-    lr_decay_iters: int | None = flag(None, "positive", "step at which the decay ends", none="max_iters", hidden=True)
-    min_lr: float | None = flag(0.0, "rate", "learning rate at the end of the decay", none="learning_rate/10")
-    weight_decay: float = flag(0.0, "rate", "AdamW's weight decay, on matrices and embeddings")
-    beta1: float = flag(0.9, "fraction", "AdamW's beta1", hidden=True)
-    beta2: float = flag(0.95, "fraction", "AdamW's beta2", hidden=True)
-    grad_clip: float = flag(0.0, "rate", "largest norm of the gradient; 0 turns clipping off")
-    patience: int | None = flag(None, "positive", "stop after N evaluations without a better val loss", none="off")
+    ngram_targets: float = flag(1.0, "weight of n-grams in the targets at the first step; halves by the end", least=0)
+    mtp_weight: float = flag(0.3, "weight of the loss for the three tokens after the next; falls to 0", least=0)
+    optimizer: str = flag("muon", "for the matrices of the blocks; the rest uses adamw", choices=("adamw", "muon"))
+    batch_size: int = flag(2, "sequences per micro-step, over all processes", least=1)
+    gradient_accumulation_steps: int = flag(1, "micro-steps per step", least=1)
+    max_iters: int = flag(3200, "total steps", least=1)
+    learning_rate: float = flag(1e-2, "peak learning rate of AdamW", least=0)
+    muon_learning_rate: float = flag(0.01, "peak learning rate of Muon", least=0)
+    warmup_iters: int = flag(0, "steps of linear warm-up", least=0)
+    lr_stable_frac: float = flag(0.3, "fraction of the steps after warm-up at the peak", least=0)
+    lr_decay: str = flag("linear", "shape of the decay; none: constant", choices=("cosine", "linear", "none"))
+    lr_decay_iters: int | None = flag(None, "step at which the decay ends; None: max_iters", least=1)
+    min_lr: float | None = flag(0.0, "learning rate at the end of the decay; None: learning_rate/10", least=0)
+    weight_decay: float = flag(0.0, "AdamW's weight decay, on matrices and embeddings", least=0)
+    beta1: float = flag(0.9, "AdamW's beta1", least=0)
+    beta2: float = flag(0.95, "AdamW's beta2", least=0)
+    grad_clip: float = flag(0.0, "clip the norm of the gradient to this; 0: no clipping", least=0)
     # system
-    seed: int = flag(1337, "seed", "seed of weights, batches and dropout")
-    device: str = flag("auto", "text", "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")
+    seed: int = flag(1337, "seed of weights, batches and dropout", least=0)
+    device: str = flag("auto", "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")
     dtype: str = flag(
         "auto",
-        ("auto", "float32", "bfloat16", "float16"),
-        "dtype of the forward; auto: bfloat16 on a GPU that has it, float16 on other GPUs, float32 on a CPU",
+        "dtype of the forward; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
-    threads: int | None = flag(
-        None, "threads", "CPU threads; a resume uses as many as the run did", none="PyTorch's choice"
-    )
-    compile: bool = flag(False, "boolean", "torch.compile the training step")
-    plot: bool = flag(False, "boolean", "draw loss.png in --out_dir at each evaluation; needs matplotlib")
+    threads: int | None = flag(None, "CPU threads, kept by a resume; None: PyTorch's choice", least=1)
+    compile: bool = flag(False, "torch.compile the training step")
 
-    @property
+    def __post_init__(self):
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata["least"]
+            if value == "":
+                raise ValueError(f"--{f.name} is empty")
+            if None not in (value, least) and not value >= least:  # NaN, too
+                raise ValueError(f"--{f.name} {value} is not at least {least}")
+        if self.min_lr is not None and self.min_lr > self.learning_rate:
+            raise ValueError(f"--min_lr {self.min_lr} is above --learning_rate {self.learning_rate}: lower it")
+
     def tokens_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
-    @property
     def eval_tokens(self):
-        """Tokens of the val split per evaluation, at most."""
+        """Return the number of tokens of the val split per evaluation, at most."""
         return self.eval_iters * self.batch_size * self.block_size if self.eval_iters else EVAL_TOKENS
 
     def model_args(self):
@@ -195,63 +174,159 @@ class TrainConfig:
 
 
 FLAGS = {f.name: f for f in fields(TrainConfig)}
-MODEL_FLAGS = [f.name for f in fields(GPTConfig) if f.name in FLAGS]
+MODEL_FLAGS = {f.name for f in fields(GPTConfig) if f.name in FLAGS}
 
 
-def resolve_config(flags, *, on_gpu, source=None):
+def resolve_config(flags, source=None, on_gpu=False):
     """Return the TrainConfig of a run.
 
     flags    {name: value} of the given flags
-    on_gpu   whether preset "auto" means "gpu"
     source   the checkpoint of the run to resume, or of the model to start from; None: from scratch
+    on_gpu   whether preset "auto" means "gpu"
     Raises ValueError for flags that contradict `source` or each other, and for a checkpoint that cannot be resumed.
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     if flags.get("preset") == "finetune" and source is None:
         raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
     if flags.get("init_from") == "resume":
-        earlier = saved_config(source)
-        fixed = ["preset", "recipe", "optimizer", *MODEL_FLAGS]
-        if bool(flags.get("mtp_weight", earlier.mtp_weight)) != bool(earlier.mtp_weight):
-            fixed.append("mtp_weight")  # last.pt either has its layers or not, so it cannot be turned on or off
-        require_unchanged(f"the run in {source['path'].parent}", vars(earlier), flags, fixed)
-        config = replace(earlier, **flags)
+        try:
+            earlier, _ = TrainConfig(**source["config"]), source["optimizer"]
+        except (KeyError, TypeError):  # a ckpt.pt has no optimizer, and nanoGPT's config has other settings
+            raise ValueError(f"{source['path']} is not a last.pt of this train.py: start a new run from it") from None
+        fixed = MODEL_FLAGS - {"dropout"} | {"preset", "recipe", "optimizer", "mtp_weight"}
+        refuse_changes(flags, vars(earlier), fixed, f"the run in {source['path'].parent}")
+        return replace(earlier, **(dict(out_dir=TrainConfig.out_dir) | flags))  # its folder may have a new name
+
+    is_folder = source and source["path"].is_dir()
+    preset = flags.get("preset", "finetune" if is_folder else "gpu" if on_gpu else "cpu")
+    recipe = flags.get("recipe", "modern")
+    settings = RECIPES[recipe] | PRESETS[preset]
+    if source:
+        # the network is that of the model, but its context may be shorter
+        network = vars(GPTConfig(**source["model_args"]))  # nanoGPT saves only some of the fields
+        settings |= {name: network[name] for name in MODEL_FLAGS - {"dropout"}}
+        settings["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
+        refuse_changes(flags, settings, MODEL_FLAGS - {"dropout"}, f"the model in {source['path']}")
+        # a trained model knows more than n-grams do, so both auxiliary targets are off unless you ask for them
+        settings |= dict(ngram_targets=0.0, mtp_weight=0.0)
+    return TrainConfig(**(settings | flags | dict(preset=preset, recipe=recipe)))
+
+
+def refuse_changes(flags, settings, fixed, what):
+    """Raise ValueError if a flag in `fixed` differs from the settings of `what`, an earlier run or model."""
+    for name in flags.keys() & fixed:
+        if flags[name] != settings[name]:
+            raise ValueError(f"--{name} {flags[name]} conflicts with {what} ({name} {settings[name]}): leave it out")
+
+
+def parse_flags():
+    """Return {name: value} of the flags on the command line. resolve_config fills in the rest."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=presets_and_recipes(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # one line, without the usage
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+    for name, f in FLAGS.items():
+        kind, choices = next(iter(get_args(f.type)), f.type), f.metadata["choices"]  # int, for int | None
+        options = dict(type=kind, choices=choices, metavar=None if choices else name.split("_")[-1].upper())
+        if kind is bool:
+            options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
+        help = f"{f.metadata['help']} (default: {f.default})"
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
+    flags, unknown = parser.parse_known_args()
+    if unknown:
+        with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
+            from extras.nanogpt import refuse_unknown
+
+            refuse_unknown(parser, unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return vars(flags)
+
+
+def presets_and_recipes():
+    """Return what each preset and recipe changes, as text for the end of --help."""
+    lines = ["The defaults above are preset cpu with recipe modern. The rest change these flags:"]
+    for name, settings in (PRESETS | RECIPES).items():
+        text = " ".join(f"{key}={value}" for key, value in settings.items()) or "(the defaults)"
+        lines.append(textwrap.fill(f"  {name}: {text}", 118, subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def boolean(text):
+    """An argparse type: True, False, 1 or 0."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Dataset:
+    """The training data of a run: token ids from train.bin and val.bin, and the vocabulary from meta.json.
+
+    tokenizer   a CharTokenizer, or a BPETokenizer of extras/bpe.py
+    train, val  arrays of ids
+    sha256      the hashes of train.bin and val.bin, by split
+    val_bytes   the length of the val text in UTF-8; None if tokens are characters, which need no such number
+    """
+
+    tokenizer: object
+    train: np.ndarray
+    val: np.ndarray
+    sha256: dict
+    val_bytes: int | None = None
+
+    def bits_per_byte(self, loss):
+        """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
+        val_bytes = self.val_bytes
+        if not val_bytes:
+            lengths = [len(char.encode()) for char in self.tokenizer.vocab]
+            val_bytes = np.bincount(self.val, minlength=len(lengths)) @ lengths
+        return loss / math.log(2) * len(self.val) / val_bytes
+
+
+def load_dataset(data_dir, block_size):
+    """Return the Dataset in data_dir, a Path.
+
+    Raises ValueError if files are missing or damaged, or if the splits are too short for a context of block_size.
+    """
+    meta_file = data_dir / "meta.json"
+    try:
+        meta = json.loads(meta_file.read_bytes())
+        vocabulary = "tokenizer" if "tokenizer" in meta else "chars"
+        recorded, hashes = meta["sha256"], {vocabulary: hashlib.sha256(meta[vocabulary].encode()).hexdigest()}
+        for split in ("train", "val"):
+            with open(data_dir / f"{split}.bin", "rb") as file:
+                hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
+        changed = [name for name in hashes if recorded[name] != hashes[name]]
+    except OSError as error:
+        hint = "run python data/prepare.py first, or pass a different --data_dir"
+        raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"{meta_file} is damaged: run python data/prepare.py again") from None
+    if changed:
+        raise ValueError(
+            f"{changed[0]} in {data_dir} has changed since data/prepare.py wrote it: run data/prepare.py again"
+        )
+
+    if vocabulary == "tokenizer":
+        from extras.bpe import tokenizer_from_json
+
+        tokenizer = tokenizer_from_json(meta["tokenizer"])
     else:
-        finetune = source and source["path"].suffix != ".pt"  # a folder
-        preset = flags.get("preset", "finetune" if finetune else "gpu" if on_gpu else "cpu")
-        recipe = flags.get("recipe", TrainConfig.recipe)
-        settings = RECIPES[recipe] | PRESETS[preset] | PAIRS.get((preset, recipe), {})
-        config = TrainConfig(**(settings | flags | dict(preset=preset, recipe=recipe)))
-        if source:
-            model_args = GPTConfig(**source["model_args"])  # nanoGPT saves only some of the fields
-            network = {name: getattr(model_args, name) for name in MODEL_FLAGS if name != "dropout"}
-            # only a shorter context can be chosen
-            network["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
-            require_unchanged(f"the model in {source['path']}", network, flags, network)
-            # a trained model knows more than n-grams do, so both auxiliary targets are off unless you ask for them
-            targets = {name: flags.get(name) for name in ("ngram_targets", "mtp_weight")}
-            config = replace(config, **network, **targets)
-    if config.min_lr is not None and config.min_lr > config.learning_rate:
-        raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
-    return config
-
-
-def require_unchanged(what, settings, flags, fixed):
-    """Raise ValueError if a flag in `fixed` differs from the settings of an earlier run or model."""
-    for name in fixed:
-        if name != "dropout" and flags.get(name, settings[name]) != settings[name]:
-            raise ValueError(
-                f"--{name} {flags[name]} conflicts with {what} ({name} {settings[name]}): "
-                "drop the flag or start a new run"
-            )
-
-
-def saved_config(source):
-    """Return the TrainConfig in the checkpoint of a run. Raises ValueError if train.py did not write it."""
-    saved = source.get("config", {})
-    if "recipe" not in saved:  # nanoGPT saves a config too
-        raise ValueError(f"{source['path']} cannot be resumed, because this train.py did not write it: start a new run")
-    return TrainConfig(**(OLD_DEFAULTS | {name: value for name, value in saved.items() if name in FLAGS}))
+        tokenizer = CharTokenizer(meta["chars"])
+    id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
+    # the files may be larger than memory, and prepare.py may replace them meanwhile without changing what we map
+    train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in ("train", "val"))
+    if len(train) <= block_size or len(val) < 2:
+        lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
+        raise ValueError(f"{lengths} are too few for --block_size {block_size}: use longer text or a smaller context")
+    return Dataset(tokenizer, train, val, {"train": hashes["train"], "val": hashes["val"]}, meta.get("val_bytes"))
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -279,9 +354,9 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
     windows_per_epoch = (len(ids) - 1) // block_size
     starts = []
     for i in range(number * batch_size + rank, (number + 1) * batch_size, world_size):
-        windows = window_starts(len(ids), block_size, config.seed, i // windows_per_epoch)
+        epoch = window_starts(len(ids), block_size, config.seed, i // windows_per_epoch)
         # if the offset leaves one window fewer, the epoch repeats its first window
-        starts.append(windows[i % windows_per_epoch % len(windows)])
+        starts.append(epoch[i % windows_per_epoch % len(epoch)])
     windows = torch.from_numpy(ids[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int64))
     windows = to_device(windows, device)
     return windows[:, :-1], windows[:, 1:]
@@ -300,7 +375,7 @@ NUM_AHEAD = 3  # extra tokens to predict, after the next one
 NGRAM_END = 0.5  # fraction of the n-grams' initial weight in the targets that remains at the end
 
 
-class Objective(nn.Module):
+class TrainingLoss(nn.Module):
     """A GPT and the loss that training minimizes: cross-entropy, and two auxiliary terms that fade.
 
     mtp  NUM_AHEAD Linear layers `(C, C)`, or none if multi-token prediction is off. They start as the identity and
@@ -316,7 +391,7 @@ class Objective(nn.Module):
             nn.init.eye_(layer.weight)
 
     def forward(self, x, y, mtp_weight=None, ngram_weight=None, ngram_probs=None):
-        """Return (objective, loss), 0-d tensors: what we minimize, and the plain cross-entropy, without a gradient.
+        """Return (total, loss), 0-d tensors: what we minimize, and the plain cross-entropy, without a gradient.
 
         x, y          (B, T) int64: tokens, and the next token of each
         mtp_weight    0-d tensor: weight of the loss for the token after the next; that of layer j is divided by j
@@ -325,14 +400,14 @@ class Objective(nn.Module):
         """
         hidden = self.model.hidden_states(x)  # (B, T, C)
         logits = self.model.unembed(hidden).flatten(0, 1).float()
-        objective = F.cross_entropy(logits, y.flatten())
-        loss, targets = objective.detach(), y  # targets: (B, T), or distributions (B, T, V)
+        total = F.cross_entropy(logits, y.flatten())
+        loss, targets = total.detach(), y  # targets: (B, T), or distributions (B, T, V)
         if ngram_probs is not None:
             targets = F.one_hot(y, logits.size(-1)).float().lerp(ngram_probs, ngram_weight)
-            objective = F.cross_entropy(logits, targets.flatten(0, 1))
+            total = F.cross_entropy(logits, targets.flatten(0, 1))
         for j, loss_ahead in enumerate(self.losses_ahead(hidden, targets), start=1):
-            objective = objective + mtp_weight / j * loss_ahead
-        return objective, loss
+            total = total + mtp_weight / j * loss_ahead
+        return total, loss
 
     def losses_ahead(self, hidden, targets):
         """Return the losses for the tokens after the next: multi-token prediction (Gloeckle et al., arXiv:2404.19737).
@@ -342,6 +417,7 @@ class Objective(nn.Module):
         """
         losses = []
         for j, layer in enumerate(self.mtp, start=1):
+            # a norm without weights; if you replace the model's norm, replace this one too
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
             logits = self.model.unembed(ahead).flatten(0, 1).float()
             losses.append(F.cross_entropy(logits, targets[:, j:].flatten(0, 1)))
@@ -355,8 +431,8 @@ def loss_weights(step, config):
     new number.
     """
     left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
-    mtp_weight, ngram_weight = config.mtp_weight or 0.0, config.ngram_targets or 0.0
-    return torch.tensor([mtp_weight * left, ngram_weight * (NGRAM_END + (1 - NGRAM_END) * left)])
+    ngram_weight = config.ngram_targets * (NGRAM_END + (1 - NGRAM_END) * left)
+    return torch.tensor([config.mtp_weight * left, ngram_weight])
 
 
 # The next character of the text is one sample of what could follow, so its gradient is noisy. The average over all
@@ -371,7 +447,7 @@ MAX_ENTRIES = 2**25  # in the table: 128 MiB
 MAX_LENGTH = 2**24  # tokens of text; more would take minutes and gigabytes
 
 
-def ngram_targets(ids, vocab_size, device):
+def ngram_distributions(ids, vocab_size, device):
     """Return (table, rows): table[rows[i]] is the n-gram distribution of token i + 1 of the text.
 
     ids    (N,) integers below vocab_size
@@ -482,17 +558,17 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-lr * scale)
 
 
-def configure_optimizers(objective, config, device):
-    """Return [AdamW] or [AdamW, Muon], with every parameter of an Objective in exactly one group.
+def configure_optimizers(training_loss, config, device):
+    """Return [AdamW] or [AdamW, Muon], with every parameter of a TrainingLoss in exactly one group.
 
     group["peak_lr"] is the learning rate that the schedule scales. Weight decay applies to AdamW's matrices and
     embeddings, but not to biases and norms, and not to Muon.
     """
     muon = []
     if config.optimizer == "muon":
-        muon = [Muon(muon_groups(objective.model, config.muon_learning_rate), lr=config.muon_learning_rate)]
+        muon = [Muon(muon_groups(training_loss.model, config.muon_learning_rate), lr=config.muon_learning_rate)]
     of_muon = {id(p) for optimizer in muon for group in optimizer.param_groups for p in group["params"]}
-    rest = [p for p in objective.parameters() if id(p) not in of_muon]
+    rest = [p for p in training_loss.parameters() if id(p) not in of_muon]
     peak_lr = config.learning_rate
     groups = [
         dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=peak_lr),
@@ -528,7 +604,7 @@ def lr_multiplier(step, config):
     floor = 0.1 if config.min_lr is None else config.min_lr / config.learning_rate
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
-    if config.lr_decay == "none":
+    if config.lr_decay == "none" or config.lr_stable_frac >= 1:
         return 1.0
     remaining = max(1, (config.lr_decay_iters or config.max_iters) - config.warmup_iters)
     stable = config.lr_stable_frac
@@ -540,140 +616,112 @@ def lr_multiplier(step, config):
 
 # -- a step ------------------------------------------------------------------------------------------------------------
 
+# what a checkpoint holds besides weights and optimizers, and its value at the start of a run
+COUNTERS = dict(
+    iter_num=0,  # steps done
+    seconds=0.0,  # so far, including evaluations and saves
+    num_unlogged=0,  # steps since the last row of log.csv; loss_sum is the sum of their losses
+    best_val_loss=math.inf,
+    evals_since_best=0,  # evaluations
+)
+
 
 class TrainState:
-    """The weights and everything else that changes from step to step.
+    """The weights and everything else that changes from step to step: COUNTERS, and
 
-    model       the GPT, for evaluation and checkpoints
-    objective   the Objective of the same GPT, for training; main may compile or wrap it
-    mtp         the layers of the objective for multi-token prediction
-    optimizers  AdamW, or AdamW and Muon
-    step        steps done; `iter_num` in a checkpoint, which is nanoGPT's name
-    row         the log row of a step that still has to be evaluated, or None
-    max_iters   of the run that we resume, before a new --max_iters
+    model          the GPT, for evaluation and checkpoints
+    training_loss  the TrainingLoss of the same GPT; main may compile or wrap it
+    optimizers     AdamW, or AdamW and Muon
+    ngrams         (table, rows) of ngram_distributions, or None
     """
 
     def __init__(self, model, config, device, dtype):
-        self.model, self.objective = model, Objective(model, config).to(device)
-        self.mtp = self.objective.mtp
+        self.model, self.training_loss = model, TrainingLoss(model, config).to(device)
+        self.mtp = self.training_loss.mtp  # for checkpoints, because a wrapper adds a prefix to its names
         self.device, self.dtype = device, dtype
-        self.optimizers = configure_optimizers(self.objective, config, device)
+        self.optimizers = configure_optimizers(self.training_loss, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-        self.step, self.best_val_loss, self.evals_since_best, self.row = 0, math.inf, 0, None
-        self.max_iters = config.max_iters
+        self.ngrams = None
+        self.loss_sum = torch.zeros((), device=device)
+        vars(self).update(COUNTERS)
 
-    def num_parameters(self):
-        return sum(p.numel() for p in self.model.parameters())
-
-    def record_evaluation(self, val_loss):
-        """Count an evaluation. Returns whether val_loss is the best so far."""
-        is_best = val_loss < self.best_val_loss
-        self.best_val_loss = min(val_loss, self.best_val_loss)
-        self.evals_since_best = 0 if is_best else self.evals_since_best + 1
-        return is_best
+    def learning_rate(self):
+        """Return AdamW's learning rate in the last step."""
+        return self.optimizers[0].param_groups[0]["lr"]
 
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
         with_optimizers  needed to resume; without them the file is half the size
         """
-        state = dict(model=self.model.state_dict(), iter_num=self.step, best_val_loss=self.best_val_loss)
+        state = dict(model=self.model.state_dict()) | {name: getattr(self, name) for name in COUNTERS}
         if with_optimizers:
-            state |= dict(
-                optimizer=[optimizer.state_dict() for optimizer in self.optimizers],
-                scaler=self.scaler.state_dict(),
-                mtp=self.mtp.state_dict(),
-                evals_since_best=self.evals_since_best,
-                row=self.row,
-            )
+            state["optimizer"] = [optimizer.state_dict() for optimizer in self.optimizers]
+            state |= dict(scaler=self.scaler.state_dict(), mtp=self.mtp.state_dict(), loss_sum=self.loss_sum)
         return state
 
-    def load_training(self, saved):
-        """Continue the run of a checkpoint whose weights are loaded. Raises ValueError if the rest does not fit."""
-        try:
-            for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
-                # keep our settings, because a resume may change --weight_decay or --beta2
-                settings = optimizer.state_dict()["param_groups"]
-                optimizer.load_state_dict(dict(state=state["state"], param_groups=settings))
-            self.mtp.load_state_dict(saved.get("mtp", {}))  # older versions had no mtp
-            if self.scaler.is_enabled() and saved["scaler"]:
-                self.scaler.load_state_dict(saved["scaler"])
-            self.step, self.evals_since_best = saved["iter_num"], saved["evals_since_best"]
-            self.best_val_loss, self.row = float(saved["best_val_loss"]), saved.get("row")
-        except Exception as error:  # torch raises many kinds of errors
-            path, why = saved["path"], " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} does not contain the state of this run ({why}): start a new run") from None
+    def resume(self, saved):
+        """Continue the run of a checkpoint, whose weights are in the model already."""
+        for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
+            # keep our settings, because a resume may change --weight_decay or --beta2, and the learning rate so far
+            ours = optimizer.state_dict()["param_groups"]
+            groups = [group | dict(lr=saved_group["lr"]) for group, saved_group in zip(ours, state["param_groups"])]
+            optimizer.load_state_dict(dict(state=state["state"], param_groups=groups))
+        self.mtp.load_state_dict(saved["mtp"])
+        if self.scaler.is_enabled() and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        self.loss_sum.copy_(saved["loss_sum"])
+        vars(self).update({name: saved[name] for name in COUNTERS})
 
 
-def train_step(config, data, state, measure=False):
+def train_step(config, data, state):
     """Run one optimizer step: forward and backward per micro-step, clip, update.
 
-    measure  compute the norm of the gradients even if we do not clip them
-    Returns this rank's mean loss, a tensor, and the norm, a tensor or None.
+    Returns the norm of the gradients, a tensor, or None if we do not clip them.
     """
     # forward and backward
-    micro_steps = config.gradient_accumulation_steps
-    total = 0.0
+    micro_steps, mean_loss = config.gradient_accumulation_steps, 0.0
     for micro_step in range(micro_steps):
-        number = state.step * micro_steps + micro_step
+        number = state.iter_num * micro_steps + micro_step
         x, y = get_batch(data.train, config, number, state.device)
         ngram_probs = None
-        if data.ngram_targets:
-            table, rows = data.ngram_targets
+        if state.ngrams:
+            table, rows = state.ngrams
             ngram_probs = table[get_batch(rows, config, number, state.device)[0]]
         if config.dropout:  # like the batches, the masks depend only on the seed and the step
-            sequence = np.random.SeedSequence((config.seed, state.step, micro_step, RANK))
+            sequence = np.random.SeedSequence((config.seed, state.iter_num, micro_step, RANK))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
         if WORLD_SIZE > 1:  # only the last micro-step averages the gradients over the processes
-            state.objective.require_backward_grad_sync = micro_step == micro_steps - 1
-        mtp_weight, ngram_weight = to_device(loss_weights(state.step, config), state.device)
+            state.training_loss.require_backward_grad_sync = micro_step == micro_steps - 1
+        mtp_weight, ngram_weight = to_device(loss_weights(state.iter_num, config), state.device)
         with state.autocast:
-            objective, loss = state.objective(x, y, mtp_weight, ngram_weight, ngram_probs)
-        state.scaler.scale(objective / micro_steps).backward()
-        total = total + loss.detach() / micro_steps
+            total, loss = state.training_loss(x, y, mtp_weight, ngram_weight, ngram_probs)
+        state.scaler.scale(total / micro_steps).backward()
+        mean_loss = mean_loss + loss / micro_steps
 
     # clip
     grad_norm = None
-    if config.grad_clip or measure:
+    if config.grad_clip:
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
-        if config.grad_clip:
-            grad_norm = nn.utils.clip_grad_norm_(state.objective.parameters(), config.grad_clip)
-        else:
-            grad_norm = nn.utils.get_total_norm([p.grad for p in state.objective.parameters()])
+        grad_norm = nn.utils.clip_grad_norm_(state.training_loss.parameters(), config.grad_clip)
 
-    # update
+    # update: AdamW and Muon each have their own peak learning rate
+    lr_scale = lr_multiplier(state.iter_num, config)
     for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * lr_scale
         state.scaler.step(optimizer)
     state.scaler.update()
-    state.objective.zero_grad(set_to_none=True)
-    return total, grad_norm
+    state.training_loss.zero_grad(set_to_none=True)
+    state.loss_sum += mean_loss  # it stays a tensor, because reading a number would wait for the device
+    state.iter_num += 1
+    state.num_unlogged += 1
+    return grad_norm
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-class Diverged(Exception):
-    """The loss is no longer a finite number."""
-
-
-def require_finite(loss):
-    """Return the loss. Raises Diverged if it is infinite or NaN."""
-    if not math.isfinite(loss):
-        raise Diverged(f"the loss is {loss}")
-    return loss
-
-
-@contextmanager
-def eval_mode(model):
-    """Put the model in eval mode inside the block."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def eval_windows(ids, block_size, num_tokens, at_once):
@@ -694,388 +742,179 @@ def eval_windows(ids, block_size, num_tokens, at_once):
 
 
 @torch.no_grad()
-def evaluate(model, ids, block_size, device, autocast, num_tokens=math.inf, signals=None):
-    """Return the mean cross-entropy in nats over every token of `ids` but the first. Only rank 0 computes it.
+def evaluate(state, ids, num_tokens=math.inf, signals=()):
+    """Return the mean cross-entropy in nats over every token of `ids` but the first. The processes share the work.
 
     We draw no random numbers, so evaluating more often does not change a run.
-    model       a Module that maps (x, y) to (logits, loss)
-    autocast    a context manager around the forwards
     num_tokens  read at most this many
-    signals     StopSignals; once it has received one, we return None
-    Raises Diverged if the loss is not finite.
+    signals     a list of catch_signals; once it has one, we return None
     """
+    model, block_size = state.model, state.model.config.block_size
     most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
+    windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size))
     total, count = 0.0, 0
-    windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size)) if RANK == 0 else []
-    size = min(num_tokens, len(ids) - 1)
-    bar = tqdm(total=size, desc="evaluate", leave=False, position=0, disable=None, delay=2)  # in place of the run's bar
-    with eval_mode(model), autocast, bar:
-        for window in windows:
-            if signals and signals.received:
+    size, hidden = min(num_tokens, len(ids) - 1), True if RANK else None  # None: only on a terminal
+    model.eval()
+    # if it takes long, a bar replaces that of the run
+    with state.autocast, tqdm(desc="evaluate", total=size, leave=False, position=0, delay=2, disable=hidden) as bar:
+        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
+            if signals:
                 return None
-            window = torch.from_numpy(window.astype(np.int64)).to(device)
+            window = torch.from_numpy(window.astype(np.int64)).to(state.device)
             x, y = window[:, :-1], window[:, 1:]
             _, loss = model(x, y)
             total += loss.item() * x.numel()
             count += x.numel()
-            bar.update(x.numel())
-    return require_finite(all_reduce(total / max(1, count)))  # the other ranks add 0
+            bar.update(x.numel() * WORLD_SIZE)
+    model.train()
+    return all_reduce(total) / all_reduce(count)
 
 
 def sample(config, data, state):
-    """Return a sample of 300 new tokens, or as many as fit the context. It does not affect the run."""
+    """Return a sample of 300 new tokens, or as many as fit the context."""
     tokenizer = data.tokenizer
     start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=state.device)
-    with eval_mode(state.model):
-        return tokenizer.decode(state.model.generate(start, 300, seed=config.seed)[0].tolist())
-
-
-# -- the loop ----------------------------------------------------------------------------------------------------------
-
-
-def train(config, data, state, run, progress, signals):
-    """Train from state.step until max_iters, a stop signal, or until patience runs out.
-
-    Returns the number of the stop signal, or 0. Raises Diverged rather than save weights whose loss is not finite.
-    """
-
-    def val_loss(ids, **limits):
-        return evaluate(state.model, ids, config.block_size, state.device, state.autocast, **limits)
-
-    signum, row = 0, state.row
-    while not signum and (row or state.step < config.max_iters):
-        # one step, unless the run was interrupted between a step and its evaluation
-        number = state.step if row else state.step + 1
-        evaluating = row or number % config.eval_interval == 0 or number == config.max_iters
-        saving = evaluating or number % config.save_interval == 0
-        logging = saving or number % config.log_interval == 0
-        lr_scale = lr_multiplier(number - 1, config)  # AdamW and Muon each have their own peak
-        for optimizer in state.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * lr_scale
-        if not row:
-            loss, grad_norm = train_step(config, data, state, measure=logging)
-            progress.update(loss)
-            state.step = number
-            signum = int(all_reduce(signals.received, dist.ReduceOp.MAX))  # all processes stop after the same step
-            if config.sample_interval and number % config.sample_interval == 0 and RANK == 0:
-                run.add_sample(number, sample(config, data, state))
-            if not (logging or signum):
-                continue
-            row = progress.row(number, config.learning_rate * lr_scale, grad_norm)
-
-        # evaluate, log, save
-        saving = saving or signum
-        if saving:  # the loss above is from before the update, which may have broken the weights
-            val_loss(data.val[: config.block_size + 1])
-        if evaluating:
-            state.row = row  # if we are stopped during the evaluation, a resume begins with it
-            if RANK == 0:
-                run.save("last.pt", state.state_dict(with_optimizers=True))
-            stopped = signals if WORLD_SIZE == 1 else None
-            row["val_loss"] = val_loss(data.val, num_tokens=config.eval_tokens, signals=stopped)
-            if row["val_loss"] is None:
-                return signals.received
-            if data.val_bytes:
-                row["val_bpb"] = data.bits_per_byte(row["val_loss"])
-            state.row = None
-            if state.record_evaluation(row["val_loss"]) and RANK == 0:
-                run.save("ckpt.pt", state.state_dict(with_optimizers=False))
-            if state.evals_since_best == 3 and not config.patience:
-                progress.bar.write(
-                    "no better val loss in 3 evaluations: the run may overfit (--patience 3 would stop it)"
-                )
-        if RANK == 0:
-            run.log(row | {"seconds": progress.seconds()})  # before last.pt, because a resume drops rows after its step
-            if saving:
-                run.save("last.pt", state.state_dict(with_optimizers=True))
-            if config.plot and evaluating:
-                from extras.plot import plot_loss
-
-                plot_loss(run.path)
-        progress.show(row)
-        row = None
-        if config.patience and state.evals_since_best >= config.patience:
-            break
-    return signum
-
-
-# -- the data ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Dataset:
-    """The training data of a run: token ids from train.bin and val.bin, and the vocabulary from meta.json.
-
-    tokenizer      a CharTokenizer, or a BPETokenizer of extras/bpe.py
-    train, val     arrays of ids
-    sha256         the hashes of train.bin and val.bin, by split
-    val_bytes      the length of the val text in UTF-8; None if tokens are characters, which need no such number
-    ngram_targets  ngram_targets(train, ...), if the run uses them
-    special_tokens those of the model that we start from, such as {"eos": 50256}; for export.py
-    """
-
-    tokenizer: object
-    train: np.ndarray
-    val: np.ndarray
-    sha256: dict
-    val_bytes: int | None = None
-    ngram_targets: tuple | None = None
-    special_tokens: dict | None = None
-
-    def bits_per_byte(self, loss):
-        """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
-        val_bytes = self.val_bytes
-        if not val_bytes:  # tokens are characters
-            lengths = [len(char.encode()) for char in self.tokenizer.vocab]
-            val_bytes = np.bincount(self.val, minlength=len(lengths)) @ lengths
-        return loss / math.log(2) * len(self.val) / val_bytes
-
-
-def load_dataset(data_dir, block_size):
-    """Return the Dataset in data_dir, a Path.
-
-    Raises ValueError if files are missing or damaged, or if the splits are too short for a context of block_size.
-    """
-    meta_file = data_dir / "meta.json"
-    try:
-        meta = json.loads(meta_file.read_bytes())
-        vocabulary, recorded = "tokenizer" if "tokenizer" in meta else "chars", meta["sha256"]
-        hashes = {vocabulary: hashlib.sha256(meta[vocabulary].encode()).hexdigest()}
-        for split in ("train", "val"):
-            with open(data_dir / f"{split}.bin", "rb") as file:
-                hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
-        changed = [name for name in hashes if recorded[name] != hashes[name]]
-    except FileNotFoundError as error:
-        hint = "run python data/prepare.py first, or pass a different --data_dir"
-        raise ValueError(f"no data: {error.filename} is missing; {hint}") from None
-    except OSError as error:
-        raise ValueError(f"cannot read the data: {error.filename}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"{meta_file} is damaged or too old: run python data/prepare.py again") from None
-    if changed:
-        file = meta_file if changed == [vocabulary] else data_dir / f"{changed[0]}.bin"
-        raise ValueError(f"{file} has changed since data/prepare.py wrote it: run data/prepare.py again")
-
-    if vocabulary == "tokenizer":
-        with needs_extras(f"the tokenizer in {meta_file}"):
-            from extras.bpe import tokenizer_from_json
-        tokenizer = tokenizer_from_json(meta["tokenizer"])
-    else:
-        tokenizer = CharTokenizer(meta["chars"])
-    id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
-    length = {split: (data_dir / f"{split}.bin").stat().st_size // int(id_type[-1]) for split in ("train", "val")}
-    if length["train"] < block_size + 1:
-        raise ValueError(
-            f"the train split has {length['train']} {tokenizer.unit}, but a context of {block_size} needs "
-            f"{block_size + 1}: use a longer text or a smaller --block_size"
-        )
-    if length["val"] < 2:
-        raise ValueError(f"the val split has {length['val']} {tokenizer.unit}, but needs 2: use a longer text")
-    # the files may be larger than memory, and prepare.py may replace them meanwhile without changing what we map
-    train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in length)
-    return Dataset(tokenizer, train, val, {split: hashes[split] for split in length}, meta.get("val_bytes"))
+    return tokenizer.decode(state.model.eval().generate(start, 300, seed=config.seed)[0].tolist())
 
 
 # -- the folder of a run -----------------------------------------------------------------------------------------------
 
-FILES = ("log.csv", "samples.txt", "ckpt.pt", "last.pt")
-COLUMNS = ("step", "tokens", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
-
-
-class RunFolder:
-    """out_dir: ckpt.pt (best val loss), last.pt (latest step), log.csv, samples.txt, and earlier runs in `previous`.
-
-    Only rank 0 writes to it.
-    """
-
-    def __init__(self, path):
-        self.path = Path(path)
-        self.lock_file = None
-        self.header = {}
-        self.columns = COLUMNS
-
-    def lock(self):
-        """Lock the folder until the process ends. Raises ValueError if it is already locked, or not writable."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock_file = self.lock_file or lock_folder(self.path)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing to {self.path}: stop it, or change --out_dir") from None
-        except PermissionError as error:
-            raise ValueError(f"cannot write to {self.path} ({error.strerror}): change --out_dir") from None
-
-    def begin(self, step, header, bits_per_byte, row=None):
-        """Prepare for a run that starts at `step`. At step 0, move an earlier run in the folder out of the way.
-
-        header         the part of a checkpoint that stays the same during the run
-        bits_per_byte  whether to log val losses in bits per byte too
-        row            the row of `step`, if it is not complete yet
-        Returns (tokens, seconds), what the log has counted so far. Raises OSError, or ValueError if the log is damaged.
-        """
-        self.header, self.columns = header, COLUMNS + (("val_bpb",) if bits_per_byte else ())
-        if not step:
-            self.set_aside()
-        self.trim_samples(step)
-        return self.trim_log(step - 1 if row else step)
-
-    def set_aside(self):
-        """Move the files of an earlier run to a new folder, last.pt last. Nothing is ever overwritten."""
-        files = [self.path / name for name in FILES if (self.path / name).exists()]
-        if not {"last.pt", "ckpt.pt"} & {file.name for file in files}:  # a log alone is not worth keeping
-            return
-        previous, numbers = self.path / "previous", itertools.count(2)
-        while previous.exists():
-            previous = self.path / f"previous-{next(numbers)}"
-        previous.mkdir()
-        for file in files:
-            file.rename(previous / file.name)
-        print(f"moved the earlier run in {self.path} to {previous} (--init_from resume would have continued it)")
-
-    def trim_log(self, step):
-        """Cut log.csv back to the rows up to `step`. Returns the tokens and seconds of the last row.
-
-        A killed run has rows newer than its last.pt, which the resumed run will write again. A full disk can cut the
-        last row short. We rewrite the header because older versions called the column `tokens` `chars`.
-        """
-        file = self.path / "log.csv"
-        lines = file.read_bytes().splitlines(keepends=True) if step and file.is_file() else []
-        try:
-            rows = [line for line in lines[1:] if line.endswith(b"\n") and int(line.split(b",")[0]) <= step]
-            counted = (0, 0.0)
-            if rows:
-                _, tokens, seconds, *_ = rows[-1].split(b",")
-                counted = (int(tokens), float(seconds))
-        except ValueError:
-            raise ValueError(f"{file} is damaged: remove it to start a new one") from None
-        header = ",".join(self.columns) + "\r\n"
-        write_atomically({file: [header.encode(), *rows]})
-        return counted
-
-    def trim_samples(self, step):
-        """Cut samples.txt back to the samples up to `step`, like the log."""
-        file = self.path / "samples.txt"
-        if step and file.is_file():
-            content = file.read_bytes()
-            samples = re.finditer(rb"^=== step (\d+) ===$", content, re.MULTILINE)
-            end = min((sample.start() for sample in samples if int(sample[1]) > step), default=len(content))
-            write_atomically({file: [content[:end]]})
-
-    def log(self, row):
-        file = self.path / "log.csv"
-        with name_in_errors(file), open(file, "a", encoding="utf-8", newline="") as f:
-            csv.DictWriter(f, self.columns).writerow(row)
-
-    def add_sample(self, step, text):
-        """Append a sample to samples.txt."""
-        file = self.path / "samples.txt"
-        with name_in_errors(file), open(file, "a", encoding="utf-8", newline="\n") as f:
-            f.write(f"=== step {step} ===\n{text}\n\n")
-
-    def save(self, name, state):
-        """Write a checkpoint, atomically. Raises OSError."""
-        save(self.path / name, self.header | state)
+COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
 
 
 def lock_folder(folder, name=".lock"):
     """Lock a folder through a file in it, and return the open file. The lock ends with the process.
 
-    Raises BlockingIOError if another process holds the lock, and OSError if the folder is not writable.
+    Raises ValueError if another process holds the lock, and OSError if the folder is not writable.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / name, "ab")  # noqa: SIM115
     try:
-        if os.name == "nt":
-            import msvcrt
+        import fcntl
 
-            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # of Unix and of Windows
-        lock.close()
-        raise BlockingIOError(errno.EAGAIN, "another process is writing there", str(folder)) from None
-    except OSError:
-        pass  # this file system has no locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is writing to {folder}: stop it, or change --out_dir") from None
+    except (ImportError, OSError):  # Windows and some network drives have no such locks
+        pass
     return lock
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
+def begin_log(out_dir, state):
+    """Trim log.csv to the step of a resume. At step 0, move an earlier run out of the way: no checkpoint is lost.
 
-
-class Progress:
-    """Loss and speed since the last log row, shown as a bar, or as lines if stderr is not a terminal.
-
-    tokens, seconds_before  what the log of an interrupted run has already counted
+    Raises ValueError if the log is damaged.
     """
+    files = [out_dir / name for name in ("log.csv", "ckpt.pt", "last.pt")]  # last.pt is the last to go
+    if not state.iter_num and any(file.exists() for file in files[1:]):
+        previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
+        previous.mkdir()
+        for file in filter(Path.exists, files):
+            file.rename(previous / file.name)
+        print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
-    def __init__(self, config, state, tokens=0, seconds_before=0.0):
-        self.config, self.first_step = config, state.step
-        self.tokens, self.seconds_before = state.row["tokens"] if state.row else tokens, seconds_before
-        self.loss_sum, self.num_steps = torch.zeros((), device=state.device), 0  # since the last row
-        self.rates = []  # tokens per second, per row
-        self.val_loss = "-"  # of the last evaluation, as text
-        self.on_terminal = sys.stderr.isatty() and RANK == 0
-        columns, rows = shutil.get_terminal_size((100, 24))  # a notebook's terminal has size 0, where tqdm shows no bar
-        self.bar = tqdm(
-            total=config.max_iters,
-            initial=state.step,
-            unit="step",
-            disable=not self.on_terminal,
-            ncols=columns,
-            nrows=rows,
-            mininterval=1.0,  # a notebook keeps every update
-        )
-        self.began = self.row_began = time.perf_counter()
-        self.first_ended = None  # when the first step ended, which takes long with --compile
+    # A killed run has rows newer than its last.pt, which we will write again. A full disk can cut the last row short.
+    log = out_dir / "log.csv"
+    lines = log.read_bytes().splitlines(keepends=True)[1:] if state.iter_num and log.exists() else []
+    newest = state.iter_num - state.num_unlogged
+    try:
+        lines = [line for line in lines if line.endswith(b"\n") and int(line.split(b",")[0]) <= newest]
+    except ValueError:
+        raise ValueError(f"{log} is damaged: remove it to start a new one") from None
+    write_atomically({log: [",".join(COLUMNS).encode() + b"\r\n", *lines]})
 
-    def update(self, loss):
-        """Count a step. The loss stays a tensor, because reading a number would wait for the device."""
-        self.loss_sum += loss
-        self.num_steps += 1
-        self.tokens += self.config.tokens_per_step
-        self.first_ended = self.first_ended or time.perf_counter()
-        self.bar.update()
 
-    def row(self, step, lr, grad_norm):
-        """Return the log row of the steps since the last one. Raises Diverged if their mean loss is not finite.
+def log_row(out_dir, bar, row):
+    """Append a row, {column: value}, to log.csv, and show it in the bar, or as a line if there is none."""
+    if RANK == 0:
+        with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
+    val = "" if row["val_loss"] is None else f"val {row['val_loss']:.4f}, "
+    text = f"loss {row['train_loss']:.4f}, {val}{row['tokens_per_s']:,} tokens/s"
+    bar.set_postfix_str(text)
+    if bar.disable:
+        seconds_left = row["seconds"] / row["step"] * (bar.total - row["step"])
+        print(f"step {row['step']}/{bar.total}: {text}, {seconds_left:.0f} s left", flush=True)
 
-        grad_norm  the norm in the last step, a tensor or None
-        """
-        seconds = time.perf_counter() - self.row_began
-        self.rates.append(round(self.num_steps * self.config.tokens_per_step / seconds))
-        mean = all_reduce(self.loss_sum.item()) / WORLD_SIZE / self.num_steps
-        return dict(
-            step=step,
-            tokens=self.tokens,
-            lr=lr,
-            train_loss=require_finite(mean),
-            tokens_per_s=self.rates[-1],
-            grad_norm=None if grad_norm is None else grad_norm.item(),
-        )
 
-    def seconds(self):
-        """Return the seconds of the run so far, including evaluations and saves."""
-        return round(self.seconds_before + time.perf_counter() - self.began, 3)
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
-    def show(self, row):
-        """Show a row in the bar, or as a line if stderr is not a terminal, and start the next row."""
-        if "val_loss" in row:
-            self.val_loss = f"{row['val_loss']:.4f}"
-        if "val_bpb" in row:
-            self.val_loss += f" ({row['val_bpb']:.4f} bits per byte)"
-        text = f"loss {row['train_loss']:.4f}, val {self.val_loss}, {row['tokens_per_s']:,} tokens/s"
-        self.bar.set_postfix_str(text)
-        if not self.on_terminal:
-            done, left = row["step"] - self.first_step - 1, self.config.max_iters - row["step"]
-            if done > 0:
-                text += f", {(time.perf_counter() - self.first_ended) / done * left:.0f} s left"
-            print(f"step {row['step']}/{self.config.max_iters}: {text}", flush=True)
-        self.loss_sum.zero_()
-        self.num_steps, self.row_began = 0, time.perf_counter()
 
-    def close(self):
-        self.bar.close()
+def train(config, data, state, header, bar, signals):
+    """Train from state.iter_num until max_iters, a stop signal, or until patience runs out.
+
+    header   the part of a checkpoint that stays the same during the run
+    bar      a tqdm bar; if it is disabled, because stderr is not a terminal, we print lines instead
+    signals  a list from catch_signals
+    Returns the number of the stop signal, or 0. Exits rather than save weights whose loss is not finite.
+    """
+    out_dir, signum, grad_norm = Path(config.out_dir), 0, None
+    row_began, row_step = time.perf_counter(), state.iter_num
+    began = row_began - state.seconds
+
+    def save_as(name, with_optimizers=True):
+        state.seconds = round(time.perf_counter() - began, 3)
+        if RANK == 0:
+            save(out_dir / name, header | state.state_dict(with_optimizers))
+
+    def require_finite(loss):
+        if not math.isfinite(loss):
+            sys.exit(
+                f"train.py: stopped at step {state.iter_num}: the loss is {loss}. Lower --learning_rate "
+                f"(now {config.learning_rate}). The checkpoints in {out_dir} are from before that step"
+            )
+
+    while True:
+        # Evaluate, log and save at the top of the loop, as nanoGPT does. We save before an evaluation too, so if it is
+        # cut short, the resumed run begins with it: its num_unlogged is not 0.
+        step = state.iter_num
+        ending = step >= config.max_iters
+        evaluating = ending or step % config.eval_interval == 0
+        saving = evaluating or step % config.save_interval == 0
+        logging = saving or step % config.log_interval == 0
+
+        # check the losses before we save
+        if state.num_unlogged and (logging or signum):
+            speed = round((step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began))
+            state.loss_sum.fill_(
+                all_reduce(state.loss_sum.item()) / WORLD_SIZE
+            )  # for a resume on any number of processes
+            train_loss = state.loss_sum.item() / state.num_unlogged
+            require_finite(train_loss)
+            if saving or signum:  # that loss is from before the last update, which may have broken the weights
+                require_finite(evaluate(state, data.val[: config.block_size + 1]))
+            if evaluating or signum:
+                save_as("last.pt")
+        if signum:
+            return signum
+
+        # evaluate and log
+        if state.num_unlogged and logging:
+            val_loss = None
+            if evaluating:
+                # a single process stops at once; several have to stop together, after the next step
+                val_loss = evaluate(state, data.val, config.eval_tokens(), signals if WORLD_SIZE == 1 else ())
+                if val_loss is None:
+                    return signals[0]
+                require_finite(val_loss)
+                state.evals_since_best += 1
+                if val_loss < state.best_val_loss:
+                    state.best_val_loss, state.evals_since_best = val_loss, 0
+                    save_as("ckpt.pt", with_optimizers=False)
+            row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=speed)
+            row |= dict(seconds=round(time.perf_counter() - began, 3), lr=state.learning_rate())
+            log_row(out_dir, bar, row | dict(grad_norm=None if grad_norm is None else grad_norm.item()))
+            state.loss_sum.zero_()
+            state.num_unlogged = 0
+            if saving:
+                save_as("last.pt")
+            row_began, row_step = time.perf_counter(), step
+        if ending or (config.patience and state.evals_since_best >= config.patience):
+            return 0
+
+        grad_norm = train_step(config, data, state)
+        bar.update()
+        signum = int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))  # all processes stop after this step
 
 
 # -- processes and devices ---------------------------------------------------------------------------------------------
@@ -1090,39 +929,31 @@ def all_reduce(value, op=dist.ReduceOp.SUM):
     return value.item()
 
 
-def connect(state):
-    """Wait until all processes have started, and let the objective average gradients over them."""
-    if WORLD_SIZE > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if state.device.type == "cuda" else "gloo")
-        state.objective = DistributedDataParallel(state.objective)
+def catch_signals():
+    """Return a list that gets the numbers of Ctrl-C and SIGTERM, so that we can finish the current step.
+
+    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
+    """
+    received = []
+
+    def receive(signum, frame):
+        received.append(signum)
+        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we got already
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
+            signal.signal(number, receive)
+    return received
 
 
-def disconnect(exit_code):
+def disconnect(exit_code=0):
     """Wait for all processes, and end all but rank 0."""
     if WORLD_SIZE > 1:
         dist.barrier()
         dist.destroy_process_group()
     if RANK:
         os._exit(exit_code)  # during a normal exit, a thread of gloo can abort the process
-
-
-class StopSignals:
-    """Remembers Ctrl-C and SIGTERM, so that train.py can finish the current step before it stops.
-
-    received  the number of the first signal, or 0
-    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
-    """
-
-    def __init__(self):
-        self.received = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # a shell script that starts us with & has Ctrl-C ignored
-                signal.signal(number, self.receive)
-
-    def receive(self, signum, frame):
-        self.received = self.received or signum
-        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we got already
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def pick_device(name):
@@ -1158,190 +989,10 @@ def pick_dtype(name, device):
     return getattr(torch, name)
 
 
-def compile_module(module):
-    """Return torch.compile(module), or print a note and return the module if there is no working compiler."""
-    try:
-        torch.compile(lambda x: x + 1)(torch.zeros(2, device=next(module.parameters()).device))
-    except Exception as error:  # a missing compiler raises many kinds of errors
-        why = str(error).strip().partition("\n")[0]
-        note(f"--compile: no working compiler ({why}): training uncompiled")
-        return module
-    note("--compile: compiling the training step; the first steps take a while")
-    return torch.compile(module)
-
-
-# -- the command line --------------------------------------------------------------------------------------------------
-
-
-def number(kind, interval):
-    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-
-    def parse(text):
-        value = kind(text)
-        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
-        if not inside:
-            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
-    return parse
-
-
-def boolean(text):
-    """An argparse type: True, False, 1 or 0."""
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1")
-
-
-def path(text):
-    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
-KINDS = {  # argparse types of the flags
-    "path": path,
-    "text": str,
-    "boolean": boolean,
-    "positive": number(int, f"[1, {2**31})"),
-    "not negative": number(int, f"[0, {2**31})"),
-    "seed": number(int, f"[0, {2**63})"),
-    "threads": number(int, "[1, 1024]"),
-    "fraction": number(float, "[0, 1)"),
-    "weight": number(float, "[0, 1]"),
-    "rate": number(float, "[0, 1e30]"),  # torch cannot multiply a float32 tensor by more
-}
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
-
-    def __init__(self, description, epilog=None):
-        lines_as_they_are = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
-
-
-def parse_flags(argv=None):
-    """Return {name: value} of the given flags. resolve_config fills in the rest."""
-    parser = make_parser()
-    flags, unknown = parser.parse_known_args(argv)
-    if unknown:
-        with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
-            from extras.nanogpt import refuse_unknown
-
-            refuse_unknown(parser, unknown)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return vars(flags)
-
-
-def make_parser():
-    parser = Parser(__doc__, epilog=choices())
-    for name, f in FLAGS.items():
-        kind = f.metadata["kind"]
-        if isinstance(kind, tuple):
-            options = dict(choices=kind)
-        elif kind == "boolean":
-            options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
-        else:
-            options = dict(type=KINDS[kind], metavar=name.split("_")[-1].upper())
-        help = f"{f.metadata['help']} (default: {shown(name, f.default)})".replace("%", "%%")
-        help = argparse.SUPPRESS if f.metadata["hidden"] else help
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
-    return parser
-
-
-def shown(name, value):
-    """Return a setting's value as --help shows it."""
-    return FLAGS[name].metadata["none"] if value is None else str(value)
-
-
-def choices():
-    """Return what each preset and recipe changes, as text for the end of --help."""
-    pairs = {f"{preset} with {recipe}": settings for (preset, recipe), settings in PAIRS.items()}
-    lines = [
-        "The defaults above are preset cpu with recipe modern. The rest change these settings, and each is a flag:"
-    ]
-    for title, chosen in (("presets", PRESETS), ("recipes", RECIPES), ("a preset with a recipe", pairs)):
-        lines.append(f"{title}:")
-        for name, settings in chosen.items():
-            text = " ".join(f"{key}={shown(key, value)}" for key, value in settings.items()) or "(the defaults)"
-            lines.append(textwrap.fill(f"  {name}: {text}", 118, subsequent_indent="    "))
-    return "\n".join(lines)
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-def note(message):
-    """Print a line on stderr that starts with the name of the script."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-
-
-def fail(message):
-    """Exit with code 1 and one line on stderr: a message or an error."""
-    if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
-        message = f"{message.filename}: {message.strerror}"
-    note(message)
-    sys.exit(1)
-
-
-@contextmanager
-def one_line_errors():
-    """Turn a ValueError into one line where we read what the user gave us. Elsewhere it is a bug, with a traceback."""
-    try:
-        yield
-    except ValueError as error:
-        fail(error)
-
-
-@contextmanager
-def needs_extras(feature):
-    """Exit with one line if the imports inside the block fail because the folder extras is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "extras":
-            raise
-        fail(f"{feature} needs the folder extras of the repository, next to model.py")
-
-
-def run_main(main, memory_hint):
-    """Run main(). Errors that are not bugs are reported in one line.
-
-    memory_hint  what to suggest when memory runs out
-    Exit codes: 1 after an error or a closed pipe, 130 after Ctrl-C, 143 after SIGTERM.
-    """
-    sys.stdout, sys.stderr = (f or open(os.devnull, "w") for f in (sys.stdout, sys.stderr))  # noqa: SIM115 - for >&-
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-    if not TORCHRUN:  # its SIGTERM has to end a process that waits in a library
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C, it lets `with` and `finally` clean up
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `head` has read enough
-        sys.stdout = None  # the interpreter would flush it again, and complain
-        sys.exit(1)
-    except OSError as error:
-        fail(error)
-    except (MemoryError, RuntimeError) as error:
-        words = ("allocate memory", "out of memory", "not enough memory")  # Linux, CUDA, Windows
-        if not (isinstance(error, MemoryError) or any(each in str(error) for each in words)):
-            raise
-        fail(f"out of memory: {memory_hint}")
-
-
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
-def load_source(init_from, meta, run):
+def load_source(init_from, out_dir, meta=None):
     """Return the checkpoint to resume or to start from, or None for a run from scratch.
 
     meta  for a nanoGPT checkpoint: the file of its vocabulary
@@ -1350,43 +1001,34 @@ def load_source(init_from, meta, run):
     if init_from == "scratch":
         return None
     if init_from == "resume":
-        if RANK == 0 and run.path.is_dir():
-            run.lock()  # before we read, so that no other process writes meanwhile
-        return load(run.path / "last.pt")
-    path, checkpoint = Path(init_from), None
+        if not (out_dir / "last.pt").exists():
+            raise ValueError(f"nothing to resume: there is no {out_dir / 'last.pt'}")
+        return load(out_dir / "last.pt")
+    path = Path(init_from)
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
-    if not (meta or path.is_dir()):
-        checkpoint = load(path)
-        if "tokenizer" not in checkpoint:
-            char_tokenizer(checkpoint)  # raises ValueError if it does not fit the weights
-            return checkpoint
-    with needs_extras(f"--init_from {init_from}, whose tokens are not characters,"):
-        from extras.checkpoint import build_tokenizer, load_checkpoint
-    checkpoint = checkpoint or load_checkpoint(path, meta)
-    build_tokenizer(checkpoint)
-    return checkpoint
+    if meta or path.is_dir():
+        from extras.checkpoint import load_checkpoint
+
+        return load_checkpoint(path, meta)
+    return load(path)
 
 
-def load_text(config, source, run):
-    """Return the Dataset of a run. Raises ValueError if it does not match the checkpoint that we start from."""
-    data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-    data = load_dataset(data_dir, config.block_size)
-    if not source:
-        return data
-    same_tokens = data.tokenizer.state_dict().items() <= source.items()
-    if config.init_from == "resume" and not (same_tokens and source.get("data_sha256") == data.sha256):
+def check_text(data, data_dir, source, config):
+    """Raise ValueError unless the Dataset is made of the tokens of `source`, and for a resume, of the same text."""
+    path, vocab_size, unit = source["path"], source["model_args"]["vocab_size"], data.tokenizer.unit
+    if "chars" not in source and "tokenizer" not in source:
+        raise ValueError(f"{path} has no vocabulary: nanoGPT keeps it in meta.pkl, so pass that as --meta")
+    if config.init_from == "resume" and source["data_sha256"] != data.sha256:
+        raise ValueError(f"the run used different text from {data_dir}: point --data_dir at the original")
+    if not data.tokenizer.state_dict().items() <= source.items():
+        command = f"python data/prepare.py --tokenizer {config.meta or path}"
         raise ValueError(
-            f"the run in {run.path} was trained on different text than {data_dir} holds: "
-            "point --data_dir to that text, or prepare it again"
+            f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares text for it"
         )
-    if not same_tokens:
-        raise ValueError(
-            f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {source['path']}: "
-            f"python data/prepare.py --tokenizer {config.meta or source['path']} prepares text for it"
-        )
-    data.special_tokens = source.get("special_tokens")
-    return data
+    padding = vocab_size - len(data.tokenizer.vocab)
+    if not 0 <= padding < (128 if "tokenizer" in source else 1):  # some models round their size up to a multiple of 128
+        raise ValueError(f"{path} has weights for {vocab_size} tokens, but {len(data.tokenizer.vocab)} {unit}")
 
 
 def make_model(config, source, vocab_size):
@@ -1394,7 +1036,7 @@ def make_model(config, source, vocab_size):
     try:
         model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
     except ValueError as error:  # it starts with the name of a field, which is also a flag
-        raise ValueError(f"--{error} (--help lists the flags)") from None
+        raise ValueError(f"--{error}") from None
     torch.manual_seed(config.seed)
     if source:
         weights, positions = dict(source["model"]), "transformer.wpe.weight"
@@ -1407,78 +1049,47 @@ def make_model(config, source, vocab_size):
     return model
 
 
-def choose_threads(config, asked):
-    """Set torch's threads, and record their number in the config, because it decides the last bits of a sum.
+def setup(flags):
+    """Return (config, data, state, header): header is the part of a checkpoint that stays the same during the run.
 
-    asked  --threads, or None
+    Raises ValueError or OSError with one line for the user.
     """
-    if WORLD_SIZE > 1:  # torchrun decides
-        config.threads = asked
-    else:
-        config.threads, cores = config.threads or torch.get_num_threads(), os.cpu_count()
-        if asked is None and cores and config.threads > cores:
-            note(
-                f"{config.threads} threads are more than the {cores} cores of this machine: --threads {cores} is faster"
-            )
-    if config.threads:
-        torch.set_num_threads(config.threads)
-
-
-def setup(flags, run):
-    """Return (config, data, state) for the flags. Raises ValueError with one line for the user."""
     # settings
-    source = load_source(flags.get("init_from", TrainConfig.init_from), flags.get("meta"), run)
-    on_gpu = pick_device(flags.get("device", TrainConfig.device)).type == "cuda"
-    config = resolve_config(flags, on_gpu=on_gpu, source=source)
+    init_from, out_dir = flags.get("init_from", "scratch"), Path(flags.get("out_dir", "out"))
+    source = load_source(init_from, out_dir, flags.get("meta"))
+    on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
+    config = resolve_config(flags, source, on_gpu)
+    device = pick_device(config.device)
     if (config.eval_only or config.meta) and not source:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE:
-        raise ValueError(
-            f"--batch_size {config.batch_size} does not divide among {WORLD_SIZE} processes: "
-            "choose a multiple of their number"
-        )
-    if config.plot:  # now, and not after the first evaluation
-        with needs_extras("--plot"):
-            from extras.cli import need
-        need("--plot", "matplotlib")
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
-    choose_threads(config, flags.get("threads"))
+        raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
+    if WORLD_SIZE == 1:  # a resume uses as many threads, because their number changes how sums round
+        config.threads = config.threads or torch.get_num_threads()
+    if config.threads:
+        torch.set_num_threads(config.threads)
 
     # text and weights
-    data = load_text(config, source, run)
+    data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
+    data = load_dataset(data_dir, config.block_size)
+    if source:
+        check_text(data, data_dir, source, config)
     vocab_size = source["model_args"]["vocab_size"] if source else len(data.tokenizer.vocab)
-    state = TrainState(make_model(config, source, vocab_size).to(device), config, device, dtype)
-    if config.init_from == "resume":
-        state.load_training(source)
-        state.max_iters = source["config"]["max_iters"]
-        if not (run.path / "ckpt.pt").exists():
-            state.best_val_loss = math.inf  # the best weights are gone, so the next evaluation saves new ones
-    return config, data, state
-
-
-def describe(config, data, state):
-    """Return the first line that a run prints."""
-    unit, num_val = data.tokenizer.unit, len(data.val) - 1
-    more = f" and {WORLD_SIZE - 1} more" if WORLD_SIZE > 1 else ""
-    if state.device.type == "cpu" and config.threads:
-        more += f" with {config.threads} thread{'s' if config.threads > 1 else ''}"
-    return (
-        f"{'resuming' if state.step else 'training'} preset {config.preset}, recipe {config.recipe}, "
-        f"on {state.device}{more} in {str(state.dtype).removeprefix('torch.')}: "
-        f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}, "
-        f"{state.num_parameters() / 1e6:.2f}M parameters; "
-        f"steps {state.step}..{config.max_iters} of {config.tokens_per_step:,} {unit}"
-        + (f"; an evaluation reads {config.eval_tokens:,} of {num_val:,} {unit}" * (config.eval_tokens < num_val))
-    )
+    model = make_model(config, source, vocab_size).to(device)
+    state = TrainState(model, config, device, pick_dtype(config.dtype, device))
+    if init_from == "resume":
+        state.resume(source)
+        if not (out_dir / "ckpt.pt").exists():
+            state.best_val_loss, state.evals_since_best = math.inf, 0  # so the next evaluation saves new weights
+    header = dict(model_args=asdict(model.config), config=asdict(config), data_sha256=data.sha256)
+    header |= data.tokenizer.state_dict() | dict(special_tokens=source.get("special_tokens") if source else None)
+    if WORLD_SIZE > 1:  # waits until all processes are here
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return config, data, state, header
 
 
 def main():
-    flags = parse_flags()
-    if RANK:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    # Training does not need the folder extras. If it is here, threads yield on a busy machine, and the checkpoints
-    # contain n-gram counts for sample.py --draft.
+    # what the folder extras adds without a flag
     try:
         from extras.cores import share_cores
         from extras.decoding.ngrams import count_ngrams
@@ -1487,89 +1098,74 @@ def main():
     share_cores()
 
     # settings, text and weights
-    run = RunFolder(flags.get("out_dir", TrainConfig.out_dir))
-    with one_line_errors():
-        config, data, state = setup(flags, run)
+    flags = parse_flags()
+    try:
+        config, data, state, header = setup(flags)
+        out_dir = Path(config.out_dir)
+        if RANK == 0 and not config.eval_only:
+            lock = lock_folder(out_dir)  # noqa: F841 - it ends with the process
+            begin_log(out_dir, state)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: {error}")
+    unit, vocab_size = data.tokenizer.unit, state.model.config.vocab_size
     if config.eval_only:
-        connect(state)
-        loss = evaluate(state.model, data.val, config.block_size, state.device, state.autocast)
-        disconnect(0)
-        where = f"{config.init_from}, {len(data.val) - 1:,} {data.tokenizer.unit}"
-        print(f"val loss {loss:.4f} ({data.bits_per_byte(loss):.4f} bits per byte): {where}")
+        loss = evaluate(state, data.val)
+        disconnect()
+        bits = data.bits_per_byte(loss)
+        print(f"val loss {loss:.4f} ({bits:.4f} bits per byte): {config.init_from}, {len(data.val) - 1:,} {unit}")
         return
-    out_of_patience = config.patience and state.evals_since_best >= config.patience
-    if out_of_patience or (state.step >= config.max_iters and not state.row):
-        flag = "a larger --patience" if out_of_patience else f"--max_iters {2 * state.step}"
-        print(f"the run in {run.path} has ended at step {state.step}: {flag} would continue it")
-        return
-    if config.compile:
-        state.objective = compile_module(state.objective)
-    connect(state)
-
-    # run folder and log
-    counted = (0, 0.0)
-    if RANK == 0:
-        header = dict(
-            model_args=asdict(state.model.config),
-            config=asdict(config),
-            **data.tokenizer.state_dict(),
-            data_sha256=data.sha256,
-            special_tokens=data.special_tokens,
-            # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
-            ngrams=count_ngrams(data.train, state.model.config.vocab_size, state.num_parameters() // 16),
-        )
-        with one_line_errors():
-            run.lock()
-            counted = run.begin(state.step, header, bits_per_byte=bool(data.val_bytes), row=state.row)
-    print(describe(config, data, state), flush=True)
-    if state.max_iters != config.max_iters and not config.lr_decay_iters:
-        print(f"the learning rate now falls until step {config.max_iters}, not {state.max_iters}", flush=True)
-    if config.ngram_targets:
-        data.ngram_targets = ngram_targets(data.train, state.model.config.vocab_size, state.device)
-        if not data.ngram_targets:
-            unit = data.tokenizer.unit
-            print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
-    progress, signals = Progress(config, state, *counted), StopSignals()
 
     # train
-    try:
-        signum = train(config, data, state, run, progress, signals)
-    except Diverged as error:
-        progress.close()
-        fail(
-            f"stopped at step {state.step}: {error}. Lower --learning_rate (now {config.learning_rate}). "
-            f"The checkpoints in {run.path} are from before that step"
-        )
-    progress.close()
-    whole_loss = None
-    if not signum and config.eval_tokens < len(data.val) - 1:
-        print(f"evaluating ckpt.pt on all {len(data.val):,} {data.tokenizer.unit} (Ctrl-C skips this)", flush=True)
-        best = build(load(run.path / "ckpt.pt")).to(state.device) if RANK == 0 else state.model
-        where = (config.block_size, state.device, state.autocast)
-        whole_loss = evaluate(best, data.val, *where, signals=signals if WORLD_SIZE == 1 else None)
+    num_params = sum(p.numel() for p in state.model.parameters())
+    # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
+    header["ngrams"] = count_ngrams(data.train, vocab_size, num_params // 16)
+    if config.ngram_targets:
+        state.ngrams = ngram_distributions(data.train, vocab_size, state.device)
+        if not state.ngrams:
+            print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
+    print(
+        f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
+        f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
+        f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
+        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit}",
+        flush=True,
+    )
+    if config.compile:
+        state.training_loss = torch.compile(state.training_loss)
+    if WORLD_SIZE > 1:
+        state.training_loss = DistributedDataParallel(state.training_loss)
+    first_step, seconds_before = state.iter_num, state.seconds
+    columns, lines = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
+    size = dict(total=config.max_iters, initial=first_step, ncols=columns, nrows=lines)
+    with tqdm(**size, unit="step", mininterval=1.0, disable=True if RANK else None) as bar:
+        signum = train(config, data, state, header, bar, catch_signals())
     disconnect(128 + signum if signum else 0)
 
     # report
+    done = f"step {state.iter_num} of {config.max_iters}"
     if signum:
-        command = f"python train.py --init_from resume --out_dir={shlex.quote(str(run.path))}"
-        print(f"stopped at step {state.step} of {config.max_iters} and saved; to continue: {command}")
+        command = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
+        print(f"stopped at {done} and saved; to continue: {command}")
         sys.exit(128 + signum)
-    if state.step < config.max_iters:
-        print(
-            f"stopped at step {state.step} of {config.max_iters}: "
-            f"no better val loss in {state.evals_since_best} evaluations (--patience)"
-        )
-    if progress.rates:  # a resume may only evaluate
-        print(f"{statistics.median(progress.rates):,.0f} tokens/s")
-    seconds = progress.seconds() - progress.seconds_before
-    best = f"best val loss {state.best_val_loss:.4f}"
-    if data.val_bytes:
-        best += f" ({data.bits_per_byte(state.best_val_loss):.4f} bits per byte)"
-    if whole_loss:
-        best += f", {whole_loss:.4f} on all of the val split"
-    print(f"{best}: {run.path / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
+    if state.iter_num < config.max_iters:
+        evals = f"val loss has not improved in {state.evals_since_best} evaluations"
+        print(f"stopped at {done}: {evals}; pass a larger --patience to train longer")
+    elif state.iter_num == first_step:
+        print(f"finished at step {state.iter_num}; pass --max_iters {2 * state.iter_num} to train longer")
+    best = f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}"
+    print(f"{best}; {state.seconds - seconds_before:.0f} s. A sample:\n")
     print(sample(config, data, state))
 
 
 if __name__ == "__main__":
-    run_main(main, memory_hint="a smaller model or batch would fit")
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
+    try:
+        main()
+    except KeyboardInterrupt:  # before the run has begun
+        sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "extras":
+            raise
+        sys.exit("train.py: tokenizers, --meta and Hugging Face folders need the folder extras of the repository")

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 
 from extras.baselines import llama2c_run, transformers_run
-from extras.cli import first_line, need
+from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, Decoder
 from extras.decoding.quantize import round_weights
@@ -41,21 +42,7 @@ from model import (
     stream_tokens,
     write_atomically,
 )
-from sample import (
-    Parser,
-    Timing,
-    fail,
-    near_tie,
-    note,
-    num_threads,
-    number,
-    one_line_errors,
-    path,
-    pick_checkpoint,
-    pick_device,
-    read_checkpoint,
-    run_main,
-)
+from sample import find_checkpoint, near_tie, num_threads, pick_device, read_checkpoint
 from train import RECIPES, TrainConfig
 
 VARIANTS = {
@@ -147,6 +134,50 @@ def onnx_stream(model):
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class Timing:
+    """Arrival times of the blocks of one generation. The clock starts with the object.
+
+    times  seconds from the start to the arrival of each block
+    sizes  new tokens per row in each block, on average over the rows
+    """
+
+    def __init__(self, device=None):
+        self.device = device
+        self.times, self.sizes = [], []
+        self.start = self.now()
+
+    def now(self):
+        """Return the time in seconds, after the device has finished its work."""
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def record(self, size=1):
+        """Record the end of a step that gave every row `size` new tokens."""
+        self.times.append(self.now() - self.start)
+        self.sizes.append(size)
+
+    def summary(self, num_tokens):
+        """Return the figures of a generation with num_tokens tokens in all rows together.
+
+        ttft_ms                 time to first token: from the start to the end of the first step
+        tpot_ms                 time per output token: mean over the tokens per row after the first step
+        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
+        e2e_ms                  end to end: from the start to the end of the last step
+        tokens_per_s            num_tokens per second, end to end
+        """
+        gaps = torch.tensor(self.times, dtype=torch.float64).diff() * 1e3
+        p50, p99 = (0.0, 0.0) if not len(gaps) else torch.quantile(gaps, gaps.new_tensor([0.5, 0.99])).tolist()
+        return dict(
+            ttft_ms=self.times[0] * 1e3,
+            tpot_ms=(self.times[-1] - self.times[0]) * 1e3 / max(1, sum(self.sizes[1:])),
+            itl_p50_ms=p50,
+            itl_p99_ms=p99,
+            e2e_ms=self.times[-1] * 1e3,
+            tokens_per_s=num_tokens / self.times[-1],
+        )
 
 
 def timed(run, idx, steps, seed):
@@ -365,8 +396,8 @@ def models(args):
             torch.manual_seed(1337)
             yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
     else:
-        for file in args.ckpt or [pick_checkpoint(None, None)]:
-            checkpoint, _ = read_checkpoint(pick_checkpoint(file, None))
+        for file in args.ckpt or [find_checkpoint(None, None)]:
+            checkpoint, _ = read_checkpoint(find_checkpoint(file, None))
             yield str(file), build(checkpoint).eval(), checkpoint.get("ngrams")
 
 
@@ -389,4 +420,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, memory_hint="a smaller shape or --batch would fit")
+    run_main(main)

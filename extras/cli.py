@@ -1,6 +1,8 @@
-"""Messages to the user: one line each, without a traceback."""
+"""The command lines of extras: flags, and messages in one line each, without a traceback."""
 
+import argparse
 import importlib
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,4 +42,54 @@ def one_line_errors():
     try:
         yield
     except ValueError as error:
+        fail(error)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
+
+    def __init__(self, description, epilog=None):
+        lines_as_they_are = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+def number(kind, interval):
+    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+
+    def parse(text):
+        value = kind(text)
+        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
+        if not inside:
+            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
+    return parse
+
+
+def path(text):
+    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+# -- main --------------------------------------------------------------------------------------------------------------
+
+
+def run_main(main):
+    """Run main(), whose output may go to a pipe that closes early. A file error is one line."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
+    try:
+        main()
+    except OSError as error:
         fail(error)

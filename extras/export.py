@@ -10,10 +10,10 @@ both with PyTorch's.
 
 from pathlib import Path
 
-from extras.cli import need
+from extras.cli import Parser, fail, need, one_line_errors, path, run_main
 from extras.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 from model import build
-from sample import Parser, fail, one_line_errors, path, pick_checkpoint, read_checkpoint, run_main
+from sample import find_checkpoint, read_checkpoint
 from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -40,14 +40,16 @@ def main():
     args = parse_args()
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format])
-        checkpoint, tokenizer = read_checkpoint(pick_checkpoint(args.ckpt, args.out_dir), args.meta)
+        checkpoint, tokenizer = read_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
         model = build(checkpoint).eval()
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the lock is next to the folder, because people publish everything inside it
-    with lock_folder(folder.parent, f".{args.format}.lock"):
+    with one_line_errors():
+        lock = lock_folder(folder.parent, f".{args.format}.lock")
+    with lock:
         if args.format == "onnx":
             export_onnx(model, tokenizer, folder)
         elif args.format == "hf":
@@ -61,4 +63,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, memory_hint="a smaller model would fit")
+    run_main(main)

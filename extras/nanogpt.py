@@ -42,11 +42,11 @@ INSTEAD = {  # flags of nanoGPT that we do not have: what to type instead
 }
 INSTEAD |= dict.fromkeys(
     ("--wandb_log", "--wandb_project", "--wandb_run_name"),
-    "leave it out: log.csv in --out_dir has the curves, and --plot draws them",
+    "leave it out: log.csv in --out_dir has the curves, and python -m extras.plot draws them",
 )
 CONFIGS = {  # config files of nanoGPT: what to type instead
-    "train_shakespeare_char.py": "type python train.py --preset gpu --recipe nanogpt, or on a CPU "
-    "--preset nanogpt-cpu --recipe nanogpt",
+    "train_shakespeare_char.py": "type python train.py --preset gpu --recipe nanogpt --max_iters 5000 --dropout 0.2, "
+    "or on a CPU --preset nanogpt-cpu --recipe nanogpt",
     "finetune_shakespeare.py": "type python train.py --init_from gpt2 --data_dir DIR",
 }
 ANY_CONFIG = "there are no config files here: pass each line of it as a flag, --name value"

@@ -1,26 +1,46 @@
-"""train.py --plot: the losses of a run as a picture."""
+"""Draw the losses of a run: train and val loss over the steps.
+
+python -m extras.plot out        draws out/loss.png from out/log.csv
+"""
 
 import csv
 import io
+from pathlib import Path
 
+from extras.cli import Parser, need, one_line_errors, run_main
 from model import write_atomically
 
 
-def plot_loss(out_dir):
-    """Draw out_dir/loss.png: train and val loss over the tokens read. log.csv must have an evaluation."""
+def plot_loss(rows):
+    """Return a picture of the rows of log.csv, as bytes."""
     from matplotlib.figure import Figure
 
-    with open(out_dir / "log.csv", encoding="utf-8", newline="") as f:
-        rows = list(csv.DictReader(f))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for column, marker in (("train_loss", ""), ("val_loss", "o")):
         logged = [row for row in rows if row[column]]
-        tokens, losses = ([float(row[key]) for row in logged] for key in ("tokens", column))
-        axes.plot(tokens, losses, marker=marker, label=column)
-    axes.set(xlabel="tokens of training text", ylabel="loss in nats per token")
-    axes.set(title=f"best val loss {min(losses):.4f}")
+        steps, losses = ([float(row[key]) for row in logged] for key in ("step", column))
+        axes.plot(steps, losses, marker=marker, label=column)
+    axes.set(xlabel="step", ylabel="loss in nats per token")
+    if losses:
+        axes.set(title=f"best val loss {min(losses):.4f}")
     axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture)
-    write_atomically({out_dir / "loss.png": [picture.getvalue()]})
+    return picture.getvalue()
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument("out_dir", type=Path, nargs="?", default=Path("out"), help="the folder of a run (default: out)")
+    out_dir = parser.parse_args().out_dir
+    with one_line_errors():
+        need("extras.plot", "matplotlib")
+    with open(out_dir / "log.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    write_atomically({out_dir / "loss.png": [plot_loss(rows)]})
+    print(out_dir / "loss.png")
+
+
+if __name__ == "__main__":
+    run_main(main)

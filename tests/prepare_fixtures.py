@@ -3,6 +3,7 @@
 The network is a server on 127.0.0.1. Nothing leaves the machine.
 """
 
+import ast
 import http.server
 import shutil
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import prepare
-from helpers import assert_one_line, contents, ok, tree
+from helpers import assert_one_line, contents, exit_code, ok, tree
 
+# the end of data/prepare.py, which calls main and turns errors into one line
+MAIN = ast.unparse(ast.parse(Path(prepare.__file__).read_text(encoding="utf-8")).body[-1])
 BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath\0 perced to the 😀\n\n ".encode() * 20
 
 
@@ -21,16 +24,18 @@ BODY = "Whan that Aprille, with his shoures soote,\r\nThe droghte of März\rhath
 def call(monkeypatch, capsys):
     """call(*args, **constants): data/prepare.py in this process, with other values for constants."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own
 
     def call(*args, **constants):
         monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])
         for name, value in constants.items():
             monkeypatch.setattr(prepare, name, value)
+        code = 0
         try:
-            code = prepare.run_main(prepare.main) or 0
+            exec(MAIN, vars(prepare) | {"__name__": "__main__"})
         except SystemExit as error:
-            code = error.code
+            code = exit_code(error)
+        except KeyboardInterrupt:  # would end pytest
+            code = "a traceback"
         return subprocess.CompletedProcess(args, code, *capsys.readouterr())
 
     return call

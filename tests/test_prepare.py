@@ -6,6 +6,7 @@ The network is a server on 127.0.0.1. Nothing leaves the machine.
 import gzip
 import io
 import json
+import os
 import sys
 from hashlib import sha256
 
@@ -31,6 +32,7 @@ def assert_holds(folder, raw, source):
 
 
 CLOSED = "http://127.0.0.1:9"
+STAND_IN = "sample.txt (offline stand-in)"  # what meta.json calls it
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -59,6 +61,31 @@ def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
         assert data.train.dtype == np.dtype(dtype)
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_an_error_in_the_middle_leaves_the_old_files(split, old):
+    """New ids beside an old vocabulary would be another text."""
+
+    def full_disk():
+        yield [1, 2]
+        raise OSError("No space left on device")
+
+    before = tree(old)
+    pieces = {"train": [[0, 1]], "val": [[2]]} | {split: full_disk()}
+    with pytest.raises(OSError, match="No space left"):
+        prepare.write(old, {"chars": "abc"}, 3, **pieces, source="a test")
+    assert tree(old) == before
+
+
+def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old):
+    def interrupted(pieces, chars):
+        yield [0]
+        raise KeyboardInterrupt
+
+    before = tree(old)
+    result = call("--input", text, "--data_dir", old, encode_characters=interrupted)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "") and tree(old) == before
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -67,11 +94,11 @@ def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
     [
         ("--input in.txt", "caf\xe9 au lait\n".encode("latin-1"), ["in.txt is not UTF-8 (byte 3"]),
         ("--input in.txt", b"", ["in.txt is empty"]),
-        ("--input none.txt", BODY, ["none.txt: No such file"]),
+        ("--input none.txt", BODY, ["No such file", "none.txt"]),
+        ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
         ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
-        ("--hold_out --tokenizer bpe", BODY, ["leave out --tokenizer"]),
     ],
 )
 def test_a_mistake_is_one_line_and_changes_nothing(flags, raw, words, call, text, old, tmp_path, monkeypatch):
@@ -82,8 +109,17 @@ def test_a_mistake_is_one_line_and_changes_nothing(flags, raw, words, call, text
 
 
 @linux
+def test_a_file_name_may_be_any_bytes(call, text, tmp_path):
+    """A line about it must not fail after the files are written."""
+    text = text.rename(tmp_path / os.fsdecode(b"caf\xe9.txt"))
+    result = ok(call("--input", text, "--data_dir", tmp_path / "data"))
+    assert "caf\\udce9.txt" in result.stdout
+    assert_holds(tmp_path / "data", BODY, text)
+
+
+@linux
 def test_a_pipe_is_one_line(tmp_path):
-    """We read the text twice."""
+    """We read the text several times."""
     result = run("data/prepare.py", "--input", "/dev/stdin", "--data_dir", tmp_path / "mine", input="text")
     assert_one_line(result, "/dev/stdin is a pipe", "write it to a file first", code=1)
 
@@ -115,6 +151,14 @@ def test_a_url_is_asked_for_again_only_if_it_must_be(call, server, old):
         assert_asked(num_times, server.url + "2")
 
 
+def test_a_folder_that_does_not_say_which_text_it_holds_is_prepared_again(call, server, old):
+    meta = json.loads((old / "meta.json").read_bytes())
+    del meta["sha256"]["text"]
+    (old / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    ok(call("--data_dir", old, CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()))
+    assert_holds(old, BODY, server.url)
+
+
 @pytest.mark.parametrize(
     "status, headers, word",
     [
@@ -135,7 +179,7 @@ def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path
     corpus = {"CORPUS_URL": server.url, "CORPUS_SHA256": sha256(BODY).hexdigest()}
     result = ok(call("--data_dir", tmp_path, CORPUS_URL=CLOSED))
     assert "WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE" in result.stderr
-    assert_holds(tmp_path, SAMPLE.read_bytes(), prepare.STAND_IN)
+    assert_holds(tmp_path, SAMPLE.read_bytes(), STAND_IN)
     assert call("--data_dir", tmp_path, **corpus).stderr == ""
     assert_holds(tmp_path, BODY, server.url)
     before = tree(tmp_path)
@@ -149,4 +193,11 @@ def test_what_is_not_the_corpus_is_not_taken_for_it(call, server, tmp_path):
     server.answer = 200, {}, BODY[:-1] + b"!"
     result = ok(call("--data_dir", tmp_path, CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()))
     assert "is not tiny Shakespeare" in result.stderr
-    assert_holds(tmp_path, SAMPLE.read_bytes(), prepare.STAND_IN)
+    assert_holds(tmp_path, SAMPLE.read_bytes(), STAND_IN)
+
+
+def test_without_a_network_and_without_the_stand_in_there_is_one_line(call, old, tmp_path):
+    """sample.txt is not there if only the Python files were copied."""
+    before = tree(tmp_path)
+    result = call("--data_dir", old, CORPUS_URL=CLOSED, STAND_IN=tmp_path / "sample.txt")
+    assert_nothing_changed(result, tmp_path, before, f"cannot download {CLOSED}", "nothing was changed")

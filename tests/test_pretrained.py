@@ -1,15 +1,14 @@
 """The pretrained model that comes with the code, and the scripts that use it before any training."""
 
 import shutil
-from contextlib import nullcontext
 
 import pytest
 import torch
 
-from helpers import ROOT, assert_one_line, here, ok
+from helpers import CPU, ROOT, assert_one_line, here, ok
 from model import build, load
 from sample import PRETRAINED
-from train import evaluate, load_dataset
+from train import TrainConfig, TrainState, evaluate, load_dataset
 
 NOTE = f"no checkpoint in out: using the pretrained {PRETRAINED.name}"
 
@@ -34,8 +33,7 @@ def test_its_val_loss_is_the_one_in_the_file():
         pytest.skip("needs the corpus: python data/prepare.py")
     if data.sha256 != checkpoint["data_sha256"]:
         pytest.skip("data/ does not hold tiny Shakespeare")
-    model = build(checkpoint).eval()
-    loss = evaluate(model, data.val, model.config.block_size, torch.device("cpu"), nullcontext())
+    loss = evaluate(TrainState(build(checkpoint), TrainConfig(), CPU, torch.float32), data.val)
     assert loss == pytest.approx(checkpoint["best_val_loss"], abs=1e-4) and loss < 1.45
 
 

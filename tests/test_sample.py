@@ -4,12 +4,15 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from helpers import PROMPT, ROOT, assert_one_line, ok, random_model, sample, texts_of, unix
+import model
+from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, texts_of, unix
 from model import GPTConfig, KVCache, save
-from sample import PRETRAINED, parse_args
+from sample import PRETRAINED, report
 
 
 @pytest.mark.parametrize("flag", ["--kv_cache", "--no-kv_cache"])
@@ -33,10 +36,39 @@ def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
     """2 layers * 2 heads * 16 head size; slots for 13 + 19 tokens; 2 rows; 4 bytes."""
     result = sample(trained, "--prompt", PROMPT, "--num_samples", "2")
     assert f"= {2 * 2 * 2 * 16 * 32 * 2 * 4:,} bytes" in result.stderr
-    figures = (
-        r"38 tokens: TTFT [\d.]+ ms, TPOT [\d.]+ ms, ITL p50 [\d.]+ ms, p99 [\d.]+ ms, E2E [\d.]+ ms, [\d,]+ tokens/s"
-    )
-    assert re.search(figures, result.stderr), result.stderr
+    figures = r"^sample.py: 38 tokens: TTFT [\d.]+ ms, TPOT [\d.]+ ms, [\d,]+ tokens/s$"
+    assert re.search(figures, result.stderr, re.M), result.stderr
+    one = sample(trained, "--prompt", PROMPT, "--max_new_tokens", "1").stderr
+    assert re.search(r"^sample.py: 1 tokens: TTFT [\d.]+ ms, [\d,]+ tokens/s$", one, re.M), one
+
+
+def test_the_figures_are_those_computed_by_hand(capsys):
+    """Two rows of four new tokens in gaps of 4, 10 and 10 ms. A stop string has taken the last token of each."""
+    args = SimpleNamespace(kv_cache=False)
+    report(args, None, 9, [0.010, 0.014, 0.024, 0.034], 4, [[7, 0, 1, 2]] * 2, [[7]] * 2)
+    line = "sample.py: 6 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 176 tokens/s\n"
+    assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
+
+
+@pytest.mark.parametrize(
+    "prompt, flags, slots",
+    [
+        ("O", ["--max_new_tokens", "5"], 6),
+        ("O" * 20, [], 32),  # the context
+        ("O" * 20, ["--overflow", "slide", "--max_new_tokens", "50"], 32),
+        ("O" * 40, ["--overflow", "slide", "--max_new_tokens", "5"], 21),  # half the context of the prompt, and 5
+    ],
+)
+def test_the_report_counts_the_slots_that_the_cache_has(prompt, flags, slots, trained, monkeypatch):
+    made, init = [], KVCache.__init__
+
+    def __init__(cache, *args):
+        init(cache, *args)
+        made.append(cache.slots)
+
+    monkeypatch.setattr(KVCache, "__init__", __init__)
+    result = ok(sample(trained, "--prompt", prompt, *flags))
+    assert max(made) == slots and f" * {slots} slots * " in result.stderr, (made, result.stderr)
 
 
 def test_a_length_past_the_context_is_capped_and_said(trained):
@@ -67,7 +99,7 @@ def test_the_flags_of_nanogpts_sample_py_work(trained):
     result = ok(sample(trained, f"--start={PROMPT}", *flags.split()))
     expected = texts_of(trained, PROMPT, 15, rows=3, temperature=0.7, top_k=200, seed=5)
     assert result.stdout.split("\n---------------\n") == expected
-    assert "for the model\n" in result.stderr  # and for no C backend
+    assert " * 28 slots * " in result.stderr  # those of the text; the C backend has as many as the context, 32
 
 
 @unix
@@ -116,7 +148,29 @@ def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
     monkeypatch.setattr(KVCache, "update", forgetful)
     result = sample(tmp_path, *flags)
     assert result.returncode == 1
-    assert re.search(rf"DIFFERENT at row 0, new token \d+: '\w', but '\w' {how} the cache", result.stderr)
+    ours, two = {"with": "without", "without": "with"}[how], r"-?[\d.]+ and -?[\d.]+"
+    picks = rf"DIFFERENT at row 0, new token \d+: '\w', but '\w' {how} the cache\. "
+    logits = rf"Logits of the two: {two} {ours} the cache, {two} {how} the cache$"
+    assert re.search(picks + logits, result.stderr, re.M), result.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--stop", "#"]], ids=["to the end", "stop"])
+def test_verify_of_a_text_that_ends_early_exits_1(flags, tmp_path, monkeypatch):
+    """Of every token that it was asked for, none may be missing, whatever wrote the text."""
+    chars = "abcdefghijklmnopqrstuvw#"
+    args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
+    network = random_model(GPTConfig(**args))
+    with torch.no_grad():
+        network.lm_head.weight[-1] = 0  # rarely a stop string
+    save(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
+    stream = model.stream_tokens
+
+    def early(gpt, idx, max_new_tokens, sampling, kv_cache=True):
+        return stream(gpt, idx, max_new_tokens - (3 if kv_cache else 0), sampling, kv_cache)
+
+    monkeypatch.setattr(model, "stream_tokens", early)
+    result = sample(tmp_path, "--prompt", "cache", "--max_new_tokens", "9", "--verify", *flags)
+    assert result.returncode == 1 and "DIFFERENT at row 0, new token 6:" in result.stderr, result.stderr
 
 
 @pytest.mark.slow
@@ -131,16 +185,18 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--temperature", "-1"], ["--temperature", "-1"]),
-        (["--temperature", "nan"], ["--temperature", "nan"]),
-        (["--top_k", "0"], ["--top_k", "0"]),
-        (["--top_p", "1.5"], ["--top_p", "1.5"]),
-        (["--seed", str(2**64)], ["--seed", 2**64]),
+        (["--max_new_tokens", "0"], ["--max_new_tokens", "0 is not at least 1"]),
+        (["--num_samples", "-2"], ["--num_samples", "-2 is not at least 1"]),
+        (["--num_samples", "two"], ["--num_samples", "two"]),
+        (["--kv_cache", "maybe"], ["--kv_cache", "maybe"]),
+        (["--temperature", "warm"], ["--temperature", "warm"]),
         (["--dtype", "int8"], ["--dtype", "int8"]),
         (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
-        (["--ckpt", ""], ["--ckpt", "empty"]),
         (["--meta", "meta.pkl"], ["--meta", "--ckpt"]),
-        (["--engine", "onnx", "--weights", "int8"], ["--weights int8", "--engine torch"]),
+        (["--engine", "onnx", "--weights", "int8"], ["--weights", "--engine torch"]),
+        (["--ckpt", "model.onnx"], ["model.onnx needs --engine onnx"]),
+        (["--no-kv_cache", "--draft", "ngram"], ["--draft needs the cache"]),
+        (["--no-kv_cache", "--prompt", "a", "--prompt", "b"], ["a batch of prompts needs the cache"]),
         (["--promt", "x"], ["--promt"]),
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),
@@ -148,13 +204,10 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
-def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_args(flags)
-    captured = capsys.readouterr()
-    assert stop.value.code == 2 and captured.out == ""
-    assert len(captured.err.strip().splitlines()) == 1
-    assert all(str(word) in captured.err for word in words), captured.err
+def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
+    result = here(*flags, script="sample.py")
+    assert_one_line(result, *words, code=2)
+    assert result.stdout == ""
 
 
 @pytest.mark.slow
@@ -164,8 +217,14 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
         (["--prompt", "O Roméo #"], ["'é'", "'#'", "abcdefghijklmnopqrstuvwxyz"]),
         (["--prompt", "x" * 32], ["32", "at most 31"]),
         (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
-        (["--prompt", "FILE:"], ["FILE:", "needs a file name"]),
+        (["--prompt", "FILE:"], ["'.'"]),
+        (["--temperature", "-1"], ["sample.py: temperature=-1.0: must be a number >= 0"]),
+        (["--temperature", "nan"], ["temperature=nan"]),
+        (["--top_k", "0"], ["top_k=0"]),
+        (["--top_p", "1.5"], ["top_p=1.5"]),
+        (["--seed", str(2**64)], [f"seed={2**64}"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
+        (["--ckpt", "gpt2-xl"], ["no checkpoint at gpt2-xl", "hf download openai-community/gpt2-xl"]),
         (["--ckpt", ROOT / "README.md"], ["README.md", "damaged"]),
         (["--device", "cuda:99"], ["cuda:99"]),
     ],
@@ -173,5 +232,11 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words, capsys):
 )
 def test_mistakes_are_one_line(trained, flags, words):
     result = sample(trained, *flags)
-    assert_one_line(result, *words)
+    assert_one_line(result, *words, code=1)
     assert result.stdout == ""
+
+
+def test_a_prompt_that_is_not_utf8_is_one_line(trained, tmp_path):
+    (tmp_path / "p.txt").write_bytes("café".encode("latin-1"))
+    result = sample(trained, "--prompt", f"FILE:{tmp_path / 'p.txt'}")
+    assert_one_line(result, f"the prompt in {tmp_path / 'p.txt'} is not UTF-8", code=1)

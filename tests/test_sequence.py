@@ -1,14 +1,16 @@
 """Stop texts: each row ends before the first of them, on every path, and no part of one is printed."""
 
+import io
 import re
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import assert_each_row_stops, assert_one_line, ok, sample, text_before, texts_of
 from model import CharTokenizer
-from sample import Sequence, num_undecided
+from sample import SEPARATOR, Sequence, num_undecided, write_stream
 
 NAMES = "abc"
 TOKENIZER = CharTokenizer(NAMES)
@@ -50,6 +52,25 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
             assert any(text_before(text[:end] + stop[wait:], stops) == text[: end - wait] for stop in stops)
 
 
+def test_a_stream_is_written_as_it_comes_until_every_row_has_ended(monkeypatch):
+    """Rows that end are told to the stream, which then spends nothing on them. -1 pads the shorter rows of a block."""
+    ended, seen, terminal = [False, False], [], io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(terminal))
+
+    def stream():
+        for block in ([[0, 1], [2, -1]], [[0, 1], [2, 1]], [[2, 2], [1, -1]], [[2, 2], [2, 2]]):
+            seen.append((terminal.getvalue(), *ended))
+            yield torch.tensor(block)
+
+    rows = [Sequence([2], TOKENIZER, ["bab", "bb"]), Sequence([1], TOKENIZER, ["bb"])]
+    num_new, times = write_stream(stream(), rows, ended)
+    assert [row.ids for row in rows] == [[2, 0], [1, 2, 2]]
+    assert terminal.getvalue() == f"ca{SEPARATOR}bcc".encode()
+    assert seen == [(b"c", False, False), (b"ca", False, False), (b"ca", True, False)] and ended == [True, True]
+    assert num_new == 4  # in the longer row, with its stop string
+    assert len(times) == 3 and 0 <= times[0] and times == sorted(times)
+
+
 # -- sample.py --stop -------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +90,6 @@ def test_a_generation_ends_when_all_rows_have_stopped(trained):
 
 @pytest.mark.slow
 def test_a_stop_text_that_cannot_occur_is_one_line(trained):
-    assert_one_line(sample(trained, "--stop", "O#"), "never saw '#'")
+    assert_one_line(sample(trained, "--stop", "O#"), "'#' is not in the vocabulary", code=1)
     assert_one_line(sample(trained, "--stop", ""), "--stop", "empty", code=2)
     assert_one_line(sample(trained, "--stop", "O", "--explain"), "--explain")

@@ -4,29 +4,35 @@ import torch
 
 from extras.cli import note
 from extras.decoding.compile import CompileError, NotHereError
-from extras.decoding.decoder import Decoder
+from extras.decoding.decoder import Decoder, filters_beyond_c
 from extras.decoding.static import CompiledGPT
+from model import stream_tokens
 
 
-def choose_decoder(model, draft, ngrams, compile, weights, num_prompts, num_samples, threads):
-    """Return (decoder, model) to generate with: a Decoder, or None and a model for the plain loop, stream_tokens.
+def choose_stream(model, prompts, num_new, sampling, ended, *, draft, ngrams, compile, weights, threads):
+    """Return a Generation, or where the C backend cannot run, perhaps the plain loop with torch.compile.
 
-    Where the C backend cannot run we try torch.compile, and then do without. A note on stderr says so.
-
-    draft, ngrams, compile, weights  those of Decoder
-    num_samples                      rows per prompt
-    threads                          how many torch will use, because torch.compile compiles for that number
+    A note on stderr says what the C backend could not do.
+    prompts, num_new, sampling, ended  those of Generation
+    draft, ngrams, compile, weights    those of Decoder
+    threads                            how many torch shall use; the C backend has its own
     """
     if compile:
         try:
-            return Decoder(model, draft, ngrams, compile=True, weights=weights), model
+            if names := filters_beyond_c(sampling):
+                raise CompileError(f"step.c has no {' and no '.join(names)}")
+            decoder = Decoder(model, draft, ngrams, compile=True, weights=weights)
+            torch.set_num_threads(1)
+            return decoder.generation(prompts, num_new, sampling, ended)
         except CompileError as error:
-            if isinstance(error, NotHereError) and not draft and num_prompts == 1:
+            torch.set_num_threads(threads)
+            one_length = len({len(prompt) for prompt in prompts}) == 1
+            if isinstance(error, NotHereError) and not draft and one_length:
                 note(f"{error}: compiling with torch.compile instead, which can take a minute")
-                torch.set_num_threads(threads)
                 try:
-                    return None, CompiledGPT(model, num_samples)
+                    return stream_tokens(CompiledGPT(model, len(prompts)), torch.stack(prompts), num_new, sampling)
                 except RuntimeError as failed:
                     error = failed
             note(f"{error}: decoding without --compile")
-    return Decoder(model, draft, ngrams) if draft or num_prompts > 1 else None, model
+    torch.set_num_threads(threads)
+    return Decoder(model, draft, ngrams).generation(prompts, num_new, sampling, ended)

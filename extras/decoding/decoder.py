@@ -61,6 +61,11 @@ class Decoder:
         return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
 
 
+def filters_beyond_c(sampling):
+    """Return the filters of a Sampling that step.c does not have. A generation with any takes its steps in PyTorch."""
+    return [name for name in FILTERS.keys() - {"top_k", "top_p"} if getattr(sampling, name) is not None]
+
+
 def rows_of(prompts, device):
     """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
 
@@ -85,6 +90,7 @@ class Generation:
     Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
     its context earlier. A row with fewer than n new tokens is padded with -1.
 
+    slots     positions per row that the cache has room for
     forwards  how many forwards there were so far
     offered   how many draft tokens they checked
     accepted  how many of those they accepted
@@ -107,11 +113,12 @@ class Generation:
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
         self.cache = None  # for steps in PyTorch; the first one makes it
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
-        # step.c has top_k and top_p; a generation with any other filter takes its steps in PyTorch
-        more_filters = [name for name in FILTERS.keys() - {"top_k", "top_p"} if getattr(sampling, name) is not None]
-        self.in_c = decoder.program is not None and not more_filters
+        self.slots = self.model.config.block_size
+        self.in_c = decoder.program is not None and not filters_beyond_c(sampling)
         if self.in_c:
             self.run, self.copy_slots = decoder.program(self.state)
+        else:
+            self.slots = min(self.slots, int(self.goal.max()) + decoder.num_drafts)
 
     def __iter__(self):
         state, goal, block_size = self.state, self.goal, self.model.config.block_size
@@ -166,8 +173,7 @@ class Generation:
     def _step_in_torch(self):
         model, state, num_drafts = self.model, self.state, self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
-            most = int(self.goal.max()) + num_drafts
-            self.cache = prefill(model, state, slots=min(most, model.config.block_size))
+            self.cache = prefill(model, state, slots=self.slots)
         before = state.end.tolist()
         fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
         self.forwards += 1

@@ -66,13 +66,24 @@ def test_every_engine_takes_every_flag_or_refuses_it_in_one_line(engine, cell, e
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("more", [[], ["--draft", "ngram"], ["--num_samples", 3, "--overflow", "slide"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--draft", "ngram"], ["--num_samples", 3, "--overflow", "slide", "--max_new_tokens", 50]]
+)
 def test_the_compiled_step_gives_the_same_text(trained, more):
-    flags = ["--prompt", "First ", "--compile", "--max_new_tokens", 50, *more]
+    flags = ["--prompt", "First ", "--compile", "--max_new_tokens", 20, *more]
     result = ok(sample(trained, *flags, "--verify"))
     assert re.search(r"(\d) of \1 samples\)", result.stderr), result.stderr
-    assert ("draft tokens accepted" in result.stderr) == ("ngram" in more)
-    assert "for the model and the C backend\n" in result.stderr
+    drafts = re.search(r"^sample.py: draft: (\d+) of (\d+) draft tokens accepted, from (.*)$", result.stderr, re.M)
+    assert bool(drafts) == ("ngram" in more)
+    assert not drafts or (int(drafts[1]) <= int(drafts[2]) and drafts[3] == "n-grams of the training text")
+    assert " * 32 slots * " in result.stderr  # the C backend has as many as the context, the plain loop only 26
+
+
+def test_a_checkpoint_without_ngrams_is_said_to_draft_from_its_own_text(tmp_path):
+    save_model(tmp_path, tiny())
+    result = ok(sample(tmp_path, "--prompt", "abababab", "--draft", "ngram"))
+    line = r"^sample.py: draft: \d+ of \d+ draft tokens accepted, from the text so far: the checkpoint has no n-grams$"
+    assert re.search(line, result.stderr, re.M), result.stderr
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_the_engine_gives_the_text_of_pytorch(exported, tmp_path):
     result = ok(sample(exported, *flags, "--engine", "onnx", "--verify"))
     assert result.stdout == theirs
     assert "2 of 2 samples)" in result.stderr
-    cached = 2 * 2 * 2 * 16 * 31 * 2 * 4  # keys and values, layers, heads, head size, tokens, rows, bytes
+    cached = 2 * 2 * 2 * 16 * 32 * 2 * 4  # keys and values, layers, heads, head size, tokens, rows, bytes
     assert f"= {cached:,} bytes" in result.stderr
     shutil.copy(exported / "onnx" / "model.onnx", tmp_path)  # the file is enough by itself
     flags += ["--engine", "onnx", "--ckpt", tmp_path / "model.onnx", "--no-kv_cache"]
@@ -51,12 +51,23 @@ def test_the_engine_gives_the_text_of_pytorch(exported, tmp_path):
 
 
 @pytest.mark.slow
+def test_verify_tells_the_logits_of_the_engine_from_those_of_pytorch(exported, monkeypatch):
+    logits = OnnxGPT.next_logits
+    monkeypatch.setattr(OnnxGPT, "next_logits", lambda *args: -logits(*args))
+    result = sample(exported, "--prompt", PROMPT, "--engine", "onnx", "--verify")
+    assert result.returncode == 1
+    two = r"-?[\d.]+ and -?[\d.]+"
+    line = f"Logits of the two: {two} in ONNX Runtime with the cache, {two} in PyTorch without the cache$"
+    assert re.search(line, result.stderr, re.M), result.stderr
+
+
+@pytest.mark.slow
 def test_engine_mistakes_are_one_line(exported, tmp_path):
     model, tokenizer = load_model(exported / "ckpt.pt")
     write_onnx(GPT(replace(model.config, block_size=16)).eval(), tokenizer, tmp_path / "other.onnx")
     for flags, words in (
         (["--prompt", "one"], ["--engine onnx", "3 and 13"]),
-        (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "export.py"]),
+        (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "python -m extras.export --format onnx"]),
         (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx needs --engine onnx"]),
         (["--ckpt", tmp_path / "other.onnx", "--verify"], ["other.onnx was not exported from", "--out_dir"]),
     ):

@@ -18,7 +18,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.bpe import tokenizer_from_json
 from extras.checkpoint import load_checkpoint, load_model
-from helpers import SAMPLE, Bomb, assert_one_line, assert_same_run, here, load, ok, plain_val_loss, same, start
+from helpers import (
+    SAMPLE,
+    Bomb,
+    assert_one_line,
+    assert_same_run,
+    here,
+    load,
+    ok,
+    plain_val_loss,
+    progress,
+    same,
+    start,
+)
 from model import build
 
 PROMPT = "The cat sat né"
@@ -226,6 +238,7 @@ def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_b
     assert load(killed / "last.pt")["iter_num"] < 6
     ok(here("--init_from", "resume", "--out_dir", killed))
     assert_same_run(whole, killed)
+    assert progress(whole) == progress(killed)
 
     ckpt = load(whole / "ckpt.pt")
     first = load_checkpoint(gpt2)["model"]

@@ -12,8 +12,7 @@ from extras.checkpoint import load_model
 from extras.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD, read_meta
 from helpers import SAMPLE, assert_one_line, here, load, ok, plain_val_loss
 from model import GPT, GPTConfig, save
-from sample import parse_args
-from train import make_parser, parse_flags
+from train import FLAGS
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 
@@ -22,7 +21,7 @@ wandb_run_name""".split()  # settings of nanoGPT that mean nothing here
 
 
 def test_settings_that_mean_nothing_here_are_no_flags_and_have_a_hint():
-    assert not {action.dest for action in make_parser()._actions} & set(NANOGPT_ONLY)
+    assert not FLAGS.keys() & set(NANOGPT_ONLY)
     assert not [name for name in NANOGPT_ONLY if f"--{name}" not in INSTEAD]
 
 
@@ -31,18 +30,15 @@ def test_a_hint_names_flags_that_exist():
     assert named and {*named} <= flags_of("train.py", "sample.py")
 
 
-def test_every_unknown_flag_is_answered_at_once(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py"])
+def test_every_unknown_flag_is_answered_at_once():
     words = "config/mine.py --n_layer 3 --dataset openwebtext --decay_lr=True --n_layers 3 --wandb_log"
-    with pytest.raises(SystemExit) as error:
-        parse_flags(words.split())
-    out, err = capsys.readouterr()
-    assert error.value.code == 2 and out == ""
-    *hints, rest = err.splitlines()
+    result = here(*words.split())
+    assert result.returncode == 2 and result.stdout == ""
+    *hints, rest = result.stderr.splitlines()
     words = ("--dataset", "--decay_lr=True", "--wandb_log")
     assert hints[0] == f"train.py: config/mine.py: {ANY_CONFIG}"
     assert hints[1:] == [f"train.py: {word}: {INSTEAD[word.partition('=')[0]]}" for word in words]
-    assert "unrecognized arguments: --n_layers 3 (" in rest and "openwebtext" not in err
+    assert "unrecognized arguments: --n_layers 3 (" in rest and "openwebtext" not in result.stderr
 
 
 def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
@@ -56,12 +52,10 @@ def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
     assert result.returncode == 2 and result.stdout == ""
 
 
-def test_sample_py_is_told_where_gpt2_is(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_args(["--init_from=gpt2-xl"])
-    captured = capsys.readouterr()
-    assert stop.value.code == 2 and captured.out == "" and len(captured.err.splitlines()) == 1
-    assert "--init_from=gpt2-xl" in captured.err and "for GPT-2 pass its folder: --ckpt FOLDER" in captured.err
+def test_sample_py_is_told_where_gpt2_is():
+    result = here("--init_from=gpt2-xl", script="sample.py")
+    assert_one_line(result, "--init_from=gpt2-xl", "for GPT-2 pass its folder: --ckpt FOLDER", code=2)
+    assert result.stdout == ""
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""data/prepare.py with extras: tokens that are not characters, and --hold_out."""
+"""data/prepare.py with extras: tokens that are not characters."""
 
 import io
 import json
@@ -43,12 +43,15 @@ def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
 
 
 def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path):
+    """With --tokenizer always: what a name stands for may have changed. Without, characters that are there stay."""
     flags = ["--url", server.url, "--data_dir", tmp_path]
-    learned = [["--tokenizer", "bpe", "--vocab_size", size] for size in (260, 261)]
+    learned = [["--tokenizer", "bpe", "--vocab_size", size] for size in (260, 261, 261)]
     for num_times, more in enumerate(([], *learned, []), start=1):
-        for _ in range(2):
-            ok(call(*flags, *more))
-            assert len(server.asked) == num_times
+        ok(call(*flags, *more))
+        assert len(server.asked) == num_times
+        tokenizer = load_dataset(tmp_path, block_size=1).tokenizer
+        assert len(tokenizer.vocab) == more[-1] if more else tokenizer.unit == "characters"
+    assert "nothing to do" in ok(call(*flags)).stdout and len(server.asked) == num_times
     server.answer = 404, {}, b""
     before = tree(tmp_path)
     assert_nothing_changed(call(*flags, "--tokenizer", "bpe"), tmp_path, before, "404", "nothing was changed")
@@ -58,20 +61,9 @@ def test_the_size_of_a_piece_makes_no_difference_to_tokens(call, text, tmp_path)
     assert_same_in_pieces(call, text, tmp_path, "--tokenizer", "bpe", "--vocab_size", 260)
 
 
-def test_hold_out_divides_the_training_text_and_never_reads_the_val_text(call, text, tmp_path):
-    """But it keeps the ids, so a character that only the val text has stays in the vocabulary."""
-    text.write_bytes(BODY * 9 + BODY.upper())
-    ok(call("--input", text, "--data_dir", tmp_path))
-    ok(call("--hold_out", "--data_dir", tmp_path))
-    data, dev = (load_dataset(folder, block_size=8) for folder in (tmp_path, tmp_path / "dev"))
-    assert dev.tokenizer.state_dict() == data.tokenizer.state_dict() and len(dev.train) == int(0.9 * len(data.train))
-    assert [*dev.train, *dev.val] == [*data.train]
-
-
 @pytest.mark.parametrize(
     "flags, raw, words",
     [
-        ("--hold_out --data_dir none", BODY, ["none", "run python data/prepare.py first"]),
         ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is too large", "at most"]),
         ("--input in.txt --tokenizer none", BODY, ["there is no tokenizer at none"]),
         ("--input in.txt --tokenizer old", BODY, ["there is no tokenizer at old", "tokenizer.json"]),

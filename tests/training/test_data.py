@@ -24,10 +24,12 @@ def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
     tokenizer = CharTokenizer("abcdefghij")
     write_ids(tmp_path, tokenizer, "abcdefghij" * 2)  # 18 characters to train on, 2 to evaluate
     assert len(load_dataset(tmp_path, 17).train) == 18
-    with pytest.raises(ValueError, match=r"18 characters.* needs 19.*--block_size"):
+    with pytest.raises(
+        ValueError, match="18 characters for training and 2 for validation are too few for --block_size 18"
+    ):
         load_dataset(tmp_path, 18)
     write_ids(tmp_path, tokenizer, "abcdefghij")
-    with pytest.raises(ValueError, match=r"the val split has 1 characters, but needs 2"):
+    with pytest.raises(ValueError, match="9 characters for training and 1 for validation are too few"):
         load_dataset(tmp_path, 4)
 
 

@@ -1,7 +1,5 @@
 """train.py: the loss of a step against its definition, n-gram targets, and the evaluation."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,17 @@ from helpers import (
     write_ids,
 )
 from model import GPT, CharTokenizer, GPTConfig
-from train import DISCOUNT, NGRAM_ORDER, NUM_AHEAD, STRENGTH, TrainConfig, evaluate, loss_weights, ngram_targets
+from train import (
+    DISCOUNT,
+    NGRAM_ORDER,
+    NUM_AHEAD,
+    STRENGTH,
+    TrainConfig,
+    TrainState,
+    evaluate,
+    loss_weights,
+    ngram_distributions,
+)
 
 # -- the loss of a step ------------------------------------------------------------------------------------------------
 
@@ -34,27 +42,27 @@ def test_the_weights_fall_along_a_line():
     weights = [loss_weights(step, config).tolist() for step in (0, 10, 40, 50)]
     expected = [[0.8, 0.5], [0.6, 0.4375], [0, 0.25], [0, 0.25]]
     assert weights == [pytest.approx(pair, abs=1e-6) for pair in expected]
-    config = TrainConfig(max_iters=40, lr_decay_iters=20, mtp_weight=0.8, ngram_targets=None)
+    config = TrainConfig(max_iters=40, lr_decay_iters=20, mtp_weight=0.8, ngram_targets=0.0)
     assert loss_weights(10, config).tolist() == pytest.approx([0.4, 0])
 
 
-@pytest.mark.parametrize("mtp", [None, 0.4])
-@pytest.mark.parametrize("ngrams", [None, 0.6])
-def test_a_step_descends_the_objective_and_reports_the_plain_loss(ngrams, mtp):
+@pytest.mark.parametrize("mtp", [0.0, 0.4])
+@pytest.mark.parametrize("ngrams", [0.0, 0.6])
+def test_a_step_descends_the_training_loss_and_reports_the_plain_loss(ngrams, mtp):
     """Gradients of two micro-steps at step 10 of 40, against the definition, one position at a time."""
     settings = dict(mtp_weight=mtp, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0, max_iters=40)
     config, data, state = tiny_run(**settings, ngram_targets=ngrams)
-    V, state.step = len(data.tokenizer.vocab), 10
-    data.ngram_targets = ngram_targets(data.train, V, CPU) if ngrams else None
-    table, rows = data.ngram_targets or (None, None)
+    V, state.iter_num = len(data.tokenizer.vocab), 10
+    state.ngrams = ngram_distributions(data.train, V, CPU) if ngrams else None
+    table, rows = state.ngrams or (None, None)
     gradients = {}
-    for name, p in state.objective.named_parameters():
+    for name, p in state.training_loss.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
-    reported, _ = train.train_step(config, data, state)
+    train.train_step(config, data, state)
 
     config, _, fresh = tiny_run(**settings)
     assert [layer.weight.tolist() for layer in fresh.mtp] == ([torch.eye(16).tolist()] * NUM_AHEAD if mtp else [])
-    share, plain = (ngrams or 0) * (0.5 + 0.5 * 0.75), []
+    share, plain = ngrams * (0.5 + 0.5 * 0.75), []
 
     def loss_at(hidden, place):  # of predicting the token after a place of the text
         log_probs = fresh.model.unembed(hidden).log_softmax(-1)
@@ -69,18 +77,18 @@ def test_a_step_descends_the_objective_and_reports_the_plain_loss(ngrams, mtp):
         places, _ = batch(np.arange(len(data.train)), config.seed, number, 2, 16)
         _, loss = fresh.model(x, y)
         hidden = fresh.model.hidden_states(x)
-        objective = torch.stack([loss_at(hidden[i, t], places[i, t]) for i in range(2) for t in range(16)]).mean()
+        total = torch.stack([loss_at(hidden[i, t], places[i, t]) for i in range(2) for t in range(16)]).mean()
         for j, layer in enumerate(fresh.mtp, start=1):
             ahead = [
                 loss_at(F.layer_norm(layer(hidden[i, t]), (16,)), places[i, t + j])
                 for i in range(2)
                 for t in range(16 - j)
             ]
-            objective = objective + 0.4 * 0.75 / j * torch.stack(ahead).mean()
-        (objective / 2).backward()
+            total = total + 0.4 * 0.75 / j * torch.stack(ahead).mean()
+        (total / 2).backward()
         plain.append(loss.item())
-    assert reported.item() == pytest.approx(sum(plain) / 2, rel=1e-5)
-    for name, p in fresh.objective.named_parameters():
+    assert state.loss_sum.item() == pytest.approx(sum(plain) / 2, rel=1e-5)
+    for name, p in fresh.training_loss.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-3, atol=1e-6)
 
 
@@ -121,7 +129,7 @@ def expected(text, i, V, order):
 @given(st.integers(1, 4), st.data())
 def test_the_targets_are_those_of_plain_counting(V, data):
     text = data.draw(st.lists(st.integers(0, V - 1), min_size=2, max_size=40))
-    table, rows = ngram_targets(np.array(text, dtype="<u2"), V, CPU)
+    table, rows = ngram_distributions(np.array(text, dtype="<u2"), V, CPU)
     assert table.dtype == torch.float32
     for i in range(len(text)):
         assert table[rows[i]].tolist() == pytest.approx(expected(text, i, V, NGRAM_ORDER), abs=1e-6)
@@ -130,12 +138,12 @@ def test_the_targets_are_those_of_plain_counting(V, data):
 def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch):
     text = np.random.default_rng(0).integers(0, 5, 400).astype("<u2")
     monkeypatch.setattr(train, "MAX_ENTRIES", 130 * 5)  # at most 125 contexts of three
-    table, rows = ngram_targets(text, 5, CPU)
+    table, rows = ngram_distributions(text, 5, CPU)
     assert len(table) <= 125
     for i in (0, 1, 200, 399):
         assert table[rows[i]].tolist() == pytest.approx(expected(text.tolist(), i, 5, 3), abs=1e-6)
     monkeypatch.setattr(train, "MAX_ENTRIES", 26 * 5)  # 25 contexts of two
-    assert ngram_targets(text, 5, CPU) is None
+    assert ngram_distributions(text, 5, CPU) is None
 
 
 def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
@@ -163,8 +171,9 @@ def test_evaluation_is_one_exact_pass_over_the_text(length, block_size, seed):
     model = GPT(config).train()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.7)  # so that no two characters have the same loss
+    state = TrainState(model, TrainConfig(), CPU, torch.float32)
     ids = np.random.default_rng(seed).integers(7, size=length).astype("<u2")
     before = torch.get_rng_state()
-    loss = evaluate(model, ids, block_size, CPU, contextlib.nullcontext())
+    loss = evaluate(state, ids)
     assert model.training and torch.equal(before, torch.get_rng_state())
     assert loss == pytest.approx(plain_val_loss(model, ids, block_size), rel=1e-5)

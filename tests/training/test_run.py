@@ -1,4 +1,6 @@
-"""train.py's RunFolder: log.csv, samples, the lock, the figure, and the run that was there before."""
+"""The folder of a run: log.csv, the lock, and the run that was there before."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,7 @@ from helpers import (
     ok,
     start,
 )
-from train import RunFolder
+from train import begin_log
 
 # -- the run before ----------------------------------------------------------------------------------------------------
 
@@ -26,38 +28,35 @@ def test_every_earlier_run_is_kept_and_a_run_that_saved_nothing_is_none(out, dat
     flags = [*SMALL, "--data_dir", data_dir, "--out_dir", out, "--max_iters", 2]
     first = contents(out)
     assert here(*flags, *BROKEN).returncode != 0
-    assert contents(out).keys() == {"log.csv"} and contents(out / "previous") == first
+    assert contents(out).keys() == {"log.csv"} and contents(out / "previous-1") == first
     ok(here(*flags))
     second = contents(out)
     assert f"to {out / 'previous-2'}" in ok(here(*flags)).stdout
-    assert contents(out / "previous") == first and contents(out / "previous-2") == second
-    assert len([*out.glob("previous*")]) == 2
-    ok(here("--init_from", "resume", "--out_dir", out / "previous", "--max_iters", "61"))
+    assert contents(out / "previous-1") == first and contents(out / "previous-2") == second
+    assert len([*out.glob("previous-*")]) == 2
+    ok(here("--init_from", "resume", "--out_dir", out / "previous-1", "--max_iters", "61"))
 
 
 # -- log.csv -----------------------------------------------------------------------------------------------------------
 
-ROWS = "20,2560,0.031,4.1,,0.001,47711,1.5\r\n40,5120,0.054,3.7,3.6,4.76e-151,85681,1.2\r\n"
+ROWS = "20,0.031,4.1,,0.001,47711,1.5\r\n40,0.054,3.7,3.6,4.76e-151,85681,1.2\r\n"
 
 
 def test_a_row_cut_short_or_newer_than_the_checkpoint_is_dropped_and_others_stay_to_the_byte(tmp_path):
     """A full disk cuts a row short, and a killed run has logged steps that its last.pt does not have."""
     whole, path = ",".join(HEADER) + "\r\n" + ROWS, tmp_path / "log.csv"
-    rows = whole.splitlines(keepends=True)
+    first = "".join(whole.splitlines(keepends=True)[:2])
+
+    def kept(content, iter_num, num_unlogged=0):
+        path.write_bytes(content.encode())
+        begin_log(tmp_path, SimpleNamespace(iter_num=iter_num, num_unlogged=num_unlogged))
+        return path.read_bytes().decode()
+
     for cut in range(whole.index("\r\n40,") + 2, len(whole) + 1):
-        path.write_bytes(whole[:cut].encode())
-        counted = RunFolder(tmp_path).trim_log(60)
-        kept = path.read_bytes().decode()
-        assert (kept, counted) in (("".join(rows[:2]), (2560, 0.031)), (whole, (5120, 0.054))), whole[:cut][-20:]
-    assert RunFolder(tmp_path).trim_log(39) == (2560, 0.031) and path.read_bytes().decode() == "".join(rows[:2])
-
-
-def test_the_log_of_an_older_version_gets_todays_fields(tmp_path):
-    old = "step,chars,seconds,train_loss,val_loss,lr\n20,2560,0.031,4.1,,0.001\n"
-    (tmp_path / "log.csv").write_bytes(old.encode())  # an editor or git has changed the ends of lines
-    assert RunFolder(tmp_path).trim_log(20) == (2560, 0.031)
-    (row,) = log(tmp_path)
-    assert row["lr"] == "0.001" and row["grad_norm"] is None
+        assert kept(whole[:cut], 60) == (whole if cut == len(whole) else first), whole[:cut][-20:]
+    assert kept(whole, 39) == first
+    assert kept(whole, 40) == kept(whole, 41, num_unlogged=1) == whole
+    assert kept(whole, 40, num_unlogged=20) == first  # the row of the step is still due
 
 
 def test_a_damaged_log_is_one_line_and_a_run_goes_on_without_it(out):
@@ -66,37 +65,6 @@ def test_a_damaged_log_is_one_line_and_a_run_goes_on_without_it(out):
     (out / "log.csv").unlink()
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
     assert [row["step"] for row in log(out)] == ["61"]
-
-
-# -- samples.txt and loss.png ------------------------------------------------------------------------------------------
-
-
-def test_samples_go_on_after_a_resume_and_the_next_run_sets_them_aside(data_dir, tmp_path):
-    flags = [*SMALL, "--data_dir", data_dir, "--sample_interval", 2, "--lr_decay_iters", 9, "--max_iters"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    ok(here(*flags, 9, "--out_dir", whole))
-    ok(here(*flags, 6, "--out_dir", out))
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 9))
-    text = (out / "samples.txt").read_text(encoding="utf-8")
-    assert text == (whole / "samples.txt").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if line.startswith("===")] == [f"=== step {n} ===" for n in (2, 4, 6, 8)]
-    ok(here(*flags, 1, "--out_dir", out))
-    assert (out / "previous" / "samples.txt").read_text(encoding="utf-8") == text
-    assert not (out / "samples.txt").exists()
-
-
-def test_samples_newer_than_the_checkpoint_are_dropped(tmp_path):
-    """A killed run has written them, and the resumed run will write them again."""
-    run = RunFolder(tmp_path)
-    (tmp_path / "samples.txt").write_text("notes of a reader\n", encoding="utf-8")
-    for step in (2, 4, 10):
-        run.add_sample(step, f"\n=== not a header ===\ntext at {step}")
-        if step == 4:
-            kept = (tmp_path / "samples.txt").read_bytes()
-    run.trim_samples(10)
-    assert (tmp_path / "samples.txt").read_bytes() != kept
-    run.trim_samples(9)
-    assert (tmp_path / "samples.txt").read_bytes() == kept
 
 
 # -- one run per folder, whole at any moment ---------------------------------------------------------------------------
@@ -112,8 +80,8 @@ def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir,
             if line.startswith("step 4/"):
                 break
         for more in (flags, ["--init_from", "resume", "--out_dir", tmp_path]):
-            assert_one_line(child(*more), tmp_path, "another run is writing")
-        assert not (tmp_path / "previous").exists()
+            assert_one_line(child(*more), f"another process is writing to {tmp_path}: stop it", code=1)
+        assert not (tmp_path / "previous-1").exists()
         process.kill()
     ok(child("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", load(tmp_path / "last.pt")["iter_num"] + 2))
 

@@ -280,6 +280,7 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt():
             same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
             picks = f"{tokenizer.show(wrong[row][place])!r}, but {tokenizer.show(texts[row][place])!r}"
             assert not same and f"DIFFERENT at row {row}, new token {step}: {picks} " in lines[-1]
+            assert lines[-1].endswith(". The logits agree, so the two sampled differently")
             wrong[row] = texts[row][:place]  # a text that ends too early
             same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
             assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]

@@ -156,7 +156,11 @@ def test_a_model_that_was_born_in_transformers_comes_in(settings, tmp_path):
 def test_a_vocabulary_that_is_padded_is_refused(tmp_path):
     """Training would end in an IndexError at its first token without a character."""
     born(tmp_path, vocab_size=128)
-    assert_one_line(here("--init_from", tmp_path, "--out_dir", tmp_path / "out"), tmp_path, "the weights of 128 tokens")
+    (tmp_path / "text").write_text(CHARS * 40, encoding="utf-8")
+    flags = ["--input", tmp_path / "text", "--tokenizer", tmp_path, "--data_dir", tmp_path / "data"]
+    ok(here(*flags, script="data/prepare.py"))
+    flags = ["--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out", "--block_size", 8, "--max_iters", 1]
+    assert_one_line(here("--init_from", tmp_path, *flags), tmp_path, "128 tokens", code=1)
     assert not (tmp_path / "out").exists()
 
 

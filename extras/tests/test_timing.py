@@ -2,7 +2,7 @@
 
 import pytest
 
-from sample import Timing
+from extras.bench import Timing
 
 
 def summary(times, sizes, num_tokens):

@@ -1,0 +1,129 @@
+"""extras/decoding/choose.py: --compile falls back to what can run here, says so, and changes no token."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import model as model_py
+from extra_helpers import assert_same_as_alone, needs_compiler, without_minus_one
+from extras.decoding import choose
+from extras.decoding.choose import choose_stream
+from extras.decoding.compile import CompileError, NotHereError
+from extras.decoding.decoder import NUM_DRAFTS, Decoder, Generation
+from helpers import CONTEXT, MODELS, num_threads, prompts
+from model import Sampling
+
+MODEL = MODELS[0]
+RAGGED = [prompts(1, n, n)[0] for n in (3, 5, 3)]
+
+
+def chosen(rows, num_new, sampling=None, draft=None, threads=2):
+    """Return what choose_stream gives for --compile."""
+    how = dict(draft=draft, ngrams=None, compile=True, weights="float32", threads=threads)
+    return choose_stream(MODEL, rows, num_new, sampling or Sampling(seed=1), None, **how)
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards():
+    with num_threads(torch.get_num_threads()):
+        yield
+
+
+@pytest.fixture
+def no_c(monkeypatch):
+    """A function: let the C backend raise this error."""
+
+    def no_c(error):
+        def compile_step(*_):
+            raise error
+
+        monkeypatch.setattr("extras.decoding.compile.compile_step", compile_step)
+
+    return no_c
+
+
+def test_a_filter_that_step_c_does_not_have_is_noticed_before_a_second_goes_into_compiling(monkeypatch, no_c, capsys):
+    """As somebody would add it to model.py: a field of Sampling and an entry of FILTERS."""
+
+    @dataclass
+    class WithSecond(model_py.Sampling):
+        only_second: bool | None = None
+
+    def keep_second(ranked, sampling):
+        return torch.arange(ranked.size(-1)) == 1
+
+    monkeypatch.setitem(model_py.FILTERS, "only_second", keep_second)
+    monkeypatch.setattr(model_py, "Sampling", WithSecond)
+    no_c(AssertionError("compiled"))
+    sampling = WithSecond(seed=1, only_second=True)
+    for draft in (None, "ngram"):
+        generation = chosen(RAGGED, 9, sampling, draft)
+        assert isinstance(generation, Generation) and torch.get_num_threads() == 2
+        said = "step.c has no only_second: decoding without --compile\n"
+        assert capsys.readouterr().err.endswith(f": {said}")
+        got = without_minus_one(RAGGED, list(generation))
+        assert_same_as_alone(MODEL, got, RAGGED, 9, range(3), 1, {}, only_second=True)
+    with pytest.raises(AssertionError, match="compiled"):  # a filter that is off costs nothing
+        chosen(RAGGED, 9, WithSecond(seed=1))
+
+
+@pytest.mark.parametrize(
+    "error, rows, draft",
+    [
+        (CompileError("step.c cannot compute this"), RAGGED[::2], None),
+        (NotHereError("no C compiler works here"), RAGGED[::2], "ngram"),
+        (NotHereError("no C compiler works here"), RAGGED, None),
+    ],
+    ids=["another network", "drafts", "two lengths"],
+)
+def test_without_the_c_backend_a_note_says_why_and_the_tokens_are_the_same(error, rows, draft, no_c, capsys):
+    """torch.compile is for a machine without a C compiler, and has neither drafts nor prompts of two lengths."""
+    no_c(error)
+    generation = chosen(rows, 9, draft=draft, threads=3)
+    assert capsys.readouterr().err.endswith(f": {error}: decoding without --compile\n")
+    assert torch.get_num_threads() == 3
+    got = without_minus_one(rows, list(generation))
+    assert_same_as_alone(MODEL, got, rows, 9, range(len(rows)), 1, {})
+    assert (generation.offered > 0) == (draft is not None)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_where_c_cannot_run_torch_compile_takes_the_plain_loop_if_it_can(works, no_c, monkeypatch, capsys):
+    class Compiled:
+        def __init__(self, model, batch):
+            if not works:
+                raise RuntimeError("torch.compile fails")
+            assert batch == 2
+            self.model = model
+
+        def __getattr__(self, name):
+            return getattr(self.model, name)
+
+    no_c(NotHereError("no C compiler works here"))
+    monkeypatch.setattr(choose, "CompiledGPT", Compiled)
+    rows = RAGGED[::2]
+    got = without_minus_one(rows, list(chosen(rows, 9)))
+    said = capsys.readouterr().err
+    assert "no C compiler works here: compiling with torch.compile instead, which can take a minute\n" in said
+    assert ("torch.compile fails: decoding without --compile\n" in said) == (not works)
+    assert_same_as_alone(MODEL, got, rows, 9, range(2), 1, {})
+
+
+@needs_compiler
+def test_the_c_backend_has_its_own_threads_and_says_nothing(capsys):
+    """Those of torch would wait for work, and take the cores."""
+    generation = chosen(RAGGED, 9, threads=3)
+    assert generation.in_c and torch.get_num_threads() == 1 and generation.slots == CONTEXT
+    got = without_minus_one(RAGGED, list(generation))
+    assert_same_as_alone(MODEL, got, RAGGED, 9, range(3), 1, {})
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("draft, more", [(None, 0), ("ngram", NUM_DRAFTS)])
+def test_a_cache_has_room_for_the_longest_text_and_its_drafts(draft, more):
+    """The report of sample.py counts the slots. They are those of the cache, and no more than the context."""
+    for steps, slots in ((4, 5 + 4 + more), (99, CONTEXT)):
+        generation = Decoder(MODEL, draft).stream(RAGGED, steps, seed=1)
+        list(generation)
+        assert generation.slots == generation.cache.slots == slots
