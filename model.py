@@ -510,7 +510,7 @@ def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
     """
     (B, T), block_size = idx.shape, model.config.block_size
     num_new = sampling.num_new_tokens(T, max_new_tokens, block_size)  # the cap: "stop" ends at a full context
-    noises = sampling.noise(sampling.sample_ids(B, idx.device), num_new, model.config.vocab_size)
+    noises = sampling.noise(sampling.noise_ids(B, idx.device), num_new, model.config.vocab_size)
     with torch.inference_mode(False):  # so that the caller may leave inference mode between two steps
         tokens = F.pad(idx, (0, num_new))
     start, cache = 0, None  # start: index of the first token of the context
@@ -552,7 +552,7 @@ class Sampling:
     top_k        sample from the k most likely tokens
     top_p        sample from the smallest set of most likely tokens whose probabilities add up to top_p
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
-    samples      row i uses the noise of sample samples[i]; None: of sample i
+    sample_ids   row i uses the noise of sample sample_ids[i]; None: of sample i
     overflow     "stop" ends when the context is full, "slide" continues: see context_start
     """
 
@@ -560,7 +560,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    samples: Sequence[int] | None = None
+    sample_ids: Sequence[int] | None = None
     overflow: str = "stop"
 
     def __post_init__(self):
@@ -579,13 +579,13 @@ class Sampling:
         require(self, "seed", 0 <= self.seed < 2**64, "must be at least 0 and below 2**64")
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
 
-    def sample_ids(self, B, device):
-        """Return `samples` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
-        samples = range(B) if self.samples is None else self.samples
-        samples = torch.as_tensor(samples, dtype=torch.int64, device=device)
-        if B < 1 or samples.shape != (B,):
-            raise ValueError(f"samples has shape {tuple(samples.shape)}; {B} prompts need {(B,)}, and at least one")
-        return samples
+    def noise_ids(self, B, device):
+        """Return `sample_ids` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
+        ids = range(B) if self.sample_ids is None else self.sample_ids
+        ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
+        if B < 1 or ids.shape != (B,):
+            raise ValueError(f"sample_ids has shape {tuple(ids.shape)}; {B} prompts need {(B,)}, and at least one")
+        return ids
 
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""
@@ -593,12 +593,12 @@ class Sampling:
             raise ValueError(f"a prompt of {T} tokens; this model accepts 1 to {block_size} (block_size)")
         return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
 
-    def noise(self, sample_ids, steps, vocab_size):
+    def noise(self, noise_ids, steps, vocab_size):
         """Yield the noise of steps 0, 1, ..., `(B, V)` each. We compute 64 steps at once, which is cheaper."""
-        at_once = max(1, min(64, 2**22 // (len(sample_ids) * vocab_size)))
+        at_once = max(1, min(64, 2**22 // (len(noise_ids) * vocab_size)))
         for first in range(0, steps, at_once):
-            some_steps = torch.arange(first, min(first + at_once, steps), device=sample_ids.device)
-            yield from gumbel_noise(self.seed, sample_ids, some_steps, vocab_size).unbind(1)
+            some_steps = torch.arange(first, min(first + at_once, steps), device=noise_ids.device)
+            yield from gumbel_noise(self.seed, noise_ids, some_steps, vocab_size).unbind(1)
 
 
 def sample_token(logits, noise, sampling):

@@ -485,11 +485,11 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
     if engine:
         our_run, their_run = f"in ONNX Runtime {our_run}", f"in PyTorch {their_run}"
     lines, num_equal = [], 0
-    samples = sampling.sample_ids(len(prompts), "cpu").tolist()
+    samples = sampling.noise_ids(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         # generate the rows whose prompts have this length
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
-        settings = replace(sampling, samples=[samples[row] for row in rows])
+        settings = replace(sampling, sample_ids=[samples[row] for row in rows])
         idx = torch.stack([prompts[row] for row in rows])
         plain = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, settings, kv_cache)), dim=1).tolist()
 

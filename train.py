@@ -51,6 +51,7 @@ TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
 RANK, LOCAL_RANK, WORLD_SIZE = (
     (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if TORCHRUN else (0, 0, 1)
 )
+NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and nothing elsewhere
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ RECIPES = {
     | dict(ngram_targets=0.0, mtp_weight=0.0, optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1)
     | dict(grad_clip=1.0, warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
 }
-EVAL_TOKENS = 2**17  # of the val split per evaluation, without --eval_iters
+EVAL_TOKENS = 2**17  # val tokens per evaluation, unless --eval_iters is set
 
 
 def flag(default, help, choices=None, least=None):
@@ -202,7 +203,7 @@ def resolve_config(flags, source=None, on_gpu=False):
     recipe = flags.get("recipe", "modern")
     settings = RECIPES[recipe] | PRESETS[preset]
     if source:
-        # the network is that of the model, but its context may be shorter
+        # the network comes from the checkpoint; only its context may shrink
         network = vars(GPTConfig(**source["model_args"]))  # nanoGPT saves only some of the fields
         settings |= {name: network[name] for name in MODEL_FLAGS - {"dropout"}}
         settings["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
@@ -439,9 +440,9 @@ def loss_weights(step, config):
 # places where the same few characters come before is less noisy. But an n-gram sees only those few, so its weight
 # falls during training. Malagutti et al. 2024 (arXiv:2403.17240) regularize with n-grams too; the decay is ours.
 
-NGRAM_ORDER = 7  # characters of context; longer contexts mostly occur only once, which averages nothing
+NGRAM_ORDER = 7  # characters of context; most longer ones occur once, so there is nothing to average
 DISCOUNT = 0.9  # subtracted from each follower's count, in favour of the next shorter context
-STRENGTH = 1.0  # counts that the next shorter context is always worth
+STRENGTH = 1.0  # pseudo-counts given to the next shorter context
 MIN_ORDER = 3  # shorter contexts are not worth using
 MAX_ENTRIES = 2**25  # in the table: 128 MiB
 MAX_LENGTH = 2**24  # tokens of text; more would take minutes and gigabytes
@@ -753,10 +754,10 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
     most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
     windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size))
     total, count = 0.0, 0
-    size, hidden = min(num_tokens, len(ids) - 1), True if RANK else None  # None: only on a terminal
     model.eval()
-    # if it takes long, a bar replaces that of the run
-    with state.autocast, tqdm(desc="evaluate", total=size, leave=False, position=0, delay=2, disable=hidden) as bar:
+    # a long evaluation has a bar of its own, which replaces the run's for a while
+    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
+    with state.autocast, bar:
         for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
             if signals:
                 return None
@@ -824,13 +825,17 @@ def begin_log(out_dir, state):
     write_atomically({log: [",".join(COLUMNS).encode() + b"\r\n", *lines]})
 
 
-def log_row(out_dir, bar, row):
+def log_row(out_dir, bar, row, best_val_loss):
     """Append a row, {column: value}, to log.csv, and show it in the bar, or as a line if there is none."""
     if RANK == 0:
         with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
-    val = "" if row["val_loss"] is None else f"val {row['val_loss']:.4f}, "
-    text = f"loss {row['train_loss']:.4f}, {val}{row['tokens_per_s']:,} tokens/s"
+    text = f"loss {row['train_loss']:.4f}, "
+    if row["val_loss"] is not None:
+        text += f"val {row['val_loss']:.4f}, "
+    elif math.isfinite(best_val_loss):
+        text += f"best val {best_val_loss:.4f}, "
+    text += f"{row['tokens_per_s']:,} tokens/s"
     bar.set_postfix_str(text)
     if bar.disable:
         seconds_left = row["seconds"] / row["step"] * (bar.total - row["step"])
@@ -865,8 +870,8 @@ def train(config, data, state, header, bar, signals):
             )
 
     while True:
-        # Evaluate, log and save at the top of the loop, as nanoGPT does. We save before an evaluation too, so if it is
-        # cut short, the resumed run begins with it: its num_unlogged is not 0.
+        # Evaluate, log and save at the top of the loop, as nanoGPT does. We also save before an evaluation: if it is
+        # cut short, a nonzero num_unlogged makes the resumed run begin with it.
         step = state.iter_num
         ending = step >= config.max_iters
         evaluating = ending or step % config.eval_interval == 0
@@ -881,7 +886,7 @@ def train(config, data, state, header, bar, signals):
             )  # for a resume on any number of processes
             train_loss = state.loss_sum.item() / state.num_unlogged
             require_finite(train_loss)
-            if saving or signum:  # that loss is from before the last update, which may have broken the weights
+            if saving or signum:  # train_loss predates the last update, so test the new weights too
                 require_finite(evaluate(state, data.val[: config.block_size + 1]))
             if evaluating or signum:
                 save_as("last.pt")
@@ -903,7 +908,8 @@ def train(config, data, state, header, bar, signals):
                     save_as("ckpt.pt", with_optimizers=False)
             row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=speed)
             row |= dict(seconds=round(time.perf_counter() - began, 3), lr=state.learning_rate())
-            log_row(out_dir, bar, row | dict(grad_norm=None if grad_norm is None else grad_norm.item()))
+            row |= dict(grad_norm=None if grad_norm is None else grad_norm.item())
+            log_row(out_dir, bar, row, state.best_val_loss)
             state.loss_sum.zero_()
             state.num_unlogged = 0
             if saving:
@@ -930,7 +936,7 @@ def all_reduce(value, op=dist.ReduceOp.SUM):
 
 
 def catch_signals():
-    """Return a list that gets the numbers of Ctrl-C and SIGTERM, so that we can finish the current step.
+    """Return a list to which Ctrl-C and SIGTERM append their numbers, so that we can finish the current step.
 
     A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
     """
@@ -938,7 +944,7 @@ def catch_signals():
 
     def receive(signum, frame):
         received.append(signum)
-        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we got already
+        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -1015,7 +1021,7 @@ def load_source(init_from, out_dir, meta=None):
 
 
 def check_text(data, data_dir, source, config):
-    """Raise ValueError unless the Dataset is made of the tokens of `source`, and for a resume, of the same text."""
+    """Raise ValueError unless the Dataset has the vocabulary of `source`, and for a resume, the same text."""
     path, vocab_size, unit = source["path"], source["model_args"]["vocab_size"], data.tokenizer.unit
     if "chars" not in source and "tokenizer" not in source:
         raise ValueError(f"{path} has no vocabulary: nanoGPT keeps it in meta.pkl, so pass that as --meta")
@@ -1064,7 +1070,9 @@ def setup(flags):
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
-    if WORLD_SIZE == 1:  # a resume uses as many threads, because their number changes how sums round
+    if WORLD_SIZE > 1:  # torchrun chooses
+        config.threads = flags.get("threads")
+    else:  # a resume uses the same number, because it changes how sums round
         config.threads = config.threads or torch.get_num_threads()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -1083,7 +1091,7 @@ def setup(flags):
             state.best_val_loss, state.evals_since_best = math.inf, 0  # so the next evaluation saves new weights
     header = dict(model_args=asdict(model.config), config=asdict(config), data_sha256=data.sha256)
     header |= data.tokenizer.state_dict() | dict(special_tokens=source.get("special_tokens") if source else None)
-    if WORLD_SIZE > 1:  # waits until all processes are here
+    if WORLD_SIZE > 1:  # waits until all processes have joined
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return config, data, state, header
 
@@ -1117,8 +1125,8 @@ def main():
 
     # train
     num_params = sum(p.numel() for p in state.model.parameters())
-    # at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
-    header["ngrams"] = count_ngrams(data.train, vocab_size, num_params // 16)
+    # for sample.py --draft: at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
+    header["ngrams"] = None if RANK else count_ngrams(data.train, vocab_size, num_params // 16)
     if config.ngram_targets:
         state.ngrams = ngram_distributions(data.train, vocab_size, state.device)
         if not state.ngrams:
@@ -1135,9 +1143,9 @@ def main():
     if WORLD_SIZE > 1:
         state.training_loss = DistributedDataParallel(state.training_loss)
     first_step, seconds_before = state.iter_num, state.seconds
-    columns, lines = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
-    size = dict(total=config.max_iters, initial=first_step, ncols=columns, nrows=lines)
-    with tqdm(**size, unit="step", mininterval=1.0, disable=True if RANK else None) as bar:
+    ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
+    size = dict(total=config.max_iters, initial=first_step, ncols=ncols, nrows=nrows)
+    with tqdm(**size, unit="step", mininterval=1.0, disable=NO_BAR) as bar:  # a notebook keeps every update
         signum = train(config, data, state, header, bar, catch_signals())
     disconnect(128 + signum if signum else 0)
 

@@ -185,12 +185,12 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, length, batc
 @given(a_model, st.integers(1, 12), st.integers(0, 2**40), a_filter, a_seed)
 def test_row_k_of_a_batch_is_sample_k_alone_and_prompts_keep_their_own_tokens(model, length, sample, filters, seed):
     idx = prompts(1, length).repeat(3, 1)
-    together = model.generate(idx, 6, seed=seed, samples=[0, 1, sample], **filters)
+    together = model.generate(idx, 6, seed=seed, sample_ids=[0, 1, sample], **filters)
     for row, k in enumerate((0, 1, sample)):
-        alone = model.generate(idx[:1], 6, seed=seed, samples=[k], **filters)
+        alone = model.generate(idx[:1], 6, seed=seed, sample_ids=[k], **filters)
         assert tokens_differ(model, together[row : row + 1], alone, length, [k], seed, filters) is None
     different = torch.cat((prompts(1, length, 1), prompts(1, length, 2)))
-    both = model.generate(different, 6, seed=seed, samples=[0, 0], **filters)
+    both = model.generate(different, 6, seed=seed, sample_ids=[0, 0], **filters)
     for row in range(2):
         alone = model.generate(different[row : row + 1], 6, seed=seed, **filters)
         assert tokens_differ(model, both[row : row + 1], alone, length, [0], seed, filters) is None
@@ -296,7 +296,7 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
         dict(top_p=float("nan")),
         dict(seed=-1),
         dict(seed=2**64),
-        dict(samples=[1, 2]),
+        dict(sample_ids=[1, 2]),
         dict(temperature=1e38),
         dict(overflow="wrap"),
     ],

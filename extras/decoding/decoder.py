@@ -197,7 +197,7 @@ def new_state(contexts, sampling, config):
         cached=torch.zeros_like(end),
         limit=end.clone(),
         first_new=end.clone(),
-        sample=sampling.sample_ids(len(contexts), "cpu"),
+        sample=sampling.noise_ids(len(contexts), "cpu"),
         seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]),
         temperature=torch.tensor(float(sampling.temperature)),
         top_k=None if sampling.top_k is None else torch.tensor(sampling.top_k),

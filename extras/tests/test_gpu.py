@@ -69,7 +69,7 @@ def test_a_resume_continues_the_run(dtype, data_dir, tmp_path):
 def assert_tokens_of_the_cpu(model, got, ragged, steps, seed, filters):
     """model is on the CPU. Equality is up to near-ties, because a GPU rounds logarithms and sums in other ways."""
     for i, (ours, prompt) in enumerate(zip(got, ragged, strict=True)):
-        theirs = model.generate(prompt[None], steps, kv_cache=False, samples=[i], seed=seed, **filters)
+        theirs = model.generate(prompt[None], steps, kv_cache=False, sample_ids=[i], seed=seed, **filters)
         assert tokens_differ(model, ours.cpu()[None], theirs, len(prompt), [i], seed, filters) is None
 
 

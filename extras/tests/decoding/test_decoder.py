@@ -35,7 +35,7 @@ def test_prompts_of_any_lengths_get_the_tokens_that_each_gets_alone(model, draft
     samples = data.draw(st.lists(st.integers(0, 2**40), min_size=len(lengths), max_size=len(lengths)))
     ragged = [prompts(1, n, seed % 997 + n)[0] for n in lengths]
     decoder = Decoder(model, **draft)
-    got = decoder.generate(ragged, steps, seed=seed, samples=samples, **filters)
+    got = decoder.generate(ragged, steps, seed=seed, sample_ids=samples, **filters)
     assert [len(row) for row in got] == [min(n + steps, CONTEXT) for n in lengths]
     assert_same_as_alone(model, got, ragged, steps, samples, seed, filters)
 
@@ -175,7 +175,7 @@ def test_threads_that_share_a_decoder_get_their_own_texts():
         (([prompts(1, 3)[0], prompts(1, 0)[0]], 5, {}), "a prompt of 0 tokens"),
         (([prompts(1, CONTEXT + 1)[0]], 5, {}), f"a prompt of {CONTEXT + 1} tokens"),
         (([], 5, {}), "a prompt of 0 tokens"),
-        (([prompts(1, 3)[0]], 5, dict(samples=[1, 2])), "samples"),
+        (([prompts(1, 3)[0]], 5, dict(sample_ids=[1, 2])), "sample_ids"),
         (([prompts(1, 3)[0]], 5, dict(top_p=0.0)), "top_p"),
         (([torch.tensor([1, V])], 5, {}), "tokens outside"),
         (([torch.tensor([-1, 1])], 5, {}), "tokens outside"),
@@ -264,7 +264,7 @@ def test_no_head_keeps_the_cache_of_a_decoder():
 
 def test_verify_takes_each_row_for_its_own_sample_and_prompt():
     """Rows are compared in groups of one length, so a mix-up would compare a row with the noise of another sample."""
-    model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
+    model, sampling = MODELS[3], Sampling(seed=5, sample_ids=[4, 0, 9, 4])
     tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
     ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
     texts = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]

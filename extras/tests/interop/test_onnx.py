@@ -139,7 +139,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
         top_k=data.draw(st.sampled_from([None, 1, 5])),
         top_p=data.draw(st.sampled_from([None, 0.9])),
         overflow=data.draw(st.sampled_from(["stop", "slide"])),
-        samples=[7 + row for row in range(B)],
+        sample_ids=[7 + row for row in range(B)],
     )
     steps = data.draw(st.integers(0, 2 * CONTEXT))
     new = list(stream_tokens(engine, idx, steps, sampling, kv_cache=data.draw(st.booleans())))
