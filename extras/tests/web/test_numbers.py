@@ -3,14 +3,13 @@
 import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from extra_helpers import attend
 from extras.interop.webpage import START
-from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WIDE, assert_text, ids_of
+from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WEB, WIDE, assert_text, ids_of
 from helpers import ok
 from oracles import per_head_logits
 
@@ -43,7 +42,7 @@ def answers(page):
         for job in JOBS
     ]
     plan = dict(run=run, jobs=jobs, positions=POSITIONS, masked=MASKED)
-    command = ["node", Path(__file__).with_name("numbers.mjs"), page, json.dumps(plan)]
+    command = ["node", WEB / "tests" / "numbers.mjs", page, json.dumps(plan)]
     return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)).stdout)
 
 
