@@ -10,8 +10,8 @@ there are cores. So while the machine is busy, we start extra threads that do no
 the weights stay bit-identical. Always spinning this little would be simpler, but training would be 7% slower.
 """
 
+import atexit
 import os
-import time
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
@@ -26,16 +26,19 @@ BUSY = 0.1  # fraction of time that our threads wait for a core; it is 0.001 whe
 def share_cores():
     """From now on, let torch's threads sleep early while another process needs the cores. Only Linux needs it."""
     if Path("/proc/self/schedstat").exists():
-        Thread(target=watch, daemon=True).start()
+        done = Event()
+        watcher = Thread(target=watch, args=(done,), daemon=True)
+        watcher.start()
+        # a thread that is inside torch while the interpreter ends would abort the process
+        atexit.register(lambda: (done.set(), watcher.join()))
 
 
-def watch():
-    """Hold extra threads for as long as the machine is busy."""
+def watch(done):
+    """Hold extra threads for as long as the machine is busy, until the Event `done` is set."""
     ran, waited = 0, 0
-    end = Event()  # set while no extra threads are held
+    end, holder = Event(), None  # end: set while no extra threads are held
     end.set()
-    while True:
-        time.sleep(INTERVAL)
+    while not done.wait(INTERVAL):
         (ran_before, waited_before), (ran, waited) = (ran, waited), schedule_times()
         busy = (waited - waited_before) > BUSY * (ran - ran_before + waited - waited_before)
         if not busy:
@@ -43,7 +46,11 @@ def watch():
         elif end.is_set():
             end.clear()
             # a new thread, because an old one does not see what torch.set_num_threads has changed since
-            Thread(target=hold_extra_threads, args=(end,), daemon=True).start()
+            holder = Thread(target=hold_extra_threads, args=(end,), daemon=True)
+            holder.start()
+    end.set()
+    if holder:
+        holder.join()
 
 
 def schedule_times():
@@ -64,9 +71,13 @@ def hold_extra_threads(end):
     if not 1 < threads <= cores:  # torch needs no other thread, or has too many already
         end.set()
         return
-    for _ in range((cores - threads) // (threads - 1)):  # teams of `threads`, besides the one of this thread
-        Thread(target=hold_a_team, args=(end,), daemon=True).start()
+    # teams of `threads`, besides the one of this thread
+    teams = [Thread(target=hold_a_team, args=(end,), daemon=True) for _ in range((cores - threads) // (threads - 1))]
+    for team in teams:
+        team.start()
     hold_a_team(end)
+    for team in teams:
+        team.join()
 
 
 def hold_a_team(end):

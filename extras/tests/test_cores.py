@@ -1,0 +1,24 @@
+"""extras/cores.py: threads that yield on a busy machine."""
+
+import pytest
+
+from helpers import linux, ok, run
+
+# a machine that is always busy, looked at every 2 ms
+SHORT = """
+import itertools, sys, time, torch
+from extras import cores
+torch.set_num_threads(2)
+waited = itertools.count(10**9, 10**9)
+cores.INTERVAL, cores.schedule_times = 0.002, lambda: (0, next(waited))
+cores.share_cores()
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_a_process_that_ends_soon_ends_in_peace():
+    """Python stops daemon threads at its end. One that was inside torch aborted every second of these processes."""
+    for milliseconds in range(10):
+        assert ok(run("-c", SHORT, milliseconds / 1000)).stderr == ""
