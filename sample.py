@@ -250,13 +250,15 @@ def open_stream(args, model, ngrams, prompts, num_new, sampling, ended):
 
 
 def read_prompt(prompt, tokenizer):
-    """Return the token ids of the prompt. Raises OSError or ValueError with one line."""
+    """Return the token ids of the prompt. Raises ValueError with one line."""
     if prompt.startswith("FILE:"):
-        file = Path(prompt.removeprefix("FILE:"))
+        name = prompt.removeprefix("FILE:")
         try:
-            prompt = file.read_text(encoding="utf-8-sig")
+            prompt = Path(name).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise ValueError(f"cannot read the prompt from the file {name!r}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise ValueError(f"the prompt in {file} is not UTF-8: convert it first") from None
+            raise ValueError(f"the prompt in {name} is not UTF-8: convert it first") from None
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")

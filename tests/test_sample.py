@@ -217,7 +217,7 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
         (["--prompt", "O Roméo #"], ["'é'", "'#'", "abcdefghijklmnopqrstuvwxyz"]),
         (["--prompt", "x" * 32], ["32", "at most 31"]),
         (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
-        (["--prompt", "FILE:"], ["'.'"]),
+        (["--prompt", "FILE:"], ["the prompt from the file ''"]),
         (["--temperature", "-1"], ["sample.py: temperature=-1.0: must be a number >= 0"]),
         (["--temperature", "nan"], ["temperature=nan"]),
         (["--top_k", "0"], ["top_k=0"]),
