@@ -252,8 +252,12 @@ def main():
     tempfile.TemporaryFile(dir=args.data_dir).close()  # raises OSError before we download what we cannot write
 
     # the text and its vocabulary
-    files = [(name, open(name, "rb")) for name in args.input] if args.input else open_corpus(args.url, not has_corpus)  # noqa: SIM115
-    source = ", ".join(map(os.path.abspath, args.input)) if args.input else files[0][0]
+    if args.input:
+        files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
+        source = ", ".join(map(os.path.abspath, args.input))
+    else:
+        files = open_corpus(args.url, stand_in=not has_corpus)
+        source = files[0][0]
     chars, length = distinct_characters(read_text(files, "read"))
     if not length:
         raise ValueError(f"{source} is empty")
