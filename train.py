@@ -647,10 +647,6 @@ class TrainState:
         self.loss_sum = torch.zeros((), device=device)
         vars(self).update(COUNTERS)
 
-    def learning_rate(self):
-        """Return AdamW's learning rate in the last step."""
-        return self.optimizers[0].param_groups[0]["lr"]
-
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
@@ -907,7 +903,7 @@ def train(config, data, state, header, bar, signals):
                     state.best_val_loss, state.evals_since_best = val_loss, 0
                     save_as("ckpt.pt", with_optimizers=False)
             row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=speed)
-            row |= dict(seconds=round(time.perf_counter() - began, 3), lr=state.learning_rate())
+            row |= dict(seconds=round(time.perf_counter() - began, 3), lr=state.optimizers[0].param_groups[0]["lr"])
             row |= dict(grad_norm=None if grad_norm is None else grad_norm.item())
             log_row(out_dir, bar, row, state.best_val_loss)
             state.loss_sum.zero_()
@@ -1167,7 +1163,7 @@ def main():
 
 if __name__ == "__main__":
     if RANK:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:
         main()
