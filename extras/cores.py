@@ -29,7 +29,7 @@ def share_cores():
         done = Event()
         watcher = Thread(target=watch, args=(done,), daemon=True)
         watcher.start()
-        # a thread that is inside torch while the interpreter ends would abort the process
+        # a thread that is still inside torch when the interpreter exits would abort the process
         atexit.register(lambda: (done.set(), watcher.join()))
 
 
