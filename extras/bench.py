@@ -29,8 +29,10 @@ import torch
 from extras.baselines import llama2c_run, transformers_run
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.cores import share_cores
+from extras.decoding.compile import NotHereError
 from extras.decoding.decoder import NUM_DRAFTS, Decoder
 from extras.decoding.quantize import round_weights
+from extras.decoding.static import CompiledGPT
 from model import (
     GPT,
     CharTokenizer,
@@ -82,7 +84,7 @@ def warm_runs(names, model, ngrams, llama2c, idx):
     makers = {
         "uncached": lambda: recorded(partial(model.stream, kv_cache=False), work * model.config.block_size),
         "eager": lambda: recorded(model.stream, work),
-        "compile": lambda: recorded(Decoder(model, compile=True).stream),
+        "compile": lambda: recorded(compiled_stream(model, len(idx))),
         "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, work * (NUM_DRAFTS + 1)),
         "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
         "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
@@ -114,6 +116,15 @@ def recorded(stream, multiply_adds=0):
             torch.set_num_threads(before)
 
     return run
+
+
+def compiled_stream(model, batch_size):
+    """Return the stream of --compile: the C backend, or torch.compile where that cannot run, such as on a GPU."""
+    try:
+        return Decoder(model, compile=True).stream
+    except NotHereError:
+        compiled = CompiledGPT(model, batch_size)
+        return lambda idx, steps, seed: stream_tokens(compiled, idx, steps, Sampling(seed=seed))
 
 
 def rounded(model):
