@@ -200,7 +200,10 @@ def open_model(args):
         from extras.decoding.quantize import round_weights
 
         round_weights(model)
-    return model.to(pick_device(args.device), getattr(torch, args.dtype)), tokenizer, checkpoint.get("ngrams")
+    model.to(device := pick_device(args.device), getattr(torch, args.dtype))
+    if device.type == "cuda":  # the first forward takes a third of a second to load libraries
+        model.next_logits(torch.zeros(1, 1, dtype=torch.int64, device=device))
+    return model, tokenizer, checkpoint.get("ngrams")
 
 
 def pick_device(name):

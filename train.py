@@ -1169,6 +1169,8 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # before the run has begun
         sys.exit(130)
+    except torch.OutOfMemoryError:
+        sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] != "extras":
             raise

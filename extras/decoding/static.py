@@ -2,8 +2,10 @@
 
 torch.compile needs shapes that stay the same, but a KV cache grows. So this cache always reads all its slots, and a
 mask hides the empty ones. On a GPU the step becomes a CUDA graph, which saves launching each operation: nearly all of
-the time of a small model. No GPU has run this yet.
+the time of a small model.
 """
+
+import warnings
 
 import torch
 
@@ -38,9 +40,11 @@ class CompiledGPT:
         self.cache = StaticCache(model.config, batch_size)
         self.step = torch.compile(self.forward, mode="reduce-overhead" if device.type == "cuda" else "default")
         try:
-            for _ in range(2):
-                self.cache.lengths = [0] * batch_size
-                self.next_logits(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), self.cache)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="TensorFloat32")  # it would change tokens
+                for _ in range(3):  # allocate the cache, compile the step, record the CUDA graph
+                    self.cache.lengths = [0] * batch_size
+                    self.next_logits(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), self.cache)
         except Exception as error:  # a missing compiler raises many kinds of errors
             raise RuntimeError(f"torch.compile does not work here ({type(error).__name__})") from error
 
@@ -58,5 +62,6 @@ class CompiledGPT:
         pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
         self.model._show(cache)
         step = self.step if T == 1 and cache.key is not None else self.forward  # the first forward allocates the cache
+        idx = idx.clone(memory_format=torch.contiguous_format)  # other strides would compile the step again
         with cache.extend([start] * B, T):
             return step(idx, pos, cache).clone()
