@@ -193,6 +193,7 @@ def open_model(args):
         from extras.interop.onnx import OnnxGPT
 
         model = OnnxGPT(args.ckpt or args.out_dir or "out")
+        model.refuse_stale()
         return model, model.tokenizer, None
     checkpoint, tokenizer = read_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
     model = build(checkpoint).eval()

@@ -1,7 +1,8 @@
 """Export a trained model: to ONNX with the KV cache in the graph, to a Hugging Face folder, to a web page.
 
     python -m extras.export --format onnx       out/onnx/model.onnx, for ONNX Runtime and sample.py --engine onnx
-    python -m extras.export --format hf         out/hf, for transformers, Optimum, transformers.js and vLLM
+    python -m extras.export --format hf         out/hf, for transformers and vLLM
+    python -m extras.export --format hf --onnx  with onnx/model.onnx in it, for Optimum and transformers.js too
     python -m extras.export --format web        out/web, a page that generates in the browser, for any static server
 
 Every export ends with a check: the library that will read the files computes logits and greedy text, and we compare
@@ -11,13 +12,13 @@ both with PyTorch's.
 from pathlib import Path
 
 from extras.cli import Parser, fail, need, one_line_errors, path, run_main
-from extras.interop.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
+from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from model import build
 from sample import find_checkpoint, read_checkpoint
 from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
-PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors", *ONNX), "web": ONNX}
+PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
 
 
 def parse_args():
@@ -31,19 +32,25 @@ def parse_args():
     )
     add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
+    add("--onnx", action="store_true", help="with --format hf: write onnx/model.onnx too, which takes longest")
     meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
     add("--meta", type=path, metavar="FILE", help=meta_help)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.onnx and args.format != "hf":
+        parser.error(f"--onnx adds a graph to --format hf, not to --format {args.format}: leave it out")
+    return args
 
 
 def main():
     args = parse_args()
     with one_line_errors():
-        need(f"--format {args.format}", *PACKAGES[args.format])
+        need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
         checkpoint, tokenizer = read_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
         model = build(checkpoint).eval()
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
+    if (args.onnx or args.format == "onnx") and not fits_one_file(model):
+        fail("an ONNX file cannot hold more than 2 GB: use --format hf, without --onnx")
     folder = Path(args.out_dir or "out") / args.format
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the lock is next to the folder, because people publish everything inside it
@@ -55,7 +62,7 @@ def main():
         elif args.format == "hf":
             from extras.interop.transformers import export_hf
 
-            export_hf(model, tokenizer, folder, checkpoint.get("special_tokens"))
+            export_hf(model, tokenizer, folder, checkpoint.get("special_tokens"), args.onnx)
         else:
             from extras.interop.webpage import export_web
 

@@ -45,6 +45,7 @@ FIXED = {
 ACTIVATIONS = {"gelu_python": "gelu", "gelu": "gelu"}
 TANH = ("gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_new")
 ACTIVATIONS |= dict.fromkeys(TANH, "gelu_tanh")
+WITH_ID = ("bos", "eos", "pad")  # the special tokens that have an id in config.json
 
 
 def their_parts(model):
@@ -111,11 +112,25 @@ def read_folder(folder):
 
 
 def special_tokens(folder, settings):
-    """Return the ids that config.json and generation_config.json name, such as {"eos": 50256}, for an export later."""
-    file = folder / "generation_config.json"
-    settings = settings | (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
-    found = {name: settings.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return {name: ids for name, ids in found.items() if ids is not None}
+    """Return what the folder says about special tokens, for an export later: ids and names.
+
+    The ids, such as {"eos": 50256}, come from config.json and generation_config.json; the names, such as
+    {"eos_token": "<|endoftext|>"}, from tokenizer_config.json and special_tokens_map.json. None of them is checked.
+    """
+
+    def optional(name):
+        file = folder / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    found = {}
+    for source in (settings, optional("generation_config.json")):
+        found |= {role: ids for role in WITH_ID if (ids := source.get(f"{role}_token_id")) is not None}
+    for source in (optional("special_tokens_map.json"), optional("tokenizer_config.json")):
+        for key in (f"{role}_token" for role in (*WITH_ID, "unk", "sep", "cls", "mask")):
+            token = source.get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            found |= {key: token} if isinstance(token, str) else {}
+    return found
 
 
 def flat_settings(settings):

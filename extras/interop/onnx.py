@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from extras.checkpoint import check_vocab_size, tokenizer_from_state
-from extras.cli import fail, first_line, need
+from extras.cli import first_line, need
 from extras.interop.check import compare, own_text
 from extras.interop.checksums import check_folder, write_tree
-from model import GPTConfig, Sampling, build, stream_tokens
+from model import GPTConfig, Sampling, build, load, stream_tokens
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -161,8 +161,6 @@ def export_onnx(model, tokenizer, folder):
 
     If the graph does not compute what the model does, it exits with one line and does not touch the folder.
     """
-    if not fits_one_file(model):
-        fail("--format onnx writes a single file, which cannot hold more than 2 GB: use --format hf")
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
         write_onnx(model, tokenizer, file)
@@ -219,13 +217,21 @@ class OnnxGPT:
         self.outputs = [name for name in names if not name.startswith("query")]  # for the web page
         self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
 
-    def exported_from(self, checkpoint):
+    def exported_from(self, checkpoint, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
         model = build(checkpoint).eval()
         if weights_sha256(model) != self.weights_sha256:
-            path = checkpoint["path"]
-            raise ValueError(f"{self.file} was not exported from {path}: pass the folder of its ckpt.pt as --out_dir")
+            raise ValueError(f"{self.file} was not exported from {checkpoint['path']}: {hint}")
         return model
+
+    def refuse_stale(self):
+        """Raise ValueError if the run in whose folder this file is has different weights by now."""
+        folders = [self.file.parent]
+        while folders[-1].name in ("onnx", "hf"):  # where export.py writes
+            folders.append(folders[-1].parent)
+        for file in (folder / "ckpt.pt" for folder in folders):
+            if file.exists() and self.weights_sha256:
+                self.exported_from(load(file), "export again, or move it out of the folder of that run")
 
     def new_cache(self, batch_size, slots=None):
         """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""

@@ -10,8 +10,8 @@ from extras.bpe import to_json
 from extras.cli import fail, note, one_line_errors
 from extras.interop.check import compare, own_text
 from extras.interop.checksums import read_tree, write_tree
-from extras.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, their_parts
-from extras.interop.onnx import compare_onnx, fits_one_file, write_onnx
+from extras.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, WITH_ID, their_parts
+from extras.interop.onnx import compare_onnx, write_onnx
 
 GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
 
@@ -63,25 +63,52 @@ def to_transformers(model):
 def write_folder(model, tokenizer, folder, special_tokens=None):
     """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
 
-    special_tokens  {"eos": id or ids, ...}; None: there are none
-
+    special_tokens  ids and names, as known_special_tokens returns them; None: there are none
     Raises ValueError if no class of transformers computes what this model does.
     """
     block_size, hf = model.config.block_size, to_transformers(model)
     hf.generation_config.max_length = block_size  # otherwise a pipeline adds 256 tokens to any prompt
-    for name, ids in (special_tokens or {}).items():
+    ids, names = special_tokens or ({}, {})
+    for role, value in ids.items():
         for config in (hf.config, hf.generation_config):
-            setattr(config, f"{name}_token_id", ids)
+            setattr(config, f"{role}_token_id", value)
     if model.config.pos_emb == "rope":
         hf.config.update(ROPE)  # transformers 4 expects them here, 5 has moved them
     hf.save_pretrained(folder)
-    write_tokenizer(tokenizer, block_size, folder, special_tokens)
+    write_tokenizer(tokenizer, block_size, folder, names)
 
 
-def write_tokenizer(tokenizer, block_size, folder, special_tokens=None):
+def known_special_tokens(found, tokenizer):
+    """Return (ids, names) of the special tokens in `found` that the vocabulary has. A note says what it lacks.
+
+    found  special_tokens of a checkpoint: {"eos": id or ids, "eos_token": name, ...}
+    transformers writes id 50256 into the folder of every GPT-2 whose maker set none, whatever its vocabulary.
+    """
+    ids, names, size = {}, {}, len(tokenizer.vocab)
+    special = {t["id"]: t["content"] for t in json.loads(to_json(tokenizer))["added_tokens"] if t["special"]}
+    for role in WITH_ID:
+        value = found.get(role, [])
+        values = value if isinstance(value, list) else [value]
+        known = [i for i in values if type(i) is int and 0 <= i < size]
+        if known:
+            ids[role] = known if isinstance(value, list) else known[0]
+        if unknown := [i for i in values if i not in known]:
+            note(f"leaving out {role}_token_id {unknown}: the vocabulary has the ids 0 to {size - 1}")
+        # only what the tokenizer treats as special already: an ordinary token would vanish from text
+        names |= {f"{role}_token": special[i] for i in known[::-1] if i in special}
+    for key, name in found.items():
+        if key.endswith("_token") and name in tokenizer.ids:
+            names[key] = name
+        elif key.endswith("_token"):
+            note(f"leaving out {key} {name!r}: the vocabulary does not have it")
+    return ids, names
+
+
+def write_tokenizer(tokenizer, block_size, folder, names):
     """Write the tokenizer.
 
-    Characters have no special token, not even for padding, because pipelines would remove that character from the text.
+    names  of special tokens, {"eos_token": name, ...}
+    Characters have none, not even for padding, because pipelines would remove that character from the text.
     """
     (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
     settings = dict(
@@ -91,14 +118,13 @@ def write_tokenizer(tokenizer, block_size, folder, special_tokens=None):
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids by default
     )
-    for name, ids in (special_tokens or {}).items():
-        settings[f"{name}_token"] = tokenizer.show(ids[0] if isinstance(ids, list) else ids)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | names, indent=2), encoding="utf-8")
 
 
-def export_hf(model, tokenizer, folder, special_tokens=None):
-    """Write the files of write_folder and GRAPH into `folder`, a Path.
+def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
+    """Write the files of write_folder into `folder`, a Path, and GRAPH if with_graph is True.
 
+    special_tokens  those of the checkpoint
     If transformers has no class for this network, or does not compute what the model does, it exits with one line and
     does not touch the folder.
     """
@@ -112,8 +138,9 @@ def export_hf(model, tokenizer, folder, special_tokens=None):
         # the folder of transformers
         made, ids = Path(made), own_text(model)
         print(f"{folder}: writing it for transformers", flush=True)
+        special_ids, names = known_special_tokens(special_tokens or {}, tokenizer)
         with one_line_errors():
-            write_folder(model, tokenizer, made, special_tokens)
+            write_folder(model, tokenizer, made, (special_ids, names))
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
         theirs = transformers.AutoTokenizer.from_pretrained(made)
         text = tokenizer.decode(range(len(tokenizer.vocab)))
@@ -121,26 +148,28 @@ def export_hf(model, tokenizer, folder, special_tokens=None):
         if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
             fail(f"the tokenizer for {folder} does not encode and decode like ours")
 
-        if special_tokens and "eos" in special_tokens:  # its text ends with this token, whatever we force it to write
-            eos = special_tokens["eos"] if isinstance(special_tokens["eos"], list) else [special_tokens["eos"]]
+        if "eos" in special_ids:  # its text ends with this token, whatever we force it to write
+            eos = special_ids["eos"] if isinstance(special_ids["eos"], list) else [special_ids["eos"]]
             forced = hf.generate(ids[:1, :1], max_length=9, prefix_allowed_tokens_fn=lambda *_: eos)
             if forced.size(1) != 2:
                 fail(f"text from {folder} does not end with its eos token {eos}")
             hf.generation_config.eos_token_id = None  # for a text of full length
 
-        def greedy(prompt):
-            return hf.generate(prompt, max_length=ids.size(1), do_sample=False)[0].tolist()
+        def greedy(prompt):  # without this mask, generate hides the pad token wherever it is in the prompt
+            everything = torch.ones_like(prompt)
+            return hf.generate(prompt, attention_mask=everything, max_length=ids.size(1), do_sample=False)[0].tolist()
 
         with torch.no_grad():
             compare(f"{folder}, {type(hf).__name__}", model, ids, hf(ids).logits, greedy)
 
         # the graph
-        if fits_one_file(model):
+        if with_graph:
             print(f"{folder / GRAPH}: exporting it, which takes longest", flush=True)
             (made / GRAPH).parent.mkdir()
             write_onnx(model, tokenizer, made / GRAPH)
             compare_onnx(made / GRAPH, model, ids)
-        else:
-            note(f"leaving out {GRAPH}: one file cannot hold more than 2 GB")
         files = read_tree(made)
+    if not with_graph and (folder / GRAPH).exists():
+        note(f"removing {folder / GRAPH}, the graph of an earlier export: --onnx writes a new one")
+        (folder / GRAPH).unlink()
     write_tree(folder, files)

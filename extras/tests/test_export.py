@@ -76,7 +76,8 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
 
 @pytest.mark.slow
 def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
-    result = ok(here("--format", "hf", "--ckpt", trained / "ckpt.pt", "--out_dir", tmp_path, script="extras/export.py"))
+    flags = ["--format", "hf", "--ckpt", trained / "ckpt.pt", "--out_dir", tmp_path]
+    result = ok(here(*flags, "--onnx", script="extras/export.py"))
     assert len(re.findall(r"greedy text: (\d+) of \1 tokens match", result.stdout)) == 2
     folder = tmp_path / "hf"
     assert_sums_fit(folder)
@@ -95,6 +96,25 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
         OnnxGPT(folder / GRAPH)
     with pytest.raises(ValueError, match="has its own tokenizer: leave out --meta"):
         load_checkpoint(folder, tmp_path / "meta.pkl")
+    again = ok(here(*flags, script="extras/export.py"))  # a graph of older weights must not stay
+    assert "removing" in again.stderr and not (folder / GRAPH).exists()
+    assert_sums_fit(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "hf"])
+def test_an_export_of_older_weights_is_refused(format, tmp_path):
+    save_model(tmp_path, tiny())
+    ok(here("--format", format, *["--onnx"] * (format == "hf"), "--out_dir", tmp_path, script="extras/export.py"))
+    file = next((tmp_path / format).rglob("model.onnx"))
+    ways = [["--out_dir", tmp_path] if format == "onnx" else ["--ckpt", tmp_path / "hf"], ["--ckpt", file]]
+    for way in ways:
+        ok(here("--prompt", "a", "--engine", "onnx", *way, script="sample.py"))
+    save_model(tmp_path, GPT(tiny().config))  # trained on
+    for way in ways:
+        result = here("--prompt", "a", "--engine", "onnx", *way, script="sample.py")
+        assert_one_line(result, "model.onnx was not exported from", "ckpt.pt", "export again")
+        assert result.stdout == ""
 
 
 @unix
@@ -116,6 +136,7 @@ def test_export_mistakes_are_one_line(trained, tmp_path):
         (["--format", "gguf"], ["gguf"]),
         (["--format", "onnx", "--ckpt", tmp_path / "none.pt"], ["none.pt"]),
         (["--format", "hf", "--out_dir", tmp_path], ["norm_first=False"]),
+        (["--format", "web", "--onnx"], ["--onnx", "--format web"]),
     ):
         assert_one_line(here(*flags, script="extras/export.py"), *words)
     assert not (tmp_path / "hf").exists()

@@ -33,7 +33,7 @@ def exported(request, tmp_path_factory):
     """(model, its folder as export.py wrote it)"""
     out, model = tmp_path_factory.mktemp("out"), tiny(**request.param)
     save_model(out, model)
-    ok(run("-m", "extras.export", "--format", "hf", "--ckpt", out / "ckpt.pt", "--out_dir", out))
+    ok(run("-m", "extras.export", "--format", "hf", "--onnx", "--ckpt", out / "ckpt.pt", "--out_dir", out))
     return model, out / "hf"
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,7 +18,7 @@ from transformers import (
 
 from extra_helpers import GPT2, STABLELM, TOKENIZER, bpe, write_gpt2
 from extras.bpe import tokenizer_from_json
-from extras.checkpoint import load_checkpoint, load_model
+from extras.checkpoint import build_tokenizer, load_checkpoint, load_model
 from extras.interop.transformers import export_hf, hf_settings, write_folder
 from helpers import CHARS, SAMPLE, SIZE, assert_one_line, here, ok, tiny, tree
 from model import build
@@ -192,6 +193,8 @@ def test_an_export_that_fails_its_check_leaves_the_older_one(tmp_path, capsys):
 def test_special_tokens_survive_a_finetuning_and_an_export_so_that_text_ends(tmp_path):
     eos = [7, 9]
     write_gpt2(tmp_path / "first", bos_token_id=5, eos_token_id=eos, pad_token_id=3)
+    names = {"eos_token": tokenizer_from_json(bpe()).vocab[9]}
+    (tmp_path / "first" / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
     prepare = ["--input", SAMPLE, "--tokenizer", tmp_path / "first", "--data_dir", tmp_path / "data"]
     ok(here(*prepare, script="data/prepare.py"))
     flags = ["--data_dir", tmp_path / "data", "--out_dir", tmp_path, "--device", "cpu", "--max_iters"]
@@ -201,10 +204,56 @@ def test_special_tokens_survive_a_finetuning_and_an_export_so_that_text_ends(tmp
     hf, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
     for config in (hf.config, hf.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, eos, 3)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (5, 7, 3)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (None, 9, None)
     ids = torch.tensor([[11, 12]])
     only = hf.generate(ids, max_length=20, prefix_allowed_tokens_fn=lambda _, ids: [11] if len(ids) < 5 else [7])
     assert only.tolist() == [[11, 12, 11, 11, 11, 7]]
+
+
+END = {"content": "<|endoftext|>", "lstrip": False}  # as transformers writes it
+SPECIAL = [  # files of a folder whose vocabulary has 512 tokens and an END; ids and names of its export; words of notes
+    ({"config": {"bos_token_id": 50256, "eos_token_id": 50256}}, (None, None), {}, ["bos_token_id [50256]", "eos"]),
+    ({"config": {"eos_token_id": []}}, (None, None), {}, []),
+    ({"config": {"eos_token_id": "256", "bos_token_id": True}}, (None, None), {}, ["eos_token_id ['256']", "[True]"]),
+    ({"config": {"eos_token_id": [3, -1, 513]}}, (None, [3]), {}, ["eos_token_id [-1, 513]"]),
+    (
+        {"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [512, 3]}},
+        (None, [512, 3]),
+        {"eos": 512},
+        [],
+    ),
+    ({"config": {"eos_token_id": 3, "pad_token_id": 9}}, (None, 3), {}, []),  # a "$" that stays an ordinary token
+    ({"config": {"bos_token_id": 512}}, (512, None), {"bos": 512}, []),
+    ({"tokenizer_config": {"eos_token": END, "pad_token": None}}, (None, None), {"eos": 512}, []),
+    ({"special_tokens_map": {"eos_token": "<|endoftext|>"}}, (None, None), {"eos": 512}, []),
+    ({"tokenizer_config": {"unk_token": "[UNK]"}}, (None, None), {}, ["unk_token '[UNK]'"]),
+]
+
+
+@pytest.mark.parametrize(["files", "ids", "names", "notes"], SPECIAL, ids=str)
+def test_an_export_has_the_special_tokens_of_its_folder_that_the_vocabulary_has(
+    files, ids, names, notes, tmp_path, capsys
+):
+    first, content = tmp_path / "first", Tokenizer.from_str(bpe())
+    content.add_special_tokens(["<|endoftext|>"])
+    write_gpt2(first, vocab_size=513)
+    (first / "tokenizer.json").write_text(content.to_str(), encoding="utf-8")
+    for name, settings in files.items():
+        file = first / f"{name}.json"
+        there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps(there | settings), encoding="utf-8")
+
+    checkpoint = load_checkpoint(first)
+    export_hf(build(checkpoint).eval(), build_tokenizer(checkpoint), tmp_path / "hf", checkpoint["special_tokens"])
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == len(notes) and all(note in err for note in notes), err
+    hf, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for config in (hf.config, hf.generation_config):
+        assert (config.bos_token_id, config.eos_token_id) == ids
+    assert {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")} == (
+        dict.fromkeys(("bos", "eos", "pad", "unk")) | names
+    )
+    assert tokenizer.decode([3], skip_special_tokens=True) == tokenizer.decode([3]) != ""
 
 
 @pytest.mark.parametrize(
