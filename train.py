@@ -103,6 +103,8 @@ class TrainConfig:
     data_dir: str | None = flag(None, "folder that data/prepare.py wrote; None: data, next to train.py")
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
     eval_only: bool = flag(False, "print the val loss of the model in --init_from, and stop")
+    text: str | None = flag(None, "with --eval_only: read this text file instead of the val split")
+    stride: int | None = flag(None, "with --eval_only: tokens from window to window; None: block_size", least=1)
     eval_interval: int = flag(250, "steps between evaluations", least=1)
     eval_iters: int | None = flag(None, f"batches per evaluation; None: up to {EVAL_TOKENS:,} tokens", least=1)
     save_interval: int = flag(250, "steps between writes of last.pt; an evaluation writes it too", least=1)
@@ -291,10 +293,11 @@ class Dataset:
         return loss / math.log(2) * len(self.val) / val_bytes
 
 
-def load_dataset(data_dir, block_size):
+def load_dataset(data_dir, min_train):
     """Return the Dataset in data_dir, a Path.
 
-    Raises ValueError if files are missing or damaged, or if the splits are too short for a context of block_size.
+    Raises ValueError if files are missing or damaged, or if a split is too short: train below min_train tokens, val
+    below two.
     """
     meta_file = data_dir / "meta.json"
     try:
@@ -324,9 +327,11 @@ def load_dataset(data_dir, block_size):
     id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
     # the files may be larger than memory, and prepare.py may replace them meanwhile without changing what we map
     train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in ("train", "val"))
-    if len(train) <= block_size or len(val) < 2:
+    if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
-        raise ValueError(f"{lengths} are too few for --block_size {block_size}: use longer text or a smaller context")
+        raise ValueError(
+            f"{lengths} are too few: {min_train} and 2 are needed. Use longer text or a smaller --block_size"
+        )
     return Dataset(tokenizer, train, val, {"train": hashes["train"], "val": hashes["val"]}, meta.get("val_bytes"))
 
 
@@ -721,48 +726,62 @@ def train_step(config, data, state):
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def eval_windows(ids, block_size, num_tokens, at_once):
-    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
+def eval_windows(ids, block_size, num_tokens, at_once, stride):
+    """Yield the windows of an evaluation as (x, y), int64 arrays `(at_once or fewer, block_size)`.
 
-    They do not overlap, and together they cover `ids`; the last one may be shorter. If that is more than num_tokens,
-    we take fewer windows, spread evenly over `ids`. They are the same in every evaluation.
+    A window starts every `stride` tokens, and together they cover `ids`; the last one may be shorter. What a window
+    shares with the one before is only context: its targets are -1, which the loss ignores. If `ids` has more than
+    num_tokens, we take fewer windows, spread evenly. They are the same in every evaluation.
     """
-    starts = block_size * np.arange((len(ids) - 1) // block_size)
-    rest = ids[len(starts) * block_size :]
-    if num_tokens < len(ids) - 1:
-        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // block_size)).astype(int)]
-        rest = rest[:0]
+    shared = block_size - stride
+    starts = stride * np.arange(max(0, len(ids) - 1 - shared) // stride)
+    last = len(starts) * stride
+    rest = ids[last:] if len(ids) - 1 > last + shared * (last > 0) else ids[:0]
+    if num_tokens < len(ids) - 1 and len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // stride)).astype(int)]
+        rest = ids[:0]
+
+    def batch(starts, windows):
+        windows = windows.astype(np.int64)
+        x, y = windows[:, :-1], windows[:, 1:].copy()
+        y[starts > 0, :shared] = -1
+        return x, y
+
     for i in range(0, len(starts), at_once):
-        yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
-    if len(rest) > 1:
-        yield rest[None]
+        some = starts[i : i + at_once]
+        yield batch(some, ids[some[:, None] + np.arange(block_size + 1)])
+    if len(rest):
+        yield batch(np.array([last]), rest[None])
 
 
 @torch.no_grad()
-def evaluate(state, ids, num_tokens=math.inf, signals=()):
+def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
     """Return the mean cross-entropy in nats over every token of `ids` but the first. The processes share the work.
 
     We draw no random numbers, so evaluating more often does not change a run.
     num_tokens  read at most this many
     signals     a list of catch_signals; once it has one, we return None
+    stride      tokens from window to window; None: block_size, so that windows do not overlap
     """
     model, block_size = state.model, state.model.config.block_size
     most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
-    windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size))
-    total, count = 0.0, 0
+    batches = eval_windows(ids, block_size, num_tokens, max(1, most // block_size), stride or block_size)
+    total, count, num_tokens, printed = 0.0, 0, min(num_tokens, len(ids) - 1), time.perf_counter()
     model.eval()
     # a long evaluation has a bar of its own, which replaces the run's for a while
-    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
+    bar = tqdm(total=num_tokens, desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
     with state.autocast, bar:
-        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
+        for x, y in itertools.islice(batches, RANK, None, WORLD_SIZE):
             if signals:
                 return None
-            window = torch.from_numpy(window.astype(np.int64)).to(state.device)
-            x, y = window[:, :-1], window[:, 1:]
-            _, loss = model(x, y)
-            total += loss.item() * x.numel()
-            count += x.numel()
-            bar.update(x.numel() * WORLD_SIZE)
+            predicted = int((y >= 0).sum())
+            _, loss = model(torch.from_numpy(x).to(state.device), torch.from_numpy(y).to(state.device))
+            total += loss.item() * predicted
+            count += predicted
+            bar.update(predicted * WORLD_SIZE)
+            if bar.disable and RANK == 0 and time.perf_counter() - printed > 10:
+                printed = time.perf_counter()
+                print(f"evaluate: {count * WORLD_SIZE:,} of {num_tokens:,}", file=sys.stderr, flush=True)
     model.train()
     return all_reduce(total) / all_reduce(count)
 
@@ -1003,6 +1022,8 @@ def load_source(init_from, out_dir, meta=None):
     if init_from == "scratch":
         return None
     if init_from == "resume":
+        if meta:
+            raise ValueError("--meta is for a checkpoint of nanoGPT, and a run has its own vocabulary: leave it out")
         if not (out_dir / "last.pt").exists():
             raise ValueError(f"nothing to resume: there is no {out_dir / 'last.pt'}")
         return load(out_dir / "last.pt")
@@ -1064,6 +1085,10 @@ def setup(flags):
     device = pick_device(config.device)
     if (config.eval_only or config.meta) and not source:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
+    if (config.text or config.stride) and not config.eval_only:
+        raise ValueError("--text and --stride need --eval_only")
+    if config.stride and config.stride > config.block_size:
+        raise ValueError(f"--stride {config.stride} is above the context of {config.block_size}")
     if config.batch_size % WORLD_SIZE:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     if WORLD_SIZE > 1:  # torchrun chooses
@@ -1075,9 +1100,14 @@ def setup(flags):
 
     # text and weights
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-    data = load_dataset(data_dir, config.block_size)
-    if source:
-        check_text(data, data_dir, source, config)
+    if config.text:
+        from extras.checkpoint import read_text
+
+        data = Dataset(*read_text(config.text, source))
+    else:
+        data = load_dataset(data_dir, 1 if config.eval_only else config.block_size + 1)
+        if source:
+            check_text(data, data_dir, source, config)
     vocab_size = source["model_args"]["vocab_size"] if source else len(data.tokenizer.vocab)
     model = make_model(config, source, vocab_size).to(device)
     state = TrainState(model, config, device, pick_dtype(config.dtype, device))
@@ -1113,10 +1143,16 @@ def main():
         sys.exit(f"train.py: {error}")
     unit, vocab_size = data.tokenizer.unit, state.model.config.vocab_size
     if config.eval_only:
-        loss = evaluate(state, data.val)
+        size, most = len(data.val) - 1, config.block_size
+        read = min(size, config.eval_tokens()) if config.eval_iters else size
+        loss = evaluate(state, data.val, read, stride=config.stride)
         disconnect()
-        bits = data.bits_per_byte(loss)
-        print(f"val loss {loss:.4f} ({bits:.4f} bits per byte): {config.init_from}, {len(data.val) - 1:,} {unit}")
+        least = most + 1 - (config.stride or most)
+        print(
+            f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {data.bits_per_byte(loss):.4f} bits per byte): "
+            f"{config.init_from}, {read:,} {unit} of {config.text or 'the val split'}\n"
+            f"each is predicted from the {least} to {most} {unit} before it, or from all, near the beginning"
+        )
         return
 
     # train
@@ -1174,4 +1210,6 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] != "extras":
             raise
-        sys.exit("train.py: tokenizers, --meta and Hugging Face folders need the folder extras of the repository")
+        sys.exit(
+            "train.py: tokenizers, --meta, --text and Hugging Face folders need the folder extras of the repository"
+        )

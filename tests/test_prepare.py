@@ -56,7 +56,7 @@ def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
     for n, dtype in ((65536, "<u2"), (65537, "<u4")):
         text.write_text(characters[:n], encoding="utf-8")
         ok(call("--input", text, "--data_dir", tmp_path))
-        data = load_dataset(tmp_path, block_size=1)
+        data = load_dataset(tmp_path, 2)
         assert [*data.train, *data.val] == [*range(n)] and (tmp_path / "val.bin").stat().st_size % len(data.val) == 0
         assert data.train.dtype == np.dtype(dtype)
 

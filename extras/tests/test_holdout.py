@@ -16,12 +16,12 @@ def test_it_divides_the_training_text_and_never_reads_the_val_text(more, call, t
     """But it keeps the ids, so a character that only the val text has stays in the vocabulary."""
     text.write_bytes(BODY * 9 + BODY.upper())
     ok(call("--input", text, "--data_dir", tmp_path, *more))
-    whole = load_dataset(tmp_path, block_size=8)
+    whole = load_dataset(tmp_path, 9)
     (tmp_path / "val.bin").unlink()
     before = tree(tmp_path)
     counts = f"train {int(0.9 * len(whole.train)):,}, val {len(whole.train) - int(0.9 * len(whole.train)):,} "
     assert ok(hold_out(tmp_path)).stdout == f"{counts}{whole.tokenizer.unit}: {tmp_path / 'dev'}\n"
-    dev = load_dataset(tmp_path / "dev", block_size=8)
+    dev = load_dataset(tmp_path / "dev", 9)
     assert dev.tokenizer.state_dict() == whole.tokenizer.state_dict()
     assert len(dev.train) == int(0.9 * len(whole.train)) and [*dev.train, *dev.val] == [*whole.train]
     assert dev.val_bytes == (len(whole.tokenizer.decode(dev.val.tolist()).encode()) if more else None)

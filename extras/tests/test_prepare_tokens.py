@@ -18,7 +18,7 @@ def assert_tokens(folder, raw, tokenizer):
     """The folder holds the tokens that a tokenizers.Tokenizer makes of the two parts of the text."""
     meta, data, text = (
         json.loads((folder / "meta.json").read_bytes()),
-        load_dataset(folder, 1),
+        load_dataset(folder, 2),
         io.StringIO(raw.decode(), newline=None).read(),
     )
     parts = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
@@ -49,7 +49,7 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
     for num_times, more in enumerate(([], *learned, []), start=1):
         ok(call(*flags, *more))
         assert len(server.asked) == num_times
-        tokenizer = load_dataset(tmp_path, block_size=1).tokenizer
+        tokenizer = load_dataset(tmp_path, 2).tokenizer
         assert len(tokenizer.vocab) == more[-1] if more else tokenizer.unit == "characters"
     assert "nothing to do" in ok(call(*flags)).stdout and len(server.asked) == num_times
     server.answer = 404, {}, b""

@@ -39,10 +39,11 @@ from train import eval_windows, evaluate
 
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), at_once=st.integers(1, 9))
 def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, at_once):
-    chunks = list(eval_windows(np.arange(length), block_size, most, at_once))
-    windows = [window.tolist() for chunk in chunks for window in chunk]
-    assert all(len(chunk) <= at_once for chunk in chunks)
+    chunks = list(eval_windows(np.arange(length), block_size, most, at_once, block_size))
+    windows = [[*x, y[-1]] for chunk in chunks for x, y in zip(*(part.tolist() for part in chunk))]
+    assert all(len(x) <= at_once for x, _ in chunks)
     assert all(b == a + 1 for window in windows for a, b in itertools.pairwise(window))
+    assert all((x[:, 1:] == y[:, :-1]).all() for x, y in chunks)
     predicted = [token for window in windows for token in window[1:]]
     assert len(set(predicted)) == len(predicted)
     if most >= length - 1:
@@ -52,6 +53,22 @@ def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, 
         gaps = [b[0] - a[0] for a, b in itertools.pairwise(windows)]
         assert not gaps or max(gaps) - min(gaps) <= block_size
         assert windows[0][0] == 0 and (len(windows) == 1 or windows[-1][-1] > length - 1 - block_size)
+
+
+@given(length=st.integers(2, 300), block_size=st.integers(1, 20), stride=st.integers(1, 20))
+def test_overlapping_windows_predict_each_token_once_from_most_of_a_context(length, block_size, stride):
+    """The oracle predicts token after token, from the start of the first window that reaches it."""
+    stride = min(stride, block_size)
+    _, _, state = tiny_run(block_size=block_size)
+    ids = np.random.default_rng(0).integers(20, size=length).astype("<u2")
+    state.model.eval()
+    losses = []
+    for i in range(1, length):
+        window = max(0, -(-(i - block_size) // stride))
+        context = torch.from_numpy(ids[window * stride : i].astype(np.int64))[None]
+        assert window == 0 or context.size(1) > block_size - stride
+        losses.append(-state.model(context)[0][0, -1].log_softmax(-1)[ids[i]].item())
+    assert evaluate(state, ids, stride=stride) == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), world=st.integers(1, 4))
@@ -81,10 +98,14 @@ def test_eval_iters_is_in_batches(data_dir, tmp_path):
     val = np.fromfile(data_dir / "val.bin", "<u2")
     assert 3 * 4 * 32 < len(val) - 1
     model, _ = load_model(tmp_path / "ckpt.pt")
-    chunks = np.concatenate(list(eval_windows(val, 32, 3 * 4 * 32, 99)))
-    x = torch.from_numpy(chunks.astype(np.int64))
+    x, y = (torch.from_numpy(np.concatenate(part)) for part in zip(*eval_windows(val, 32, 3 * 4 * 32, 99, 32)))
+    assert x.shape == (3 * 4, 32)
     best = min(float(row["val_loss"]) for row in log(tmp_path) if row["val_loss"])
-    assert best == pytest.approx(model(x[:, :-1], targets=x[:, 1:])[1].item(), rel=1e-4)
+    loss = model(x, targets=y)[1].item()
+    assert best == pytest.approx(loss, rel=1e-4)
+    flags = ["--init_from", tmp_path / "ckpt.pt", "--data_dir", data_dir, "--eval_only", "--device", "cpu"]
+    said = ok(here(*flags, "--batch_size", 4, "--eval_iters", 3)).stdout
+    assert float(said.split()[2]) == pytest.approx(loss, abs=1e-4) and " 384 characters of the val split" in said
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------
@@ -152,10 +173,11 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         flags = ["--eval_only", "--data_dir", data_dir, "--out_dir", tmp_path / "out", "--device", "cpu"]
         said = ok(here("--init_from", trained / source, *flags)).stdout
         assert contents(trained) == before and not (tmp_path / "out").exists()
-        loss, bits = map(float, re.fullmatch(r"val loss ([\d.]+) \(([\d.]+) bits per byte\): .*\n", said).groups())
+        numbers = re.match(r"val loss ([\d.]+) \(perplexity ([\d.]+), ([\d.]+) bits per byte\): .*\n", said).groups()
+        loss, perplexity, bits = map(float, numbers)
         model, tokenizer = load_model(trained / file)
         expected = plain_val_loss(model, val, 32)
-        assert loss == pytest.approx(expected, abs=1e-4)
+        assert (loss, perplexity) == pytest.approx((expected, np.exp(expected)), abs=2e-3)
         text = tokenizer.decode(val.tolist())
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
