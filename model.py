@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -744,6 +745,10 @@ def save(path, checkpoint):
     write_atomically({Path(path): [buffer.getbuffer()]})
 
 
+# what wrapping a module adds to the names of its weights: DistributedDataParallel and AveragedModel, torch.compile, FSDP
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
 def load(path):
     """Return a checkpoint, ours or nanoGPT's, as a dict. Runs no code that may be in the file.
 
@@ -762,24 +767,31 @@ def load(path):
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise zipfile.BadZipFile(f"{damaged} has changed")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        model_args, known = dict(checkpoint["model_args"]), GPTConfig.__dataclass_fields__
-        if unknown := model_args.keys() - known:  # llama2.c has model_args too
-            raise TypeError(f"unknown model_args: {', '.join(sorted(unknown))}")
-        weights = {
-            # torch.compile and DistributedDataParallel wrap a module, which adds a prefix
-            name.replace("_orig_mod.", "").replace("module.", ""): tensor
-            for name, tensor in checkpoint["model"].items()
-            if not name.endswith(".attn.bias")  # causal masks, which old versions of nanoGPT saved
-        }
-        return checkpoint | dict(model=weights, model_args=model_args, path=path)
-    except pickle.UnpicklingError:
-        raise ValueError(f"{path} is damaged, or contains more than tensors and plain values: not loaded") from None
+        with warnings.catch_warnings(action="ignore"):  # about a pickle of another kind
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        names = checkpoint.keys()
+    except pickle.UnpicklingError as error:
+        kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # of a value that is no tensor and not plain
+        what = f"contains {kind}" if kind else "is damaged, or contains more than tensors and plain values"
+        raise ValueError(f"{path} {what}: not loaded, because it could run code") from None
     except Exception as error:  # a damaged file can raise anything
         why = next(iter(str(error).strip().splitlines()), "no message")
         raise ValueError(
             f"{path} is not a checkpoint of a GPT, or is damaged ({type(error).__name__}: {why})"
         ) from None
+    if not {"model", "model_args"} <= names:  # a bare state_dict, or a file of Lightning
+        hint = "save the state_dict as model and the sizes of the network as model_args, in one dict, as train.py does"
+        raise ValueError(f"{path} has weights and no model_args: {hint}")
+    model_args = dict(checkpoint["model_args"])
+    if unknown := model_args.keys() - GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
+        raise ValueError(f"{path} is not a checkpoint of a GPT: unknown model_args: {', '.join(sorted(unknown))}")
+    weights = {
+        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
+        for name, tensor in checkpoint["model"].items()
+        # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
+        if not name.endswith(".attn.bias") and name != "n_averaged"
+    }
+    return checkpoint | dict(model=weights, model_args=model_args, path=path)
 
 
 class SkipInit(TorchFunctionMode):

@@ -1043,8 +1043,16 @@ def check_text(data, data_dir, source, config):
     if "chars" not in source and "tokenizer" not in source:
         raise ValueError(f"{path} has no vocabulary: nanoGPT keeps it in meta.pkl, so pass that as --meta")
     if config.init_from == "resume" and source["data_sha256"] != data.sha256:
-        raise ValueError(f"the run used different text from {data_dir}: point --data_dir at the original")
-    if not data.tokenizer.state_dict().items() <= source.items():
+        raise ValueError(
+            f"the run used different text from {data_dir}: point --data_dir at the original, or start a new run from "
+            f"its weights with --init_from {path.parent} and a new --out_dir"
+        )
+    same = data.tokenizer.state_dict().items() <= source.items()
+    if not same and "tokenizer" in source and unit == "tokens":
+        from extras.bpe import BPETokenizer, same_ids
+
+        same = same_ids(data.tokenizer, BPETokenizer(source["tokenizer"]), data.val)
+    if not same:
         command = f"python data/prepare.py --tokenizer {config.meta or path}"
         raise ValueError(
             f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares text for it"

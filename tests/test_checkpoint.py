@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model
-from helpers import ok, random_model, run, same, saved
+from helpers import CHARS, ok, random_model, run, same, saved, tiny
 from model import GPT, GPTConfig, blank_model, build, load_model, save
 from model import load as load_file
 from oracles import per_head_logits
@@ -97,7 +97,15 @@ def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, pl
 
 @pytest.mark.parametrize(
     "prefix, bias",
-    [("", True), ("_orig_mod.", False), ("module.", True), ("_orig_mod.module.", True), ("module._orig_mod.", False)],
+    [
+        ("", True),
+        ("_orig_mod.", False),
+        ("module.", True),
+        ("_orig_mod.module.", True),
+        ("module._orig_mod.", False),
+        ("_fsdp_wrapped_module.", True),
+        ("module._fsdp_wrapped_module._checkpoint_wrapped_module._orig_mod.", False),
+    ],
 )
 def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
     """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
@@ -125,6 +133,21 @@ def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, 
     ids = torch.randint(31, (1, 12), generator=g)
     expected = per_head_logits(state, args, ids[0].tolist())
     torch.testing.assert_close(build(loaded).eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_whose_parts_were_wrapped_are_those_of_the_model(tmp_path):
+    """The average of a model whose MLPs are wrapped. "submodule" is no wrapper, so the message has it."""
+    network = tiny()
+    averaged = torch.optim.swa_utils.AveragedModel(network)
+    names = {name: name.replace(".mlp.", ".mlp._checkpoint_wrapped_module.") for name in averaged.state_dict()}
+    weights = {names[name]: tensor for name, tensor in averaged.state_dict().items()}
+    content = dict(model=weights, model_args=vars(network.config).copy(), chars=CHARS)
+    save(tmp_path / "ckpt.pt", content)
+    loaded = load_model(tmp_path / "ckpt.pt")[0].state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in network.state_dict().items())
+    save(tmp_path / "ckpt.pt", content | dict(model=weights | {"transformer.submodule.x": torch.zeros(2)}))
+    with pytest.raises(ValueError, match=r"transformer\.submodule\.x"):
+        load_model(tmp_path / "ckpt.pt")
 
 
 def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):

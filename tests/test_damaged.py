@@ -2,7 +2,9 @@
 
 import math
 import pickle
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,9 +27,14 @@ def entry(name, change):
 DAMAGES = [
     # the damage, a word of the message
     (bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
-    (bytes_of("ckpt.pt", saved({"model": {}})), "not a checkpoint"),
+    (bytes_of("ckpt.pt", saved({"model": {}})), "has weights and no model_args"),
     (bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
     (bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
+    (bytes_of("ckpt.pt", saved({"transformer.wte.weight": torch.zeros(2, 3)})), "has weights and no model_args"),
+    (bytes_of("ckpt.pt", saved({"state_dict": {}, "epoch": 3})), "has weights and no model_args"),
+    (bytes_of("ckpt.pt", saved([1, 2])), "not a checkpoint"),
+    (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), "contains numpy.*not loaded"),
+    (entry("model", lambda old: old | {"path": Path("x")}), "contains pathlib.*not loaded"),
     (entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
     (entry("chars", lambda old: old[:-1]), "characters"),

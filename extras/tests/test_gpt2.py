@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from extra_helpers import bpe, needs_compiler, write_gpt2
-from extras.bpe import tokenizer_from_json
+from extras.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
 from extras.checkpoint import load_checkpoint, load_model
 from helpers import (
     SAMPLE,
@@ -260,6 +260,30 @@ def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path
     name = "transformer.wpe.weight"
     assert first[name].shape == (48, 32) and torch.equal(last[name], first[name][:16])
     assert same({k: v for k, v in last.items() if k != name}, {k: v for k, v in first.items() if k != name})
+
+
+@pytest.mark.parametrize("kind", [AutoTokenizer, PreTrainedTokenizerFast])
+def test_a_folder_that_transformers_has_saved_again_has_the_same_tokens(kind, gpt2, tmp_path):
+    """It writes another tokenizer.json: one with a pad token, and of GPT-2's class, which adds its <|endoftext|>."""
+    again = tmp_path / "again"
+    shutil.copytree(gpt2, again, ignore=shutil.ignore_patterns("data"))
+    (again / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
+    tokenizer = kind.from_pretrained(again)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(again)
+    first, second = (BPETokenizer(read_tokenizer(folder)) for folder in (gpt2, again))
+    assert first.state_dict() != second.state_dict() and len(second.vocab) > len(first.vocab)
+    model = GPT2LMHeadModel.from_pretrained(gpt2)
+    model.resize_token_embeddings(len(second.vocab))
+    model.save_pretrained(again)
+    flags = ["--init_from", again, "--data_dir", gpt2 / "data", "--eval_only", "--device", "cpu"]
+    loss = plain_val_loss(load_model(again)[0], np.fromfile(gpt2 / "data" / "val.bin", "<u2"), 48)
+    assert float(ok(here(*flags)).stdout.split()[2]) == pytest.approx(loss, abs=1e-4)
+
+    merges = json.loads((again / "tokenizer.json").read_text(encoding="utf-8"))
+    merges["model"]["merges"] = merges["model"]["merges"][::-1]
+    (again / "tokenizer.json").write_text(json.dumps(merges), encoding="utf-8")
+    assert_one_line(here(*flags), "are not those of the model", code=1)
 
 
 @pytest.mark.slow

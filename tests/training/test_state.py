@@ -159,7 +159,12 @@ def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_
     """The same characters in a different order are complete files with the right hashes, but different text."""
     tokenizer = CharTokenizer(load(out / "last.pt")["chars"])
     write_ids(tmp_path / "data", tokenizer, tokenizer.vocab * 40)
-    assert_refused(out, "--data_dir", tmp_path / "data", words=[tmp_path / "data", "different text", "--data_dir"])
+    assert_refused(
+        out,
+        "--data_dir",
+        tmp_path / "data",
+        words=[tmp_path / "data", "different text", "--data_dir", f"--init_from {out}"],
+    )
     ckpt = load(out / "last.pt")
     ckpt["config"]["data_dir"] = "data/of/another/folder"  # relative to where the run was started
     torch.save(ckpt, out / "last.pt")
