@@ -745,7 +745,7 @@ def save(path, checkpoint):
     write_atomically({Path(path): [buffer.getbuffer()]})
 
 
-# what wrapping a module adds to the names of its weights: DistributedDataParallel and AveragedModel, torch.compile, FSDP
+# what DistributedDataParallel, torch.compile and FSDP add to the names of the weights that they wrap
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 

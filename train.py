@@ -276,6 +276,7 @@ class Dataset:
     train, val  arrays of ids
     sha256      the hashes of train.bin and val.bin, by split
     val_bytes   the length of the val text in UTF-8; None if tokens are characters, which need no such number
+    source      where the text is from
     """
 
     tokenizer: object
@@ -283,6 +284,7 @@ class Dataset:
     val: np.ndarray
     sha256: dict
     val_bytes: int | None = None
+    source: str = ""
 
     def bits_per_byte(self, loss):
         """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
@@ -302,12 +304,13 @@ def load_dataset(data_dir, min_train):
     meta_file = data_dir / "meta.json"
     try:
         meta = json.loads(meta_file.read_bytes())
-        vocabulary = "tokenizer" if "tokenizer" in meta else "chars"
-        recorded, hashes = meta["sha256"], {vocabulary: hashlib.sha256(meta[vocabulary].encode()).hexdigest()}
+        entries = {name: str(meta[name]) for name in ("chars", "tokenizer", "val_bytes") if name in meta}
+        hashes = {name: hashlib.sha256(entry.encode()).hexdigest() for name, entry in entries.items()}
+        recorded = {name: value for name, value in meta["sha256"].items() if name != "text"}
         for split in ("train", "val"):
             with open(data_dir / f"{split}.bin", "rb") as file:
                 hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
-        changed = [name for name in hashes if recorded[name] != hashes[name]]
+        changed = sorted(name for name, _ in recorded.items() ^ hashes.items())
     except OSError as error:
         hint = "run python data/prepare.py first, or pass a different --data_dir"
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
@@ -318,7 +321,7 @@ def load_dataset(data_dir, min_train):
             f"{changed[0]} in {data_dir} has changed since data/prepare.py wrote it: run data/prepare.py again"
         )
 
-    if vocabulary == "tokenizer":
+    if "tokenizer" in meta:
         from extras.bpe import tokenizer_from_json
 
         tokenizer = tokenizer_from_json(meta["tokenizer"])
@@ -332,7 +335,8 @@ def load_dataset(data_dir, min_train):
         raise ValueError(
             f"{lengths} are too few: {min_train} and 2 are needed. Use longer text or a smaller --block_size"
         )
-    return Dataset(tokenizer, train, val, {"train": hashes["train"], "val": hashes["val"]}, meta.get("val_bytes"))
+    sha256 = {"train": hashes["train"], "val": hashes["val"]}
+    return Dataset(tokenizer, train, val, sha256, meta.get("val_bytes"), meta["source"])
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -1175,7 +1179,8 @@ def main():
         f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
         f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
-        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit}",
+        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "
+        f"from {data.source[:200]}",
         flush=True,
     )
     if config.compile:
@@ -1208,7 +1213,8 @@ def main():
 if __name__ == "__main__":
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:
         main()
     except KeyboardInterrupt:  # before the run has begun

@@ -27,7 +27,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-STAND_IN = HERE / "sample.txt"
+STAND_IN, STAND_IN_SOURCE = HERE / "sample.txt", "sample.txt (offline stand-in)"
+HASHED = ("chars", "tokenizer", "val_bytes")  # entries of meta.json, besides the files
 TIMEOUT = 30  # seconds, to connect and between two chunks of the response
 PIECE = 2**20  # bytes per read, so that the text may be larger than memory
 
@@ -76,7 +77,7 @@ def open_corpus(url, stand_in):
             raise ValueError(f"cannot download {url or CORPUS_URL}: {reason(error)}; nothing was changed") from None
         note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
         note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
-        return [("sample.txt (offline stand-in)", open(STAND_IN, "rb"))]
+        return [(STAND_IN_SOURCE, open(STAND_IN, "rb"))]
 
 
 # -- from text to ids --------------------------------------------------------------------------------------------------
@@ -131,10 +132,12 @@ def distinct_characters(pieces):
 
 def encode_characters(pieces, chars):
     """Yield arrays of ids, one per piece of text. The id of a character is its index in `chars`."""
-    ids = np.zeros(sys.maxunicode + 1, np.uint32)
+    ids = np.full(sys.maxunicode + 1, len(chars), np.uint32)
     ids[code_points(chars)] = np.arange(len(chars))
     for piece in pieces:
-        yield ids[code_points(piece)]
+        yield (found := ids[code_points(piece)])
+        if (found == len(chars)).any():
+            raise ValueError("the text has changed while we read it: it has a new character")
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **mo
     """
     id_type = "<u2" if size <= 2**16 else "<u4"
     hashes, num_ids = {"text": text_sha256}, {"train": 0, "val": 0}
-    hashes |= {name: sha256(content) for name, content in vocabulary.items()}
+    hashes |= {name: sha256(str(content)) for name, content in (vocabulary | more).items()}
     data_dir.mkdir(parents=True, exist_ok=True)
     temporary = {name: data_dir / f".{name}.tmp" for name in ("train.bin", "val.bin", "meta.json")}
     try:
@@ -194,11 +197,11 @@ def prepared(data_dir):
     """Return the meta.json in data_dir, or {} if a file there is missing or damaged."""
     try:
         meta = json.loads((data_dir / "meta.json").read_bytes())
-        hashes = {name: sha256(meta[name]) for name in ("chars", "tokenizer") if name in meta}
+        hashes = {name: sha256(str(meta[name])) for name in HASHED if name in meta}
         for name in ("train", "val"):
             with open(data_dir / f"{name}.bin", "rb") as file:
                 hashes[name] = sha256_of(file)
-        return meta if len(hashes) == 3 and hashes.items() <= meta["sha256"].items() else {}
+        return meta if hashes == {name: value for name, value in meta["sha256"].items() if name != "text"} else {}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}
 
@@ -229,10 +232,13 @@ def parse_args():
     parser.add_argument("--tokenizer", metavar="bpe|MODEL", help=tokenizer_help)
     size_help = "vocabulary size of --tokenizer bpe (default: 512)"
     parser.add_argument("--vocab_size", type=int, metavar="N", help=size_help)
-    parser.add_argument("--force", action="store_true", help="download again even if the files exist")
+    force_help = "replace what is there: your own text, or a download that would be the same"
+    parser.add_argument("--force", action="store_true", help=force_help)
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
+    if args.url == "":
+        parser.error("--url is empty")
     if args.vocab_size is not None and args.vocab_size < 256:
         parser.error(f"argument --vocab_size: {args.vocab_size} is below 256, the number of bytes")
     if args.vocab_size and args.tokenizer != "bpe":
@@ -242,19 +248,24 @@ def parse_args():
 
 def main():
     args = parse_args()
-    there = {} if args.input else prepared(args.data_dir)
+    there = prepared(args.data_dir)
     has_corpus = there and there["sha256"].get("text") == CORPUS_SHA256
-    same_text = there and (there["source"] == args.url if args.url else has_corpus)
-    if same_text and "chars" in there and not (args.tokenizer or args.force):
+    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url or CORPUS_URL
+    same_text = there and (there["source"] == source or (has_corpus and source == CORPUS_URL))
+    if same_text and "chars" in there and not (args.input or args.tokenizer or args.force):
         print(f"{args.data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
         return
+    if there and not (same_text or has_corpus or there["source"] == STAND_IN_SOURCE or args.input or args.force):
+        raise ValueError(
+            f"{args.data_dir} holds your own text, from {there['source']}: --force replaces it, and a different "
+            "--data_dir keeps both"
+        )
     args.data_dir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=args.data_dir).close()  # raises OSError before we download what we cannot write
 
     # the text and its vocabulary
     if args.input:
         files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
-        source = ", ".join(map(os.path.abspath, args.input))
     else:
         files = open_corpus(args.url, stand_in=not has_corpus)
         source = files[0][0]
@@ -288,7 +299,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:
         main()
     except KeyboardInterrupt:

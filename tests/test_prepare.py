@@ -96,6 +96,7 @@ def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old):
         ("--input in.txt", b"", ["in.txt is empty"]),
         ("--input none.txt", BODY, ["No such file", "none.txt"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
+        ("--url=", BODY, ["--url is empty"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
         ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
@@ -127,35 +128,39 @@ def test_a_pipe_is_one_line(tmp_path):
 def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "requests", None)  # importing it raises an ImportError
     ok(call("--input", text, "--data_dir", tmp_path / "mine"))
-    assert_one_line(call("--url", CLOSED, "--data_dir", tmp_path / "mine"), f"cannot download {CLOSED}", "requests")
+    assert_one_line(call("--url", CLOSED, "--data_dir", tmp_path / "new"), f"cannot download {CLOSED}", "requests")
 
 
 # -- downloads ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_url_is_asked_for_again_only_if_it_must_be(call, server, old):
-    """If the URL differs, if a file is damaged, or with --force."""
+    """If a file is damaged, or with --force, which replacing other text needs."""
 
     def assert_asked(num_times, *flags):
         ok(call("--data_dir", old, "--url", *flags))
         assert_holds(old, BODY, flags[0])
         assert len(server.asked) == num_times
 
-    assert_asked(1, server.url)
+    assert_asked(1, server.url, "--force")
     assert_asked(1, server.url)
     assert_asked(2, server.url, "--force")
-    assert_asked(3, server.url + "2")
+    assert_asked(3, server.url + "2", "--force")
     for num_times, name in enumerate(("train.bin", "val.bin", "meta.json"), start=4):
         raw = (old / name).read_bytes()
         (old / name).write_bytes(raw[:50] + bytes([raw[50] ^ 1]) + raw[51:])
         assert_asked(num_times, server.url + "2")
 
 
-def test_a_folder_that_does_not_say_which_text_it_holds_is_prepared_again(call, server, old):
-    meta = json.loads((old / "meta.json").read_bytes())
-    del meta["sha256"]["text"]
-    (old / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    ok(call("--data_dir", old, CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()))
+def test_your_own_text_is_replaced_only_by_text_that_you_name(call, server, text, old):
+    corpus, before = dict(CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()), tree(old)
+    for flags in ([], ["--url", server.url + "2"]):
+        result = call("--data_dir", old, *flags, **corpus)
+        assert_nothing_changed(result, old, before, "holds your own text", SAMPLE, "--force", "--data_dir")
+    assert not server.asked
+    ok(call("--data_dir", old, "--input", text))
+    assert_holds(old, BODY, text)
+    ok(call("--data_dir", old, "--force", **corpus))
     assert_holds(old, BODY, server.url)
 
 
@@ -170,7 +175,7 @@ def test_a_folder_that_does_not_say_which_text_it_holds_is_prepared_again(call, 
 def test_what_is_not_the_text_is_refused_in_one_line(status, headers, word, call, server, old):
     server.answer = status, headers, BODY
     before = tree(old)
-    assert_nothing_changed(call("--url", server.url, "--data_dir", old), old, before, server.url, word)
+    assert_nothing_changed(call("--url", server.url, "--data_dir", old, "--force"), old, before, server.url, word)
 
 
 def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path):
@@ -199,5 +204,5 @@ def test_what_is_not_the_corpus_is_not_taken_for_it(call, server, tmp_path):
 def test_without_a_network_and_without_the_stand_in_there_is_one_line(call, old, tmp_path):
     """sample.txt is not there if only the Python files were copied."""
     before = tree(tmp_path)
-    result = call("--data_dir", old, CORPUS_URL=CLOSED, STAND_IN=tmp_path / "sample.txt")
+    result = call("--data_dir", old, "--force", CORPUS_URL=CLOSED, STAND_IN=tmp_path / "sample.txt")
     assert_nothing_changed(result, tmp_path, before, f"cannot download {CLOSED}", "nothing was changed")

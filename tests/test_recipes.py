@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import assert_one_line, here, load, ok
+from helpers import SAMPLE, assert_one_line, here, load, ok
 from model import GPT, GPTConfig
 from train import FLAGS, PRESETS, RECIPES, TrainConfig, lr_multiplier, parse_flags, resolve_config
 
@@ -110,7 +110,7 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
     assert weights["transformer.wte.weight"].size(1) == 24
     line = result.stdout.splitlines()[0]
     assert line.startswith("training preset lecture, recipe modern, on 1 x cpu in float32: 1 layers, 4 heads, 24 wide")
-    assert line.endswith(f"steps 0..1 of {16 * 32} characters")  # batch_size and block_size of the preset
+    assert line.endswith(f"steps 0..1 of {16 * 32} characters from {SAMPLE}")  # batch_size and block_size of the preset
 
 
 # -- an earlier run or model -------------------------------------------------------------------------------------------
