@@ -583,10 +583,10 @@ class Sampling:
     def noise_ids(self, B, device):
         """Return `sample_ids` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
         ids = range(B) if self.sample_ids is None else self.sample_ids
-        ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
-        if B < 1 or ids.shape != (B,):
-            raise ValueError(f"sample_ids has shape {tuple(ids.shape)}; {B} prompts need {(B,)}, and at least one")
-        return ids
+        ids = torch.as_tensor(ids, device=device)
+        if B < 1 or ids.shape != (B,) or ids.is_floating_point():
+            raise ValueError(f"sample_ids is {ids.tolist()}: {B} prompts need a whole number each, and at least one")
+        return ids.long()
 
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""

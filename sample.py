@@ -51,8 +51,14 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    # one line, without the usage
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+
+    def error(message):  # one line, without the usage
+        message = message.replace(
+            "expected one argument", "expected one argument; what starts with - needs an =, as in --prompt=-Hello"
+        )
+        parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+
+    parser.error = error
     add = parser.add_argument
     flag = dict(type=boolean, nargs="?", const=True, metavar="True|False")
     # text and cache
@@ -96,7 +102,8 @@ def parse_args():
         with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
             from extras.nanogpt import refuse_unknown
 
-            refuse_unknown(parser, unknown)
+            unknown = refuse_unknown(parser, unknown)
+    if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     refuse_conflicts(args, parser.error)
     return args
@@ -112,6 +119,8 @@ def refuse_conflicts(args, error):
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if args.meta and not (args.ckpt or args.out_dir):
         error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
+    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
+        error("--ckpt and --out_dir both say which model: pass one of them")
     if args.ckpt and Path(args.ckpt).suffix == ".onnx" and args.engine == "torch":
         error(f"--ckpt {args.ckpt} needs --engine onnx")
     if "" in args.stop:
@@ -263,6 +272,7 @@ def read_prompt(prompt, tokenizer):
             raise ValueError(f"cannot read the prompt from the file {name!r}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise ValueError(f"the prompt in {name} is not UTF-8: convert it first") from None
+    prompt = prompt.replace("\r\n", "\n").replace("\r", "\n")  # as in a file
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
@@ -588,8 +598,10 @@ def main():
         seconds = times[-1], time.perf_counter() - began
         cached, uncached = seconds if args.kv_cache else seconds[::-1]
         if same and most_new > 1:
+            more = args.draft or args.compile or args.engine == "onnx"  # than the cache
+            ours, theirs = ("this way", "without the cache") if more else ("with the cache", "without")
             speedup = f"{uncached / cached:.1f} times as fast"
-            note(f"verify: {cached:.2f} s with the cache, {uncached:.2f} s without: {speedup}")
+            note(f"verify: {cached:.2f} s {ours}, {uncached:.2f} s {theirs}: {speedup}")
         sys.exit(0 if same else 1)
 
 

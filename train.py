@@ -244,7 +244,7 @@ def parse_flags():
         with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
             from extras.nanogpt import refuse_unknown
 
-            refuse_unknown(parser, unknown)
+            unknown = refuse_unknown(parser, unknown)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return vars(flags)
 
@@ -731,31 +731,24 @@ def train_step(config, data, state):
 
 
 def eval_windows(ids, block_size, num_tokens, at_once, stride):
-    """Yield the windows of an evaluation as (x, y), int64 arrays `(at_once or fewer, block_size)`.
+    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
 
-    A window starts every `stride` tokens, and together they cover `ids`; the last one may be shorter. What a window
-    shares with the one before is only context: its targets are -1, which the loss ignores. If `ids` has more than
-    num_tokens, we take fewer windows, spread evenly. They are the same in every evaluation.
+    One starts every `stride` tokens, and together they cover `ids`; the last one may be shorter. If they overlap, the
+    first window is the beginning of `ids`, and each of the next predicts only its last `stride` tokens. If `ids` has
+    more than num_tokens, we take fewer windows, spread evenly over it. They are the same in every evaluation.
     """
-    shared = block_size - stride
-    starts = stride * np.arange(max(0, len(ids) - 1 - shared) // stride)
-    last = len(starts) * stride
-    rest = ids[last:] if len(ids) - 1 > last + shared * (last > 0) else ids[:0]
+    overlap = block_size - stride
+    starts = stride * np.arange(max(0, len(ids) - 1 - overlap) // stride)
+    rest = ids[len(starts) * stride :]
     if num_tokens < len(ids) - 1 and len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // stride)).astype(int)]
-        rest = ids[:0]
-
-    def batch(starts, windows):
-        windows = windows.astype(np.int64)
-        x, y = windows[:, :-1], windows[:, 1:].copy()
-        y[starts > 0, :shared] = -1
-        return x, y
-
+        rest = rest[:0]
+    if overlap:
+        yield ids[None, : overlap + 1]
     for i in range(0, len(starts), at_once):
-        some = starts[i : i + at_once]
-        yield batch(some, ids[some[:, None] + np.arange(block_size + 1)])
-    if len(rest):
-        yield batch(np.array([last]), rest[None])
+        yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
+    if len(rest) > 1 + overlap:
+        yield rest[None]
 
 
 @torch.no_grad()
@@ -768,24 +761,29 @@ def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
     stride      tokens from window to window; None: block_size, so that windows do not overlap
     """
     model, block_size = state.model, state.model.config.block_size
+    stride = stride or block_size
     most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
-    batches = eval_windows(ids, block_size, num_tokens, max(1, most // block_size), stride or block_size)
-    total, count, num_tokens, printed = 0.0, 0, min(num_tokens, len(ids) - 1), time.perf_counter()
+    windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size), stride)
+    total, count, printed = 0.0, 0, time.perf_counter()
     model.eval()
     # a long evaluation has a bar of its own, which replaces the run's for a while
-    bar = tqdm(total=num_tokens, desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
+    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
     with state.autocast, bar:
-        for x, y in itertools.islice(batches, RANK, None, WORLD_SIZE):
+        for i, window in itertools.islice(enumerate(windows), RANK, None, WORLD_SIZE):
             if signals:
                 return None
-            predicted = int((y >= 0).sum())
-            _, loss = model(torch.from_numpy(x).to(state.device), torch.from_numpy(y).to(state.device))
+            window = torch.from_numpy(window.astype(np.int64)).to(state.device)
+            x, y = window[:, :-1], window[:, 1:].clone()
+            if i:
+                y[:, : block_size - stride] = -1  # the loss ignores what the window before has predicted
+            _, loss = model(x, y)
+            predicted = (y >= 0).sum().item()
             total += loss.item() * predicted
             count += predicted
             bar.update(predicted * WORLD_SIZE)
             if bar.disable and RANK == 0 and time.perf_counter() - printed > 10:
                 printed = time.perf_counter()
-                print(f"evaluate: {count * WORLD_SIZE:,} of {num_tokens:,}", file=sys.stderr, flush=True)
+                print(f"evaluate: {count * WORLD_SIZE:,} of {bar.total:,}", file=sys.stderr, flush=True)
     model.train()
     return all_reduce(total) / all_reduce(count)
 
@@ -964,7 +962,7 @@ def catch_signals():
     def receive(signum, frame):
         received.append(signum)
         if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook that we ran in lives on
 
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C

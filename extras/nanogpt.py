@@ -34,7 +34,7 @@ def read_meta(path):
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 INSTEAD = {  # flags of nanoGPT that we do not have: what to type instead
-    "--init_from": "sample.py loads the run in --out_dir, or --ckpt; for GPT-2 pass its folder: --ckpt FOLDER",
+    "--init_from": "sample.py loads the run in --out_dir, or what --ckpt names",
     "--dataset": "type --data_dir data/NAME, or leave it out for Shakespeare, which data/prepare.py writes to data",
     "--always_save_checkpoint": "leave it out: every evaluation writes last.pt, and the best so far ckpt.pt too",
     "--decay_lr": "leave it out, or type --lr_decay none for a constant learning rate",
@@ -45,29 +45,35 @@ INSTEAD |= dict.fromkeys(
     "leave it out: log.csv in --out_dir has the curves, and python -m extras.plot draws them",
 )
 CONFIGS = {  # config files of nanoGPT: what to type instead
-    "train_shakespeare_char.py": "type python train.py --preset gpu --recipe nanogpt --max_iters 5000 --dropout 0.2, "
-    "or on a CPU --preset nanogpt-cpu --recipe nanogpt",
-    "finetune_shakespeare.py": "type python train.py --init_from gpt2 --data_dir DIR",
+    "train_shakespeare_char.py": "type python train.py --out_dir out-shakespeare-char --preset gpu --recipe nanogpt "
+    "--max_iters 5000 --dropout 0.2, or on a CPU --out_dir out-shakespeare-char --preset nanogpt-cpu --recipe nanogpt",
+    "finetune_shakespeare.py": "type python train.py --init_from gpt2 --data_dir DIR --out_dir out-shakespeare",
 }
 ANY_CONFIG = "there are no config files here: pass each line of it as a flag, --name value"
 
 
 def refuse_unknown(parser, unknown):
-    """End the script with a line for each unknown argument. For nanoGPT's it says what to type instead.
+    """Print what to type instead of nanoGPT's flags, and end the script. Returns what nanoGPT does not have either.
 
     unknown  from parser.parse_known_args
+    sample.py --init_from=resume is fine: the run in --out_dir is what we load.
     """
     hints, unrecognized, previous = [], [], ""
-    for word in unknown:
+    words = " ".join(unknown).replace("--init_from ", "--init_from=").split()
+    for word in words:
+        name, _, value = word.partition("=")
         if word.endswith(".py"):
             hints.append(f"{word}: {CONFIGS.get(PureWindowsPath(word).name, ANY_CONFIG)}")
-        elif (name := word.partition("=")[0]) in INSTEAD:
+        elif word.startswith("--init_from=gpt2"):
+            download = f"hf download openai-community/{value} --local-dir {value} downloads it"
+            hints.append(f"{word}: type --ckpt {value}; {download}")
+        elif name in INSTEAD and word != "--init_from=resume":
             hints.append(f"{word}: {INSTEAD[name]}")
-        elif previous not in INSTEAD or word.startswith("--"):  # otherwise it is the value of a flag with a hint
+        elif name not in INSTEAD and (previous not in INSTEAD or word.startswith("--")):  # not the value of a flag
             unrecognized.append(word)
         previous = word
     for hint in hints:
         note(hint)
-    if unrecognized:
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
-    parser.exit(2)
+    if hints and not unrecognized:
+        parser.exit(2)
+    return unrecognized

@@ -92,6 +92,13 @@ def test_a_prompt_from_a_file(flag, trained, tmp_path):
     assert result.stdout == texts_of(trained, PROMPT, 100)[0]
 
 
+def test_the_line_ends_of_a_prompt_are_those_of_a_file(trained, tmp_path):
+    text = "ab\r\ncd\re\n"
+    (tmp_path / "p.txt").write_bytes(text.encode())
+    results = [ok(sample(trained, "--prompt", prompt)) for prompt in (text, f"FILE:{tmp_path / 'p.txt'}")]
+    assert results[0].stdout == results[1].stdout and results[0].stdout.startswith("ab\ncd\ne\n")
+
+
 @pytest.mark.slow
 def test_the_flags_of_nanogpts_sample_py_work(trained):
     """The folder of the run and the device are those of `sample`."""
@@ -175,7 +182,8 @@ def test_verify_of_a_text_that_ends_early_exits_1(flags, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_verify_matches_for_samples_of_the_pretrained_model():
-    result = ok(sample("out", "--ckpt", PRETRAINED, "--prompt", "O Romeo, ", "--verify", "--num_samples", 3))
+    flags = ["--ckpt", PRETRAINED, "--device", "cpu", "--prompt", "O Romeo, ", "--num_samples", 3]
+    result = ok(here(*flags, "--verify", script="sample.py"))
     assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
 
 
@@ -198,6 +206,8 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--no-kv_cache", "--draft", "ngram"], ["--draft needs the cache"]),
         (["--no-kv_cache", "--prompt", "a", "--prompt", "b"], ["a batch of prompts needs the cache"]),
         (["--promt", "x"], ["--promt"]),
+        (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-Hello"]),
+        (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),
         (["--explain", "--num_samples", "2"], ["--explain"]),
@@ -224,8 +234,6 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
         (["--top_p", "1.5"], ["top_p=1.5"]),
         (["--seed", str(2**64)], [f"seed={2**64}"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
-        (["--ckpt", "gpt2-xl"], ["no checkpoint at gpt2-xl", "hf download openai-community/gpt2-xl"]),
-        (["--ckpt", ROOT / "README.md"], ["README.md", "damaged"]),
         (["--device", "cuda:99"], ["cuda:99"]),
     ],
     ids=lambda value: " ".join(map(str, value))[:40],
@@ -234,6 +242,14 @@ def test_mistakes_are_one_line(trained, flags, words):
     result = sample(trained, *flags)
     assert_one_line(result, *words, code=1)
     assert result.stdout == ""
+
+
+def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
+    for file, *words in (
+        ("gpt2-xl", "no checkpoint at gpt2-xl", "hf download openai-community/gpt2-xl"),
+        (ROOT / "README.md", "README.md", "damaged"),
+    ):
+        assert_one_line(here("--ckpt", file, script="sample.py"), *words, code=1)
 
 
 def test_a_prompt_that_is_not_utf8_is_one_line(trained, tmp_path):

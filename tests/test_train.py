@@ -291,7 +291,7 @@ def test_a_second_ctrl_c_ends_the_process_and_a_second_sigterm_does_not(monkeypa
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         handlers[number](number, None)
     assert received == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
-    assert handlers == first | {signal.SIGINT: signal.SIG_DFL}
+    assert handlers == first | {signal.SIGINT: signal.default_int_handler}
     handlers.clear()
     monkeypatch.setattr("signal.getsignal", lambda number: signal.SIG_IGN)
     assert catch_signals() == [] and not handlers

@@ -28,9 +28,11 @@ class Decoder:
     def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
         if draft not in (None, "ngram"):
             raise ValueError(f"draft={draft!r}: must be None or 'ngram'")
+        if weights not in ("float32", "int8") or (weights == "int8" and not compile):
+            raise ValueError(f"weights={weights!r}: must be 'float32', or 'int8' with compile=True")
         self.model = model
         self.num_drafts = min(MOST_DRAFTS if compile else NUM_DRAFTS, model.config.block_size - 1) if draft else 0
-        has_table = self.num_drafts and ngrams is not None
+        has_table = self.num_drafts and ngrams is not None and len(ngrams["codes"])
         self.table = ngram_table(ngrams, model.config.vocab_size) if has_table else None
         self.num_params = sum(p.numel() for p in model.parameters())
         self.program = None

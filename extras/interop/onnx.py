@@ -202,7 +202,8 @@ class OnnxGPT:
             content = file.read_bytes()
             small = len(content) < 2**24  # as in sample.py, a second thread does not help a small step
             options.intra_op_num_threads = 1 if small else torch.get_num_threads()
-            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            settings = dict(providers=["CPUExecutionProvider"], enable_fallback=0)  # a second try would print
+            self.session = onnxruntime.InferenceSession(content, options, **settings)
             metadata = self.session.get_modelmeta().custom_metadata_map
             self.config = GPTConfig(**json.loads(metadata["model_args"]))
             self.tokenizer = tokenizer_from_state(metadata)

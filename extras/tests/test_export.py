@@ -66,12 +66,16 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
     model, tokenizer = load_model(exported / "ckpt.pt")
     write_onnx(GPT(replace(model.config, block_size=16)).eval(), tokenizer, tmp_path / "other.onnx")
     for flags, words in (
-        (["--prompt", "one"], ["--engine onnx", "3 and 13"]),
+        (["--out_dir", exported, "--prompt", "one"], ["--engine onnx", "3 and 13"]),
         (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "python -m extras.export --format onnx"]),
         (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx needs --engine onnx"]),
-        (["--ckpt", tmp_path / "other.onnx", "--verify"], ["other.onnx was not exported from", "--out_dir"]),
+        (["--out_dir", exported, "--ckpt", tmp_path / "other.onnx"], ["--ckpt and --out_dir both say which model"]),
+        (
+            ["--out_dir", exported, "--ckpt", tmp_path / "other.onnx", "--verify"],
+            ["other.onnx was not exported from", "--out_dir"],
+        ),
     ):
-        assert_one_line(sample(exported, "--prompt", PROMPT, "--engine", "onnx", *flags), *words)
+        assert_one_line(here("--prompt", PROMPT, "--engine", "onnx", *flags, script="sample.py"), *words)
 
 
 @pytest.mark.slow

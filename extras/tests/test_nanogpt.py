@@ -47,14 +47,26 @@ def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
     --dropout=0.0"""
     result = here(*command.split())
     first, second = result.stderr.splitlines()
-    assert "config/train_shakespeare_char.py: " in first and "on a CPU --preset nanogpt-cpu --recipe nanogpt" in first
+    assert (
+        "config/train_shakespeare_char.py: " in first
+        and "on a CPU --out_dir out-shakespeare-char --preset nanogpt-cpu --recipe nanogpt" in first
+    )
     assert "--decay_lr=True: leave it out" in second
     assert result.returncode == 2 and result.stdout == ""
 
 
+@pytest.mark.parametrize("words", [["--init_from=resume"], ["--init_from", "resume"]], ids=str)
+def test_nanogpts_resume_is_the_run_in_out_dir(words, trained):
+    flags = ["--out_dir", trained, "--device", "cpu", "--max_new_tokens", 5]
+    assert ok(here(*flags, *words, script="sample.py")).stdout == ok(here(*flags, script="sample.py")).stdout
+    result = here(*flags, *words, "--bogus", script="sample.py")
+    assert_one_line(result, "unrecognized arguments: --bogus (", code=2)
+
+
 def test_sample_py_is_told_where_gpt2_is():
     result = here("--init_from=gpt2-xl", script="sample.py")
-    assert_one_line(result, "--init_from=gpt2-xl", "for GPT-2 pass its folder: --ckpt FOLDER", code=2)
+    download = "hf download openai-community/gpt2-xl --local-dir gpt2-xl downloads it"
+    assert_one_line(result, "--init_from=gpt2-xl: type --ckpt gpt2-xl; ", download, code=2)
     assert result.stdout == ""
 
 

@@ -35,7 +35,7 @@ def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     nats = plain_val_loss(model, val, 16)
     bits = nats / math.log(2) * len(val) / len(text[int(0.9 * len(text)) :].encode())
     assert float(log(out)[-1]["val_loss"]) == pytest.approx(nats, rel=1e-5)
-    assert " of 64 tokens\n" in result.stdout
+    assert " of 64 tokens from " in result.stdout
     written = result.stdout.split("A sample:\n\n")[1].removesuffix("\n")
     assert written.startswith("\n") and len(tokenizer.encode(written)) > 1
     said = ok(here("--eval_only", "--init_from", whole / "last.pt", "--data_dir", data, "--device", "cpu")).stdout

@@ -40,10 +40,9 @@ from train import eval_windows, evaluate
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), at_once=st.integers(1, 9))
 def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, at_once):
     chunks = list(eval_windows(np.arange(length), block_size, most, at_once, block_size))
-    windows = [[*x, y[-1]] for chunk in chunks for x, y in zip(*(part.tolist() for part in chunk))]
-    assert all(len(x) <= at_once for x, _ in chunks)
+    windows = [window.tolist() for chunk in chunks for window in chunk]
+    assert all(len(chunk) <= at_once for chunk in chunks)
     assert all(b == a + 1 for window in windows for a, b in itertools.pairwise(window))
-    assert all((x[:, 1:] == y[:, :-1]).all() for x, y in chunks)
     predicted = [token for window in windows for token in window[1:]]
     assert len(set(predicted)) == len(predicted)
     if most >= length - 1:
@@ -98,10 +97,11 @@ def test_eval_iters_is_in_batches(data_dir, tmp_path):
     val = np.fromfile(data_dir / "val.bin", "<u2")
     assert 3 * 4 * 32 < len(val) - 1
     model, _ = load_model(tmp_path / "ckpt.pt")
-    x, y = (torch.from_numpy(np.concatenate(part)) for part in zip(*eval_windows(val, 32, 3 * 4 * 32, 99, 32)))
-    assert x.shape == (3 * 4, 32)
+    chunks = np.concatenate(list(eval_windows(val, 32, 3 * 4 * 32, 99, 32)))
+    x = torch.from_numpy(chunks.astype(np.int64))
+    assert x.shape == (3 * 4, 33)
     best = min(float(row["val_loss"]) for row in log(tmp_path) if row["val_loss"])
-    loss = model(x, targets=y)[1].item()
+    loss = model(x[:, :-1], targets=x[:, 1:])[1].item()
     assert best == pytest.approx(loss, rel=1e-4)
     flags = ["--init_from", tmp_path / "ckpt.pt", "--data_dir", data_dir, "--eval_only", "--device", "cpu"]
     said = ok(here(*flags, "--batch_size", 4, "--eval_iters", 3)).stdout

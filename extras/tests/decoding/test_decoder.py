@@ -176,6 +176,7 @@ def test_threads_that_share_a_decoder_get_their_own_texts():
         (([prompts(1, CONTEXT + 1)[0]], 5, {}), f"a prompt of {CONTEXT + 1} tokens"),
         (([], 5, {}), "a prompt of 0 tokens"),
         (([prompts(1, 3)[0]], 5, dict(sample_ids=[1, 2])), "sample_ids"),
+        (([prompts(1, 3)[0]], 5, dict(sample_ids=[1.5])), "sample_ids"),
         (([prompts(1, 3)[0]], 5, dict(top_p=0.0)), "top_p"),
         (([torch.tensor([1, V])], 5, {}), "tokens outside"),
         (([torch.tensor([-1, 1])], 5, {}), "tokens outside"),
@@ -186,6 +187,9 @@ def test_impossible_requests_are_refused_before_anything_is_made(arguments, word
         Decoder(MODELS[0]).stream(*arguments[:2], **arguments[2])
     with pytest.raises(ValueError, match="draft='ngrams'"):
         Decoder(MODELS[0], draft="ngrams")
+    for settings in (dict(weights="int4", compile=True), dict(weights="int8")):
+        with pytest.raises(ValueError, match="weights='int"):
+            Decoder(MODELS[0], **settings)
 
 
 def test_generations_leave_nothing_behind():
