@@ -171,11 +171,29 @@ def test_without_the_code_every_cell_says_so_in_one_line(tmp_path):
         assert [output.get("text", "")[:34] for output in outputs] == ["The code of kvGPT is not here yet:"]
 
 
-def test_an_address_that_git_cannot_clone_is_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ["source", "words"],
+    [
+        ("file:///nowhere", "git cannot clone file:///nowhere: "),
+        ("my/kvgpt", "SOURCE is my/kvgpt, a folder without model.py. An address begins with https://"),
+        ("example.org/kvgpt.git", "SOURCE is example.org/kvgpt.git, a folder without"),
+        ("", "kit.zip cannot be unpacked (kit.zip is not a zip file): upload it again."),
+    ],
+)
+def test_a_source_that_is_not_the_code_is_one_line(source, words, tmp_path):
+    if not source:
+        (tmp_path / "kit.zip").write_bytes(b"PK")
     with pytest.raises(Exception) as raised:
-        execute(tmp_path, [('SOURCE = ""', 'SOURCE = "file:///nowhere"')], only=["setup"], timeout=100)
+        execute(tmp_path, [('SOURCE = ""', f"SOURCE = {source!r}")], only=["setup"], timeout=100)
     error = raised.value.traceback.rpartition("------------------")[2].strip()
-    assert error.startswith("git cannot clone file:///nowhere: ")
+    assert error.startswith(words)
+
+
+def test_a_command_after_a_restart_names_what_is_missing(tmp_path):
+    """IPython would pass the words "{out_dir}" on to the script."""
+    for cell, name in (("train", "data_dir"), ("trained", "out_dir")):
+        with pytest.raises(Exception, match=f"name '{name}' is not defined"):
+            execute(tmp_path, only=[cell], timeout=100)
 
 
 @pytest.mark.parametrize("way", ["zip", "address"])

@@ -187,9 +187,9 @@ def test_impossible_requests_are_refused_before_anything_is_made(arguments, word
         Decoder(MODELS[0]).stream(*arguments[:2], **arguments[2])
     with pytest.raises(ValueError, match="draft='ngrams'"):
         Decoder(MODELS[0], draft="ngrams")
-    for settings in (dict(weights="int4", compile=True), dict(weights="int8")):
+    for wrong in (dict(weights="int4", compile=True), dict(weights="int8")):
         with pytest.raises(ValueError, match="weights='int"):
-            Decoder(MODELS[0], **settings)
+            Decoder(MODELS[0], **wrong)
 
 
 def test_generations_leave_nothing_behind():
