@@ -745,10 +745,6 @@ def save(path, checkpoint):
     write_atomically({Path(path): [buffer.getbuffer()]})
 
 
-# what DistributedDataParallel, torch.compile and FSDP add to the names of the weights that they wrap
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
 def load(path):
     """Return a checkpoint, ours or nanoGPT's, as a dict. Runs no code that may be in the file.
 
@@ -780,13 +776,14 @@ def load(path):
             f"{path} is not a checkpoint of a GPT, or is damaged ({type(error).__name__}: {why})"
         ) from None
     if not {"model", "model_args"} <= names:  # a bare state_dict, or a file of Lightning
-        hint = "save the state_dict as model and the sizes of the network as model_args, in one dict, as train.py does"
-        raise ValueError(f"{path} has weights and no model_args: {hint}")
+        raise ValueError(f"{path} has weights and no model_args: save both in one dict, as train.py does")
     model_args = dict(checkpoint["model_args"])
     if unknown := model_args.keys() - GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
         raise ValueError(f"{path} is not a checkpoint of a GPT: unknown model_args: {', '.join(sorted(unknown))}")
+    # what DistributedDataParallel, torch.compile and FSDP add to the names of the weights that they wrap
+    wrappers = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
     weights = {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
+        ".".join(part for part in name.split(".") if part not in wrappers): tensor
         for name, tensor in checkpoint["model"].items()
         # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
         if not name.endswith(".attn.bias") and name != "n_averaged"

@@ -51,14 +51,9 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-
-    def error(message):  # one line, without the usage
-        message = message.replace(
-            "expected one argument", "expected one argument; what starts with - needs an =, as in --prompt=-Hello"
-        )
-        parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
-
-    parser.error = error
+    # one line, without the usage
+    hint = ("expected one argument", "expected one argument; one that starts with - needs an =, as in --prompt=-a")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message.replace(*hint)} (--help lists the flags)\n")
     add = parser.add_argument
     flag = dict(type=boolean, nargs="?", const=True, metavar="True|False")
     # text and cache
@@ -598,10 +593,9 @@ def main():
         seconds = times[-1], time.perf_counter() - began
         cached, uncached = seconds if args.kv_cache else seconds[::-1]
         if same and most_new > 1:
-            more = args.draft or args.compile or args.engine == "onnx"  # than the cache
-            ours, theirs = ("this way", "without the cache") if more else ("with the cache", "without")
+            ours = "this way" if args.draft or args.compile or args.engine == "onnx" else "with the cache"
             speedup = f"{uncached / cached:.1f} times as fast"
-            note(f"verify: {cached:.2f} s {ours}, {uncached:.2f} s {theirs}: {speedup}")
+            note(f"verify: {cached:.2f} s {ours}, {uncached:.2f} s without the cache: {speedup}")
         sys.exit(0 if same else 1)
 
 

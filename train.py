@@ -298,8 +298,7 @@ class Dataset:
 def load_dataset(data_dir, min_train):
     """Return the Dataset in data_dir, a Path.
 
-    Raises ValueError if files are missing or damaged, or if a split is too short: train below min_train tokens, val
-    below two.
+    Raises ValueError if a file is missing or damaged, if train has fewer than min_train tokens, or val fewer than two.
     """
     meta_file = data_dir / "meta.json"
     try:
@@ -332,9 +331,7 @@ def load_dataset(data_dir, min_train):
     train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in ("train", "val"))
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
-        raise ValueError(
-            f"{lengths} are too few: {min_train} and 2 are needed. Use longer text or a smaller --block_size"
-        )
+        raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
     sha256 = {"train": hashes["train"], "val": hashes["val"]}
     return Dataset(tokenizer, train, val, sha256, meta.get("val_bytes"), meta["source"])
 
@@ -733,9 +730,9 @@ def train_step(config, data, state):
 def eval_windows(ids, block_size, num_tokens, at_once, stride):
     """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
 
-    One starts every `stride` tokens, and together they cover `ids`; the last one may be shorter. If they overlap, the
-    first window is the beginning of `ids`, and each of the next predicts only its last `stride` tokens. If `ids` has
-    more than num_tokens, we take fewer windows, spread evenly over it. They are the same in every evaluation.
+    One starts every `stride` tokens, and together they cover `ids`; the last one may be shorter. If they overlap, each
+    predicts its last `stride` tokens, and a first window the beginning of `ids`. If that is more than num_tokens, we
+    take fewer windows, spread evenly over `ids`. They are the same in every evaluation.
     """
     overlap = block_size - stride
     starts = stride * np.arange(max(0, len(ids) - 1 - overlap) // stride)
@@ -786,13 +783,6 @@ def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
                 print(f"evaluate: {count * WORLD_SIZE:,} of {bar.total:,}", file=sys.stderr, flush=True)
     model.train()
     return all_reduce(total) / all_reduce(count)
-
-
-def sample(config, data, state):
-    """Return a sample of 300 new tokens, or as many as fit the context."""
-    tokenizer = data.tokenizer
-    start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=state.device)
-    return tokenizer.decode(state.model.eval().generate(start, 300, seed=config.seed)[0].tolist())
 
 
 # -- the folder of a run -----------------------------------------------------------------------------------------------
@@ -898,9 +888,8 @@ def train(config, data, state, header, bar, signals):
         # check the losses before we save
         if state.num_unlogged and (logging or signum):
             speed = round((step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began))
-            state.loss_sum.fill_(
-                all_reduce(state.loss_sum.item()) / WORLD_SIZE
-            )  # for a resume on any number of processes
+            # the mean over the processes, so that any number of them can resume
+            state.loss_sum.fill_(all_reduce(state.loss_sum.item()) / WORLD_SIZE)
             train_loss = state.loss_sum.item() / state.num_unlogged
             require_finite(train_loss)
             if saving or signum:  # train_loss predates the last update, so test the new weights too
@@ -1024,8 +1013,6 @@ def load_source(init_from, out_dir, meta=None):
     if init_from == "scratch":
         return None
     if init_from == "resume":
-        if meta:
-            raise ValueError("--meta is for a checkpoint of nanoGPT, and a run has its own vocabulary: leave it out")
         if not (out_dir / "last.pt").exists():
             raise ValueError(f"nothing to resume: there is no {out_dir / 'last.pt'}")
         return load(out_dir / "last.pt")
@@ -1045,15 +1032,13 @@ def check_text(data, data_dir, source, config):
     if "chars" not in source and "tokenizer" not in source:
         raise ValueError(f"{path} has no vocabulary: nanoGPT keeps it in meta.pkl, so pass that as --meta")
     if config.init_from == "resume" and source["data_sha256"] != data.sha256:
-        raise ValueError(
-            f"the run used different text from {data_dir}: point --data_dir at the original, or start a new run from "
-            f"its weights with --init_from {path.parent} and a new --out_dir"
-        )
+        hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
+        raise ValueError(f"the run used different text from {data_dir}: {hint}")
     same = data.tokenizer.state_dict().items() <= source.items()
     if not same and "tokenizer" in source and unit == "tokens":
-        from extras.bpe import BPETokenizer, same_ids
+        from extras.bpe import same_ids
 
-        same = same_ids(data.tokenizer, BPETokenizer(source["tokenizer"]), data.val)
+        same = same_ids(data.tokenizer, source["tokenizer"], data.val)
     if not same:
         command = f"python data/prepare.py --tokenizer {config.meta or path}"
         raise ValueError(
@@ -1093,8 +1078,8 @@ def setup(flags):
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, source, on_gpu)
     device = pick_device(config.device)
-    if (config.eval_only or config.meta) and not source:
-        raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
+    if ((config.eval_only or config.meta) and not source) or (init_from == "resume" and "meta" in flags):
+        raise ValueError("--eval_only needs a model in --init_from, and --meta a checkpoint of nanoGPT there")
     if (config.text or config.stride) and not config.eval_only:
         raise ValueError("--text and --stride need --eval_only")
     if config.stride and config.stride > config.block_size:
@@ -1153,15 +1138,14 @@ def main():
         sys.exit(f"train.py: {error}")
     unit, vocab_size = data.tokenizer.unit, state.model.config.vocab_size
     if config.eval_only:
-        size, most = len(data.val) - 1, config.block_size
-        read = min(size, config.eval_tokens()) if config.eval_iters else size
+        read = min(len(data.val) - 1, config.eval_tokens() if config.eval_iters else math.inf)
         loss = evaluate(state, data.val, read, stride=config.stride)
         disconnect()
-        least = most + 1 - (config.stride or most)
+        least = config.block_size + 1 - (config.stride or config.block_size)
         print(
             f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {data.bits_per_byte(loss):.4f} bits per byte): "
             f"{config.init_from}, {read:,} {unit} of {config.text or 'the val split'}\n"
-            f"each is predicted from the {least} to {most} {unit} before it, or from all, near the beginning"
+            f"each is predicted from {least} to {config.block_size} {unit} before it, fewer near the beginning"
         )
         return
 
@@ -1175,10 +1159,9 @@ def main():
             print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
     print(
         f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
-        f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
-        f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
-        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "
-        f"from {data.source[:200]}",
+        f"{WORLD_SIZE} x {state.device} in {str(state.dtype)[6:]}: {config.n_layer} layers, {config.n_head} heads, "
+        f"{config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M parameters; steps "
+        f"{state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} from {data.source}",
         flush=True,
     )
     if config.compile:
@@ -1205,7 +1188,8 @@ def main():
         print(f"finished at step {state.iter_num}; pass --max_iters {2 * state.iter_num} to train longer")
     best = f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}"
     print(f"{best}; {state.seconds - seconds_before:.0f} s. A sample:\n")
-    print(sample(config, data, state))
+    start = torch.tensor([data.tokenizer.encode(data.tokenizer.default_prompt)], device=state.device)
+    print(data.tokenizer.decode(state.model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
 
 
 if __name__ == "__main__":
@@ -1222,6 +1206,4 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] != "extras":
             raise
-        sys.exit(
-            "train.py: tokenizers, --meta, --text and Hugging Face folders need the folder extras of the repository"
-        )
+        sys.exit("train.py: this needs the folder extras of the repository, next to model.py")

@@ -28,7 +28,6 @@ sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN, STAND_IN_SOURCE = HERE / "sample.txt", "sample.txt (offline stand-in)"
-HASHED = ("chars", "tokenizer", "val_bytes")  # entries of meta.json, besides the files
 TIMEOUT = 30  # seconds, to connect and between two chunks of the response
 PIECE = 2**20  # bytes per read, so that the text may be larger than memory
 
@@ -63,18 +62,17 @@ def reason(error):
 
 
 def open_corpus(url, stand_in):
-    """Return [(name, open file)] of the text from a URL; None: tiny Shakespeare.
+    """Return [(name, open file)] of the text from a URL. Raises ValueError if it cannot be downloaded.
 
-    stand_in  whether data/sample.txt may replace tiny Shakespeare if we are offline
-    Raises ValueError if the text cannot be downloaded.
+    stand_in  whether data/sample.txt may replace it if we are offline
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        download(url or CORPUS_URL, file)
-        return [(url or CORPUS_URL, file)]
+        download(url, file)
+        return [(url, file)]
     except (ImportError, OSError, ValueError) as error:
-        if url or not stand_in or not STAND_IN.exists():
-            raise ValueError(f"cannot download {url or CORPUS_URL}: {reason(error)}; nothing was changed") from None
+        if not stand_in or not STAND_IN.exists():
+            raise ValueError(f"cannot download {url}: {reason(error)}; nothing was changed") from None
         note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
         note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
         return [(STAND_IN_SOURCE, open(STAND_IN, "rb"))]
@@ -135,9 +133,10 @@ def encode_characters(pieces, chars):
     ids = np.full(sys.maxunicode + 1, len(chars), np.uint32)
     ids[code_points(chars)] = np.arange(len(chars))
     for piece in pieces:
-        yield (found := ids[code_points(piece)])
+        found = ids[code_points(piece)]
         if (found == len(chars)).any():
             raise ValueError("the text has changed while we read it: it has a new character")
+        yield found
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def prepared(data_dir):
     """Return the meta.json in data_dir, or {} if a file there is missing or damaged."""
     try:
         meta = json.loads((data_dir / "meta.json").read_bytes())
-        hashes = {name: sha256(str(meta[name])) for name in HASHED if name in meta}
+        hashes = {name: sha256(str(meta[name])) for name in ("chars", "tokenizer", "val_bytes") if name in meta}
         for name in ("train", "val"):
             with open(data_dir / f"{name}.bin", "rb") as file:
                 hashes[name] = sha256_of(file)
@@ -222,7 +221,7 @@ def parse_args():
     task = parser.add_mutually_exclusive_group()
     input_help = "use these UTF-8 text files instead of tiny Shakespeare, one after the other"
     task.add_argument("--input", nargs="+", metavar="FILE", help=input_help)
-    task.add_argument("--url", help="download this UTF-8 text instead of tiny Shakespeare")
+    task.add_argument("--url", default=CORPUS_URL, help="download this UTF-8 text instead of tiny Shakespeare")
     dir_help = "where to write (default: this script's folder)"
     parser.add_argument("--data_dir", type=Path, default=HERE, metavar="DIR", help=dir_help)
     tokenizer_help = (
@@ -232,13 +231,10 @@ def parse_args():
     parser.add_argument("--tokenizer", metavar="bpe|MODEL", help=tokenizer_help)
     size_help = "vocabulary size of --tokenizer bpe (default: 512)"
     parser.add_argument("--vocab_size", type=int, metavar="N", help=size_help)
-    force_help = "replace what is there: your own text, or a download that would be the same"
-    parser.add_argument("--force", action="store_true", help=force_help)
+    parser.add_argument("--force", action="store_true", help="replace what is there, even your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
-    if args.url == "":
-        parser.error("--url is empty")
     if args.vocab_size is not None and args.vocab_size < 256:
         parser.error(f"argument --vocab_size: {args.vocab_size} is below 256, the number of bytes")
     if args.vocab_size and args.tokenizer != "bpe":
@@ -250,16 +246,14 @@ def main():
     args = parse_args()
     there = prepared(args.data_dir)
     has_corpus = there and there["sha256"].get("text") == CORPUS_SHA256
-    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url or CORPUS_URL
+    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url
     same_text = there and (there["source"] == source or (has_corpus and source == CORPUS_URL))
     if same_text and "chars" in there and not (args.input or args.tokenizer or args.force):
         print(f"{args.data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
         return
     if there and not (same_text or has_corpus or there["source"] == STAND_IN_SOURCE or args.input or args.force):
-        raise ValueError(
-            f"{args.data_dir} holds your own text, from {there['source']}: --force replaces it, and a different "
-            "--data_dir keeps both"
-        )
+        hint = "--force replaces it, a different --data_dir keeps both"
+        raise ValueError(f"{args.data_dir} holds your own text, from {there['source']}: {hint}")
     args.data_dir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=args.data_dir).close()  # raises OSError before we download what we cannot write
 
@@ -267,7 +261,7 @@ def main():
     if args.input:
         files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
     else:
-        files = open_corpus(args.url, stand_in=not has_corpus)
+        files = open_corpus(source, stand_in=source == CORPUS_URL and not has_corpus)
         source = files[0][0]
     chars, length = distinct_characters(read_text(files, "read"))
     if not length:

@@ -95,12 +95,13 @@ def tokenizer_from_json(content):
     return CharTokenizer("".join(tokenizer.vocab)) if tokenizer.has_characters_only else tokenizer
 
 
-def same_ids(ours, theirs, ids):
-    """Return whether two BPETokenizers have the same ids, and give them to text of which ours has `ids`.
+def same_ids(ours, content, ids):
+    """Return whether a tokenizer.json has the ids of a BPETokenizer, and gives them to the text of `ids`.
 
     transformers rewrites the tokenizer.json when it saves a model, so we compare what it does: it may have a different
     structure, and a few more tokens at the end.
     """
+    theirs = BPETokenizer(content)
     common = ours.ids.keys() & theirs.ids.keys()
     if len(common) < min(len(ours.ids), len(theirs.ids)) or any(ours.ids[t] != theirs.ids[t] for t in common):
         return False

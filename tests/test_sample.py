@@ -206,7 +206,7 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--no-kv_cache", "--draft", "ngram"], ["--draft needs the cache"]),
         (["--no-kv_cache", "--prompt", "a", "--prompt", "b"], ["a batch of prompts needs the cache"]),
         (["--promt", "x"], ["--promt"]),
-        (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-Hello"]),
+        (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),

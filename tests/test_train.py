@@ -213,7 +213,7 @@ DAMAGE = [  # a file of the data, how it changes, and what the line says
     ("val.bin", lambda raw: raw[:-2], "val in {data} has changed"),
 ]
 MISTAKES = [  # flags, and what the line says
-    ("--block_size 100000", "are too few: 100001 and 2 are needed. Use longer text or a smaller --block_size"),
+    ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "--n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
     ("--device nonsense", "--device nonsense cannot be used here"),

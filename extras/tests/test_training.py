@@ -76,7 +76,7 @@ def test_the_loss_on_a_text_file_is_that_of_transformers(stride, tmp_path):
     assert float(perplexity) == pytest.approx(math.exp(expected), rel=1e-3)
     assert float(bits) == pytest.approx(expected / math.log(2) * ids.size(1) / len(text.encode()), abs=1e-4)
     assert f"{ids.size(1) - 1} tokens of {tmp_path / 'a.txt'}" in what
-    assert f"{33 if stride else 1} to 48 tokens" in context
+    assert f"from {33 if stride else 1} to 48 tokens" in context
 
 
 def test_a_text_for_evaluation_needs_two_tokens_that_the_model_has(trained, tmp_path):

@@ -24,10 +24,10 @@ def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
     tokenizer = CharTokenizer("abcdefghij")
     write_ids(tmp_path, tokenizer, "abcdefghij" * 2)  # 18 characters to train on, 2 to evaluate
     assert len(load_dataset(tmp_path, 18).train) == 18
-    with pytest.raises(ValueError, match="18 characters for training and 2 for validation are too few: 19 and 2 are"):
+    with pytest.raises(ValueError, match="18 characters for training and 2 for validation, but we need 19 and 2"):
         load_dataset(tmp_path, 19)
     write_ids(tmp_path, tokenizer, "abcdefghij")
-    with pytest.raises(ValueError, match="9 characters for training and 1 for validation are too few"):
+    with pytest.raises(ValueError, match="9 characters for training and 1 for validation, but"):
         load_dataset(tmp_path, 5)
 
 

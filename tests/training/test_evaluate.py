@@ -182,7 +182,7 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
         flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
-        assert_one_line(here(*flags), "need a model: pass it as --init_from", code=1)
+        assert_one_line(here(*flags), "--eval_only needs a model in --init_from, and --meta a checkpoint", code=1)
 
 
 def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it(trained, tmp_path):
