@@ -125,6 +125,13 @@ def test_a_pipe_is_one_line(tmp_path):
     assert_one_line(result, "/dev/stdin is a pipe", "write it to a file first", code=1)
 
 
+def test_text_that_changes_while_it_is_read_is_one_line(call, text, old, tmp_path):
+    """A character that only a later pass sees has no id."""
+    before = tree(tmp_path)
+    result = call("--input", text, "--data_dir", old, distinct_characters=lambda pieces: ("Whan\n", 99))
+    assert_nothing_changed(result, tmp_path, before, "the text has changed while we read it")
+
+
 def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "requests", None)  # importing it raises an ImportError
     ok(call("--input", text, "--data_dir", tmp_path / "mine"))

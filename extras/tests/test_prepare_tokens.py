@@ -35,6 +35,21 @@ def test_a_bpe_is_learned_from_the_part_for_training(call, tmp_path):
     assert_tokens(tmp_path, raw, Tokenizer.from_str(train_bpe([text[: int(0.9 * len(text))]], 400)))
 
 
+@pytest.mark.parametrize("damaged", ["7", "-5", "0", '"x"', None])
+def test_the_number_of_bytes_is_under_a_hash(damaged, call, tmp_path):
+    """Bits per byte depend on it."""
+    ok(call("--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 260, "--data_dir", tmp_path))
+    meta = (tmp_path / "meta.json").read_text(encoding="utf-8")
+    before = f'"val_bytes": {load_dataset(tmp_path, 2).val_bytes},'
+    assert before in meta
+    changed = meta.replace(before, "" if damaged is None else f'"val_bytes": {damaged},')
+    (tmp_path / "meta.json").write_text(changed, encoding="utf-8")
+    with pytest.raises(ValueError, match="val_bytes in .* has changed"):
+        load_dataset(tmp_path, 2)
+    ok(call("--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 260, "--data_dir", tmp_path))
+    assert (tmp_path / "meta.json").read_text(encoding="utf-8") == meta
+
+
 def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
     (tmp_path / "tokenizer.json").write_text(bpe(), encoding="utf-8")
     for name in (tmp_path, tmp_path / "tokenizer.json"):
