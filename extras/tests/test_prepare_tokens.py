@@ -44,7 +44,7 @@ def test_the_number_of_bytes_is_under_a_hash(damaged, call, tmp_path):
     assert before in meta
     changed = meta.replace(before, "" if damaged is None else f'"val_bytes": {damaged},')
     (tmp_path / "meta.json").write_text(changed, encoding="utf-8")
-    with pytest.raises(ValueError, match="val_bytes in .* has changed"):
+    with pytest.raises(ValueError, match=r"val_bytes in .* has changed"):
         load_dataset(tmp_path, 2)
     ok(call("--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 260, "--data_dir", tmp_path))
     assert (tmp_path / "meta.json").read_text(encoding="utf-8") == meta
