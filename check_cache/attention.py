@@ -30,15 +30,16 @@ def shaped(read, B):
 
 
 class Watch(TorchFunctionMode):
-    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax."""
+    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax. Counts calls."""
 
     def __init__(self):
         super().__init__()
-        self.reads = []
+        self.reads, self.calls = [], 0
         self.product = None  # the operands of the newest product, and its shape
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.calls += 1
         result = function(*args, **kwargs)
         if function not in WATCHED:
             return result

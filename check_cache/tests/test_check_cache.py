@@ -547,7 +547,7 @@ def test_padding_that_changes_logits_without_a_cache_is_not_its_fault(monkeypatc
 def test_a_wrong_argument_is_named():
     with pytest.raises(TypeError, match=r"an adapter\. Linear lacks full, new, step"):
         check_cache(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="check_cache has no argument reorders"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reorders'"):
         check_cache(Decoder(), reorders=None)
     with pytest.raises(ValueError, match=r"length=500.*the context, 128"):
         check_cache(Decoder(), length=500)
@@ -604,10 +604,10 @@ def test_a_tolerance(monkeypatch):
     options = dict(scenarios=["decode", "reorder"])
     report = check_cache(**functions(Decoder()), **options)
     assert report.exit_code == 1
-    tolerance = 2 * max(result.off for result in report.results if result.off)
-    check_cache(**functions(Decoder()), **options, tolerance=tolerance).assert_correct()
+    atol = 2 * max(result.off for result in report.results if result.off)
+    check_cache(**functions(Decoder()), **options, atol=atol).assert_correct()
     monkeypatch.setattr(Cache, "reorder_cache", lambda self, rows: None)
-    assert check_cache(**functions(Decoder()), **options, tolerance=tolerance).exit_code == 1
+    assert check_cache(**functions(Decoder()), **options, atol=atol).exit_code == 1
 
 
 # -- the command ---------------------------------------------------------------------------------------

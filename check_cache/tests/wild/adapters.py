@@ -88,7 +88,8 @@ def torchtune(name, **options):
         return cache(ids, mask=seen, input_pos=pos)
 
     window = options.get("sliding_window_size")
-    return dict(full=model, new=copies_of(model, setup), step=step, context=248, window=window)
+    new, reset = copies_of(model, setup), lambda cache: cache.reset_caches()
+    return dict(full=model, new=new, step=step, reset=reset, context=248, window=window)
 
 
 def curated_transformers(name, **options):
@@ -284,10 +285,11 @@ def whisper():
 
     def step(ids, cache, audio):
         cache, hooks = model.install_kv_cache_hooks(cache)
-        logits = model.decoder(ids, audio, kv_cache=cache)
-        for hook in hooks:
-            hook.remove()
-        return logits, cache
+        try:
+            return model.decoder(ids, audio, kv_cache=cache), cache
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     return dict(
         model=model,
