@@ -77,11 +77,11 @@ class Adapter:
     def takes(self, part, name):
         return part in self.parts and asks_for(self.parts[part], name)
 
-    def call(self, part, *needed, rows=(), **optional):
+    def call(self, part, *needed, rows=None, **optional):
         """Pass the arguments that are needed in order, and by name the inputs and those that the function has."""
         function = self.parts[part]
         known = {name: value for name, value in optional.items() if self.takes(part, name)}
-        if len(rows):
+        if rows is not None:
             known |= {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
         try:
             inspect.signature(function).bind(*needed, **known)

@@ -29,7 +29,9 @@ class Slot:
     new: bool  # whether its token is new
     got: dict[str, torch.Tensor]  # "key" or "value", if wrong: what is in all slots of the row (heads, slots, size)
     wanted: dict[str, torch.Tensor]  # what should be there, the same shape
-    known: torch.Tensor  # (slots,), whether we know what should be there
+    columns: torch.Tensor  # (slots,), what should be there
+    known: torch.Tensor  # (slots,), whether we know that
+    bad: torch.Tensor  # (slots,), whether it is not there
 
     def __post_init__(self):
         pairs = zip(self.got.values(), self.wanted.values())
@@ -125,9 +127,22 @@ def compare_layer(stream, read, expected, fed, rows, positions, drafts):
         wrong = [name for name in bad if bad[name][i, index]]
         got, wanted = ({name: tensors[name][i] for name in wrong} for tensors in (got, wanted))
         column = places[i, index].item()
-        at = (reference, expected, front, row[i].item(), column, index, not kept.any())
+        slot = Slot(
+            reference,
+            expected,
+            front,
+            row[i].item(),
+            column,
+            index,
+            not kept.any(),
+            got,
+            wanted,
+            places[i],
+            known[i],
+            count_bad[i] > 0,
+        )
         asked = None if wrong_query is None else wrong_query[i, positions[i] == column - front].any().item()
-        return explain_slot(Slot(*at, got, wanted, known[i]), asked, only="value" in bad and wrong == ["key"])
+        return explain_slot(slot, asked, only="value" in bad and wrong == ["key"])
     if wrong_query is not None and wrong_query.any():
         t, i = wrong_query.T.nonzero()[0].tolist()
         held, right = read.query[i, :, t], expected.query[rows[i, t], :, positions[i, t]]
@@ -158,6 +173,8 @@ def explain_slot(slot, asked, only):
     reason = place
     if not place and asked:
         between = "a projection, an MLP, or a state of earlier tokens (recurrent, convolution, shift)"
+        if slot.own is slot.reference.reads[0][1]:
+            between = "an embedding, or a position that the text does not have"
         reason = (
             f"wrong input, such as {between}" if "value" in slot.got else "position ids, because its query is wrong too"
         )
@@ -193,6 +210,14 @@ def explain_place(slot):
 def find_owner(slot):
     """Return in words what is in a slot instead of what belongs there, or None if we do not recognize it."""
     reference, i = slot.reference, slot.index
+    if slot.bad.sum() > 1:  # a whole row of the batch in another's place?
+        for row in range(3):
+            theirs = [getattr(slot.own, name)[[row]] for name in slot.got]
+            theirs = [at_places(x, 2, slot.columns[None])[0] for x in theirs]
+            theirs = [repeat_heads(x[None], len(slot.heads))[0][slot.heads] for x in theirs]
+            off = [reference.differ(got, x).any(0) for (got, _), x in zip(slot.pairs, theirs)]
+            if not (torch.stack(off).any(0) & slot.bad).any():
+                return f"that of {whose(row, slot.column - slot.front)}"
     # Which slots hold what belongs here? Not those that should: values of layer 0 are the same for the same token.
     holds = [~reference.differ(got, wanted[:, [i]]).any(0) for got, wanted in slot.pairs]
     should = [~reference.differ(wanted, wanted[:, [i]]).any(0) for _, wanted in slot.pairs]

@@ -86,7 +86,7 @@ def check_cache(
     name = type(named[0]).__name__ if named else "a decoder"
     title = f"{name}: {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     beyond = f"more than {length} tokens{limited} or {ROWS} rows, most chunks of more than {largest_chunk(length)}"
-    beyond += ", other dtypes"
+    beyond += ", other dtypes, scenarios combined"
     if left_out := len(known) - len(chosen):
         beyond += f", {left_out} scenarios that were left out"
     return Report(title, results, beyond)
@@ -157,11 +157,11 @@ def choose(scenarios, only, skip):
     return [scenario for scenario in scenarios if scenario in names]
 
 
-def run_all(decoder, scenarios, kinds, *options):
+def run_all(decoder, scenarios, kinds, length, *options):
     """Return the results. The options are those of Reference."""
     show("logits without a cache")
     try:
-        reference = Reference(decoder, *options)
+        reference = Reference(decoder, length, *options)
     except AdapterError as error:
         return [Result("every scenario", "any", "error", str(error))]
     except (Exception, SystemExit) as error:
@@ -171,7 +171,7 @@ def run_all(decoder, scenarios, kinds, *options):
     results = []
     for kind in kinds:
         try:
-            decoder.new(3, reference.slots, kind)
+            decoder.new(3, length, kind)
         except (Exception, SystemExit) as error:
             status = "error" if isinstance(error, AdapterError) else "not run"
             results.append(Result("every scenario", kind, status, describe(error)))

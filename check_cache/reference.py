@@ -76,7 +76,6 @@ class Reference:
         self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
         self.rtol = 0.0
-        self.slots = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = decoder.pad

@@ -70,11 +70,12 @@ class Stream:
     Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
     """
 
-    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False):
+    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False, spare=8):
         self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
         self.rows, self.pads, self.ragged = torch.tensor([*rows]), torch.tensor(pads)[:, None], ragged
         self.masked = (masked or any(pads)) and not ragged
-        self.cache = self.decoder.new(len(self.rows), reference.slots, kind)
+        slots = reference.length + spare  # a static cache has empty slots, or none in the end
+        self.cache = self.decoder.new(len(self.rows), min(slots, self.decoder.context or slots), kind)
 
     def next(self, T, drafts=0):
         """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
@@ -87,17 +88,13 @@ class Stream:
         mask = (torch.arange(end) >= self.pads).expand(B, end).long() if self.masked else None
         return chosen.where(positions >= 0, self.decoder.pad), rows, positions, mask
 
-    def step(self, ids, positions, mask):
-        """Return the logits of these tokens, and the cache after them."""
-        lengths = (positions >= 0).sum(1) if self.ragged else None
-        return self.decoder.step(ids, self.cache, mask, positions.clamp(min=0), self.rows, lengths)
-
     def feed(self, count, drafts=0):
         """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
         T = count + drafts
         ids, rows, positions, mask = self.next(T, drafts)
+        pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
         with Watch() as watch:
-            logits, self.cache = self.step(ids, positions, mask)
+            logits, self.cache = self.decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
         self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
         if missing and self.ragged:
@@ -133,8 +130,8 @@ class Stream:
 
     def fail(self, at):
         """Feed a token, but stop the step at call number `at` of torch."""
-        ids, _, positions, mask = self.next(1)
-        interrupt(lambda: self.step(ids, positions, mask), at)
+        ids, _, pos, mask = self.next(1)
+        interrupt(lambda: self.decoder.step(ids, self.cache, mask, pos, self.rows, None), at)
 
     def crop(self, count):
         """Take back the newest `count` tokens."""
@@ -161,9 +158,11 @@ def scenarios_for(window, L, seed):
     """Return the scenarios for sequences of L tokens."""
     third, n = L // 3, min(8, L // 4)
     fork, short = third | 1, min(third, 2 * n)  # fork: see Reference; short: where the length does not matter
+    page = 1 << fork.bit_length()  # where pages begin, of up to so many tokens
     ones = [1] * n  # so many single tokens are enough to see a mistake
     largest = largest_chunk(L)
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
+    doubling = [n * 2**i for i in range(L.bit_length())]
     around = (window - 1, window + 2) if window and largest - 2 < window < L else ()
     # Two scenarios decode every position once. The prefill of one nearly fills the window, if there is one.
     prefill = max(2, window - n) if window and window < L else third
@@ -222,8 +221,9 @@ def scenarios_for(window, L, seed):
         for size in (short, *ones[: n // 2]):
             first.feed(size)
             second.feed(size)
+            first.reference.full(slice(3), short)  # a call without a cache must not disturb them
 
-    def rollback(start, P=fork, everything=False, then=None):
+    def rollback(start, P=page - 1, everything=False, then=None):
         """Speculative decoding: feed a token and some drafts, take back those that differ, and go on."""
         stream = start().feed(P)
         if getattr(stream.cache, "is_croppable", True) is False:
@@ -232,7 +232,9 @@ def scenarios_for(window, L, seed):
             stream.cache.activate_past_recording()
         if everything:
             stream.crop(P).feed(P, 4).crop(4)
-        for accepted, rejected in ((0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2))[: n - 2]:
+        for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
+            if stream.fed + accepted + rejected + 2 > L:
+                break
             stream.feed(1 + accepted, rejected)
             if rejected:
                 stream.crop(rejected)
@@ -248,14 +250,15 @@ def scenarios_for(window, L, seed):
             stream.found.hint = ". If something resets the module before it reads another text, pass it as reset="
         stream.feed_all(third, *ones)
 
-    def rearrange(start, name, argument, rows, before=(0, 1, 2)):
-        stream = start(rows=before).feed(fork)
+    def rearrange(start, name, argument, rows, before=(0, 1, 2), **options):
+        stream = start(rows=before, **options).feed(fork)
         try:
             stream.change(name, argument, rows=rows)
         except (RuntimeError, IndexError) as error:
             if isinstance(error, NotImplementedError) or len(before) > 1:
                 raise
             raise NotImplementedError(f"one row cannot become three: {first_line(error)}") from None
+        stream.pads = stream.pads[argument] if options else stream.pads
         stream.feed_all(*ones)
 
     def go_on(start):
@@ -266,17 +269,19 @@ def scenarios_for(window, L, seed):
         stream.feed(1).fail(calls // 2)
         feed(start, short, *ones, rows=(5, 6, 7))
 
+    # two beams continue row 0, as it is and as row 3, which differs from it from now on
+    reorder = dict(name="reorder", argument=torch.tensor((2, 0, 0)), rows=(2, 0, 3))
     grown = dict(rows=(0, 3, 0), before=(0,))  # as when a beam search begins
     zeros = torch.tensor((0, 0, 0))
     return [
-        Scenario("decode", lambda start: feed(start, prefill, *[1] * L)),
+        Scenario("decode", lambda start: feed(start, prefill, *[1] * L, spare=0)),
         Scenario("decode from 1 token", lambda start: feed(start, *[1] * prefill)),
         *(
             Scenario(f"chunks of {size}", partial(lambda size, start: feed(start, *[size] * L), size))
             for size in around
         ),
         Scenario("chunks of mixed sizes", lambda start: feed(start, *mixed)),
-        Scenario("chunks that double", lambda start: feed(start, n, *(n * 2**i for i in range(L.bit_length())))),
+        Scenario("chunks that double", lambda start: feed(start, n, *doubling, spare=0)),
         Scenario("mask of ones", lambda start: feed(start, third, 5, *ones, L, masked=True), "mask"),
         Scenario("left padding", lambda start: feed(start, third, *ones, pads=PADS), "mask", PADDING),
         Scenario(
@@ -295,15 +300,15 @@ def scenarios_for(window, L, seed):
         Scenario("prefix used twice", prefix_twice),
         Scenario("two caches at once", two_at_once),
         Scenario("speculative rollback", rollback),
-        Scenario("rollback of everything", partial(rollback, P=min(fork, (window or L) - 1), everything=True)),
+        Scenario("rollback of everything", partial(rollback, P=min(page - 1, (window or L) - 1), everything=True)),
         Scenario("rollback, then reorder", partial(rollback, then=(0, 0, 2))),
+        Scenario("reorder", partial(rearrange, **reorder)),
+        Scenario("left padding, then reorder", partial(rearrange, **reorder, pads=PADS), "mask", PADDING),
+        Scenario("repeat", partial(rearrange, name="repeat", argument=2, rows=(0, 3, 1, 4, 2, 5))),
+        Scenario("select", partial(rearrange, name="select", argument=torch.tensor((2, 0)), rows=(2, 0))),
         Scenario("reorder from one row", partial(rearrange, name="reorder", argument=zeros, **grown)),
         Scenario("repeat from one row", partial(rearrange, name="repeat", argument=3, **grown)),
         Scenario("select from one row", partial(rearrange, name="select", argument=zeros, **grown)),
-        # two beams continue row 0, as it is and as row 3, which differs from it from now on
-        Scenario("reorder", partial(rearrange, name="reorder", argument=torch.tensor((2, 0, 0)), rows=(2, 0, 3))),
-        Scenario("repeat", partial(rearrange, name="repeat", argument=2, rows=(0, 3, 1, 4, 2, 5))),
-        Scenario("select", partial(rearrange, name="select", argument=torch.tensor((2, 0)), rows=(2, 0))),
         Scenario("reuse after reset", reset),
         Scenario("batches of 1 to 8 rows", batches),
         Scenario("going on after an exception", go_on),
