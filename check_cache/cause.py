@@ -174,7 +174,7 @@ def explain_slot(slot, asked, only):
     if not place and asked:
         between = "a projection, an MLP, or a state of earlier tokens (recurrent, convolution, shift)"
         if slot.own is slot.reference.reads[0][1]:
-            between = "an embedding, or a position that the text does not have"
+            between = "an embedding, an entry of inputs=, or a position that the text does not have"
         reason = (
             f"wrong input, such as {between}" if "value" in slot.got else "position ids, because its query is wrong too"
         )
@@ -188,23 +188,24 @@ def explain_slot(slot, asked, only):
 def explain_place(slot):
     """Return which other token, at which position, has the new key and value of layer 0, or what else decides them."""
     reference, position = slot.reference, slot.column - slot.front
-    if position < 0 or next(reference.decoder.inputs.buffers(), None) is not None:
+    if position < 0:
         return None
     ids, shifted = reference.ids, (reference.ids + 1) % reference.decoder.vocab_size
-    tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
     with reference.exactly():
-        (_, mixed), *_ = reference.watch(torch.where(torch.arange(reference.length) < position, shifted, ids))
-        # the tokens near it, each repeated over a whole sequence
-        (_, repeated), *_ = reference.watch(ids[slot.row, tried][:, None].expand_as(ids))
+        (_, other), *_ = reference.watch(torch.where(torch.arange(reference.length) < position, shifted, ids))
     for name in slot.got:
-        here = slot.row, slice(None), slot.column
-        if reference.differ(getattr(mixed, name)[here], getattr(slot.own, name)[here]).any():
+        if reference.differ(getattr(other, name), getattr(slot.own, name))[slot.row, :, slot.column].any():
             return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
-    same = places_of(slot, repeated)
-    if same[tried == position].any():
-        return f"its position is {same[tried == position].nonzero()[0, 1]}"
-    if same[:, position].any():
-        return f"its token is that of position {tried[same[:, position]][0]}"
+    if next(reference.decoder.inputs.buffers(), None) is None:  # so token and position decide
+        # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
+        tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
+        with reference.exactly():
+            (_, repeated), *_ = reference.watch(ids[slot.row, tried][:, None].expand_as(ids))
+        same = places_of(slot, repeated)
+        if same[tried == position].any():
+            return f"its position is {same[tried == position].nonzero()[0, 1]}"
+        if same[:, position].any():
+            return f"its token is that of position {tried[same[:, position]][0]}"
 
 
 def find_owner(slot):
