@@ -266,6 +266,23 @@ def test_a_decoder_that_sees_later_tokens_without_a_cache(option):
     assert "when later tokens are left out" in said(report)
 
 
+REPORTS = sorted((Path(__file__).parent / "wild" / "reports").glob("*.md"))
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
+def test_a_report_shows_what_it_says(file, capsys):
+    """Its script prints what it says, give or take what rounding does to numbers."""
+    code, said = re.findall(
+        r"^```(?:python|text)\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    exec(code, {})
+    shown, said = capsys.readouterr().out.strip(), said.strip()
+    number = r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
+    assert re.sub(number, "", shown) == re.sub(number, "", said)
+    got, wanted = ([float(x) for x in re.findall(number, text)] for text in (shown, said))
+    assert got == pytest.approx(wanted, rel=0.5)
+
+
 def test_defects_of_transformers():
     """test_families.py runs the checker on these."""
     assert (repros.nemotron_h_logits() > 1e-6).any()
