@@ -22,30 +22,27 @@ class Slot:
 
     reference: object
     own: Read  # of this layer, without a cache
-    front: int
     row: int
     column: int
     index: int
     new: bool  # whether its token is new
-    got: dict[str, torch.Tensor]  # "key" or "value", if wrong: what is in all slots of the row (heads, slots, size)
-    wanted: dict[str, torch.Tensor]  # what should be there, the same shape
-    columns: torch.Tensor  # (slots,), what should be there
-    known: torch.Tensor  # (slots,), whether we know that
+    columns: torch.Tensor  # (slots,), what should be in each slot of the row, or -1 if we do not know
     bad: torch.Tensor  # (slots,), whether it is not there
-
-    def __post_init__(self):
-        pairs = zip(self.got.values(), self.wanted.values())
-        off = [self.reference.differ(got[:, self.index], wanted[:, self.index]) for got, wanted in pairs]
-        self.heads = torch.stack(off).any(0)
+    heads: torch.Tensor  # (heads,), which heads are wrong in this slot
+    pairs: dict  # "key" or "value", if wrong: what is in all slots and what should be, both (wrong heads, slots, size)
 
     @property
-    def pairs(self):
-        """What is in all slots, and what should be there, of those heads that are wrong."""
-        return [(got[self.heads], self.wanted[name][self.heads]) for name, got in self.got.items()]
+    def front(self):
+        return self.own.weights.size(-1) - self.reference.length
 
     @property
-    def whose(self):
-        return whose(self.row, self.column - self.front)
+    def position(self):
+        return self.column - self.front
+
+    @property
+    def here(self):
+        """What is in this slot, and what should be, (wrong heads, size)."""
+        return [(got[:, self.index], wanted[:, self.index]) for got, wanted in self.pairs.values()]
 
 
 def whose(row, position):
@@ -89,9 +86,8 @@ def compare_layer(stream, read, expected, fed, rows, positions, drafts):
     if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # transformers puts the heads of a group there
         read.weights = read.weights.reshape(len(rows), heads, 1, slots)
     if first and 0 < read.weights.size(2) - T <= front:  # what is in front of the text may have queries, too
-        read = Read(
-            read.weights[:, :, -T:], read.query[:, :, -T:] if read.query is not None else None, read.key, read.value
-        )
+        query = None if read.query is None else read.query[:, :, -T:]
+        read = Read(read.weights[:, :, -T:], query, read.key, read.value)
     if read.weights.size(2) != T:
         return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
@@ -120,29 +116,18 @@ def compare_layer(stream, read, expected, fed, rows, positions, drafts):
         bad["key"] = bad["key"] & ~counts
         wrong_query = wrong_query if wrong_query is None else wrong_query & ~counts
 
-    if bad and (count_bad := sum(off.int() for off in bad.values())).any():
+    off = sum(off.int() for off in bad.values())  # whether none of key and value is wrong, one, or both
+    if bad and off.any():
         # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
-        kept = count_bad * (places < fed - T - stream.pads)
-        index, i = (kept if kept.any() else count_bad).T.nonzero()[0].tolist()
-        wrong = [name for name in bad if bad[name][i, index]]
-        got, wanted = ({name: tensors[name][i] for name in wrong} for tensors in (got, wanted))
-        column = places[i, index].item()
-        slot = Slot(
-            reference,
-            expected,
-            front,
-            row[i].item(),
-            column,
-            index,
-            not kept.any(),
-            got,
-            wanted,
-            places[i],
-            known[i],
-            count_bad[i] > 0,
-        )
-        asked = None if wrong_query is None else wrong_query[i, positions[i] == column - front].any().item()
-        return explain_slot(slot, asked, only="value" in bad and wrong == ["key"])
+        kept = off * (places < fed - T - stream.pads)
+        index, i = (kept if kept.any() else off).T.nonzero()[0].tolist()
+        names = [name for name in bad if bad[name][i, index]]
+        heads = sum(reference.differ(got[name][i, :, index], wanted[name][i, :, index]).int() for name in names) > 0
+        pairs = {name: (got[name][i, heads], wanted[name][i, heads]) for name in names}
+        place_of, columns = (row[i].item(), places[i, index].item(), index), places[i].where(known[i], -1)
+        slot = Slot(reference, expected, *place_of, not kept.any(), columns, off[i] > 0, heads, pairs)
+        asked = None if wrong_query is None else wrong_query[i, positions[i] == slot.position].any().item()
+        return explain_slot(slot, asked, only="value" in bad and names == ["key"])
     if wrong_query is not None and wrong_query.any():
         t, i = wrong_query.T.nonzero()[0].tolist()
         held, right = read.query[i, :, t], expected.query[rows[i, t], :, positions[i, t]]
@@ -157,45 +142,44 @@ def explain_slot(slot, asked, only):
 
     asked: whether the query of its token is wrong, too, or None if we cannot see it; only: its value is correct
     """
-    what, be = " and ".join(slot.got), "are" if len(slot.got) > 1 else "is"
-    should = f"slot {slot.index} should hold the {what} of {slot.whose}, but holds"
+    what, be, of = " and ".join(slot.pairs), "are" if len(slot.pairs) > 1 else "is", whose(slot.row, slot.position)
+    should, first = (
+        f"slot {slot.index} should hold the {what} of {of}, but holds",
+        slot.own is slot.reference.reads[0][1],
+    )
     if owner := find_owner(slot):
         return f"{should} {owner}"
-    place = explain_place(slot) if slot.new and slot.own is slot.reference.reads[0][1] else None
-    close = None if place else distance_if_close(slot)
-    if close and (not slot.new or "rounded to" in close):
-        return f"{should} {close}"
-    if close:
+    reason = explain_place(slot) if slot.new and first else None
+    close = None if reason else distance_if_close(slot)
+    if close and slot.new and "rounded to" not in close:
         reason = "from a wrong input" if asked else "rounded or scaled"
-        return f"the new {what} of {slot.whose} {be} slightly off on arrival: {reason}"
-    if not slot.new:
-        return f"{should} something that no token produced: changed later, or a rejected draft token"
-    reason = place
-    if not place and asked:
-        between = "a projection, an MLP, or a state of earlier tokens (recurrent, convolution, shift)"
-        if slot.own is slot.reference.reads[0][1]:
-            between = "an embedding, an entry of inputs=, or a position that the text does not have"
-        reason = (
-            f"wrong input, such as {between}" if "value" in slot.got else "position ids, because its query is wrong too"
-        )
-    elif not place and asked is None:
-        reason = "wrong input or absolute position, or changed by the cache"
-    elif not place:
-        reason = "changed on the way into the cache, because its query is correct"
-    return f"{'only the new key' if only else f'the new {what}'} of {slot.whose} {be} wrong on arrival: {reason}"
+        return f"the new {what} of {of} {be} slightly off on arrival: {reason}"
+    if not slot.new or close:
+        return f"{should} {close or 'something that no token produced: changed later, or a rejected draft token'}"
+    if asked and "value" in slot.pairs and first:
+        reason = reason or "wrong input: an embedding, an entry of inputs=, or a position that the text does not have"
+    elif asked and "value" in slot.pairs:
+        reason = "wrong input: a projection, an MLP, or a state of earlier tokens (recurrent, convolution, shift)"
+    elif asked:
+        reason = reason or "position ids, because its query is wrong too"
+    elif asked is None:
+        reason = reason or "wrong input or absolute position, or changed by the cache"
+    reason = reason or "changed on the way into the cache, because its query is correct"
+    return f"{'only the new key' if only else f'the new {what}'} of {of} {be} wrong on arrival: {reason}"
 
 
 def explain_place(slot):
     """Return which other token, at which position, has the new key and value of layer 0, or what else decides them."""
-    reference, position = slot.reference, slot.column - slot.front
+    reference, ids, position = slot.reference, slot.reference.ids, slot.position
     if position < 0:
         return None
-    ids, shifted = reference.ids, (reference.ids + 1) % reference.decoder.vocab_size
+    others = torch.where(torch.arange(reference.length) < position, (ids + 1) % reference.decoder.vocab_size, ids)
     with reference.exactly():
-        (_, other), *_ = reference.watch(torch.where(torch.arange(reference.length) < position, shifted, ids))
-    for name in slot.got:
-        if reference.differ(getattr(other, name), getattr(slot.own, name))[slot.row, :, slot.column].any():
-            return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
+        (_, mixed), *_ = reference.watch(others)
+    if any(
+        reference.differ(getattr(mixed, x), getattr(slot.own, x))[slot.row, :, slot.column].any() for x in slot.pairs
+    ):
+        return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
     if next(reference.decoder.inputs.buffers(), None) is None:  # so token and position decide
         # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
         tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
@@ -210,56 +194,52 @@ def explain_place(slot):
 
 def find_owner(slot):
     """Return in words what is in a slot instead of what belongs there, or None if we do not recognize it."""
-    reference, i = slot.reference, slot.index
+    reference, i, position = slot.reference, slot.index, slot.position
     if slot.bad.sum() > 1:  # a whole row of the batch in another's place?
         for row in range(3):
-            theirs = [getattr(slot.own, name)[[row]] for name in slot.got]
-            theirs = [at_places(x, 2, slot.columns[None])[0] for x in theirs]
-            theirs = [repeat_heads(x[None], len(slot.heads))[0][slot.heads] for x in theirs]
-            off = [reference.differ(got, x).any(0) for (got, _), x in zip(slot.pairs, theirs)]
+            theirs = [heads_of(slot, slot.own, name)[row][:, slot.columns.clamp(min=0)] for name in slot.pairs]
+            off = [reference.differ(got, x).any(0) for (got, _), x in zip(slot.pairs.values(), theirs)]
             if not (torch.stack(off).any(0) & slot.bad).any():
-                return f"that of {whose(row, slot.column - slot.front)}"
+                return f"that of {whose(row, position)}"
     # Which slots hold what belongs here? Not those that should: values of layer 0 are the same for the same token.
-    holds = [~reference.differ(got, wanted[:, [i]]).any(0) for got, wanted in slot.pairs]
-    should = [~reference.differ(wanted, wanted[:, [i]]).any(0) for _, wanted in slot.pairs]
-    elsewhere = torch.stack(holds).all(0) & ~(torch.stack(should).all(0) & slot.known)
-    if elsewhere.any():
+    holds, should = (
+        torch.stack([~reference.differ(pair[which], pair[1][:, [i]]).any(0) for pair in slot.pairs.values()]).all(0)
+        for which in (0, 1)
+    )
+    if (elsewhere := holds & ~(should & (slot.columns >= 0))).any():
         return f"something else: what belongs there is in slot {elsewhere.nonzero()[0].item()}"
-    if not any(got[:, i].any() for got, _ in slot.pairs):
+    if not any(got.any() for got, _ in slot.here):
         return "zeros, as in an empty slot"
-    if all(shuffled(reference, got[:, i], slot.wanted[name][:, i]) for name, (got, _) in zip(slot.got, slot.pairs)):
+    if all(shuffled(reference, got, wanted) for got, wanted in slot.here):
         return "its heads in another order"
 
     # the key or value of another token, row or layer?
-    layers = sorted(enumerate(reference.reads), key=lambda pair: pair[1][1] is not slot.own)
-    for layer, (_, read) in layers:
-        if any(
-            getattr(read, name) is None or getattr(read, name).shape != getattr(slot.own, name).shape
-            for name in slot.got
-        ):
+    shapes = [getattr(slot.own, name).shape for name in slot.pairs]
+    for layer, (_, read) in sorted(enumerate(reference.reads), key=lambda pair: pair[1][1] is not slot.own):
+        if [getattr(getattr(read, name), "shape", None) for name in slot.pairs] != shapes:
             continue
         same = places_of(slot, read)
         if slot.new and read is slot.own:  # a key at a wrong position may be that of the same token elsewhere
-            same &= reference.ids != reference.ids[slot.row, slot.column - slot.front]
+            same &= reference.ids != reference.ids[slot.row, position]
         if same.any():
             # the same token may be in many places: name the nearest, preferably in the same row
-            steps, another = (
-                (torch.arange(reference.length) - slot.column + slot.front).abs(),
-                torch.arange(ROWS) != slot.row,
-            )
+            steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(ROWS) != slot.row
             nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
-            row, position = divmod(nearest, reference.length)
+            row, there = divmod(nearest, reference.length)
             owner = f"row {row}" if row in (0, 1, 2, slot.row) else "another sequence or a rejected draft token"
-            return f"that of {'' if read is slot.own else f'layer {layer}, '}{owner}, position {position}"
+            return f"that of {'' if read is slot.own else f'layer {layer}, '}{owner}, position {there}"
+
+
+def heads_of(slot, read, name):
+    """Return the keys or values (8, heads, columns, size) of a Read, of those heads that are wrong in a slot."""
+    return repeat_heads(getattr(read, name), len(slot.heads))[:, slot.heads]
 
 
 def places_of(slot, read):
     """Return which tokens (8, length) of a Read have the key and value that a slot holds."""
     differ = []
-    for name, (got, wanted) in zip(slot.got, slot.pairs):
-        tokens = getattr(read, name)[:, :, slot.front :]
-        tokens = repeat_heads(tokens, len(slot.heads))[:, slot.heads]
-        held, right = got[:, slot.index], wanted[:, slot.index]
+    for name, (held, right) in zip(slot.pairs, slot.here):
+        tokens = heads_of(slot, read, name)[:, :, slot.front :]
         nearer = (tokens - held[:, None]).abs().amax(-1) < (right - held).abs().amax(-1)[:, None] / 2
         differ.append((slot.reference.differ(held[:, None], tokens) | ~nearer).any(1))
     return ~torch.stack(differ).any(0)
@@ -273,7 +253,7 @@ def shuffled(reference, held, right):
 
 def distance_if_close(slot):
     """If a slot holds nearly what it should, as after rounding, return how far off it is in words. Otherwise None."""
-    pairs = [(got[:, slot.index], wanted[:, slot.index]) for got, wanted in slot.pairs]
+    pairs = slot.here
     if any(cosine_similarity(got.flatten(), wanted.flatten(), dim=0) < 0.98 for got, wanted in pairs):
         return None
     off = max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)

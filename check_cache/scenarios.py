@@ -8,10 +8,9 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from check_cache.adapters import ROWS
-from check_cache.attention import Watch
+from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
 from check_cache.reference import PADS
 from check_cache.report import first_line
@@ -40,27 +39,9 @@ class Found:
     hint: str = ""  # what else may be the cause
 
 
-class Interruption(Exception):
-    """Stands for whatever stops a step: no memory, a refused id, Ctrl-C."""
-
-
-class Interrupt(TorchFunctionMode):
-    """Counts the calls of torch, and raises Interruption at one of them."""
-
-    def __init__(self, at=None):
-        super().__init__()
-        self.at, self.calls = at, 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        if self.calls == self.at:
-            raise Interruption
-        return function(*args, **(kwargs or {}))
-
-
 def interrupt(function, at):
     """Call a function, and stop it at call number `at` of torch."""
-    with suppress(Interruption), Interrupt(at):
+    with suppress(Interruption), Watch(stop=at):
         function()
 
 
@@ -193,11 +174,11 @@ def scenarios_for(window, L, seed):
             if decoder.takes("generate", "eos"):
                 calls["up to an end token"] = (0, 1, 2), call(False, (0, 1, 2), end), end
             calls["after an exception"] = (5, 6, 7), other
-            counter = Interrupt()
+            watch = Watch()
             for which, (rows, expected, *eos) in calls.items():
                 if which == "after an exception":
-                    interrupt(lambda: call(True, (0, 1, 2)), counter.calls // len(calls) // 2)
-                with counter:
+                    interrupt(lambda: call(True, (0, 1, 2)), watch.calls // len(calls) // 2)
+                with watch:
                     chosen = call(True, rows, *eos)
                 if chosen != expected:
                     return f"the {which} call of generate() chooses different tokens with the cache than without"
