@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from check_cache.report import first_line
+from check_cache.report import AdapterError, first_line
 
 ROWS = 8  # sequences
 NEEDED = ("full", "new", "step")
@@ -20,10 +20,6 @@ METHODS = dict(crop="crop", reorder="reorder_cache", reset="reset")
 METHODS |= dict(repeat="batch_repeat_interleave", select="batch_select_indices")
 TAKES = {**dict.fromkeys((*METHODS, "fork"), "cache"), "generate": "use_cache"}  # an argument of each
 PARTS = (*NEEDED, *TAKES, *FACTS)
-
-
-class AdapterError(Exception):
-    """A mistake in the adapter: one of its functions cannot be called as we do, or returns something else."""
 
 
 def adapter_of(model, parts, inputs):

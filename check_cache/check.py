@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from check_cache.adapters import PARTS, ROWS, AdapterError, adapter_of
+from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import Report, Result, as_list, describe, first_line
+from check_cache.report import AdapterError, Report, Result, as_list, describe
 from check_cache.scenarios import OWN_LOOP, PADDING, Found, Stream, largest_chunk, scenarios_for
 
 LEAST = 24  # tokens per row
@@ -162,10 +162,8 @@ def run_all(decoder, scenarios, kinds, length, *options):
     show("logits without a cache")
     try:
         reference = Reference(decoder, length, *options)
-    except AdapterError as error:
-        return [Result("every scenario", "any", "error", str(error))]
     except (Exception, SystemExit) as error:
-        return [Result("every scenario", "any", "not run", describe(error))]
+        return [Result("every scenario", "any", status_of(error), describe(error))]
     if reference.fault:
         return [Result("every scenario", "any", "fault", reference.fault)]
     results = []
@@ -173,8 +171,7 @@ def run_all(decoder, scenarios, kinds, length, *options):
         try:
             decoder.new(3, length, kind)
         except (Exception, SystemExit) as error:
-            status = "error" if isinstance(error, AdapterError) else "not run"
-            results.append(Result("every scenario", kind, status, describe(error)))
+            results.append(Result("every scenario", kind, status_of(error), describe(error)))
             continue
         began = time.monotonic()
         mine = [scenario for scenario in scenarios if kind == kinds[0] or not scenario.tags & OWN_LOOP]
@@ -184,6 +181,10 @@ def run_all(decoder, scenarios, kinds, length, *options):
             show(f"{kind} cache, {count + 1} of {len(mine)}: {scenario.name}{estimate}")
             results.append(run_scenario(reference, scenario, kind))
     return results
+
+
+def status_of(error):
+    return "error" if isinstance(error, AdapterError) else "not run"
 
 
 def show(text):
@@ -207,10 +208,8 @@ def run_scenario(reference, scenario, kind):
         if scenario.tags & OWN_LOOP:
             return result("wrong" if why else "correct", why)
         return result(**judge(reference, found))
-    except AdapterError as error:
-        return result("error", str(error))
-    except NotImplementedError as reason:
-        return result("not run", first_line(reason))
+    except (AdapterError, NotImplementedError) as error:
+        return result(status_of(error), describe(error))
     except (Exception, SystemExit) as error:
         why = describe(error)
         if not found.errors and "Sizes of tensors must match" in why:

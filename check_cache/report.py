@@ -13,6 +13,10 @@ NOT_THEIRS = *(str(Path(file).parent) for file in (__file__, torch.__file__)), f
 LABELS = {"wrong": "WRONG  ", "error": "ERROR  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
 
 
+class AdapterError(Exception):
+    """A mistake in the adapter: one of its functions cannot be called as we do, or returns something else."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of one scenario with one kind of cache."""
@@ -103,7 +107,7 @@ def first_line(error):
 def describe(error):
     """Return an exception in one line, with the line of their code that it comes from."""
     text, name = first_line(error).rstrip("."), type(error).__name__
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, (NotImplementedError, AdapterError)):
         return text
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
