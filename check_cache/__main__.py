@@ -33,7 +33,7 @@ def main():
     )
     add = parser.add_argument
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
-    add("--dtype", default="float32", help="float32, bfloat16 or float16")
+    add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
     add("--device", help="for example cuda (default: where the model is)")
     add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
     add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
