@@ -150,7 +150,8 @@ class Reference:
         """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
         shifted = (self.ids + 1) % self.decoder.vocab_size
-        matters = self.error(self.full(ids=self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
+        others = self.full(slice(3), ids=self.ids.index_copy(1, even, shifted[:, even]))
+        matters = self.error(others, slice(3))[:, odd].median()
         noise = self.rounding.median()
         if matters < VISIBLE * noise:
             moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"

@@ -225,7 +225,7 @@ def scenarios_for(window, L, seed):
                 stream.feed(1)
 
     def reset(start):
-        stream = start(rows=(5, 6, 7)).feed_all(L - 2, 1, 1)
+        stream = start(rows=(5, 6, 7)).feed_all(2 * third, 1, 1)
         stream.change("reset", rows=(0, 1, 2)).fed = 0
         if isinstance(stream.cache, nn.Module) and "reset" not in stream.decoder.parts:
             stream.found.hint = ". If something resets the module before it reads another text, pass it as reset="
