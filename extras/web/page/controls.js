@@ -105,7 +105,7 @@ export function listen(store, worker, resize) {
   const cells = $("cells");
   const cellIndex = ({ target }) => state.from + [...cells.children].indexOf(target);
   cells.onkeydown = (event) => {
-    const last = (state.answer ?? state.run).slots.length - 1;
+    const last = (state.answer ?? state.run).tokens.length - 1;
     const index = cellIndex(event);
     const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[event.key];
     if (to === undefined || to < 0 || to > last) return;

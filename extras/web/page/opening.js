@@ -8,8 +8,8 @@ export function openingRun({ opening, head_size, n_head }, request) {
   const added = ids.slice(given).map((id, i) => ({ id, probabilities: probabilities[i], ms: 0, shapes: [] }));
   return {
     isOpening: true, request, given, ids, racing: 0,
-    on: added.map((step, i) => ({ ...step, rows: i ? 1 : given })),
-    off: added.map((step, i) => ({ ...step, rows: given + i })),
+    on: added.map((step, i) => ({ ...step, computed: i ? 1 : given })),
+    off: added.map((step, i) => ({ ...step, computed: given + i })),
     kept: columnsOf(Float32Array.from(keys), Float32Array.from(values), head_size),
     queries: queriesOf(query, layer, head, head_size, n_head),
   };

@@ -48,12 +48,12 @@ export function createStore(worker, onChange) {
 
   /** Return the first character on the stage. The strip moves by a quarter of its width at a time, so columns mostly stay
    *  in place. In a race it follows the slower text. */
-  function firstCell({ slots, on, off }) {
+  function firstCell({ tokens, on, off }) {
     const { cells, page } = state;
-    const fed = slots.length;
+    const fed = tokens.length;
     if (page !== null) return Math.max(0, Math.min(page, fed - cells));
     const turn = Math.ceil(cells / 4);
-    const end = off?.length < on?.length ? (off.at(-1)?.rows ?? 0) : fed;
+    const end = off?.length < on?.length ? (off.at(-1)?.computed ?? 0) : fed;
     return Math.max(0, Math.ceil((end - cells) / turn) * turn);
   }
 
@@ -71,7 +71,7 @@ export function createStore(worker, onChange) {
     const { ids, steps, sampling } = request;
     state.run = {
       name: ++runs, request, given: ids.length, ids: [...ids], racing: 0,
-      on: [], off: [], // steps with the cache and without: { id, rows, ms, probabilities, shapes, queries }
+      on: [], off: [], // steps with the cache and without: { id, computed, ms, probabilities, shapes, queries }
       kept: keptColumns(state.info),
     };
     grown(state.run);
@@ -83,7 +83,7 @@ export function createStore(worker, onChange) {
   /** Note that a run has gained or lost steps. */
   function grown(run) {
     run.version = ++versions;
-    run.slots = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
+    run.tokens = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
     if (!run.isOpening) run.queries = run.on.at(-1)?.queries ?? null;
   }
 
@@ -211,7 +211,7 @@ export function createStore(worker, onChange) {
 
   /** Put an answer on the stage instead of the run, or null: the run again.
    *
-   *  answer  { kind, version, ids, slots, kept, queries, ... }; kind: "take", "change" or "mistake"
+   *  answer  { kind, version, ids, tokens, kept, queries, ... }; kind: "take", "change" or "mistake"
    */
   function show(answer) {
     if (!answer || answer.kind === "mistake") state.page = null;
@@ -222,8 +222,8 @@ export function createStore(worker, onChange) {
   /** Turn the worker's answer into something that the stage can show. */
   function picture(kind, answer) {
     const kept = answer.kept ?? keptColumns(state.info).add(answer.columns);
-    const slots = answer.slots ?? answer.ids.slice(0, kept.length);
-    return { kind, version: ++versions, ...answer, kept, slots };
+    const tokens = answer.tokens ?? answer.ids.slice(0, kept.length);
+    return { kind, version: ++versions, ...answer, kept, tokens };
   }
 
   /** Ask the worker. A newer question or another run cancels this one, and then the answer is null. */

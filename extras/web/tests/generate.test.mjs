@@ -33,8 +33,8 @@ test("with the cache and without, the text is that of one forward, and each step
   const run = start();
   const { on, off } = await finish(run);
   assert.deepEqual(run.on.ids, run.off.ids);
-  assert.deepEqual(on.map(({ rows }) => rows), [T, ...Array(STEPS - 1).fill(1)]);
-  assert.deepEqual(off.map(({ rows }) => rows), Array.from({ length: STEPS }, (_, i) => T + i));
+  assert.deepEqual(on.map(({ computed }) => computed), [T, ...Array(STEPS - 1).fill(1)]);
+  assert.deepEqual(off.map(({ computed }) => computed), Array.from({ length: STEPS }, (_, i) => T + i));
   const logits = wholeLogits(run.on.ids).slice(T - 1, -1);
   on.forEach(({ probabilities }, i) => assertClose(probabilities, softmax(logits[i])));
   assert.deepEqual(run.on.ids.slice(T), logits.map((each, i) => run.choose(each, i)));
@@ -50,7 +50,7 @@ test("a run that goes back generates the same text again", async () => {
     assert.equal(run.on.cache.length, left ? T + left - 1 : 0);
     const { on } = await finish(run);
     assert.deepEqual(run.on.ids, text);
-    assert.equal(on[0].rows, left ? 1 : T);
+    assert.equal(on[0].computed, left ? 1 : T);
   }
 });
 
@@ -90,7 +90,7 @@ test("a changed character changes columns to its right only, and in the first la
   assertClose(answer.probabilities, softmax(changed));
   assert.equal(answer.next, run.choose(changed, STEPS - 1));
   const all = [...Array(T + STEPS - 1).keys()];
-  const differing = answer.differences.map((slot) => all.filter((i) => slot[i] > 0));
+  const differing = answer.differences.map((lane) => all.filter((i) => lane[i] > 0));
   const right = all.slice(position);
   assert.deepEqual(differing, [[position], [position], right, right]);
 });
@@ -139,7 +139,7 @@ test("a mistake shows in the keys and values by its cause", async () => {
   const answers = {};
   for (const name of NAMES) answers[name] = await compareMistake(start(), STEPS, name, never, breathe);
   // in the first layer, as you would see it when looking for the bug: which columns are incorrect, in keys or in values
-  const incorrect = (name) => answers[name].differences.slice(0, 2).map((slot) => [...slot.keys()].filter((i) => slot[i] > ROUNDING));
+  const incorrect = (name) => answers[name].differences.slice(0, 2).map((lane) => [...lane.keys()].filter((i) => lane[i] > ROUNDING));
   const places = (begin, end) => Array.from({ length: end - begin }, (_, i) => begin + i);
   const fed = (name) => answers[name].ids.slice(0, answers[name].at);
   // only keys, because rotary positions do not touch values; "never moves" starts at the second new character
@@ -148,11 +148,11 @@ test("a mistake shows in the keys and values by its cause", async () => {
   assert.deepEqual(incorrect("mask"), [[], []]);
   assert.deepEqual(incorrect("another prompt"), [places(0, T), places(0, T)]);
   // the tokens whose columns are in the cache
-  assert.deepEqual(answers.mask.slots, fed("mask"));
-  assert.deepEqual(answers["fed twice"].slots, [...PROMPT, PROMPT.at(-1), ...fed("fed twice").slice(T)]);
-  assert.deepEqual(answers["another prompt"].slots, [...OTHER, ...fed("another prompt").slice(T)]);
-  assert.deepEqual(answers.overwritten.slots, [...PROMPT, ...fed("overwritten").slice(T).slice(-1)]);
-  assert.equal(answers.overwritten.columns.length, answers.overwritten.slots.length);
+  assert.deepEqual(answers.mask.tokens, fed("mask"));
+  assert.deepEqual(answers["fed twice"].tokens, [...PROMPT, PROMPT.at(-1), ...fed("fed twice").slice(T)]);
+  assert.deepEqual(answers["another prompt"].tokens, [...OTHER, ...fed("another prompt").slice(T)]);
+  assert.deepEqual(answers.overwritten.tokens, [...PROMPT, ...fed("overwritten").slice(T).slice(-1)]);
+  assert.equal(answers.overwritten.columns.length, answers.overwritten.tokens.length);
 
   for (const name of NAMES) {
     const words = mistakeInWords({ info: INFO, answer: { name, ...answers[name] } });
@@ -163,5 +163,5 @@ test("a mistake shows in the keys and values by its cause", async () => {
 
 test("a cache differs from itself by nothing", async () => {
   const { cache } = await toyNetwork().forward(PROMPT, toyNetwork().empty, { keep: true });
-  assert.deepEqual(differences(cache, cache, T).map((slot) => [...slot]), Array(4).fill([0, 0, 0, 0]));
+  assert.deepEqual(differences(cache, cache, T).map((lane) => [...lane]), Array(4).fill([0, 0, 0, 0]));
 });

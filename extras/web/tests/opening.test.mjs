@@ -15,8 +15,8 @@ const INFO = {
 
 test("the run has the steps, columns and query of the opening", () => {
   const run = openingRun(INFO, { ids: [4, 5] });
-  assert.deepEqual(run.on.map(({ id, rows }) => [id, rows]), [[6, 2], [7, 1]]);
-  assert.deepEqual(run.off.map(({ id, rows }) => [id, rows]), [[6, 2], [7, 3]]);
+  assert.deepEqual(run.on.map(({ id, computed }) => [id, computed]), [[6, 2], [7, 1]]);
+  assert.deepEqual(run.off.map(({ id, computed }) => [id, computed]), [[6, 2], [7, 3]]);
   assert.deepEqual(run.on[1].probabilities, [0.5, 0.5]);
   assert.equal(run.kept.length, 3);
   assert.deepEqual([...run.kept.lane(1, 0, 1)], [1, 2, 3, 4, 5, 6]);

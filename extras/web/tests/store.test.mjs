@@ -87,7 +87,7 @@ test("in a race, the strip stays where the slower text is", async () => {
   const frames = []; // whether the slower text is visible
   store.whileRunning = () => {
     const { run, from } = state;
-    const slower = run.off.at(-1)?.rows ?? 0;
+    const slower = run.off.at(-1)?.computed ?? 0;
     if (run.on.length <= run.off.length) return;
     frames.push(from <= slower && slower <= from + state.cells);
   };
@@ -104,7 +104,7 @@ test("a new prompt drops everything of the previous run, and takes one step", as
   await until(() => state.phase === "paused");
   assert.deepEqual([state.run.ids.slice(0, -1), state.run.off.length, state.run.kept.length], [[5, 5], 1, 2]);
   assert.equal(state.answer, null);
-  store.receive("step", { run: state.run.name - 1, off: { id: 0, rows: 1 } }); // late
+  store.receive("step", { run: state.run.name - 1, off: { id: 0, computed: 1 } }); // late
   assert.equal(state.run.off.length, 1);
 });
 

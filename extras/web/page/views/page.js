@@ -42,7 +42,7 @@ function drawRun(state) {
   const [on, off] = [run.on.at(-1), run.off.at(-1)];
 
   // the text
-  const newest = shown.at ?? shown.slots.length;
+  const newest = shown.at ?? shown.tokens.length;
   drawText(chars, { ...shown, fed: newest }, run.given, incorrect, marked);
   const without = [...run.ids.slice(0, run.given), ...run.off.map(({ id }) => id)];
   drawTextWithout(chars, { ids: without, fed: null, version: run.version }, run.given, null, null);
@@ -52,7 +52,7 @@ function drawRun(state) {
   const attention = attentionOf(shown, layer, head, keyHead, info.head_size);
   const { query = null, scores = null, weights = null, mix = null, strengths } = attention;
   const marks = marksOf(answer, layer);
-  const computed = marks ? 0 : (on?.rows ?? 0);
+  const computed = marks ? 0 : (on?.computed ?? 0);
   const lanes = [shown, run, layer, keyHead];
   const { mixes } = STEPS[state.step - 1];
   stage.drawCells(chars, shown, from, computed, incorrect, marked, weights);
@@ -60,7 +60,7 @@ function drawRun(state) {
   stage.drawValues(...lanes, mix, mixes ? strengths : null, from, null);
   stage.drawScores(scores, from);
   stage.drawAttention(weights, from);
-  stage.drawBelow(marks, answer?.kind === "change", run.kept.length, off?.rows ?? 0, computed, from);
+  stage.drawBelow(marks, answer?.kind === "change", run.kept.length, off?.computed ?? 0, computed, from);
 
   // what comes next, and the work
   drawCandidates(state, marked);
@@ -92,7 +92,7 @@ function aboutCharacter(state, marked, scores, weights) {
   const { info, run, answer } = state;
   const { ids } = answer ?? run;
   const step = stepOf(state, marked);
-  const about = [`Character ${marked + 1} is ${quoted(info.chars[answer?.slots[marked] ?? ids[marked]])}.`];
+  const about = [`Character ${marked + 1} is ${quoted(info.chars[answer?.tokens[marked] ?? ids[marked]])}.`];
   if (marked === answer?.position) about.push("You put it there.");
   else if (marked < run.given) about.push("It is from the prompt.");
   else if (step) about.push(`The model gave it a probability of ${percent(step.probabilities[ids[marked]])}.`);

@@ -47,21 +47,21 @@ function frame(id, begin, end, from) {
 
 /** Draw the visible characters and the frames around their columns.
  *
- *  shown      what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
- *             cell; at: the index of the next character in ids, if not after the slots
+ *  shown      what is on the stage: { ids, tokens, at, masked, position }; tokens: the ids that have a column, which get a
+ *             cell; at: the index of the next character in ids, if not after the tokens
  *  computed   how many of the newest columns this step computed with the cache
  *  incorrect  the index of an incorrect or changed character, or null
  *  weights    how much attention each column gets, or null
  */
 export const drawCells = remember((chars, shown, from, computed, incorrect, marked, weights) => {
-  const { ids, slots, masked, position } = shown;
-  const fed = slots.length;
+  const { ids, tokens, masked, position } = shown;
+  const fed = tokens.length;
   const at = shown.at ?? fed;
   const end = Math.min(fed, from + size.cells);
   const inSight = (index) => index !== null && index >= from && index < end;
   const reachable = inSight(marked) ? marked : end - 1; // with the Tab key
   [...$("cells").children].forEach((cell, i) => {
-    const [index, number, char] = [from + i, from + i + 1, chars[slots[from + i]]];
+    const [index, number, char] = [from + i, from + i + 1, chars[tokens[from + i]]];
     const there = inSight(index);
     cell.textContent = there ? glyph(char) : "";
     cell.dataset.number = there && (number % 10 === 0 || index === marked) ? number : "";
@@ -82,7 +82,7 @@ export const drawCells = remember((chars, shown, from, computed, incorrect, mark
   $("asks").style.left = `${left(newest)}px`;
   $("asks").style.width = `${left(size.cells) + size.gap + size.cell / 2 - left(newest)}px`;
 
-  $("asking").textContent = fed ? `“${glyph(chars[slots[fed - 1]])}”` : "?";
+  $("asking").textContent = fed ? `“${glyph(chars[tokens[fed - 1]])}”` : "?";
   $("next-cell").textContent = fed && at < ids.length ? glyph(chars[ids[at]]) : "?";
   classes($("next-cell"), { incorrect: fed && incorrect === at });
   $("earlier").textContent = from ? `← ${from}` : "";
@@ -204,7 +204,7 @@ export const drawAttention = remember((weights, from) => {
   $("attention").ariaLabel = weights ? label : "No attention yet";
 });
 
-/** Draw two rows below the columns, one without the cache and one with it. They are lights: solid for columns that this
+/** Draw two computed below the columns, one without the cache and one with it. They are lights: solid for columns that this
  *  step computed, rings for those it kept. Or, with `marks`, they show which keys and which values differ.
  *
  *  marks   a list of booleans for the keys and one for the values: whether they differ; or null
