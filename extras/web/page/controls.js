@@ -27,51 +27,26 @@ export function listen(store, worker, resize) {
     }
   }
 
-  function play(count, racing) {
+  function go(count = Infinity) {
     if (state.phase === "loading") return;
-    if (submit()) store.play(count, racing);
+    if (submit()) STEPS[state.step - 1].go?.(store, count);
     else fields[state.refused.name].focus();
   }
-
-  /** Run from the form. In later steps the button is hidden, but Enter still submits. */
-  const run = () => STEPS[state.step - 1].runs && play(Infinity);
 
   form.onsubmit = (event) => {
     event.preventDefault();
     if (state.phase === "running") store.pause();
-    else run();
+    else go();
   };
   fields.prompt.onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!event.repeat) run();
+    if (!event.repeat) go();
   };
   for (const name of FIELDS) fields[name].oninput = submit;
-  $("one").onclick = () => play(1);
+  $("one").onclick = () => go(1);
   $("back").onclick = store.goBack;
-  for (const button of $("race").children) {
-    button.onclick = () => {
-      play(Infinity, Number(button.dataset.times));
-      requestAnimationFrame(() => $("factor").scrollIntoView({ block: "nearest" })); // on a phone, the race is below
-    };
-  }
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
-  $("take").onclick = () => (state.answer ? store.show(null) : store.takeOut());
-  for (const button of $("choices").querySelectorAll("button")) {
-    button.onclick = async () => {
-      await store.expect(button.dataset.expected);
-      focusInstead("#next-step");
-    };
-  }
-  $("changed").oninput = ({ target }) => store.changeCharacter(undefined, state.info.chars[target.value]);
-  $("unchange").onclick = async () => {
-    await store.enter();
-    focusInstead("#choices button");
-  };
-  $("projector").onclick = () => {
-    store.set({ projector: !state.projector });
-    resize();
-  };
 
   function setSpeed() {
     const value = Number($("speed").value);
@@ -86,7 +61,9 @@ export function listen(store, worker, resize) {
   function follow(moment) {
     const isNext = document.activeElement.matches(".go");
     store.turnToStep(readStep(), moment);
-    if (isNext) focusInstead(`.says.step-${state.step} h2`);
+    // after the next drawing, because the focused button says something else now
+    const heading = () => document.querySelector("section:not([hidden]) :is(h1, h2)").focus({ preventScroll: true });
+    if (isNext) requestAnimationFrame(heading);
     scrollTo(0, 0);
   }
   window.onpopstate = ({ state: held }) => {
@@ -124,11 +101,5 @@ export function listen(store, worker, resize) {
     place.onclick = (event) => store.click(indexOf(event));
   }
   new ResizeObserver(resize).observe($("strip"));
-  for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) matchMedia(query).onchange = resize;
   return { submit };
-}
-
-/** Move the focus after the next drawing, because the focused button disappears with it. */
-function focusInstead(selector) {
-  requestAnimationFrame(() => document.querySelector(selector).focus({ preventScroll: true }));
 }

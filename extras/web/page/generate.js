@@ -13,21 +13,16 @@ export function begin(network, prompt, steps, sampling) {
   return { network, prompt, sampling, noise, choose, total, on: text(true), off: text(false) };
 }
 
-/** Return which texts take the next step, a list of "on" and "off", empty at the end.
- *
- *  They go side by side: the one behind steps. In a race, each goes at its own speed: the one with less computing time
- *  steps, so both get the same share of their one processor.
- */
+/** Return which text takes the next step, "on" or "off", or undefined at the end. Only a race needs the one without the
+ *  cache. There, the one with less computing time steps, so both get the same share of their one processor. */
 export function whoseTurn(run, racing) {
-  const unfinished = ["on", "off"].filter((name) => run[name].ids.length < run.total);
-  if (racing) return unfinished.sort((a, b) => run[a].ms - run[b].ms).slice(0, 1);
-  const least = Math.min(...unfinished.map((name) => run[name].ids.length));
-  return unfinished.filter((name) => run[name].ids.length === least);
+  const unfinished = (racing ? ["on", "off"] : ["on"]).filter((name) => run[name].ids.length < run.total);
+  return unfinished.sort((a, b) => run[a].ms - run[b].ms)[0];
 }
 
 /** Add one token to run.on or run.off, with one forward of the tokens that its cache does not hold.
  *
- *  Returns { id, ms, computed, shapes, probabilities } and, with the cache, its new `columns` and the `queries` of the
+ *  Returns { id, ms, computed, probabilities } and, with the cache, its new `columns` and the `queries` of the
  *  newest token. computed is how many columns were computed.
  */
 export async function step(run, name) {
@@ -36,7 +31,7 @@ export async function step(run, name) {
   const fed = text.ids.slice(past);
 
   const began = performance.now();
-  const { logits, cache, queries, shapes } = await run.network.forward(fed, text.cache, { keep: text.keep });
+  const { logits, cache, queries } = await run.network.forward(fed, text.cache, { keep: text.keep });
   const id = run.choose(logits, text.ids.length - run.prompt.length);
   const ms = performance.now() - began;
 
@@ -44,16 +39,14 @@ export async function step(run, name) {
   text.cache = cache;
   text.ms += ms;
   const added = text.keep ? columns(cache, past, cache.length) : null;
-  return { id, ms, computed: fed.length, shapes, probabilities: softmax(logits), columns: added, queries };
+  return { id, ms, computed: fed.length, probabilities: softmax(logits), columns: added, queries };
 }
 
-/** Take back steps until each text has at most `steps` new tokens. The prompt has no columns before the first step. */
-export function rewind(run, steps) {
-  for (const text of [run.on, run.off]) {
-    text.ids.length = Math.min(text.ids.length, run.prompt.length + steps);
-    const end = steps ? text.ids.length - 1 : 0;
-    if (text.cache.length > end) text.cache = columns(text.cache, 0, end);
-  }
+/** Take back steps until the text has at most `steps` new tokens. The prompt has no columns before the first step. */
+export function rewind({ on, prompt }, steps) {
+  on.ids.length = Math.min(on.ids.length, prompt.length + steps);
+  const end = steps ? on.ids.length - 1 : 0;
+  if (on.cache.length > end) on.cache = columns(on.cache, 0, end);
 }
 
 // -- questions about a run ----------------------------------------------------------------------------------------------

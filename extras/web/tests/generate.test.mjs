@@ -2,8 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { differences } from "../page/cache.js";
 import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "../page/generate.js";
-import { MISTAKES, mistakeInWords, NAMES, ROUNDING } from "../page/mistakes.js";
+import { MISTAKES, NAMES, ROUNDING } from "../page/mistakes.js";
 import { softmax } from "../page/sampler.js";
+import { mistakeInWords } from "../page/steps/break.js";
 import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
 
 const PROMPT = [1, 4, 2, 7];
@@ -20,18 +21,16 @@ const assertClose = (got, expected, most = 1e-5) => {
 
 const start = (network = toyNetwork()) => begin(network, PROMPT, STEPS, SAMPLING);
 
-/** Take all steps of both texts, and return them. */
-async function finish(run) {
+/** Take all steps of the text, or of both in a race, and return them. */
+async function finish(run, racing = false) {
   const steps = { on: [], off: [] };
-  for (let names = whoseTurn(run, false); names.length; names = whoseTurn(run, false)) {
-    for (const name of names) steps[name].push(await step(run, name));
-  }
+  for (let name = whoseTurn(run, racing); name; name = whoseTurn(run, racing)) steps[name].push(await step(run, name));
   return steps;
 }
 
 test("with the cache and without, the text is that of one forward, and each step's columns are counted", async () => {
   const run = start();
-  const { on, off } = await finish(run);
+  const { on, off } = await finish(run, true);
   assert.deepEqual(run.on.ids, run.off.ids);
   assert.deepEqual(on.map(({ computed }) => computed), [T, ...Array(STEPS - 1).fill(1)]);
   assert.deepEqual(off.map(({ computed }) => computed), Array.from({ length: STEPS }, (_, i) => T + i));
@@ -54,11 +53,12 @@ test("a run that goes back generates the same text again", async () => {
   }
 });
 
-test("side by side, the text that is behind steps; in a race, the one with less computing time", () => {
-  const [ahead, slow] = [{ ids: [0, 1], ms: 1 }, { ids: [0], ms: 5 }];
-  assert.deepEqual(whoseTurn({ on: ahead, off: slow, total: 3 }, false), ["off"]);
-  assert.deepEqual(whoseTurn({ on: ahead, off: slow, total: 3 }, true), ["on"]);
-  assert.deepEqual(whoseTurn({ on: { ids: [0, 1, 2], ms: 1 }, off: slow, total: 3 }, true), ["off"]);
+test("in a race, the text with less computing time steps, and otherwise the one with the cache", () => {
+  const [fast, slow, whole] = [{ ids: [0, 1], ms: 1 }, { ids: [0], ms: 5 }, { ids: [0, 1, 2], ms: 1 }];
+  assert.equal(whoseTurn({ on: slow, off: fast, total: 3 }, false), "on");
+  assert.equal(whoseTurn({ on: slow, off: fast, total: 3 }, true), "off");
+  assert.equal(whoseTurn({ on: whole, off: slow, total: 3 }, true), "off");
+  assert.equal(whoseTurn({ on: whole, off: slow, total: 3 }, false), undefined);
 });
 
 test("without a column, the prediction is that of a masked forward, and the one that moves it most is found", async () => {

@@ -70,7 +70,7 @@ export function toyNetwork() {
     const places = ids.map((_, i) => positions?.[i] ?? cache.length + i);
     const result = compute(ids, cache, places, (i, j) => j <= i && j !== masked);
     const kept = keep ? result : { cache, queries: null };
-    return { logits: result.logits.at(-1), cache: kept.cache, queries: kept.queries, shapes: [] };
+    return { logits: result.logits.at(-1), cache: kept.cache, queries: kept.queries };
   }
   return { forward, empty: emptyCache(INFO) };
 }
