@@ -2,7 +2,7 @@
 import { $, isCalm, shape } from "../views/draw.js";
 import { letter, makeStairs, pathOf, rowsOf, sizeOf, type } from "../views/stairs.js";
 
-const SQUARE = 19; // milliseconds
+const SQUARE = 22; // milliseconds
 
 /** Make one of the two staircases. Returns a function that draws it with so many of its squares computed. */
 function makeLane(name, { chars, opening: { ids, given } }) {

@@ -42,7 +42,8 @@ function drawStairs({ info, run, answer, layer }) {
 function drawVerdict({ info, run, answer, layer }) {
   const { length } = (answer ?? run).tokens;
   $("change-at").max = length;
-  if (!answer) return ["stay", "change", "changes", "difference", "looked"].forEach((id) => say(id, "…"));
+  $("verdict-4").classList.toggle("waiting", !answer);
+  if (!answer) return;
   const { position, ids } = answer;
   const { moved, before } = changeOf(answer, layer);
   const changed = moved.filter(Boolean).length;
