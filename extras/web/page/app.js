@@ -6,7 +6,6 @@ import { STEPS } from "./steps.js";
 import { createStore } from "./store.js";
 import { $, element } from "./views/draw.js";
 import { draw } from "./views/page.js";
-import { measure } from "./views/stage.js";
 import { inEnglish } from "./words.js";
 
 const fields = $("form").elements;
@@ -38,11 +37,6 @@ function keepAddress() {
   }, 200);
 }
 
-/** Draw everything again, in its new size or its new colours. */
-function resize() {
-  store.set({ cells: measure() });
-}
-
 async function load() {
   const info = await worker.read("model.json").catch(store.fail);
   if (!info) return;
@@ -51,7 +45,7 @@ async function load() {
   info.heads = info.n_layer * info.n_head;
   makePage(info);
   store.set({ info, step: readStep(), changed: info.ids.get("q") ?? 0 });
-  const controls = listen(store, worker, resize);
+  const controls = listen(store, worker);
   store.open();
 
   const loaded = await worker.call("load", info).catch(store.fail);

@@ -3,12 +3,12 @@ import { readForm, readMoment, readStep } from "./address.js";
 import { FIELDS, readRequest } from "./request.js";
 import { STEPS } from "./steps.js";
 import { $ } from "./views/draw.js";
-import { indexAt } from "./views/stage.js";
+import { indexAt, measure } from "./views/stage.js";
 import { characterAt } from "./views/text.js";
 import { characters } from "./words.js";
 
-/** Listen to the reader. resize: to call when the size of the stage may have changed. Returns { submit }. */
-export function listen(store, worker, resize) {
+/** Listen to the reader. Returns { submit }. */
+export function listen(store, worker) {
   const { state } = store;
   const form = $("form");
   const fields = form.elements;
@@ -62,7 +62,7 @@ export function listen(store, worker, resize) {
     const isNext = document.activeElement.matches(".go");
     store.turnToStep(readStep(), moment);
     // after the next drawing, because the focused button says something else now
-    const heading = () => document.querySelector("section:not([hidden]) :is(h1, h2)").focus({ preventScroll: true });
+    const heading = () => document.querySelector("section:not([hidden]) h1").focus({ preventScroll: true });
     if (isNext) requestAnimationFrame(heading);
     scrollTo(0, 0);
   }
@@ -100,6 +100,6 @@ export function listen(store, worker, resize) {
     place.onpointerleave = () => store.point(null);
     place.onclick = (event) => store.click(indexOf(event));
   }
-  new ResizeObserver(resize).observe($("strip"));
+  new ResizeObserver(() => store.set({ cells: measure() })).observe($("strip"));
   return { submit };
 }

@@ -74,7 +74,7 @@ async function result(page) {
       name: text("next-name"),
       next: [...document.querySelectorAll("#next li")].map((item) => item.textContent),
       state: document.body.dataset.state,
-      heading: document.querySelector("section:not([hidden]) :is(h1, h2)").textContent,
+      heading: document.querySelector("section:not([hidden]) h1").textContent,
       focus: document.activeElement.name || document.activeElement.id || document.activeElement.tagName,
       address: location.search,
     };
@@ -158,6 +158,16 @@ await visit(
   },
 );
 
+// the reader guesses before the race, which begins when the model has arrived
+await visit(
+  `${plan.site}#step-2`,
+  async (page) => {
+    const { focus } = await result(page);
+    seen.guessed = [focus, await page.locator("#result").innerText()];
+  },
+  (page) => page.locator("#guess label >> nth=1").click(),
+);
+
 // the lesson, from its beginning to its end
 await visit(plan.site, async (page) => {
   seen.idea = [await numbers(page), await page.locator(".idea .typed").allTextContents()];
@@ -167,7 +177,6 @@ await visit(plan.site, async (page) => {
   await page.click("text=Race them on this computer");
   await drawn(page);
   seen.began = await page.evaluate(() => document.activeElement.tagName);
-  await page.locator("#guess label >> nth=1").click();
   seen.race = await result(page);
   const bars = () => page.locator(".costs i").evaluateAll((each) => each.map((it) => it.getBoundingClientRect().width));
   seen.bars = [await page.locator("#result").innerText(), await bars(), await page.locator(".costs p").first().evaluate((it) => it.getBoundingClientRect().width)];
