@@ -1,5 +1,5 @@
 // The page: connects the store, the controls and the views, and loads the model.
-import { momentOf, readForm, readMoment, readStep, writeAddress } from "./address.js";
+import { momentOf, readForm, readStep, writeAddress } from "./address.js";
 import { startWorker } from "./client.js";
 import { listen } from "./controls.js";
 import { STEPS } from "./steps.js";

@@ -6,21 +6,22 @@ const SQUARE = 22; // milliseconds
 
 /** Make one of the two staircases. Returns a function that draws it with so many of its squares computed. */
 function makeLane(name, { chars, opening: { ids, given } }) {
-  const steps = ids.length - given;
+  const [steps, isOn] = [ids.length - given, name === "on"];
   const figure = document.querySelector(`.idea figure.${name}`);
   const svg = figure.querySelector("svg");
-  const [work, all] = [name, "off"].map((each) => rowsOf(given, steps, each === "on"));
-  const total = sizeOf(work.computed);
+  const work = rowsOf(given, steps, isOn);
+  const [total, most] = [work, rowsOf(given, steps, false)].map(({ computed }) => sizeOf(computed));
   const paths = makeStairs(svg, [0, -1.2, ids.length + 3, steps + 1.2], [name, "kept"]);
   const letters = ids.slice(given).map((id, step) => letter(chars[id], given + step, step));
   const note = (x, y, text, kind = "note") => shape("text", { class: `${kind} ${name}`, x: given + x, y }, text);
-  const notes = name === "off" ? [note(6, 3.8, "← every step: all positions again")] : [
-    note(1.4, -0.3, "← prefill: the prompt, all at once"), note(6, 3.8, "← decode: one position per step"),
-    note(13, 9.6, `${Math.round(sizeOf(all.computed) / total)}×`, "times"), note(13.1, 11, "fewer positions,"), note(13.1, 12.2, "the same text"),
-  ];
-  svg.append(...ids.slice(0, given).map((id, i) => letter(chars[id], i, -1.2)), ...letters, ...notes);
-  const each = name === "on" ? "computes one position and reads the rest" : "computes all positions so far";
-  svg.ariaLabel = `${steps} steps, of which each ${each}: ${total} in all.`;
+  const every = note(6, 3.8, isOn ? "← decode: one position per step" : "← every step: all positions again");
+  const result = shape("g");
+  if (isOn) {
+    svg.append(note(1.4, -0.3, "← prefill: the prompt, all at once"));
+    result.append(note(13, 9.6, `${Math.round(most / total)}×`, "times"), note(13.1, 11, "fewer positions,"), note(13.1, 12.2, "the same text"));
+  }
+  svg.append(...ids.slice(0, given).map((id, i) => letter(chars[id], i, -1.2)), ...letters, every, result);
+  svg.ariaLabel = `${steps} steps, ${total} positions: ${isOn ? "each step computes one and reads the rest" : "each step computes all so far"}.`;
 
   return (squares) => {
     let [left, done] = [squares, 0];
@@ -33,6 +34,7 @@ function makeLane(name, { chars, opening: { ids, given } }) {
     const kept = work.kept.map((row, step) => (step <= done ? row : [0, 0]));
     [computed, kept].forEach((rows, i) => paths[i].setAttribute("d", pathOf(rows)));
     letters.forEach((each, step) => each.classList.toggle("waiting", step >= done));
+    result.classList.toggle("waiting", squares < most); // until the slower one is done
     figure.querySelector(".number").textContent = Math.min(squares, total);
     type(figure.querySelector(".typed"), chars, ids.slice(0, given + done), given);
     return squares < total;

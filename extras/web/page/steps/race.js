@@ -1,6 +1,6 @@
 // Step 2: the race. Both write the same text at their own speed, and what it took becomes two bars.
 import { $, say } from "../views/draw.js";
-import { makeStairs, pathOf, rowsOf, sizeOf, type } from "../views/stairs.js";
+import { makeStairs, pathOf, rowsOf, type } from "../views/stairs.js";
 import { inEnglish } from "../words.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
@@ -9,8 +9,7 @@ const positions = (count) => `${count} position${count === 1 ? "" : "s"}`;
 
 /** Draw the text, the work and the clock of one of the two: a pale outline of all its work, and what is done. */
 function drawLane(name, { given, request, ids, [name]: steps }, { chars }) {
-  const svg = document.querySelector(`.race .${name} svg`);
-  const pane = document.querySelector(`.race .${name} .typed`);
+  const [svg, pane] = ["svg", ".typed"].map((part) => document.querySelector(`.race .${name} ${part}`));
   const { computed, kept } = rowsOf(given, request.steps, name === "on");
   const paths = makeStairs(svg, [0, 0, given + request.steps - 1, request.steps], ["planned", "kept", name]);
   const done = (rows) => rows.slice(0, steps.length);

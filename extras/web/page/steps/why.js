@@ -47,7 +47,7 @@ function drawVerdict({ info, run, answer, layer }) {
   const { position, ids } = answer;
   const { moved, before } = changeOf(answer, layer);
   const changed = moved.filter(Boolean).length;
-  $("change-at").value = position + 1;
+  if (document.activeElement !== $("change-at")) $("change-at").value = position + 1; // or it would fight the reader
   say("stay", length - changed);
   say("change", changed);
   say("changes", changed === 1 ? "changes" : "change");

@@ -193,7 +193,7 @@ export function drawAbout({ chars, run, answer, shown, marked, scores, weights, 
   const about = [`Character ${marked + 1} is ${quoted(chars[answer?.tokens[marked] ?? shown.ids[marked]])}.`];
   if (marked < run.given) about.push("It is from the prompt.");
   else if (step) about.push(`The model gave it a probability of ${percent(step.probabilities[shown.ids[marked]])}.`);
-  if (weights?.[marked] !== undefined) {
+  if (Number.isFinite(scores?.[marked])) {
     const score = scores[marked].toFixed(1).replace("-", "−");
     about.push(`Its key scores ${score}, so the newest gives it ${percent(weights[marked])} of its attention.`);
   }
