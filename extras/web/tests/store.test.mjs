@@ -97,6 +97,8 @@ test("both pay the same fixed cost, and then for each position", () => {
   const { off, on, fixed } = costs({ off: steps([4, 5, 6]), on: steps([4, 1, 1]) });
   assert.deepEqual([off, on], [{ ms: 15, computed: 5 }, { ms: 9, computed: 2 }]);
   assert.equal(fixed, 5);
+  // a small model may gain nothing, and then all is fixed
+  assert.equal(costs({ off: [{ computed: 9, ms: 3 }], on: [{ computed: 1, ms: 4 }] }).fixed, 3);
 });
 
 test("a run goes on, back and over", async () => {

@@ -27,7 +27,7 @@ export function costs({ on, off }) {
   const average = (steps, what) => sum(steps.map((step) => step[what])) / steps.length;
   const [slow, fast] = [off, on].map((steps) => ({ ms: average(steps, "ms"), computed: average(steps, "computed") }));
   const each = Math.max(0, slow.ms - fast.ms) / Math.max(1e-9, slow.computed - fast.computed);
-  return { off: slow, on: fast, fixed: Math.max(0, fast.ms - each * fast.computed) };
+  return { off: slow, on: fast, fixed: Math.max(0, Math.min(slow.ms, fast.ms - each * fast.computed)) };
 }
 
 /** Whether both have written their text. */
@@ -44,8 +44,8 @@ function drawResult(race, guess) {
   for (const [name, { ms, computed }] of Object.entries({ off, on })) {
     const [fix, rest, label] = document.querySelector(`.costs p.${name}`).children;
     const most = Math.max(off.ms, on.ms);
-    fix.style.width = `${(100 * Math.min(fixed, ms)) / most}%`;
-    rest.style.width = `${(100 * Math.max(0, ms - fixed)) / most}%`;
+    fix.style.width = `${(100 * fixed) / most}%`;
+    rest.style.width = `${(100 * (ms - fixed)) / most}%`;
     label.textContent = positions(Math.round(computed));
     say(`per-step-${name}`, `${short(ms)} ms per step`);
   }
