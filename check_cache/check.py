@@ -12,7 +12,7 @@ from torch import Tensor
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
 from check_cache.report import AdapterError, Report, Result, as_list, describe
-from check_cache.scenarios import OWN_LOOP, PADDING, Found, Stream, largest_chunk, scenarios_for
+from check_cache.scenarios import Found, Stream, largest_chunk, scenarios_for
 
 LEAST = 24  # tokens per row
 
@@ -174,7 +174,7 @@ def run_all(decoder, scenarios, kinds, length, *options):
             results.append(Result("every scenario", kind, status_of(error), describe(error)))
             continue
         began = time.monotonic()
-        mine = [scenario for scenario in scenarios if kind == kinds[0] or not scenario.tags & OWN_LOOP]
+        mine = [scenario for scenario in scenarios if kind == kinds[0] or scenario.needs != "generate"]
         for count, scenario in enumerate(mine):
             left = (time.monotonic() - began) / max(1, count) * (len(mine) - count)
             estimate = f", about {left:.0f} s left" if count else ""
@@ -203,18 +203,15 @@ def run_scenario(reference, scenario, kind):
         if need and need != "generate" and not decoder.takes("step", need):
             raise NotImplementedError(f"the step takes no {need}")
         why = scenario.run(partial(Stream, reference, kind, found))
-        if scenario.tags & PADDING and reference.sees_padding:
+        if scenario.padding and reference.sees_padding:
             return result("fault", "not the cache's fault: padding changes logits even without a cache")
-        if scenario.tags & OWN_LOOP:
+        if need == "generate":
             return result("wrong" if why else "correct", why)
         return result(**judge(reference, found))
     except (AdapterError, NotImplementedError) as error:
         return result(status_of(error), describe(error))
     except (Exception, SystemExit) as error:
-        why = describe(error)
-        if not found.errors and "Sizes of tensors must match" in why:
-            why += ". The cache was not empty at position 0: new should return an empty one"
-        return result("wrong", why + found.hint)
+        return result("wrong", describe(error))
 
 
 def judge(reference, found):
@@ -238,7 +235,7 @@ def judge(reference, found):
         why = "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
     return dict(
         status="wrong",
-        why=why + found.hint,
+        why=why,
         rule=f"{rule}, argmax differs at {int(differs.sum())} positions, first at {where}",
         off=off,
         position=positions[first].item(),
