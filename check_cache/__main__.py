@@ -28,9 +28,7 @@ def load(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog="check-cache", description="Checks whether the KV cache of a model is correct"
-    )
+    parser = argparse.ArgumentParser("check-cache", description="Checks whether the KV cache of a model is correct")
     add = parser.add_argument
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")

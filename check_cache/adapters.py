@@ -57,7 +57,6 @@ class Adapter:
         self.modules, self.parts = find_modules(model, *parts.values()), parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
         self.kinds = getattr(model, "kinds", ("own", "static")) if asks_for(parts["new"], "kind") else ("own",)
-        self.full_takes_mask = asks_for(parts["full"], "mask")
         self.in_float64 = getattr(model, "in_float64", nullcontext)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
@@ -87,13 +86,7 @@ class Adapter:
 
     def complain(self, part, returns, output):
         """Raise AdapterError: a function does not return what it should."""
-        if isinstance(output, torch.Tensor):
-            what = f"a tensor of shape {tuple(output.shape)}"
-        elif isinstance(output, tuple):
-            what = f"({', '.join(type(item).__name__ for item in output)})"
-        else:
-            what = f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
-        raise AdapterError(f"{part} must return {returns}, but returned {what}{source(self.parts[part])}")
+        raise AdapterError(f"{part} must return {returns}, but returned {kind_of(output)}{source(self.parts[part])}")
 
     def full(self, ids, rows, mask=None, pos=None):
         output = self.call("full", ids, rows=rows, mask=mask, pos=pos)
@@ -110,12 +103,11 @@ class Adapter:
         """Return the logits (B, T or 1, V) of the next tokens, and the cache."""
         output = self.call("step", ids, cache, rows=rows, mask=mask, pos=pos, lengths=lengths)
         logits, held = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
-        if not isinstance(logits, torch.Tensor):
-            self.complain("step", "logits or (logits, cache)", output)
-        logits = logits[:, None] if logits.dim() == 2 else logits  # some decoders only return those of the last token
+        if isinstance(logits, torch.Tensor) and logits.dim() == 2:
+            logits = logits[:, None]  # some decoders only return those of the last token
         B, T = ids.shape
-        if logits.dim() != 3 or logits.shape[::2] != (B, self.vocab_size) or logits.size(1) not in (1, T):
-            self.complain("step", f"logits of shape {(B, T, self.vocab_size)}", logits)
+        if getattr(logits, "shape", None) not in [(B, t, self.vocab_size) for t in (1, T)]:
+            self.complain("step", f"logits {(B, T, self.vocab_size)} or (logits, cache)", output)
         return logits, cache if held is None else held
 
     def generate(self, ids, count, use_cache, mask, eos, rows):
@@ -123,10 +115,9 @@ class Adapter:
         if mask is not None and not self.takes("generate", "mask"):
             raise NotImplementedError("generate takes no mask")
         output = self.call("generate", ids, count, use_cache, rows=rows, mask=mask, eos=eos)
-        if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != len(ids):
-            self.complain("generate", f"a tensor of ids ({len(ids)}, T)", output)
-        if output.size(1) == 0 or torch.equal(output, ids):
-            self.complain("generate", f"{count} new tokens per row", output)
+        shaped = isinstance(output, torch.Tensor) and output.dim() == 2 and len(output) == len(ids)
+        if not shaped or output.size(1) == 0 or torch.equal(output, ids):
+            self.complain("generate", f"{count} new tokens per row, a tensor ({len(ids)}, {count})", output)
         return output
 
     def change(self, cache, name, *args):
@@ -175,6 +166,14 @@ def asks_for(function, name):
     return name in inspect.signature(function).parameters
 
 
+def kind_of(output):
+    if isinstance(output, tuple):
+        return f"({', '.join(map(kind_of, output))})"
+    if isinstance(output, torch.Tensor):
+        return f"a tensor {tuple(output.shape)}"
+    return f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
+
+
 def source(function):
     """Return where a function of the adapter is, in words."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
@@ -182,18 +181,15 @@ def source(function):
 
 
 def find_modules(*things):
-    """Return the modules among things, their attributes and owners, and what functions and their helpers refer to."""
-    found, todo = {}, [*things]
-    for thing in todo:  # which grows
+    """Return the modules among things, their attributes and owners, and what functions refer to."""
+    found = {}
+    for thing in things:
+        nearby = [getattr(thing, "__self__", thing)]
         if inspect.isfunction(thing):
             outside = inspect.getclosurevars(thing)
             nearby = [*outside.nonlocals.values(), *outside.globals.values()]
-            helpers = [part for part in nearby if inspect.isfunction(part) and part not in todo]
-            todo += [part for part in helpers if part.__module__ == thing.__module__]
-        else:
-            nearby = [getattr(thing, "__self__", thing)]
         for owner in nearby:
-            parts = [owner] if isinstance(owner, nn.Module) else [*getattr(owner, "__dict__", {}).values()]
+            parts = [owner, *getattr(owner, "__dict__", {}).values()]
             found |= {part: None for part in parts if isinstance(part, nn.Module)}
     return [*found]
 

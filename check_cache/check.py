@@ -1,9 +1,9 @@
 """The check itself: each scenario, for each kind of cache."""
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import AdapterError, Report, Result, as_list, describe
+from check_cache.report import AdapterError, Fault, Report, Result, as_list, describe
 from check_cache.scenarios import Found, Stream, largest_chunk, scenarios_for
 
 LEAST = 24  # tokens per row
+STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run"}
 
 
 def check_cache(
@@ -63,16 +64,18 @@ def check_cache(
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
     parts = {name: value for name, value in locals().items() if name in PARTS and value is not None}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
-        raise ImportError(f"needs torch 2.9 or newer, but this is {torch.__version__}")
     decoder = adapter_of(model, parts, inputs or {})
     kinds = as_list(caches) or decoder.kinds
     if unknown := {*kinds} - {*decoder.kinds}:
         raise ValueError(f"caches: no {', '.join(unknown)}. This decoder has {', '.join(decoder.kinds)}")
-    with prepared(decoder, dtype_of(dtype), device, seed) as (dtype, device):
-        length, limited = length_for(decoder, length)
-        known = scenarios_for(decoder.window, length, seed)
-        chosen = choose(known, scenarios, skip)
+    most = decoder.context or length or 1024
+    length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
+    if not LEAST <= length <= most:
+        at_most = f", and at most the context, {most}" if decoder.context else ""
+        raise ValueError(f"length={length}: must be at least {LEAST}{at_most}")
+    known = scenarios_for(decoder.window, length, seed)
+    chosen = choose(known, scenarios, skip)
+    with prepared(decoder, dtype, device, seed) as (dtype, device):
         results = run_all(decoder, chosen, kinds, length, dtype, seed, atol, rtol)
     show("")
 
@@ -85,23 +88,19 @@ def check_cache(
     named = decoder.modules[:1] if model is None else [model]
     name = type(named[0]).__name__ if named else "a decoder"
     title = f"{name}: {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    beyond = f"more than {length} tokens{limited} or {ROWS} rows, most chunks of more than {largest_chunk(length)}"
+    beyond = f"more than {length} tokens or {ROWS} rows, most chunks of more than {largest_chunk(length)}"
     beyond += ", other dtypes, scenarios combined"
     if left_out := len(known) - len(chosen):
         beyond += f", {left_out} scenarios that were left out"
     return Report(title, results, beyond)
 
 
-def dtype_of(dtype):
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype={dtype!r}: must be a dtype of torch, such as 'float32', 'bfloat16' or 'float16'")
-    return found
-
-
 @contextmanager
 def prepared(decoder, dtype, device, seed):
     """Perturb and convert the weights of a decoder for a while, and yield their dtype and device."""
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r}: must be a dtype of torch, such as 'float32', 'bfloat16' or 'float16'")
     tensors = [tensor for module in decoder.modules for tensor in module.parameters()]
     device = torch.device(device or (tensors[0].device if tensors else "cpu"))
     generators = [device.index or 0] if device.type == "cuda" else []
@@ -119,28 +118,6 @@ def prepared(decoder, dtype, device, seed):
             for module in decoder.modules:
                 module.eval().to(device)
             yield dtype, device
-
-
-def length_for(decoder, length):
-    """Return how many tokens to feed per row, and in words why not more."""
-    most = decoder.context or length or 1024
-    wanted = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
-    if not LEAST <= wanted <= most:
-        at_most = f", and at most the context, {most}" if decoder.context else ""
-        raise ValueError(f"length={wanted}: must be at least {LEAST}{at_most}")
-    if length or decoder.context:
-        return wanted, ""
-
-    limit = ""
-    for shorter in (wanted, 256, 128, 64, 32):  # the context is unknown, so look for it
-        try:
-            decoder.full(torch.zeros(1, shorter, dtype=torch.long), torch.arange(1))
-        except (Exception, SystemExit) as error:
-            limit = limit or f" (with {wanted}, full {describe(error)})"
-        else:
-            decoder.context = shorter if limit else None
-            return shorter, limit
-    return wanted, ""
 
 
 def choose(scenarios, only, skip):
@@ -163,28 +140,27 @@ def run_all(decoder, scenarios, kinds, length, *options):
     try:
         reference = Reference(decoder, length, *options)
     except (Exception, SystemExit) as error:
-        return [Result("every scenario", "any", status_of(error), describe(error))]
-    if reference.fault:
-        return [Result("every scenario", "any", "fault", reference.fault)]
+        result = failed("every scenario", "any", error)
+        named = decoder.context or result.status != "not run"
+        return [result if named else replace(result, why=f"{result.why}. Is the context shorter? Then pass length=")]
     results = []
     for kind in kinds:
         try:
             decoder.new(3, length, kind)
         except (Exception, SystemExit) as error:
-            results.append(Result("every scenario", kind, status_of(error), describe(error)))
+            results.append(failed("every scenario", kind, error))
             continue
-        began = time.monotonic()
         mine = [scenario for scenario in scenarios if kind == kinds[0] or scenario.needs != "generate"]
-        for count, scenario in enumerate(mine):
-            left = (time.monotonic() - began) / max(1, count) * (len(mine) - count)
-            estimate = f", about {left:.0f} s left" if count else ""
-            show(f"{kind} cache, {count + 1} of {len(mine)}: {scenario.name}{estimate}")
+        for count, scenario in enumerate(mine, 1):
+            show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
             results.append(run_scenario(reference, scenario, kind))
     return results
 
 
-def status_of(error):
-    return "error" if isinstance(error, AdapterError) else "not run"
+def failed(scenario, kind, error, otherwise="not run"):
+    """Return the result of a scenario that an exception has ended."""
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), otherwise)
+    return Result(scenario, kind, status, describe(error))
 
 
 def show(text):
@@ -196,22 +172,18 @@ def show(text):
 def run_scenario(reference, scenario, kind):
     """Run a scenario, and return its result."""
     found, decoder, need = Found(), reference.decoder, scenario.needs
-    result = partial(Result, scenario.name, kind)
     try:
         if need == "generate" and need not in decoder.parts:
             raise NotImplementedError("there is no generate(ids, count, use_cache)")
-        if need and need != "generate" and not decoder.takes("step", need):
+        if need in ("mask", "lengths") and not decoder.takes("step", need):
             raise NotImplementedError(f"the step takes no {need}")
         why = scenario.run(partial(Stream, reference, kind, found))
         if scenario.padding and reference.sees_padding:
-            return result("fault", "not the cache's fault: padding changes logits even without a cache")
-        if need == "generate":
-            return result("wrong" if why else "correct", why)
-        return result(**judge(reference, found))
-    except (AdapterError, NotImplementedError) as error:
-        return result(status_of(error), describe(error))
+            raise Fault("not the cache's fault: padding changes logits even without a cache")
+        fields = judge(reference, found) if need != "generate" else dict(status="wrong" if why else "correct", why=why)
     except (Exception, SystemExit) as error:
-        return result("wrong", describe(error))
+        return failed(scenario.name, kind, error, "wrong")
+    return Result(scenario.name, kind, **fields)
 
 
 def judge(reference, found):
