@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -57,7 +56,6 @@ class Adapter:
         self.modules, self.parts = find_modules(model, *parts.values()), parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
         self.kinds = getattr(model, "kinds", ("own", "static")) if asks_for(parts["new"], "kind") else ("own",)
-        self.in_float64 = getattr(model, "in_float64", nullcontext)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             if len(tensor) != ROWS:
@@ -123,17 +121,17 @@ class Adapter:
     def change(self, cache, name, *args):
         """Crop, reorder, ... a cache, with the function of the adapter or the method of the cache."""
         if name in self.parts:
-            return self.call(name, cache, *args)
-        if name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
+            change = partial(self.call, name, cache)
+        elif name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
             return None  # a cache inside the module: its next text starts at position 0
-        if not hasattr(cache, METHODS[name]):
+        elif (change := getattr(cache, METHODS[name], None)) is None:
             raise NotImplementedError(f"the cache has no {METHODS[name]}")
+        # how a cache refuses, such as a full window that cannot be cropped. Those of transformers ask each layer
+        refusals = ValueError, AttributeError if type(cache).__module__.startswith("transformers.") else ValueError
         try:
-            return getattr(cache, METHODS[name])(*args)
-        except AttributeError as error:
-            if type(cache).__module__.startswith("transformers."):  # it asks each of its layers
-                raise NotImplementedError(first_line(error)) from None
-            raise
+            return change(*args)
+        except refusals as error:
+            raise NotImplementedError(first_line(error)) from None
 
     def fork(self, cache):
         if "fork" in self.parts:
@@ -216,30 +214,6 @@ class Transformers:
         self.window = next(filter(None, windows), None)
         self.pad = fact("pad_token_id") or 0
 
-    @cached_property
-    def kinds(self):
-        """The model's own cache, the DynamicCache of generate() if that differs, and a static one."""
-        if not getattr(self.model, "_supports_default_dynamic_cache", bool)():
-            return "own", "static"
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.model.device)
-        try:
-            with torch.no_grad():
-                caches = [self.step(ids, self.new(1, 2, kind), None, None)[1] for kind in ("own", "dynamic")]
-        except Exception:  # the scenarios will say why
-            return "own", "static"
-        own, dynamic = ([type(cache), *map(type, getattr(cache, "layers", ()))] for cache in caches)
-        return ("own", "static") if own == dynamic else ("own", "dynamic", "static")
-
-    @contextmanager
-    def in_float64(self):
-        experts = getattr(self.config, "_experts_implementation", None)
-        switch = self.model.set_experts_implementation if experts else lambda name: None
-        switch("eager")  # the fast kernels have no float64
-        try:
-            yield
-        finally:
-            switch(experts)
-
     def full(self, ids, mask, pos, **inputs):
         return self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos), **inputs).logits
 
@@ -248,8 +222,6 @@ class Transformers:
 
         if kind == "own":
             return None  # the model makes one
-        if kind == "dynamic":
-            return transformers.DynamicCache(config=self.config)
         if self.cache_name and self.model._can_compile_fullgraph:
             return transformers.StaticCache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")

@@ -230,10 +230,6 @@ def distance_if_close(slot):
     if any(cosine_similarity(got.flatten(), wanted.flatten(), dim=0) < 0.98 for got, wanted in pairs):
         return None
     off = max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
-    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        coarser = torch.finfo(dtype).eps > slot.reference.eps
-        if coarser and all((got.to(dtype).float() == got).all() for got, _ in pairs):
-            return f"it rounded to {str(dtype)[6:]}, off by {off:.1g} of its size"
     return f"it rounded or scaled, off by {off:.1g} of its size"
 
 

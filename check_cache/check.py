@@ -56,7 +56,7 @@ def check_cache(
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
     device     where to run. None: where the model is
-    caches     kinds of cache: "own", "dynamic" or "static". None: all that the decoder has
+    caches     kinds of cache: "own" or "static". None: all that the decoder has
     scenarios  only those whose name contains one of these words; skip: not those
     atol, rtol for a cache that rounds on purpose: a logit may be off by atol + rtol * abs(logit). None: by rounding
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
@@ -79,20 +79,18 @@ def check_cache(
         results = run_all(decoder, chosen, kinds, length, dtype, seed, atol, rtol)
     show("")
 
+    beyond = [f"more than {length} tokens or {ROWS} rows", f"most chunks of more than {largest_chunk(length)}"]
+    beyond += [f"caches other than {' and '.join(kinds)}", "other dtypes", "scenarios combined"]
+    if left_out := len(known) - len(chosen):
+        beyond.append(f"{left_out} scenarios that were left out")
     if not decoder.modules:
-        note = "we found no module with the weights: pass it as model="
-        results.append(Result("perturbed weights, float64", "any", "not run", note))
+        beyond.append("perturbed weights and float64, because we found no module with weights: pass it as model=")
     if decoder.window and length < 2 * decoder.window:
-        why = f"needs a length of {3 * decoder.window}"
-        results.append(Result(f"past the window of {decoder.window}", "any", "not run", why))
+        beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
     named = decoder.modules[:1] if model is None else [model]
     name = type(named[0]).__name__ if named else "a decoder"
     title = f"{name}: {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    beyond = f"more than {length} tokens or {ROWS} rows, most chunks of more than {largest_chunk(length)}"
-    beyond += ", other dtypes, scenarios combined"
-    if left_out := len(known) - len(chosen):
-        beyond += f", {left_out} scenarios that were left out"
-    return Report(title, results, beyond)
+    return Report(title, results, ", ".join(beyond))
 
 
 @contextmanager
@@ -113,7 +111,7 @@ def prepared(decoder, dtype, device, seed):
             raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
         draw = torch.Generator().manual_seed(seed)
         dtype = dtype or (torch.float32 if decoder.modules or logits is None else logits.dtype)
-        with decoder.in_float64(), changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
+        with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
             torch.manual_seed(seed)
             for module in decoder.modules:
                 module.eval().to(device)

@@ -110,10 +110,7 @@ class Stream:
 
     def change(self, name, *args, rows=None):
         """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
-        try:
-            cache = self.decoder.change(self.cache, name, *args)
-        except ValueError as error:  # how a cache refuses, such as a full window that cannot be cropped
-            raise NotImplementedError(first_line(error)) from None
+        cache = self.decoder.change(self.cache, name, *args)
         self.cache = self.cache if cache is None else cache
         self.rows = self.rows if rows is None else torch.as_tensor(rows)
         return self

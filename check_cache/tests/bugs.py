@@ -431,7 +431,7 @@ def shared_scale(patch):
     patch(Cache, "update", broken)
 
 
-@bug(f"{HOLDS}|rounded to float16", "a buffer of float16 under float32")
+@bug(f"{HOLDS}|rounded", "a buffer of float16 under float32")
 def float16_buffer(patch):
     patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
     return Decoder()
@@ -884,7 +884,7 @@ def alibi_of_the_chunk(patch):
     return tiny("bloom")
 
 
-@bug(f"{HOLDS}|rounded to float8", "half precision: scores in float8 in decode steps")
+@bug(f"{HOLDS}|rounded", "half precision: scores in float8 in decode steps")
 def coarse_scores(patch):
     expand = Attention.expand
     patch(
