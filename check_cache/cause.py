@@ -139,11 +139,11 @@ def explain_slot(slot, asked):
     asked: whether the query of its token is wrong, too, or None if we cannot see it
     """
     what, of = " and ".join(slot.pairs), whose(slot.row, slot.position)
-    if holds := find_owner(slot) or (not (slot.new and asked) and distance_if_close(slot)):
+    holds = find_owner(slot) or (not (slot.new and asked) and distance_if_close(slot))
+    if not holds and not slot.new:
+        holds = "something that no token produced: changed later, or a rejected draft token"
+    if holds:
         return f"slot {slot.index} should hold the {what} of {of}, but holds {holds}"
-    if not slot.new:
-        what_else = "something that no token produced: changed later, or a rejected draft token"
-        return f"slot {slot.index} should hold the {what} of {of}, but holds {what_else}"
     reason = explain_place(slot) if slot.own is slot.reference.reads[0][1] else None
     if asked is None:
         reason = reason or "wrong input or absolute position, or changed by the cache"
@@ -254,9 +254,7 @@ def compare_weights(stream, got, wanted, row, positions, places):
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
             position, where = places[i, slot].item(), f"slot {slot}"
             if position < 0:
-                where += (
-                    " (padding)" if stream.pads.any() else " (the cache was not empty at position 0: see new and reset)"
-                )
+                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0)"
             elif position != slot:
                 where += f" (position {position})"
             given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
@@ -280,20 +278,7 @@ def place(stream, read, expected, weights, row, fed, T):
 
     pads = 0 if stream.ragged else stream.pads
     shifted = [layout.where((layout >= 0) & (layout < front), layout - pads) for layout in layouts]
-    best = min((layout.expand(len(row), -1) for layout in shifted), key=distance)
-    if not seen or stream.pads.any() or (slots >= fed and not stream.decoder.window):
-        return best
-
-    # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
-    # holds the key of a column, that is where the columns are.
-    got, wanted = same_heads(x, y[:, :, :fed])
-    fits = ~torch.stack(
-        [stream.reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)], 2
-    )  # (B, slots, fed)
-    if not (fits.any(2) | (got == 0).all(3).all(1)).all():
-        return best
-    as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)
-    return best.where(as_best, fits.int().argmax(2).where(fits.any(2), -1))
+    return min((layout.expand(len(row), -1) for layout in shifted), key=distance)
 
 
 def at_places(x, dim, places):

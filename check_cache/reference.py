@@ -84,13 +84,13 @@ class Reference:
         ids[3:6, :fork] = ids[:3, :fork]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
-        # the logits of reference, in float64 if the decoder can run in it
-        self.exact = torch.float64
-        try:
-            fault = self.set_logits()
-        except Exception:
-            self.exact = dtype
-            fault = self.set_logits()
+        for self.exact in (torch.float64, torch.float32, dtype):  # the first that the decoder can run in
+            try:
+                fault = self.set_logits()
+                break
+            except Exception:
+                if self.exact == dtype:
+                    raise
         if fault:
             raise Fault(f"not the cache's fault: logits without a cache {fault}, so no cache can give the same logits")
 
