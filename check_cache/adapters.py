@@ -55,7 +55,7 @@ class Adapter:
     def __init__(self, model, parts, inputs):
         self.modules, self.parts = find_modules(model, *parts.values()), parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
-        self.kinds = getattr(model, "kinds", ("own", "static")) if asks_for(parts["new"], "kind") else ("own",)
+        self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             if len(tensor) != ROWS:

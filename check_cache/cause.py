@@ -254,7 +254,7 @@ def compare_weights(stream, got, wanted, row, positions, places):
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
             position, where = places[i, slot].item(), f"slot {slot}"
             if position < 0:
-                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0)"
+                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0: see reset)"
             elif position != slot:
                 where += f" (position {position})"
             given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
