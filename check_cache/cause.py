@@ -23,19 +23,11 @@ class Slot:
     reference: object
     own: Read  # of this layer, without a cache
     row: int
-    column: int
+    position: int  # below 0 in front of the text
     index: int
     new: bool  # whether its token is new
     heads: torch.Tensor  # (heads,), which heads are wrong in this slot
     pairs: dict  # "key" or "value", if wrong: what is in all slots and what should be, both (wrong heads, slots, size)
-
-    @property
-    def front(self):
-        return self.own.weights.size(-1) - self.reference.length
-
-    @property
-    def position(self):
-        return self.column - self.front
 
     @property
     def here(self):
@@ -121,8 +113,9 @@ def compare_layer(stream, read, expected, fed, rows, positions, drafts):
         names = [name for name in bad if bad[name][i, index]]
         heads = sum(reference.differ(got[name][i, :, index], wanted[name][i, :, index]).int() for name in names) > 0
         pairs = {name: (got[name][i, heads], wanted[name][i, heads]) for name in names}
-        slot = Slot(reference, expected, row[i].item(), places[i, index].item(), index, not kept.any(), heads, pairs)
-        asked = None if wrong_query is None else wrong_query[i, positions[i] == slot.position].any().item()
+        position = places[i, index].item() - front
+        slot = Slot(reference, expected, row[i].item(), position, index, not kept.any(), heads, pairs)
+        asked = None if wrong_query is None else wrong_query[i, positions[i] == position].any().item()
         return explain_slot(slot, asked)
     if wrong_query is not None and wrong_query.any():
         t, i = wrong_query.T.nonzero()[0].tolist()
@@ -144,11 +137,12 @@ def explain_slot(slot, asked):
         holds = "something that no token produced: changed later, or a rejected draft token"
     if holds:
         return f"slot {slot.index} should hold the {what} of {of}, but holds {holds}"
-    reason = explain_place(slot) if slot.own is slot.reference.reads[0][1] else None
+    first = slot.own is slot.reference.reads[0][1]
+    reason = explain_place(slot) if first and slot.position >= 0 else None
     if asked is None:
         reason = reason or "wrong input or absolute position, or changed by the cache"
     elif asked and "value" in slot.pairs:
-        reason = reason or "wrong input: what comes before attention, or an entry of inputs="
+        reason = reason or "wrong input: the token, an entry of inputs=, or what else comes before attention"
     elif asked:
         reason = reason or "position ids, because its query is wrong too"
     reason = reason or "changed on the way into the cache, because its query is correct"
@@ -156,25 +150,18 @@ def explain_slot(slot, asked):
 
 
 def explain_place(slot):
-    """Return which other token, at which position, has the new key and value of layer 0, or what else decides them."""
+    """Return at which other position a token has the new key and value of layer 0, or what else decides them."""
     reference, ids, position = slot.reference, slot.reference.ids, slot.position
-    if position < 0:
-        return None
-    # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
-    tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
     others = torch.where(torch.arange(reference.length) < position, (ids + 1) % reference.decoder.vocab_size, ids)
     with reference.exactly():
         (_, mixed), *_ = reference.watch(others)
-        (_, repeated), *_ = reference.watch(ids[slot.row, tried][:, None].expand_as(ids))
+        (_, repeated), *_ = reference.watch(ids[slot.row, position].expand_as(ids))  # that token at every position
     for name in slot.pairs:
-        if reference.differ(getattr(mixed, name), getattr(slot.own, name))[slot.row, :, slot.column].any():
+        changes = reference.differ(getattr(mixed, name), getattr(slot.own, name))  # (8, heads, columns)
+        if changes[slot.row, :, position - reference.length].any():
             return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
-    if next(reference.decoder.inputs.buffers(), None) is None:  # so token and position decide
-        same = places_of(slot, repeated)
-        if same[tried == position].any():
-            return f"its position is {same[tried == position].nonzero()[0, 1]}"
-        if same[:, position].any():
-            return f"its token is that of position {tried[same[:, position]][0]}"
+    same = places_of(slot, repeated)[slot.row].nonzero()
+    return f"its position is {same[0].item()}" if len(same) else None
 
 
 def find_owner(slot):
@@ -212,7 +199,7 @@ def places_of(slot, read):
     """Return which tokens (8, length) of a Read have the key and value that a slot holds."""
     differ = []
     for name, (held, right) in zip(slot.pairs, slot.here):
-        tokens = repeat_heads(getattr(read, name), len(slot.heads))[:, slot.heads, slot.front :]
+        tokens = repeat_heads(getattr(read, name), len(slot.heads))[:, slot.heads, -slot.reference.length :]
         nearer = (tokens - held[:, None]).abs().amax(-1) < (right - held).abs().amax(-1)[:, None] / 2
         differ.append((slot.reference.differ(held[:, None], tokens) | ~nearer).any(1))
     return ~torch.stack(differ).any(0)

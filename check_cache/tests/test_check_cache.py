@@ -702,7 +702,7 @@ def test_a_step_may_feed_its_tokens_in_parts():
 def test_a_wrong_token_is_named():
     previous = lambda ids, *rest: (torch.cat((ids[:, :1], ids[:, :-1]), 1), *rest)  # noqa: E731
     said = first_cause(Decoder("learned"), previous, "chunks of mixed", seed=1)  # no other row has that token
-    assert "wrong on arrival: its token is that of position" in said, said
+    assert "wrong on arrival: wrong input: the token" in said, said
 
 
 def test_a_key_that_its_cache_changes_is_named(monkeypatch):
