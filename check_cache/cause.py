@@ -265,7 +265,19 @@ def place(stream, read, expected, weights, row, fed, T):
 
     pads = 0 if stream.ragged else stream.pads
     shifted = [layout.where((layout >= 0) & (layout < front), layout - pads) for layout in layouts]
-    return min((layout.expand(len(row), -1) for layout in shifted), key=distance)
+    best = min((layout.expand(len(row), -1) for layout in shifted), key=distance)
+    if not seen or stream.pads.any() or (slots >= fed and not stream.decoder.window):
+        return best
+
+    # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
+    # holds the key of a column, that is where the columns are.
+    got, wanted = same_heads(x, y[:, :, :fed])
+    fits = [~stream.reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)]
+    fits = torch.stack(fits, 2)  # (B, slots, fed)
+    if not (fits.any(2) | (got == 0).all(3).all(1)).all():
+        return best
+    as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)
+    return best.where(as_best, fits.int().argmax(2).where(fits.any(2), -1))
 
 
 def at_places(x, dim, places):
