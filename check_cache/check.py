@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -174,7 +175,11 @@ def run_scenario(reference, scenario, kind):
             raise Fault("not the cache's fault: padding changes logits even without a cache")
         fields = judge(reference, found) if need != "generate" else dict(status="wrong" if why else "correct", why=why)
     except (Exception, SystemExit) as error:
-        return failed(scenario.name, kind, error, "wrong")
+        result = failed(scenario.name, kind, error, "wrong")
+        if found.errors or "Sizes of tensors must match" not in str(error):
+            return result
+        why = f"{result.why}. The cache was not empty at position 0: new should return an empty one"
+        return replace(result, why=why)
     return Result(scenario.name, kind, **fields)
 
 
