@@ -28,9 +28,7 @@ def load(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog="check-cache", description="Checks whether the KV cache of a model is correct"
-    )
+    parser = argparse.ArgumentParser("check-cache", description="Checks whether the KV cache of a model is correct")
     add = parser.add_argument
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
@@ -39,7 +37,7 @@ def main():
     add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
     add("--require", nargs="+", metavar="WORD", default=(), help="exit with 2 if one of these scenarios cannot run")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
-    add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own, dynamic or static")
+    add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own or static")
     add("--atol", type=float, help="how far off a logit may be, for a cache that rounds on purpose")
     add("--rtol", type=float, help="the same, relative to the logit")
     add("--seed", type=int, default=0, help="of the sequences and chunk sizes (default: 0)")

@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -56,9 +55,7 @@ class Adapter:
     def __init__(self, model, parts, inputs):
         self.modules, self.parts = find_modules(model, *parts.values()), parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
-        self.kinds = getattr(model, "kinds", ("own", "static")) if asks_for(parts["new"], "kind") else ("own",)
-        self.full_takes_mask = asks_for(parts["full"], "mask")
-        self.in_float64 = getattr(model, "in_float64", nullcontext)
+        self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             if len(tensor) != ROWS:
@@ -87,13 +84,7 @@ class Adapter:
 
     def complain(self, part, returns, output):
         """Raise AdapterError: a function does not return what it should."""
-        if isinstance(output, torch.Tensor):
-            what = f"a tensor of shape {tuple(output.shape)}"
-        elif isinstance(output, tuple):
-            what = f"({', '.join(type(item).__name__ for item in output)})"
-        else:
-            what = f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
-        raise AdapterError(f"{part} must return {returns}, but returned {what}{source(self.parts[part])}")
+        raise AdapterError(f"{part} must return {returns}, but returned {kind_of(output)}{source(self.parts[part])}")
 
     def full(self, ids, rows, mask=None, pos=None):
         output = self.call("full", ids, rows=rows, mask=mask, pos=pos)
@@ -110,12 +101,11 @@ class Adapter:
         """Return the logits (B, T or 1, V) of the next tokens, and the cache."""
         output = self.call("step", ids, cache, rows=rows, mask=mask, pos=pos, lengths=lengths)
         logits, held = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
-        if not isinstance(logits, torch.Tensor):
-            self.complain("step", "logits or (logits, cache)", output)
-        logits = logits[:, None] if logits.dim() == 2 else logits  # some decoders only return those of the last token
+        if isinstance(logits, torch.Tensor) and logits.dim() == 2:
+            logits = logits[:, None]  # some decoders only return those of the last token
         B, T = ids.shape
-        if logits.dim() != 3 or logits.shape[::2] != (B, self.vocab_size) or logits.size(1) not in (1, T):
-            self.complain("step", f"logits of shape {(B, T, self.vocab_size)}", logits)
+        if getattr(logits, "shape", None) not in [(B, t, self.vocab_size) for t in (1, T)]:
+            self.complain("step", f"logits {(B, T, self.vocab_size)} or (logits, cache)", output)
         return logits, cache if held is None else held
 
     def generate(self, ids, count, use_cache, mask, eos, rows):
@@ -123,26 +113,25 @@ class Adapter:
         if mask is not None and not self.takes("generate", "mask"):
             raise NotImplementedError("generate takes no mask")
         output = self.call("generate", ids, count, use_cache, rows=rows, mask=mask, eos=eos)
-        if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != len(ids):
-            self.complain("generate", f"a tensor of ids ({len(ids)}, T)", output)
-        if output.size(1) == 0 or torch.equal(output, ids):
-            self.complain("generate", f"{count} new tokens per row", output)
+        shaped = isinstance(output, torch.Tensor) and output.dim() == 2 and len(output) == len(ids)
+        if not shaped or output.size(1) == 0 or torch.equal(output, ids):
+            self.complain("generate", f"{count} new tokens per row, a tensor ({len(ids)}, {count})", output)
         return output
 
     def change(self, cache, name, *args):
         """Crop, reorder, ... a cache, with the function of the adapter or the method of the cache."""
         if name in self.parts:
-            return self.call(name, cache, *args)
-        if name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
+            change = partial(self.call, name, cache)
+        elif name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
             return None  # a cache inside the module: its next text starts at position 0
-        if not hasattr(cache, METHODS[name]):
+        elif (change := getattr(cache, METHODS[name], None)) is None:
             raise NotImplementedError(f"the cache has no {METHODS[name]}")
+        # how a cache refuses, such as a full window that cannot be cropped. Those of transformers ask each layer
+        refusals = ValueError, AttributeError if type(cache).__module__.startswith("transformers.") else ValueError
         try:
-            return getattr(cache, METHODS[name])(*args)
-        except AttributeError as error:
-            if type(cache).__module__.startswith("transformers."):  # it asks each of its layers
-                raise NotImplementedError(first_line(error)) from None
-            raise
+            return change(*args)
+        except refusals as error:
+            raise NotImplementedError(first_line(error)) from None
 
     def fork(self, cache):
         if "fork" in self.parts:
@@ -175,6 +164,14 @@ def asks_for(function, name):
     return name in inspect.signature(function).parameters
 
 
+def kind_of(output):
+    if isinstance(output, tuple):
+        return f"({', '.join(map(kind_of, output))})"
+    if isinstance(output, torch.Tensor):
+        return f"a tensor {tuple(output.shape)}"
+    return f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
+
+
 def source(function):
     """Return where a function of the adapter is, in words."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
@@ -182,18 +179,15 @@ def source(function):
 
 
 def find_modules(*things):
-    """Return the modules among things, their attributes and owners, and what functions and their helpers refer to."""
-    found, todo = {}, [*things]
-    for thing in todo:  # which grows
+    """Return the modules among things, their attributes and owners, and what functions refer to."""
+    found = {}
+    for thing in things:
+        nearby = [getattr(thing, "__self__", thing)]
         if inspect.isfunction(thing):
             outside = inspect.getclosurevars(thing)
             nearby = [*outside.nonlocals.values(), *outside.globals.values()]
-            helpers = [part for part in nearby if inspect.isfunction(part) and part not in todo]
-            todo += [part for part in helpers if part.__module__ == thing.__module__]
-        else:
-            nearby = [getattr(thing, "__self__", thing)]
         for owner in nearby:
-            parts = [owner] if isinstance(owner, nn.Module) else [*getattr(owner, "__dict__", {}).values()]
+            parts = [owner, *getattr(owner, "__dict__", {}).values()]
             found |= {part: None for part in parts if isinstance(part, nn.Module)}
     return [*found]
 
@@ -220,30 +214,6 @@ class Transformers:
         self.window = next(filter(None, windows), None)
         self.pad = fact("pad_token_id") or 0
 
-    @cached_property
-    def kinds(self):
-        """The model's own cache, the DynamicCache of generate() if that differs, and a static one."""
-        if not getattr(self.model, "_supports_default_dynamic_cache", bool)():
-            return "own", "static"
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.model.device)
-        try:
-            with torch.no_grad():
-                caches = [self.step(ids, self.new(1, 2, kind), None, None)[1] for kind in ("own", "dynamic")]
-        except Exception:  # the scenarios will say why
-            return "own", "static"
-        own, dynamic = ([type(cache), *map(type, getattr(cache, "layers", ()))] for cache in caches)
-        return ("own", "static") if own == dynamic else ("own", "dynamic", "static")
-
-    @contextmanager
-    def in_float64(self):
-        experts = getattr(self.config, "_experts_implementation", None)
-        switch = self.model.set_experts_implementation if experts else lambda name: None
-        switch("eager")  # the fast kernels have no float64
-        try:
-            yield
-        finally:
-            switch(experts)
-
     def full(self, ids, mask, pos, **inputs):
         return self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos), **inputs).logits
 
@@ -252,8 +222,6 @@ class Transformers:
 
         if kind == "own":
             return None  # the model makes one
-        if kind == "dynamic":
-            return transformers.DynamicCache(config=self.config)
         if self.cache_name and self.model._can_compile_fullgraph:
             return transformers.StaticCache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")

@@ -23,21 +23,11 @@ class Slot:
     reference: object
     own: Read  # of this layer, without a cache
     row: int
-    column: int
+    position: int  # below 0 in front of the text
     index: int
     new: bool  # whether its token is new
-    columns: torch.Tensor  # (slots,), what should be in each slot of the row, or -1 if we do not know
-    bad: torch.Tensor  # (slots,), whether it is not there
     heads: torch.Tensor  # (heads,), which heads are wrong in this slot
     pairs: dict  # "key" or "value", if wrong: what is in all slots and what should be, both (wrong heads, slots, size)
-
-    @property
-    def front(self):
-        return self.own.weights.size(-1) - self.reference.length
-
-    @property
-    def position(self):
-        return self.column - self.front
 
     @property
     def here(self):
@@ -55,9 +45,8 @@ def find_cause(stream, reads, T, rows, positions, drafts):
     if not expected:
         unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
         return f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads"
-    # some decoders split the T tokens, often into single tokens
-    sizes = {1: [T], T: [1] * T}.get(len(reads) / calls)
-    sizes = sizes or [shaped(read, len(rows)).weights.size(2) for read in reads[expected[0][0] :: calls]]
+    parts = reads[expected[0][0] :: calls]  # some decoders split the T tokens
+    sizes = [T] if len(parts) == 1 else [shaped(read, len(rows)).weights.size(2) for read in parts]
     if len(reads) % calls or sum(sizes) != T:
         return f"a step calls attention {len(reads)} times, but {calls} times without a cache"
     end = 0
@@ -124,10 +113,10 @@ def compare_layer(stream, read, expected, fed, rows, positions, drafts):
         names = [name for name in bad if bad[name][i, index]]
         heads = sum(reference.differ(got[name][i, :, index], wanted[name][i, :, index]).int() for name in names) > 0
         pairs = {name: (got[name][i, heads], wanted[name][i, heads]) for name in names}
-        place_of, columns = (row[i].item(), places[i, index].item(), index), places[i].where(known[i], -1)
-        slot = Slot(reference, expected, *place_of, not kept.any(), columns, off[i] > 0, heads, pairs)
-        asked = None if wrong_query is None else wrong_query[i, positions[i] == slot.position].any().item()
-        return explain_slot(slot, asked, only="value" in bad and names == ["key"])
+        position = places[i, index].item() - front
+        slot = Slot(reference, expected, row[i].item(), position, index, not kept.any(), heads, pairs)
+        asked = None if wrong_query is None else wrong_query[i, positions[i] == position].any().item()
+        return explain_slot(slot, asked)
     if wrong_query is not None and wrong_query.any():
         t, i = wrong_query.T.nonzero()[0].tolist()
         held, right = read.query[i, :, t], expected.query[rows[i, t], :, positions[i, t]]
@@ -137,82 +126,47 @@ def compare_layer(stream, read, expected, fed, rows, positions, drafts):
     return compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places - front)
 
 
-def explain_slot(slot, asked, only):
+def explain_slot(slot, asked):
     """Return the cause if a slot holds a wrong key or value.
 
-    asked: whether the query of its token is wrong, too, or None if we cannot see it; only: its value is correct
+    asked: whether the query of its token is wrong, too, or None if we cannot see it
     """
-    what, be, of = " and ".join(slot.pairs), "are" if len(slot.pairs) > 1 else "is", whose(slot.row, slot.position)
-    should, first = (
-        f"slot {slot.index} should hold the {what} of {of}, but holds",
-        slot.own is slot.reference.reads[0][1],
-    )
-    if owner := find_owner(slot):
-        return f"{should} {owner}"
-    reason = explain_place(slot) if slot.new and first else None
-    close = None if reason else distance_if_close(slot)
-    if close and slot.new and "rounded to" not in close:
-        reason = "from a wrong input" if asked else "rounded or scaled"
-        return f"the new {what} of {of} {be} slightly off on arrival: {reason}"
-    if not slot.new or close:
-        return f"{should} {close or 'something that no token produced: changed later, or a rejected draft token'}"
-    if asked and "value" in slot.pairs and first:
-        reason = reason or "wrong input: an embedding, an entry of inputs=, or a position that the text does not have"
+    what, of = " and ".join(slot.pairs), whose(slot.row, slot.position)
+    holds = find_owner(slot) or (not (slot.new and asked) and distance_if_close(slot))
+    if not holds and not slot.new:
+        holds = "something that no token produced: changed later, or a rejected draft token"
+    if holds:
+        return f"slot {slot.index} should hold the {what} of {of}, but holds {holds}"
+    first = slot.own is slot.reference.reads[0][1]
+    reason = explain_place(slot) if first and slot.position >= 0 else None
+    if asked is None:
+        reason = reason or "wrong input or absolute position, or changed by the cache"
     elif asked and "value" in slot.pairs:
-        reason = "wrong input: a projection, an MLP, or a state of earlier tokens (recurrent, convolution, shift)"
+        reason = reason or "wrong input: the token, an entry of inputs=, or what else comes before attention"
     elif asked:
         reason = reason or "position ids, because its query is wrong too"
-    elif asked is None:
-        reason = reason or "wrong input or absolute position, or changed by the cache"
     reason = reason or "changed on the way into the cache, because its query is correct"
-    return f"{'only the new key' if only else f'the new {what}'} of {of} {be} wrong on arrival: {reason}"
+    return f"the new {what} of {of} {'are' if len(slot.pairs) > 1 else 'is'} wrong on arrival: {reason}"
 
 
 def explain_place(slot):
-    """Return which other token, at which position, has the new key and value of layer 0, or what else decides them."""
+    """Return at which other position a token has the new key and value of layer 0, or what else decides them."""
     reference, ids, position = slot.reference, slot.reference.ids, slot.position
-    if position < 0:
-        return None
     others = torch.where(torch.arange(reference.length) < position, (ids + 1) % reference.decoder.vocab_size, ids)
     with reference.exactly():
         (_, mixed), *_ = reference.watch(others)
-    if any(
-        reference.differ(getattr(mixed, x), getattr(slot.own, x))[slot.row, :, slot.column].any() for x in slot.pairs
-    ):
-        return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
-    if next(reference.decoder.inputs.buffers(), None) is None:  # so token and position decide
-        # Which token, at which position, has such a key? Try the neighbors, each repeated over a whole sequence.
-        tried = (position + torch.arange(ROWS) - ROWS // 2).clamp(0, reference.length - 1)
-        with reference.exactly():
-            (_, repeated), *_ = reference.watch(ids[slot.row, tried][:, None].expand_as(ids))
-        same = places_of(slot, repeated)
-        if same[tried == position].any():
-            return f"its position is {same[tried == position].nonzero()[0, 1]}"
-        if same[:, position].any():
-            return f"its token is that of position {tried[same[:, position]][0]}"
+        (_, repeated), *_ = reference.watch(ids[slot.row, position].expand_as(ids))  # that token at every position
+    for name in slot.pairs:
+        changes = reference.differ(getattr(mixed, name), getattr(slot.own, name))  # (8, heads, columns)
+        if changes[slot.row, :, position - reference.length].any():
+            return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
+    same = places_of(slot, repeated)[slot.row].nonzero()
+    return f"its position is {same[0].item()}" if len(same) else None
 
 
 def find_owner(slot):
     """Return in words what is in a slot instead of what belongs there, or None if we do not recognize it."""
-    reference, i, position = slot.reference, slot.index, slot.position
-    if slot.bad.sum() > 1:  # a whole row of the batch in another's place?
-        for row in range(3):
-            theirs = [heads_of(slot, slot.own, name)[row][:, slot.columns.clamp(min=0)] for name in slot.pairs]
-            off = [reference.differ(got, x).any(0) for (got, _), x in zip(slot.pairs.values(), theirs)]
-            if not (torch.stack(off).any(0) & slot.bad).any():
-                return f"that of {whose(row, position)}"
-    # Which slots hold what belongs here? Not those that should: values of layer 0 are the same for the same token.
-    holds, should = (
-        torch.stack([~reference.differ(pair[which], pair[1][:, [i]]).any(0) for pair in slot.pairs.values()]).all(0)
-        for which in (0, 1)
-    )
-    if (elsewhere := holds & ~(should & (slot.columns >= 0))).any():
-        return f"something else: what belongs there is in slot {elsewhere.nonzero()[0].item()}"
-    if not any(got.any() for got, _ in slot.here):
-        return "zeros, as in an empty slot"
-    if all(shuffled(reference, got, wanted) for got, wanted in slot.here):
-        return "its heads in another order"
-
+    reference, position = slot.reference, slot.position
     # the key or value of another token, row or layer?
     shapes = [getattr(slot.own, name).shape for name in slot.pairs]
     for layer, (_, read) in sorted(enumerate(reference.reads), key=lambda pair: pair[1][1] is not slot.own):
@@ -222,24 +176,30 @@ def find_owner(slot):
         if slot.new and read is slot.own:  # a key at a wrong position may be that of the same token elsewhere
             same &= reference.ids != reference.ids[slot.row, position]
         if same.any():
-            # the same token may be in many places: name the nearest, preferably in the same row
+            # the same token may be in many places: name the nearest, preferably at the same position
             steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(ROWS) != slot.row
             nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
             row, there = divmod(nearest, reference.length)
             owner = f"row {row}" if row in (0, 1, 2, slot.row) else "another sequence or a rejected draft token"
             return f"that of {'' if read is slot.own else f'layer {layer}, '}{owner}, position {there}"
-
-
-def heads_of(slot, read, name):
-    """Return the keys or values (8, heads, columns, size) of a Read, of those heads that are wrong in a slot."""
-    return repeat_heads(getattr(read, name), len(slot.heads))[:, slot.heads]
+    # Which slots hold what belongs here? Not those that should: values of layer 0 are the same for the same token.
+    holds, should = (
+        torch.stack([~reference.differ(pair[which], pair[1][:, [slot.index]]).any(0) for pair in slot.pairs.values()])
+        for which in (0, 1)
+    )
+    if (elsewhere := holds.all(0) & ~should.all(0)).any():
+        return f"something else: what belongs there is in slot {elsewhere.nonzero()[0].item()}"
+    if not any(got.any() for got, _ in slot.here):
+        return "zeros, as in an empty slot"
+    if all(shuffled(reference, got, wanted) for got, wanted in slot.here):
+        return "its heads in another order"
 
 
 def places_of(slot, read):
     """Return which tokens (8, length) of a Read have the key and value that a slot holds."""
     differ = []
     for name, (held, right) in zip(slot.pairs, slot.here):
-        tokens = heads_of(slot, read, name)[:, :, slot.front :]
+        tokens = repeat_heads(getattr(read, name), len(slot.heads))[:, slot.heads, -slot.reference.length :]
         nearer = (tokens - held[:, None]).abs().amax(-1) < (right - held).abs().amax(-1)[:, None] / 2
         differ.append((slot.reference.differ(held[:, None], tokens) | ~nearer).any(1))
     return ~torch.stack(differ).any(0)
@@ -257,10 +217,6 @@ def distance_if_close(slot):
     if any(cosine_similarity(got.flatten(), wanted.flatten(), dim=0) < 0.98 for got, wanted in pairs):
         return None
     off = max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
-    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        coarser = torch.finfo(dtype).eps > slot.reference.eps
-        if coarser and all((got.to(dtype).float() == got).all() for got, _ in pairs):
-            return f"it rounded to {str(dtype)[6:]}, off by {off:.1g} of its size"
     return f"it rounded or scaled, off by {off:.1g} of its size"
 
 
@@ -285,7 +241,7 @@ def compare_weights(stream, got, wanted, row, positions, places):
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
             position, where = places[i, slot].item(), f"slot {slot}"
             if position < 0:
-                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0)"
+                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0: see reset)"
             elif position != slot:
                 where += f" (position {position})"
             given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
@@ -295,11 +251,7 @@ def compare_weights(stream, got, wanted, row, positions, places):
 
 def place(stream, read, expected, weights, row, fed, T):
     """Return the column (B, slots) in each slot, in the layout that fits best. `weights` are by column."""
-    slots, differ, front = (
-        read.weights.size(-1),
-        stream.reference.differ,
-        expected.weights.size(-1) - stream.reference.length,
-    )
+    slots, front = read.weights.size(-1), expected.weights.size(-1) - stream.reference.length
     slot = torch.arange(slots)
     layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
     if slots > fed == front + T:
@@ -320,7 +272,8 @@ def place(stream, read, expected, weights, row, fed, T):
     # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
     # holds the key of a column, that is where the columns are.
     got, wanted = same_heads(x, y[:, :, :fed])
-    fits = ~torch.stack([differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)], 2)  # (B, slots, fed)
+    fits = [~stream.reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)]
+    fits = torch.stack(fits, 2)  # (B, slots, fed)
     if not (fits.any(2) | (got == 0).all(3).all(1)).all():
         return best
     as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)

@@ -1,9 +1,9 @@
 """The check itself: each scenario, for each kind of cache."""
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import AdapterError, Report, Result, as_list, describe
-from check_cache.scenarios import OWN_LOOP, PADDING, Found, Stream, largest_chunk, scenarios_for
+from check_cache.report import AdapterError, Fault, Report, Result, as_list, describe
+from check_cache.scenarios import Found, Stream, largest_chunk, scenarios_for
 
 LEAST = 24  # tokens per row
+STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run"}
 
 
 def check_cache(
@@ -55,7 +56,7 @@ def check_cache(
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
     device     where to run. None: where the model is
-    caches     kinds of cache: "own", "dynamic" or "static". None: all that the decoder has
+    caches     kinds of cache: "own" or "static". None: all that the decoder has
     scenarios  only those whose name contains one of these words; skip: not those
     atol, rtol for a cache that rounds on purpose: a logit may be off by atol + rtol * abs(logit). None: by rounding
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
@@ -63,45 +64,41 @@ def check_cache(
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
     parts = {name: value for name, value in locals().items() if name in PARTS and value is not None}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
-        raise ImportError(f"needs torch 2.9 or newer, but this is {torch.__version__}")
     decoder = adapter_of(model, parts, inputs or {})
     kinds = as_list(caches) or decoder.kinds
     if unknown := {*kinds} - {*decoder.kinds}:
         raise ValueError(f"caches: no {', '.join(unknown)}. This decoder has {', '.join(decoder.kinds)}")
-    with prepared(decoder, dtype_of(dtype), device, seed) as (dtype, device):
-        length, limited = length_for(decoder, length)
-        known = scenarios_for(decoder.window, length, seed)
-        chosen = choose(known, scenarios, skip)
+    most = decoder.context or length or 1024
+    length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
+    if not LEAST <= length <= most:
+        at_most = f", and at most the context, {most}" if decoder.context else ""
+        raise ValueError(f"length={length}: must be at least {LEAST}{at_most}")
+    known = scenarios_for(decoder.window, length, seed)
+    chosen = choose(known, scenarios, skip)
+    with prepared(decoder, dtype, device, seed) as (dtype, device):
         results = run_all(decoder, chosen, kinds, length, dtype, seed, atol, rtol)
     show("")
 
+    beyond = [f"more than {length} tokens or {ROWS} rows", f"most chunks of more than {largest_chunk(length)}"]
+    beyond += [f"caches other than {' and '.join(kinds)}", "other dtypes", "scenarios combined"]
+    if left_out := len(known) - len(chosen):
+        beyond.append(f"{left_out} scenarios that were left out")
     if not decoder.modules:
-        note = "we found no module with the weights: pass it as model="
-        results.append(Result("perturbed weights, float64", "any", "not run", note))
+        beyond.append("perturbed weights and float64, because we found no module with weights: pass it as model=")
     if decoder.window and length < 2 * decoder.window:
-        why = f"needs a length of {3 * decoder.window}"
-        results.append(Result(f"past the window of {decoder.window}", "any", "not run", why))
+        beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
     named = decoder.modules[:1] if model is None else [model]
     name = type(named[0]).__name__ if named else "a decoder"
     title = f"{name}: {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    beyond = f"more than {length} tokens{limited} or {ROWS} rows, most chunks of more than {largest_chunk(length)}"
-    beyond += ", other dtypes, scenarios combined"
-    if left_out := len(known) - len(chosen):
-        beyond += f", {left_out} scenarios that were left out"
-    return Report(title, results, beyond)
-
-
-def dtype_of(dtype):
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype={dtype!r}: must be a dtype of torch, such as 'float32', 'bfloat16' or 'float16'")
-    return found
+    return Report(title, results, ", ".join(beyond))
 
 
 @contextmanager
 def prepared(decoder, dtype, device, seed):
     """Perturb and convert the weights of a decoder for a while, and yield their dtype and device."""
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r}: must be a dtype of torch, such as 'float32', 'bfloat16' or 'float16'")
     tensors = [tensor for module in decoder.modules for tensor in module.parameters()]
     device = torch.device(device or (tensors[0].device if tensors else "cpu"))
     generators = [device.index or 0] if device.type == "cuda" else []
@@ -114,47 +111,22 @@ def prepared(decoder, dtype, device, seed):
             raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
         draw = torch.Generator().manual_seed(seed)
         dtype = dtype or (torch.float32 if decoder.modules or logits is None else logits.dtype)
-        with decoder.in_float64(), changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
+        with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
             torch.manual_seed(seed)
             for module in decoder.modules:
                 module.eval().to(device)
             yield dtype, device
 
 
-def length_for(decoder, length):
-    """Return how many tokens to feed per row, and in words why not more."""
-    most = decoder.context or length or 1024
-    wanted = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
-    if not LEAST <= wanted <= most:
-        at_most = f", and at most the context, {most}" if decoder.context else ""
-        raise ValueError(f"length={wanted}: must be at least {LEAST}{at_most}")
-    if length or decoder.context:
-        return wanted, ""
-
-    limit = ""
-    for shorter in (wanted, 256, 128, 64, 32):  # the context is unknown, so look for it
-        try:
-            decoder.full(torch.zeros(1, shorter, dtype=torch.long), torch.arange(1))
-        except (Exception, SystemExit) as error:
-            limit = limit or f" (with {wanted}, full {describe(error)})"
-        else:
-            decoder.context = shorter if limit else None
-            return shorter, limit
-    return wanted, ""
-
-
 def choose(scenarios, only, skip):
     """Return the scenarios whose names contain a word of `only`, if there are any, and none of `skip`."""
-
-    def named(words):
-        for word in words:
-            if not any(word in scenario.name for scenario in scenarios):
-                known = ", ".join(scenario.name for scenario in scenarios)
-                raise ValueError(f"no scenario is called {word!r}. There are {known}")
-        return {scenario for scenario in scenarios if any(word in scenario.name for word in words)}
-
-    names = named(as_list(only) or [""]) - named(as_list(skip))
-    return [scenario for scenario in scenarios if scenario in names]
+    only, skip = as_list(only) or [""], as_list(skip)
+    for word in (*only, *skip):
+        if not any(word in scenario.name for scenario in scenarios):
+            known = ", ".join(scenario.name for scenario in scenarios)
+            raise ValueError(f"no scenario is called {word!r}. There are {known}")
+    wanted = [scenario for scenario in scenarios if any(word in scenario.name for word in only)]
+    return [scenario for scenario in wanted if not any(word in scenario.name for word in skip)]
 
 
 def run_all(decoder, scenarios, kinds, length, *options):
@@ -163,28 +135,25 @@ def run_all(decoder, scenarios, kinds, length, *options):
     try:
         reference = Reference(decoder, length, *options)
     except (Exception, SystemExit) as error:
-        return [Result("every scenario", "any", status_of(error), describe(error))]
-    if reference.fault:
-        return [Result("every scenario", "any", "fault", reference.fault)]
+        return [failed(f"every scenario, with length={length}", "any", error)]
     results = []
     for kind in kinds:
         try:
             decoder.new(3, length, kind)
         except (Exception, SystemExit) as error:
-            results.append(Result("every scenario", kind, status_of(error), describe(error)))
+            results.append(failed("every scenario", kind, error))
             continue
-        began = time.monotonic()
-        mine = [scenario for scenario in scenarios if kind == kinds[0] or not scenario.tags & OWN_LOOP]
-        for count, scenario in enumerate(mine):
-            left = (time.monotonic() - began) / max(1, count) * (len(mine) - count)
-            estimate = f", about {left:.0f} s left" if count else ""
-            show(f"{kind} cache, {count + 1} of {len(mine)}: {scenario.name}{estimate}")
+        mine = [scenario for scenario in scenarios if kind == kinds[0] or scenario.needs != "generate"]
+        for count, scenario in enumerate(mine, 1):
+            show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
             results.append(run_scenario(reference, scenario, kind))
     return results
 
 
-def status_of(error):
-    return "error" if isinstance(error, AdapterError) else "not run"
+def failed(scenario, kind, error, otherwise="not run"):
+    """Return the result of a scenario that an exception has ended."""
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), otherwise)
+    return Result(scenario, kind, status, describe(error))
 
 
 def show(text):
@@ -196,25 +165,22 @@ def show(text):
 def run_scenario(reference, scenario, kind):
     """Run a scenario, and return its result."""
     found, decoder, need = Found(), reference.decoder, scenario.needs
-    result = partial(Result, scenario.name, kind)
     try:
         if need == "generate" and need not in decoder.parts:
             raise NotImplementedError("there is no generate(ids, count, use_cache)")
-        if need and need != "generate" and not decoder.takes("step", need):
+        if need in ("mask", "lengths") and not decoder.takes("step", need):
             raise NotImplementedError(f"the step takes no {need}")
         why = scenario.run(partial(Stream, reference, kind, found))
-        if scenario.tags & PADDING and reference.sees_padding:
-            return result("fault", "not the cache's fault: padding changes logits even without a cache")
-        if scenario.tags & OWN_LOOP:
-            return result("wrong" if why else "correct", why)
-        return result(**judge(reference, found))
-    except (AdapterError, NotImplementedError) as error:
-        return result(status_of(error), describe(error))
+        if scenario.padding and reference.sees_padding:
+            raise Fault("not the cache's fault: padding changes logits even without a cache")
+        fields = judge(reference, found) if need != "generate" else dict(status="wrong" if why else "correct", why=why)
     except (Exception, SystemExit) as error:
-        why = describe(error)
-        if not found.errors and "Sizes of tensors must match" in why:
-            why += ". The cache was not empty at position 0: new should return an empty one"
-        return result("wrong", why + found.hint)
+        result = failed(scenario.name, kind, error, "wrong")
+        if found.errors or "Sizes of tensors must match" not in str(error):
+            return result
+        why = f"{result.why}. The cache was not empty at position 0: new should return an empty one"
+        return replace(result, why=why)
+    return Result(scenario.name, kind, **fields)
 
 
 def judge(reference, found):
@@ -238,7 +204,7 @@ def judge(reference, found):
         why = "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
     return dict(
         status="wrong",
-        why=why + found.hint,
+        why=why,
         rule=f"{rule}, argmax differs at {int(differs.sum())} positions, first at {where}",
         off=off,
         position=positions[first].item(),

@@ -8,6 +8,7 @@ from torch import nn
 
 from check_cache.adapters import ROWS
 from check_cache.attention import Watch, shaped
+from check_cache.report import Fault
 
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
@@ -83,13 +84,15 @@ class Reference:
         ids[3:6, :fork] = ids[:3, :fork]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
-        # the logits of reference, in float64 if the decoder can run in it
-        self.exact = torch.float64
-        try:
-            self.set_logits()
-        except Exception:
-            self.exact = dtype
-            self.set_logits()
+        for self.exact in (torch.float64, torch.float32, dtype):  # the first that the decoder can run in
+            try:
+                fault = self.set_logits()
+                break
+            except Exception:
+                if self.exact == dtype:
+                    raise
+        if fault:
+            raise Fault(f"not the cache's fault: logits without a cache {fault}, so no cache can give the same logits")
 
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
         plain = self.full()
@@ -103,7 +106,7 @@ class Reference:
             with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
         self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
-        self.fault = self.fault or self.find_blindness()
+        self.find_blindness()
         if atol or rtol:  # a cache that rounds on purpose
             self.rtol, self.coarse, atol = rtol or 0.0, 0.3, atol or 0.0
             self.rounding = self.rounding.clamp(min=atol)
@@ -115,25 +118,22 @@ class Reference:
         return self.decoder.full(ids[rows, :end].clone(), torch.arange(ROWS)[rows])
 
     def set_logits(self):
-        """Set `logits`, and `fault` if they depend on later tokens or other rows, because then no cache can give them.
+        """Set `logits`. Return in words if they depend on later tokens or other rows: then no cache can give them.
 
         The shorter sequences come first, because some decoders remember the longest.
         """
-        half, self.fault = self.length // 2, None
+        half = self.length // 2
         with self.exactly():
             fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
             self.logits = self.full().double()
         tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
-        because = None if self.logits.isfinite().all() else "are not finite"
+        if not self.logits.isfinite().all():
+            return "are not finite"
         for what, logits in fewer.items():
             off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
-            if (off > tolerance).any() and not because:
+            if (off > tolerance).any():
                 first = (off > tolerance).int().argmax()
-                because = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
-        if because:
-            self.fault = (
-                f"not the cache's fault: logits without a cache {because}, so no cache can give the same logits"
-            )
+                return f"change by {off.max():.2g} when {what} are left out, from position {first} on"
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -147,7 +147,7 @@ class Reference:
         return error.amax(-1).nan_to_num(torch.inf, torch.inf).clamp(min=0)
 
     def find_blindness(self):
-        """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
+        """Raise Fault if a wrong cache could not show in these logits. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
         shifted = (self.ids + 1) % self.decoder.vocab_size
         others = self.full(slice(3), ids=self.ids.index_copy(1, even, shifted[:, even]))
@@ -155,12 +155,12 @@ class Reference:
         noise = self.rounding.median()
         if matters < VISIBLE * noise:
             moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"
-            return f"we cannot see the cache: {moved}, so a wrong cache would look correct"
+            raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
     @cached_property
     def sees_padding(self):
         """Whether left padding changes logits even without a cache. We can only tell if `full` accepts a mask."""
-        if not self.decoder.full_takes_mask:
+        if not self.decoder.takes("full", "mask"):
             return False
         rows, positions = torch.arange(3)[:, None].expand(3, self.length), torch.arange(self.length)
         positions = positions - torch.tensor(PADS)[:, None]

@@ -17,6 +17,10 @@ class AdapterError(Exception):
     """A mistake in the adapter: one of its functions cannot be called as we do, or returns something else."""
 
 
+class Fault(Exception):
+    """Logits are not as they should be even without a cache, so it cannot be judged."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of one scenario with one kind of cache."""
@@ -107,7 +111,7 @@ def first_line(error):
 def describe(error):
     """Return an exception in one line, with the line of their code that it comes from."""
     text, name = first_line(error).rstrip("."), type(error).__name__
-    if isinstance(error, (NotImplementedError, AdapterError)):
+    if isinstance(error, (NotImplementedError, AdapterError, Fault)):
         return text
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""

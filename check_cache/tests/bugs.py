@@ -12,7 +12,7 @@ from torch.nn import functional as F
 V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 2
 
 # what the report says about each kind of bug; a | separates words that must all appear
-WRONG_VALUE, WRONG_KEY = "are wrong on arrival: its position is", "only the new key|its position is"
+WRONG_VALUE, WRONG_KEY = "are wrong on arrival: its position is", "the new key of|its position is"
 HOLDS, TOO_FEW, SEEN = "should hold the", " needs ", "the token of row"
 IN_GENERATE, RAISES = "call of generate() chooses different tokens", "raises"
 
@@ -405,13 +405,13 @@ def rounded(x):
     return (x / scale).round() * scale
 
 
-@bug("slightly off on arrival: rounded", "silently int8")
+@bug(f"{HOLDS}|rounded or scaled", "silently int8")
 def int8(patch):
     patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
     return Decoder()
 
 
-@bug("on arrival: ", "int8 with the scale of the first token, so larger values are clamped")
+@bug(f"{HOLDS}|rounded or scaled", "int8 with the scale of the first token, so larger values are clamped")
 def int8_with_a_shared_scale(patch):
     shared_scale(patch)
     return Decoder()
@@ -431,7 +431,7 @@ def shared_scale(patch):
     patch(Cache, "update", broken)
 
 
-@bug(f"{HOLDS}|rounded to float16", "a buffer of float16 under float32")
+@bug(f"{HOLDS}|rounded", "a buffer of float16 under float32")
 def float16_buffer(patch):
     patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
     return Decoder()
@@ -625,7 +625,7 @@ def chunk_cut_to_the_window(patch):
 # rollback, beams, copies, resets
 
 
-@bug(f"{HOLDS}|belongs there is in slot", "crop leaves one rejected draft token")
+@bug(f"{HOLDS}|rejected draft token, position", "crop leaves one rejected draft token")
 def crop_leaves_one(patch):
     crop = Cache.crop
     patch(Cache, "crop", lambda self, count: crop(self, count + 1) if count < -1 else None)
@@ -884,7 +884,7 @@ def alibi_of_the_chunk(patch):
     return tiny("bloom")
 
 
-@bug(f"{HOLDS}|rounded to float8", "half precision: scores in float8 in decode steps")
+@bug(f"{HOLDS}|rounded", "half precision: scores in float8 in decode steps")
 def coarse_scores(patch):
     expand = Attention.expand
     patch(

@@ -16,7 +16,6 @@ from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
 from check_cache import check_cache, copies_of
 from check_cache.__main__ import main
 from check_cache.adapters import METHODS
-from check_cache.reference import Reference
 from test_families import family
 
 # -- broken caches -----------------------------------------------------------------------------------------------------
@@ -382,7 +381,7 @@ def test_a_second_text_in_the_same_module(keeps, reset):
     more = dict(reset=lambda cache: delattr(cache, "held")) if reset else {}
     report = check_cache(**functions(model, new=copies_of(model), step=step, **more))
     assert statuses(report) == ({"reuse after reset"} if keeps and not reset else set()), report
-    assert ("pass it as reset=" in " ".join(str(report).split())) == (keeps and not reset)
+    assert ("not empty at position 0: see reset)" in " ".join(str(report).split())) == (keeps and not reset)
 
 
 def test_a_transformers_model_that_makes_its_own_cache():
@@ -400,7 +399,7 @@ def test_a_transformers_model_that_makes_its_own_cache():
 
     report = check_cache(Mine(tiny("llama").config), length=48, scenarios=["decode"])
     wrong = {result.cache: result.status for result in report.results if result.scenario == "decode"}
-    assert wrong == dict(own="wrong", dynamic="correct", static="correct"), report
+    assert wrong == dict(own="wrong", static="correct"), report
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -552,7 +551,7 @@ def test_a_title_does_not_name_what_was_not_done():
 # -- mistakes in the adapter -------------------------------------------------------------------------------------------
 
 
-LOGITS = r"step must return logits or \(logits, cache\), but returned "
+LOGITS = r"step must return logits \(., .*, 61\) or \(logits, cache\), but returned "
 CALLED = "cannot be called as README.md says: "
 
 
@@ -563,19 +562,22 @@ CALLED = "cannot be called as README.md says: "
             dict(step=lambda ids, cache: SimpleNamespace(logits=ids)),
             LOGITS + "a SimpleNamespace, so return its",
         ),
-        (dict(step=lambda ids, cache: (cache, ids)), LOGITS + r"\(Cache, Tensor\)"),
-        (dict(step=lambda ids, cache: (ids, cache, 0)), LOGITS + r"\(Tensor, Cache, int\)"),
+        (dict(step=lambda ids, cache: (cache, ids)), LOGITS + r"\(a Cache, a tensor \("),
+        (dict(step=lambda ids, cache: (ids, cache, 0)), LOGITS + r"\(a tensor \(.*\), a Cache, a int\)"),
         (
             dict(step=lambda ids, cache: torch.zeros(3, 2, 7)),
-            r"step must return logits of shape .* of shape \(3, 2",
+            LOGITS + r"a tensor \(3, 2, 7\)",
         ),
         (dict(step=lambda ids, cache, hidden: None), f"step {CALLED}missing a required argument: 'hidden'"),
         (dict(full=lambda ids: ids.numpy()), r"full must return .*, a tensor \(., 24, V\), but returned a ndarray"),
         (dict(full=lambda ids, extra: ids), f"full {CALLED}missing a required argument: 'extra'"),
         (dict(new=lambda rows: Cache()), f"new {CALLED}too many positional arguments"),
         (dict(reorder=lambda cache: None), f"reorder {CALLED}too many positional arguments"),
-        (dict(generate=lambda ids, count, use_cache: ids), "generate must return 8 new tokens per row, but returned a"),
-        (dict(generate=lambda ids, count, use_cache: []), r"generate must return a tensor of ids \(3, T\), but"),
+        (dict(generate=lambda ids, count, use_cache: ids), "generate must return 8 new tokens per row, .* a tensor"),
+        (
+            dict(generate=lambda ids, count, use_cache: []),
+            "generate must return 8 new tokens per row, .* but returned a list",
+        ),
     ],
 )
 def test_a_mistake_in_the_adapter_is_no_wrong_cache(function, message):
@@ -594,12 +596,14 @@ def test_an_exception_of_the_author_is_named_with_its_line():
     assert re.fullmatch(r"raises IndexError at test_check_cache\.py:[0-9]+: no such page", report.results[0].why)
 
 
-def test_a_context_is_found():
+def test_a_context_that_is_too_short_is_named():
     model = Decoder("learned")
     model.context = None
-    report = check_cache(**functions(model, context=None, length=None), scenarios=["decode"])
-    report.assert_correct()
-    assert ": 128 tokens per row" in report.title and "with 300, full raises IndexError" in report.beyond
+    adapter = functions(model, context=None, length=None)
+    (result,) = check_cache(**adapter, scenarios=["decode"]).results
+    assert result.status == "not run" and result.why.startswith("raises IndexError")
+    assert result.scenario == "every scenario, with length=300"
+    check_cache(**adapter | dict(length=128), scenarios=["decode"]).assert_correct()
 
 
 def test_a_list_of_caches_one_per_row():
@@ -675,7 +679,7 @@ def first_cause(model, change, scenario="decode", **more):
 
 
 @pytest.mark.parametrize(
-    "positions, parts", [("learned", "layer 0: the new key and value of"), ("rope", "layer 0: only the new key of")]
+    "positions, parts", [("learned", "layer 0: the new key and value of"), ("rope", "layer 0: the new key of")]
 )
 def test_a_wrong_position_is_named(positions, parts):
     said = first_cause(Decoder(positions), lambda ids, cache, mask, pos: (ids, cache, mask, pos + 2 * (pos > 20)))
@@ -698,7 +702,7 @@ def test_a_step_may_feed_its_tokens_in_parts():
 def test_a_wrong_token_is_named():
     previous = lambda ids, *rest: (torch.cat((ids[:, :1], ids[:, :-1]), 1), *rest)  # noqa: E731
     said = first_cause(Decoder("learned"), previous, "chunks of mixed", seed=1)  # no other row has that token
-    assert "wrong on arrival: its token is that of position" in said, said
+    assert "wrong on arrival: wrong input: the token" in said, said
 
 
 def test_a_key_that_its_cache_changes_is_named(monkeypatch):
@@ -724,28 +728,6 @@ def test_rotary_positions_may_count_the_padding(monkeypatch):
     monkeypatch.setattr(Attention, "scale", lambda self, T: 0.3 if T == 1 else 1 / SIZE**0.5)
     said = first_cause(model, count, "left padding")
     assert "gives slot" in said and "scale" in said, said
-
-
-def test_rounding_does_not_decide_the_cause(monkeypatch):
-    """Even if every step is suspicious, the cause is that of a wrong one."""
-    only_values = lambda self, rows: setattr(self, "values", [x[rows] for x in self.values])  # noqa: E731
-    monkeypatch.setattr(Cache, "reorder_cache", only_values)
-    prepare = Reference.__init__
-
-    def suspicious(self, *args):
-        prepare(self, *args)
-        self.suspicious = self.suspicious * 0
-
-    monkeypatch.setattr(Reference, "__init__", suspicious)
-    (result,) = check_cache(**functions(Decoder()), scenarios=["reorder"], skip=["then", "from"]).results
-    assert "slot 0 should hold the key of row 2, position 0, but holds that of row 0, position 0" in result.why
-
-    def find(stream, *rest):
-        return "wrong" if stream.found.errors[-1][2].max() > stream.reference.limit else "rounding"
-
-    monkeypatch.setattr("check_cache.scenarios.find_cause", find)
-    (result,) = check_cache(**functions(Decoder()), scenarios=["reorder"], skip=["then", "from"]).results
-    assert result.why == "wrong"
 
 
 class Behind(Decoder):
@@ -780,7 +762,7 @@ def test_slots_in_front_of_the_text(count, monkeypatch):
         """Return the cause if change(key, value) is what goes into the cache in decode steps."""
         return cause(lambda self, k, v, layer: update(self, *change(k, v) if k.size(2) == 1 else (k, v), layer))
 
-    assert "the new key of row 0, position 16 is slightly off on arrival" in changed(lambda k, v: (k * 1.5, v))
+    assert "the key of row 0, position 16, but holds it rounded or scaled" in changed(lambda k, v: (k * 1.5, v))
     assert "the new value of row 0, position 16 is wrong on arrival: changed" in changed(lambda k, v: (k, v.flip(-1)))
     lost = cause(lambda self, k, v, layer: [x[:, :, k.size(2) == 1 :] for x in update(self, k, v, layer)])
     assert "position 16 needs what is in front of the text, which is in no slot" in lost, lost
@@ -1050,18 +1032,17 @@ def test_a_wrong_argument_is_named():
         check_cache(Decoder(), length=500)
     with pytest.raises(ValueError, match=r"no scenario is called 'beams'\. There are decode, "):
         check_cache(Decoder(), scenarios=["beams"])
-    with pytest.raises(ValueError, match="dtype='int8': must be a dtype of torch, such as 'float32'"):
+    with pytest.raises(ValueError, match=r"dtype=torch\.int8: must be a dtype of torch, such as 'float32'"):
         check_cache(Decoder(), dtype="int8")
     with pytest.raises(ValueError, match=r"caches: no paged\. This decoder has own, static"):
         check_cache(Decoder(), caches="paged")
 
 
-@pytest.mark.parametrize("package, version", [("torch", "2.8.0+cpu"), ("transformers", "5.3.0")])
-def test_older_versions_are_refused(package, version, monkeypatch):
+def test_older_versions_are_refused(monkeypatch):
     """Their own modules call the same functions, so only the number has to be older."""
     model = tiny("llama")
-    monkeypatch.setattr(f"{package}.__version__", version)
-    with pytest.raises(ImportError, match=re.escape(f"or newer, but this is {version}")):
+    monkeypatch.setattr("transformers.__version__", "5.3.0")
+    with pytest.raises(ImportError, match=r"or newer, but this is 5\.3\.0"):
         check_cache(model)
 
 
@@ -1144,7 +1125,7 @@ def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
         encoding="utf-8",
     )
     code, shown, _ = command("mine:broken", *flags)
-    assert code == 1 and "WRONG    rollback, then reorder, reorder, left padding, then reorder, " in shown
+    assert code == 1 and "WRONG    rollback, then reorder, reorder, " in shown
     code, shown, _ = command("mine:broken", "--scenarios", "decode", "generate", "--require", "generate")
     assert code == 2 and "MISSING  required, but not run: generate" in shown
     code, shown, _ = command("mine:broken", *flags, "--caches", "own", "--json")
