@@ -1,4 +1,4 @@
-"""The same GPT, but each character sees the newest 32 only: its cache is a ring, and text never ends."""
+"""The same GPT, but each character sees the newest 32 only: its cache is a ring, and text goes on."""
 
 import json
 import time
@@ -27,7 +27,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v = qkv  # (B, n_head, T, head_size)
         at = seen = pos + torch.arange(T)  # positions of the queries, and of the keys
         if not self.training:  # read the ring and what is new, then write the newest into the ring
-            if pos == 0:  # a new text: slot i is for positions i, i + window, ..., and holds none yet
+            if pos == 0:  # a new text: slot i is for positions i, i + window, ...; it has none yet
                 self.kv_cache = x.new_zeros(2, B, n_head, window, head_size)
                 self.held = torch.full((window,), -window)  # the position in each slot
             (k, v), seen = torch.cat((self.kv_cache, qkv[1:]), dim=-2), torch.cat((self.held, at))
@@ -70,7 +70,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, pos=0):
         """Return logits (B, T, vocab_size) for tokens idx (B, T)."""
-        clock = (pos + torch.arange(idx.size(1))) % (2 * window)  # tells all positions in sight apart
+        clock = (pos + torch.arange(idx.size(1))) % (2 * window)  # tells those in sight apart
         x = self.token_embedding(idx) + self.position_embedding(clock)
         for block in self.blocks:
             x = block(x, pos)

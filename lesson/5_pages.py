@@ -1,4 +1,4 @@
-"""The same GPT with its KV cache in blocks of 16 slots, which texts with the same beginning share."""
+"""The same GPT with its KV cache in blocks of 16 slots, which texts with the same start share."""
 
 import json
 import time
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, pos=0, shared=()):
-        """Append max_new_tokens to idx (1, T). Another text has its first pos tokens in `shared`."""
+        """Append max_new_tokens to idx (1, T). Its first pos tokens are in the blocks `shared`."""
         for block in self.blocks:
             block.attention.table, block.attention.shared = list(shared), shared
         for _ in range(max_new_tokens):
@@ -132,7 +132,7 @@ if __name__ == "__main__":
         start = time.perf_counter()
         idx = model.generate(data[None, :40], 100, pos, shared)
         times.append(time.perf_counter() - start)
-        pos, shared = 39, model.blocks[0].attention.table[:3]  # for the next text, those of this one
+        pos, shared = 39, model.blocks[0].attention.table[:3]  # for the next text
     print("".join(chars[i] for i in idx[0]))
     print(f"8 texts in {sum(times):.2f} seconds")
     used, alone = model.blocks[0].attention.used, 8 * -(-idx.size(1) // size)

@@ -132,6 +132,7 @@ if __name__ == "__main__":
         exact, rounded = model.train()(idx[:, :-1]), model.eval()(idx[:, :-1])
     error, same = (exact - rounded).abs().max(), (exact.argmax(dim=-1) == idx[:, 1:]).sum()
     print(f"logits off by up to {error:.2f}; {same} of 200 characters as without rounding")
-    made = [block.attention for block in model.blocks]
-    size, floats = sum(a.kv_cache.nbytes + a.scale.nbytes for a in made), sum(a.kv_cache.numel() for a in made)
+    attention = model.blocks[0].attention
+    size = n_layer * (attention.kv_cache.nbytes + attention.scale.nbytes)
+    floats = n_layer * attention.kv_cache.numel()
     print(f"{size:,} bytes of cache, where float64 would take {8 * floats:,}")

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from check_cache import check_cache, copies_of
-from lesson_files import CACHE, PREALLOCATED, RECOMPUTE, block, load
+from lesson_files import CACHE, PREALLOCATED, RECOMPUTE, blocks, load
 
 
 def exercise(mine=CACHE, *edits):
     """Return the report of the exercise in the README, for another file than 2_cache.py."""
     modules = {"lesson.1_recompute": load(RECOMPUTE), "lesson.2_cache": load(mine, *edits)}
-    script = block("python").replace("import_module(", "modules.get(")
+    script = blocks("python")[0].replace("import_module(", "modules.get(")
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):
         names = {"modules": modules}
