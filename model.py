@@ -700,10 +700,8 @@ class CharTokenizer:
         """Return the ids of the text as a list. Raises ValueError for characters outside the vocabulary."""
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
-            is_or_are = "is" if len(unknown) == 1 else "are"
-            raise ValueError(
-                f"{', '.join(map(repr, unknown[:20]))} {is_or_are} not in the vocabulary {self.vocab[:200]!r}"
-            )
+            names = ", ".join(map(repr, unknown[:20])) + (" is" if len(unknown) == 1 else " are")
+            raise ValueError(f"{names} not in the vocabulary {self.vocab[:200]!r}")
         return [self.ids[char] for char in text]
 
     def decode(self, ids):
@@ -749,8 +747,8 @@ def load(path):
     """Return a checkpoint, ours or nanoGPT's, as a dict. Runs no code that may be in the file.
 
     Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, "chars" if the tokens are
-    characters, and "path", which errors name. Raises FileNotFoundError, or ValueError with one line that says what is
-    wrong with the file.
+    characters, and for messages "path", and "names", what the file calls the weights. Raises FileNotFoundError, or
+    ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
     if not path.is_file():
@@ -765,30 +763,30 @@ def load(path):
                     raise zipfile.BadZipFile(f"{damaged} has changed")
         with warnings.catch_warnings(action="ignore"):  # about a pickle of another kind
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        names = checkpoint.keys()
+        entries = checkpoint.keys()
     except pickle.UnpicklingError as error:
         kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # of a value that is no tensor and not plain
-        what = f"contains {kind}" if kind else "is damaged, or contains more than tensors and plain values"
+        what = f"contains {kind}" if kind else "is damaged, or not a file of torch.save"
         raise ValueError(f"{path} {what}: not loaded, because it could run code") from None
     except Exception as error:  # a damaged file can raise anything
         why = next(iter(str(error).strip().splitlines()), "no message")
-        raise ValueError(
-            f"{path} is not a checkpoint of a GPT, or is damaged ({type(error).__name__}: {why})"
-        ) from None
-    if not {"model", "model_args"} <= names:  # a bare state_dict, or a file of Lightning
-        raise ValueError(f"{path} has weights and no model_args: save both in one dict, as train.py does")
+        raise ValueError(f"{path} is not a checkpoint of a GPT, or damaged ({type(error).__name__}: {why})") from None
+    if not {"model", "model_args"} <= entries:  # a bare state_dict, or a file of Lightning
+        has = "model_args and no weights as model" if "model_args" in entries else "weights and no model_args"
+        raise ValueError(f"{path} has {has}: save both in one dict, as train.py does")
     model_args = dict(checkpoint["model_args"])
     if unknown := model_args.keys() - GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
         raise ValueError(f"{path} is not a checkpoint of a GPT: unknown model_args: {', '.join(sorted(unknown))}")
     # what DistributedDataParallel, torch.compile and FSDP add to the names of the weights that they wrap
     wrappers = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-    weights = {
-        ".".join(part for part in name.split(".") if part not in wrappers): tensor
-        for name, tensor in checkpoint["model"].items()
+    names = {
+        ".".join(part for part in name.split(".") if part not in wrappers): name
+        for name in checkpoint["model"]
         # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
-        if not name.endswith(".attn.bias") and name != "n_averaged"
+        if not name.endswith((".attn.bias", ".attn.masked_bias", "n_averaged"))
     }
-    return checkpoint | dict(model=weights, model_args=model_args, path=path)
+    weights = {ours: checkpoint["model"][name] for ours, name in names.items()}
+    return checkpoint | dict(model=weights, model_args=model_args, path=path, names=names)
 
 
 class SkipInit(TorchFunctionMode):
@@ -820,6 +818,8 @@ def build(checkpoint):
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
     except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
+        for ours, name in checkpoint.get("names", {}).items():
+            why = why.replace(f'"{ours}"', f'"{name}"')
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # loading gave head and embedding a matrix each
         model.transformer["wte"].weight = model.lm_head.weight

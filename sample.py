@@ -114,6 +114,8 @@ def refuse_conflicts(args, error):
         error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if args.meta and not (args.ckpt or args.out_dir):
         error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
+    if "" in (args.ckpt, args.out_dir, args.meta):
+        error("--ckpt, --out_dir or --meta is empty")
     if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
         error("--ckpt and --out_dir both say which model: pass one of them")
     if args.ckpt and Path(args.ckpt).suffix == ".onnx" and args.engine == "torch":
@@ -490,9 +492,8 @@ def verify(model, prompts, texts, max_new_tokens, kv_cache, sampling, tokenizer,
     engine      what generated the texts, if it was not the model: an OnnxGPT
     Returns (same, lines). `same` is False for a difference that is not a near-tie. `lines` is a report.
     """
-    our_run, their_run = (
-        ("without the cache", "with the cache") if kv_cache else ("with the cache", "without the cache")
-    )
+    runs = ["with the cache", "without the cache"]
+    our_run, their_run = runs[::-1] if kv_cache else runs
     if engine:
         our_run, their_run = f"in ONNX Runtime {our_run}", f"in PyTorch {their_run}"
     lines, num_equal = [], 0

@@ -316,9 +316,7 @@ def load_dataset(data_dir, min_train):
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{meta_file} is damaged: run python data/prepare.py again") from None
     if changed:
-        raise ValueError(
-            f"{changed[0]} in {data_dir} has changed since data/prepare.py wrote it: run data/prepare.py again"
-        )
+        raise ValueError(f"{changed[0]} in {data_dir} has changed since data/prepare.py wrote it: run it again")
 
     if "tokenizer" in meta:
         from extras.bpe import tokenizer_from_json
@@ -333,7 +331,7 @@ def load_dataset(data_dir, min_train):
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
     sha256 = {"train": hashes["train"], "val": hashes["val"]}
-    return Dataset(tokenizer, train, val, sha256, meta.get("val_bytes"), meta["source"])
+    return Dataset(tokenizer, train, val, sha256, meta.get("val_bytes"), str(meta.get("source")))
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -740,7 +738,7 @@ def eval_windows(ids, block_size, num_tokens, at_once, stride):
     if num_tokens < len(ids) - 1 and len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // stride)).astype(int)]
         rest = rest[:0]
-    if overlap:
+    elif overlap:
         yield ids[None, : overlap + 1]
     for i in range(0, len(starts), at_once):
         yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
@@ -754,7 +752,7 @@ def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
 
     We draw no random numbers, so evaluating more often does not change a run.
     num_tokens  read at most this many
-    signals     a list of catch_signals; once it has one, we return None
+    signals     a list of catch_signals; once that of a process has one, we return None
     stride      tokens from window to window; None: block_size, so that windows do not overlap
     """
     model, block_size = state.model, state.model.config.block_size
@@ -766,12 +764,12 @@ def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
     # a long evaluation has a bar of its own, which replaces the run's for a while
     bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
     with state.autocast, bar:
-        for i, window in itertools.islice(enumerate(windows), RANK, None, WORLD_SIZE):
+        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
             if signals:
-                return None
+                break
             window = torch.from_numpy(window.astype(np.int64)).to(state.device)
             x, y = window[:, :-1], window[:, 1:].clone()
-            if i:
+            if x.size(1) > block_size - stride:
                 y[:, : block_size - stride] = -1  # the loss ignores what the window before has predicted
             _, loss = model(x, y)
             predicted = (y >= 0).sum().item()
@@ -782,6 +780,8 @@ def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
                 printed = time.perf_counter()
                 print(f"evaluate: {count * WORLD_SIZE:,} of {bar.total:,}", file=sys.stderr, flush=True)
     model.train()
+    if all_reduce(len(signals), dist.ReduceOp.MAX):
+        return None
     return all_reduce(total) / all_reduce(count)
 
 
@@ -903,10 +903,9 @@ def train(config, data, state, header, bar, signals):
         if state.num_unlogged and logging:
             val_loss = None
             if evaluating:
-                # a single process stops at once; several have to stop together, after the next step
-                val_loss = evaluate(state, data.val, config.eval_tokens(), signals if WORLD_SIZE == 1 else ())
+                val_loss = evaluate(state, data.val, config.eval_tokens(), signals)
                 if val_loss is None:
-                    return signals[0]
+                    return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
                 require_finite(val_loss)
                 state.evals_since_best += 1
                 if val_loss < state.best_val_loss:
@@ -1041,9 +1040,7 @@ def check_text(data, data_dir, source, config):
         same = same_ids(data.tokenizer, source["tokenizer"], data.val)
     if not same:
         command = f"python data/prepare.py --tokenizer {config.meta or path}"
-        raise ValueError(
-            f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares text for it"
-        )
+        raise ValueError(f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares some")
     padding = vocab_size - len(data.tokenizer.vocab)
     if not 0 <= padding < (128 if "tokenizer" in source else 1):  # some models round their size up to a multiple of 128
         raise ValueError(f"{path} has weights for {vocab_size} tokens, but {len(data.tokenizer.vocab)} {unit}")
@@ -1080,11 +1077,11 @@ def setup(flags):
     device = pick_device(config.device)
     if ((config.eval_only or config.meta) and not source) or (init_from == "resume" and "meta" in flags):
         raise ValueError("--eval_only needs a model in --init_from, and --meta a checkpoint of nanoGPT there")
-    if (config.text or config.stride) and not config.eval_only:
-        raise ValueError("--text and --stride need --eval_only")
+    if ((config.text or config.stride) and not config.eval_only) or {"text", "data_dir"} <= flags.keys():
+        raise ValueError("--text and --stride need --eval_only, and --text replaces --data_dir")
     if config.stride and config.stride > config.block_size:
         raise ValueError(f"--stride {config.stride} is above the context of {config.block_size}")
-    if config.batch_size % WORLD_SIZE:
+    if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     if WORLD_SIZE > 1:  # torchrun chooses
         config.threads = flags.get("threads")
@@ -1132,13 +1129,13 @@ def main():
         config, data, state, header = setup(flags)
         out_dir = Path(config.out_dir)
         if RANK == 0 and not config.eval_only:
-            lock = lock_folder(out_dir)  # noqa: F841 - it ends with the process
+            lock = lock_folder(out_dir)
             begin_log(out_dir, state)
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
     unit, vocab_size = data.tokenizer.unit, state.model.config.vocab_size
     if config.eval_only:
-        read = min(len(data.val) - 1, config.eval_tokens() if config.eval_iters else math.inf)
+        read = min(len(data.val) - 1, config.eval_tokens() if "eval_iters" in flags else math.inf)
         loss = evaluate(state, data.val, read, stride=config.stride)
         disconnect()
         least = config.block_size + 1 - (config.stride or config.block_size)
@@ -1176,6 +1173,7 @@ def main():
     disconnect(128 + signum if signum else 0)
 
     # report
+    lock.close()  # a notebook, which may keep our variables, can resume
     done = f"step {state.iter_num} of {config.max_iters}"
     if signum:
         command = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"

@@ -4,4 +4,5 @@ from check_cache.adapters import copies_of
 from check_cache.check import check_cache
 from check_cache.report import Report, Result
 
+__version__ = "0.2.0"
 __all__ = ["Report", "Result", "check_cache", "copies_of"]

@@ -2,12 +2,13 @@
 
 import argparse
 import importlib
+import json
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
+from check_cache import __version__
 from check_cache.check import check_cache
 from check_cache.report import first_line
 
@@ -32,26 +33,31 @@ def main():
     )
     add = parser.add_argument
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
     add("--device", help="for example cuda (default: where the model is)")
     add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
     add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
     add("--require", nargs="+", metavar="WORD", default=(), help="exit with 2 if one of these scenarios cannot run")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
-    add("--tolerance", type=float, help="how far off a logit may be, for a cache that rounds on purpose")
+    add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own, dynamic or static")
+    add("--atol", type=float, help="how far off a logit may be, for a cache that rounds on purpose")
+    add("--rtol", type=float, help="the same, relative to the logit")
     add("--seed", type=int, default=0, help="of the sequences and chunk sizes (default: 0)")
-    args = parser.parse_args()
-    options = {name: getattr(args, name) for name in "length device scenarios skip tolerance seed".split()}
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--version", action="version", version=f"check-cache {__version__}")
+    args = vars(parser.parse_args())
+    model, require, as_json = (args.pop(name) for name in ("model", "require", "json"))
     sys.path.insert(0, "")  # module:function may be in this folder
     warnings.simplefilter("ignore")
     try:
-        report = check_cache(load(args.model), dtype=getattr(torch, args.dtype), **options)
+        report = check_cache(load(model), **args)
     except (Exception, SystemExit) as error:
-        parser.exit(2, f"check-cache: {args.model}: {type(error).__name__}: {first_line(error)}\n")
-    print(report)
-    missing = report.missing(args.require)
-    for word in missing:
-        print(f"MISSING  required, but not run: {word}")
+        parser.exit(2, f"check-cache: {model}: {type(error).__name__}: {first_line(error)}\n")
+    missing = report.missing(require)
+    if as_json:
+        print(json.dumps({**asdict(report), "missing": missing, "exit_code": report.exit_code}, indent=2))
+    else:
+        print(report, *(f"MISSING  required, but not run: {line}" for line in missing), sep="\n")
     sys.exit(report.exit_code or (2 if missing else 0))
 
 

@@ -29,16 +29,26 @@ def shaped(read, B):
     return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
 
 
-class Watch(TorchFunctionMode):
-    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax."""
+class Interruption(Exception):
+    """Stands for whatever stops a step: no memory, a refused id, Ctrl-C."""
 
-    def __init__(self):
+
+class Watch(TorchFunctionMode):
+    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax.
+
+    It counts the calls of torch, too, and raises Interruption at call number `stop`.
+    """
+
+    def __init__(self, stop=None):
         super().__init__()
-        self.reads = []
+        self.reads, self.calls, self.stop = [], 0, stop
         self.product = None  # the operands of the newest product, and its shape
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.calls += 1
+        if self.calls == self.stop:
+            raise Interruption
         result = function(*args, **kwargs)
         if function not in WATCHED:
             return result

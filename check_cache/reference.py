@@ -68,19 +68,19 @@ def normal(tensor, draw):
 class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits.
 
-    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the middle on. Some tokens have the
-    padding id, because a cache must not mistake them for padding.
+    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the end of the first third on. Some
+    tokens have the padding id, because a cache must not mistake them for padding.
     """
 
-    def __init__(self, decoder, length, dtype, seed, tolerance):
+    def __init__(self, decoder, length, dtype, seed, atol, rtol):
         self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
-        self.slots = min(length + 8, decoder.context or length + 8)  # some slots of a static cache stay empty
+        self.rtol = 0.0
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
         ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = decoder.pad
-        half = length // 2 | 1  # odd, so that it is within a page of a paged cache
-        ids[3:6, :half] = ids[:3, :half]
+        fork = length // 3 | 1  # odd, so that it is within a page of a paged cache
+        ids[3:6, :fork] = ids[:3, :fork]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
         # the logits of reference, in float64 if the decoder can run in it
@@ -104,9 +104,10 @@ class Reference:
                 self.rounding = self.rounding.maximum(self.error(self.full()))
         self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
         self.fault = self.fault or self.find_blindness()
-        if tolerance:  # a cache that rounds on purpose
-            self.rounding, self.coarse = self.rounding.clamp(min=tolerance), 0.3
-            self.limit, self.suspicious = self.limit.clamp(min=tolerance), self.suspicious.clamp(min=tolerance)
+        if atol or rtol:  # a cache that rounds on purpose
+            self.rtol, self.coarse, atol = rtol or 0.0, 0.3, atol or 0.0
+            self.rounding = self.rounding.clamp(min=atol)
+            self.limit, self.suspicious = self.limit.clamp(min=atol), self.suspicious.clamp(min=atol)
 
     def full(self, rows=slice(None), end=None, ids=None):
         """Return logits without a cache, of some rows up to `end`. A decoder may overwrite the ids that it gets."""
@@ -122,9 +123,6 @@ class Reference:
         with self.exactly():
             fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
             self.logits = self.full().double()
-        needed = (*self.ids.shape, self.decoder.vocab_size)
-        if self.logits.shape != needed:
-            raise ValueError(f"full returns logits of shape {tuple(self.logits.shape)}, but we need {needed}")
         tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
         because = None if self.logits.isfinite().all() else "are not finite"
         for what, logits in fewer.items():
@@ -141,14 +139,19 @@ class Reference:
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
 
     def error(self, logits, rows=slice(None), positions=slice(None)):
-        """Return the error of the worst logit at each position. NaN counts as infinite."""
-        return (logits.double() - self.logits[rows, positions]).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+        """Return the error of the worst logit at each position, less what `rtol` allows. NaN counts as infinite."""
+        wanted = self.logits[rows, positions]
+        error = (logits.double() - wanted).abs_()  # in place, because this is what takes the most memory
+        if self.rtol:
+            error -= self.rtol * wanted.abs()
+        return error.amax(-1).nan_to_num(torch.inf, torch.inf).clamp(min=0)
 
     def find_blindness(self):
         """Return why a wrong cache could not show in these logits, or None. They must depend on earlier tokens."""
         even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
         shifted = (self.ids + 1) % self.decoder.vocab_size
-        matters = self.error(self.full(ids=self.ids.index_copy(1, even, shifted[:, even])))[:, odd].median()
+        others = self.full(slice(3), ids=self.ids.index_copy(1, even, shifted[:, even]))
+        matters = self.error(others, slice(3))[:, odd].median()
         noise = self.rounding.median()
         if matters < VISIBLE * noise:
             moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"
@@ -166,13 +169,23 @@ class Reference:
         return (self.error(logits[real], rows[real], pos[real]) > self.limit).any()
 
     def watch(self, ids=None):
-        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router."""
+        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router.
+
+        Slots in front of the text, such as those of a class, an image or memory keys, are the first slots of a Read.
+        """
         with Watch() as watch:
             self.full(ids=ids)
-        self.calls = len(watch.reads)
-        reads = [read() if callable(read) else read for read in watch.reads]
-        square = (self.length, self.length)
-        return [(i, shaped(x, len(self.ids))) for i, x in enumerate(reads) if x.weights.shape[-2:] == square]
+        self.calls, whole = len(watch.reads), []
+        for i, read in enumerate(watch.reads):
+            read = read() if callable(read) else read
+            extra, front = (size - self.length for size in read.weights.shape[-2:])
+            if 0 <= extra <= front:
+                read = shaped(read, len(self.ids))
+                read.weights = read.weights[:, :, extra:]
+                read.query = None if read.query is None else read.query[:, :, extra:]
+                if front == 0 or not read.weights[..., front:].triu(1).any():  # not the slots of cross-attention
+                    whole.append((i, read))
+        return whole
 
     @cached_property
     def reads(self):

@@ -1,30 +1,34 @@
 """The results, for people and for programs."""
 
+import functools
 import re
 import textwrap
 import traceback
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-NOT_THEIRS = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+NOT_THEIRS = *(str(Path(file).parent) for file in (__file__, torch.__file__)), functools.__file__
+LABELS = {"wrong": "WRONG  ", "error": "ERROR  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
 
 
-@dataclass
+class AdapterError(Exception):
+    """A mistake in the adapter: one of its functions cannot be called as we do, or returns something else."""
+
+
+@dataclass(frozen=True)
 class Result:
-    """The result of one scenario."""
+    """The result of one scenario with one kind of cache."""
 
     scenario: str
-    cache: str | None
-    status: str = "correct"  # or "wrong", "not run", or "fault": of the decoder without a cache
+    cache: str
+    status: str  # "correct", "wrong", "not run", "error": of the adapter, or "fault": of the decoder without a cache
     why: str | None = None  # the cause, or the reason
     rule: str | None = None  # what the scenario has violated
     off: float | None = None  # how far the worst logit is off
     position: int | None = None  # of the first wrong logit
-    step: tuple | None = None  # the number of rows and tokens that were fed to get it
-    errors: list = field(default_factory=list, repr=False)  # rows, positions, errors, whether the argmax differs, step
+    step: tuple[int, int] | None = None  # the number of rows and tokens that were fed to get it
 
     def __str__(self):
         """Return what was wrong, or why it was not run."""
@@ -35,51 +39,61 @@ class Result:
         return f"{self.scenario}, {self.cache} cache"
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Report:
     """repr() and str() are for people, `results` is for programs."""
 
     title: str
-    results: list
+    results: list[Result]
     beyond: str  # what no scenario covers
 
     @property
     def exit_code(self):
-        """0: correct, 1: wrong, 2: nothing could be checked, or the decoder is wrong without a cache."""
+        """0: correct, 1: wrong, 2: nothing could be checked, or the adapter or the decoder without a cache is wrong."""
         statuses = {result.status for result in self.results}
-        return 1 if "wrong" in statuses else 0 if "correct" in statuses and "fault" not in statuses else 2
+        return 1 if "wrong" in statuses else 0 if "correct" in statuses and not statuses & {"fault", "error"} else 2
 
     def missing(self, require):
-        """Return those of the words in `require` that name no result, or one that was not run."""
-        ran = {result.name: result.status != "not run" for result in self.results}
-        named = {word: [ran[name] for name in ran if word in name] for word in as_list(require)}
-        return [word for word, those in named.items() if not those or not all(those)]
+        """Return a line for each word in `require` that names no scenario, or one that was not run.
+
+        A word that is the whole name of a scenario means that one. Any other names all whose name contains it.
+        """
+        lines = []
+        for word in as_list(require):
+            exact = [result for result in self.results if word in (result.scenario, result.name)]
+            named = exact or [result for result in self.results if word in result.name]
+            absent = "; ".join(result.name for result in named if result.status in ("not run", "error"))
+            if not named:
+                lines.append(f"{word}, which names no scenario")
+            elif absent:
+                lines.append(f"{word}, which names {len(named)}, among them {absent}" if len(named) > 1 else absent)
+        return lines
 
     def assert_correct(self, require=()):
         """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
         if self.exit_code:
             raise AssertionError(f"the cache is wrong, or could not be checked\n{self}")
         if missing := self.missing(require):
-            raise AssertionError(f"required, but not run: {', '.join(missing)}\n{self}")
+            raise AssertionError(f"required, but not run: {'. '.join(missing)}\n{self}")
 
     def __bool__(self):
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
 
     def __repr__(self):
-        lines = []
-        labels = {"wrong": "WRONG  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
-        for status, label in labels.items():
+        lines = [self.title]
+        for status, label in LABELS.items():
             groups = {}  # results with the same cause, apart from rows and positions
             for result in self.results:
-                cause = re.sub(r"\d+", "", str(result.why))
                 if result.status == status:
-                    groups.setdefault((result.cache, cause), []).append(result)
-            for (cache, _), results in groups.items():
-                names = ", ".join(result.scenario for result in results)
-                lines.append(f"{label}  {names}, {cache} cache" + (f": {results[0]}" if results[0].why else ""))
+                    kind = result.cache if status in ("correct", "wrong") else None
+                    groups.setdefault((kind, re.sub(r"\d+", "", str(result.why))), []).append(result)
+            for results in groups.values():
+                names = ", ".join(dict.fromkeys(result.scenario for result in results))
+                kinds = " and ".join(dict.fromkeys(result.cache for result in results))
+                lines.append(f"{label}  {names}, {kinds} cache" + (f": {results[0]}" if results[0].why else ""))
         lines.append(f"beyond   not covered: {self.beyond}")
-        wrap = partial(textwrap.fill, width=120, subsequent_indent=" " * 9, break_long_words=False)
-        return "\n".join([self.title, *map(wrap, lines)])
+        wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
+        return "\n".join(wrapped)
 
 
 def as_list(words):
@@ -93,7 +107,7 @@ def first_line(error):
 def describe(error):
     """Return an exception in one line, with the line of their code that it comes from."""
     text, name = first_line(error).rstrip("."), type(error).__name__
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, (NotImplementedError, AdapterError)):
         return text
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""

@@ -1,32 +1,62 @@
 """The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing."""
 
 import copy
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import nn
 
 from check_cache.adapters import ROWS
-from check_cache.attention import Watch
+from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
 from check_cache.reference import PADS
 from check_cache.report import first_line
 
+PADDING = frozenset({"padding"})  # not the cache's fault if padding is seen without a cache, too
+OWN_LOOP = frozenset({"own loop"})  # makes its own cache, so one kind is enough
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """run(start) feeds a cache, where start() makes a Stream. It may return what is wrong besides logits."""
+
+    name: str
+    run: Callable
+    needs: str | None = None  # an argument of `step`, or "generate"
+    tags: frozenset[str] = frozenset()
+
+
+@dataclass
+class Found:
+    """What the streams of a scenario have found so far."""
+
+    errors: list = field(default_factory=list)  # rows, positions, errors, whether the argmax differs, step
+    cause: str | None = None
+    certain: bool = False  # whether the cause explains a logit that is wrong, not just suspicious
+    hint: str = ""  # what else may be the cause
+
+
+def interrupt(function, at):
+    """Call a function, and stop it at call number `at` of torch."""
+    with suppress(Interruption), Watch(stop=at):
+        function()
+
 
 class Stream:
-    """A batch of the sequences `rows` on its way through one cache. Its errors go into a Result.
+    """A batch of the sequences `rows` on its way through one cache. Its errors go into `found`.
 
     Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
     """
 
-    def __init__(self, reference, result, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False):
-        self.reference, self.result, self.decoder, self.fed = reference, result, reference.decoder, 0
+    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False, spare=8):
+        self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
         self.rows, self.pads, self.ragged = torch.tensor([*rows]), torch.tensor(pads)[:, None], ragged
         self.masked = (masked or any(pads)) and not ragged
-        if self.masked and not self.decoder.takes_mask:
-            raise NotImplementedError("the step takes no mask")
-        if ragged and not self.decoder.takes_lengths:
-            raise NotImplementedError("the step takes no lengths")
-        self.cache = self.decoder.new(len(self.rows), reference.slots, result.cache)
+        slots = reference.length + spare  # a static cache has empty slots, or none in the end
+        self.cache = self.decoder.new(len(self.rows), min(slots, self.decoder.context or slots), kind)
 
     def next(self, T, drafts=0):
         """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
@@ -41,39 +71,36 @@ class Stream:
 
     def feed(self, count, drafts=0):
         """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
-        decoder, result, T = self.decoder, self.result, count + drafts
+        T = count + drafts
         ids, rows, positions, mask = self.next(T, drafts)
-        pos = positions.clamp(min=0)
+        pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
         with Watch() as watch:
-            lengths = (positions >= 0).sum(1) if self.ragged else None
-            output = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
-        logits, cache = output if isinstance(output, tuple) else (output, None)
-        self.cache = self.cache if cache is None else cache
-        self.fed += T
-        logits = logits[:, None] if logits.dim() == 2 else logits
+            logits, self.cache = self.decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
+        self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
-        if missing not in (0, T - 1) or logits.shape[::2] != (len(ids), decoder.vocab_size):
-            needed = (*ids.shape, decoder.vocab_size)
-            raise TypeError(f"step returns logits of shape {tuple(logits.shape)}, but we need {needed}")
         if missing and self.ragged:
             raise NotImplementedError("the step returns logits of the last slot, which may be padding")
-        suspect = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
-        if suspect and not result.why:
+        worst = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
+        found, wrong = self.found, worst > self.reference.limit
+        # what rounding may have written gives way to what a wrong logit shows
+        if worst > self.reference.suspicious and not found.certain and (wrong or not found.cause):
             try:
-                result.why = find_cause(self, watch.reads, T, rows, positions, drafts)
+                cause = find_cause(self, watch.reads, T, rows, positions, drafts)
             except Exception as error:  # a kind of attention that we do not know
-                result.why = f"cause unknown: {first_line(error)}"
+                cause = f"cause unknown: {first_line(error)}"
+            if cause:
+                found.cause, found.certain = cause, bool(wrong)
         return self
 
     def compare(self, logits, rows, positions):
-        """Note the errors of logits by position and then by row. Return whether one is larger than usual."""
+        """Note the errors of logits by position and then by row, and return the largest."""
         batch, tokens = (torch.full((len(rows) * rows.size(1),), size) for size in rows.shape)
         places = (positions >= 0).T.nonzero(as_tuple=True)[::-1]
         logits, rows, positions = logits[places], rows[places], positions[places]
         error = self.reference.error(logits, rows, positions)
         differs = logits.argmax(-1) != self.reference.argmax[rows, positions]
-        self.result.errors.append((rows, positions, error, differs, batch[: len(rows)], tokens[: len(rows)]))
-        return (error > self.reference.suspicious).any()
+        self.found.errors.append((rows, positions, error, differs, batch[: len(rows)], tokens[: len(rows)]))
+        return error.amax() if len(error) else 0
 
     def feed_all(self, *sizes):
         """Feed steps of these sizes, until the sequences end."""
@@ -81,6 +108,11 @@ class Stream:
             if size := min(size, self.reference.length - self.fed):
                 self.feed(size)
         return self
+
+    def fail(self, at):
+        """Feed a token, but stop the step at call number `at` of torch."""
+        ids, _, pos, mask = self.next(1)
+        interrupt(lambda: self.decoder.step(ids, self.cache, mask, pos, self.rows, None), at)
 
     def crop(self, count):
         """Take back the newest `count` tokens."""
@@ -104,45 +136,61 @@ def largest_chunk(L):
 
 
 def scenarios_for(window, L, seed):
-    """Return {name: scenario} for sequences of L tokens. A scenario is called with `start`, which makes a Stream."""
-    half, third, n = L // 2 | 1, L // 3, min(8, L // 4)  # half: see Reference
+    """Return the scenarios for sequences of L tokens."""
+    third, n = L // 3, min(8, L // 4)
+    fork, short = third | 1, min(third, 2 * n)  # fork: see Reference; short: where the length does not matter
+    page = 1 << fork.bit_length()  # where pages begin, of up to so many tokens
     ones = [1] * n  # so many single tokens are enough to see a mistake
     largest = largest_chunk(L)
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
+    doubling = [n * 2**i for i in range(L.bit_length())]
     around = (window - 1, window + 2) if window and largest - 2 < window < L else ()
-    # decode up to the end, or from a window that is nearly full until a ring of its size starts again
-    P, end = (max(1, window - n), 2 * window + n) if window and window < L else (max(third, L - 6 * n), L)
+    # Two scenarios decode every position once. The prefill of one nearly fills the window, if there is one.
+    prefill = max(2, window - n) if window and window < L else third
 
     def feed(start, *sizes, **options):
         start(**options).feed_all(*sizes)
 
     def batches(start):
         for B in range(1, ROWS + 1):
-            feed(start, third, 1, rows=range(B))
+            feed(start, short, 1, rows=range(B))
 
-    def generate(start, runs=((5, 6, 7), (0, 1, 2)), **options):
-        """Let the decoder's own loop or search choose tokens, twice, so that the second run may meet leftovers."""
-        streams = [start(rows, **options) for rows in runs]
-        decoder, reference, result = streams[0].decoder, streams[0].reference, streams[0].result
+    def generate(start, **options):
+        """Let the decoder's own loop or search choose tokens, several times, since a call may meet leftovers."""
+        streams = {rows: start(rows, **options) for rows in ((5, 6, 7), (0, 1, 2))}
+        decoder, reference = streams[0, 1, 2].decoder, streams[0, 1, 2].reference
 
-        def run(use_cache):
-            prompts = [(stream.next(third), stream.rows) for stream in streams]
-            return [decoder.generate(ids, n, use_cache, mask, rows) for (ids, *_, mask), rows in prompts]
+        def call(use_cache, rows, eos=None):
+            """Return the tokens that each row gets, up to its end."""
+            ids, *_, mask = streams[rows].next(short)
+            output = decoder.generate(ids.clone(), n, use_cache, mask, eos, torch.tensor(rows))
+            new = output[:, short:] if torch.equal(output[:, :short], ids) else output
+            return [row[: row.index(eos) + 1] if eos in row else row for row in new.tolist()]
+
+        def compare():
+            other, plain = (call(False, rows) for rows in streams)
+            end = plain[0][len(plain[0]) // 2]
+            calls = [((5, 6, 7), other, None, ""), ((0, 1, 2), plain, None, "")]
+            if decoder.takes("generate", "eos"):
+                calls.append(((0, 1, 2), call(False, (0, 1, 2), end), end, ". It may end rows early"))
+            calls.append(((5, 6, 7), other, None, ". It comes after one that an exception stopped"))
+            watch = Watch()
+            for which, (rows, expected, eos, note) in zip(("first", "second", "third", "fourth"), calls):
+                if "exception" in note:
+                    interrupt(lambda: call(True, (0, 1, 2)), watch.calls // len(calls) // 2)
+                with watch:
+                    chosen = call(True, rows, eos)
+                if chosen != expected:
+                    return f"the {which} call of generate() chooses different tokens with the cache than without{note}"
 
         try:
             with reference.exactly():  # so that rounding decides nothing
-                with_cache, without = run(True), run(False)
+                return compare()
         except RuntimeError:  # it cannot run in float64
-            with_cache, without = run(True), run(False)
-        for which, x, y in zip(("first", "second"), with_cache, without):
-            if y.size(1) not in (n, third + n):
-                raise TypeError(f"generate returns {y.size(1)} tokens per row, but we asked for {n} new ones")
-            if not torch.equal(x, y) and result.status != "wrong":
-                result.status = "wrong"
-                result.why = f"the {which} call of generate() chooses different tokens with the cache than without"
+            return compare()
 
     def prefix_twice(start):
-        first = start().feed(half)
+        first = start().feed(fork)
         second = copy.copy(first)
         second.cache, second.rows = first.decoder.fork(first.cache), first.rows + 3
         for size in ones[: n // 2]:
@@ -151,12 +199,13 @@ def scenarios_for(window, L, seed):
 
     def two_at_once(start):
         first, second = start(), start(rows=(5, 6, 7))
-        for size in (third, *ones[: n // 2]):
+        for size in (short, *ones[: n // 2]):
             first.feed(size)
             second.feed(size)
+            first.reference.full(slice(3), short)  # a call without a cache must not disturb them
 
-    def rollback(start, P=half, everything=False, then=None):
-        """Speculative decoding: feed a token and some drafts, then take these back."""
+    def rollback(start, P=page - 1, everything=False, then=None):
+        """Speculative decoding: feed a token and some drafts, take back those that differ, and go on."""
         stream = start().feed(P)
         if getattr(stream.cache, "is_croppable", True) is False:
             raise NotImplementedError("the cache cannot be cropped (is_croppable)")
@@ -164,40 +213,84 @@ def scenarios_for(window, L, seed):
             stream.cache.activate_past_recording()
         if everything:
             stream.crop(P).feed(P, 4).crop(4)
-        for drafts in (4, 1, 3, 2) * (n // 4):
-            stream.feed(1, drafts).crop(drafts)
+        for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
+            if stream.fed + accepted + rejected + 2 > L:
+                break
+            stream.feed(1 + accepted, rejected)
+            if rejected:
+                stream.crop(rejected)
             if then:
                 stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
+            if rejected != 1:  # then the next draft follows at once
+                stream.feed(1)
 
     def reset(start):
-        stream = start(rows=(5, 6, 7)).feed_all(L - 2, 1, 1)
+        stream = start(rows=(5, 6, 7)).feed_all(2 * third, 1, 1)
         stream.change("reset", rows=(0, 1, 2)).fed = 0
+        if isinstance(stream.cache, nn.Module) and "reset" not in stream.decoder.parts:
+            stream.found.hint = ". If something resets the module before it reads another text, pass it as reset="
         stream.feed_all(third, *ones)
 
-    def rearrange(start, name, argument, rows):
-        start().feed(half).change(name, argument, rows=rows).feed_all(*ones)
+    def rearrange(start, name, argument, rows, before=(0, 1, 2), **options):
+        stream = start(rows=before, **options).feed(fork)
+        try:
+            stream.change(name, argument, rows=rows)
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, NotImplementedError) or len(before) > 1:
+                raise
+            raise NotImplementedError(f"one row cannot become three: {first_line(error)}") from None
+        stream.pads = stream.pads[argument] if options else stream.pads
+        stream.feed_all(*ones)
 
-    return {
-        "decode": lambda start: feed(start, P, *[1] * (end - P)),
-        "decode from 1 token": lambda start: feed(start, 1, *ones, *ones),
-        **{f"chunks of {size}": lambda start, size=size: feed(start, *[size] * L) for size in around},
-        "chunks of mixed sizes": lambda start: feed(start, *mixed),
-        "chunks that double": lambda start: feed(start, n, *(n * 2**i for i in range(L.bit_length()))),
-        "mask of ones": lambda start: feed(start, third, 5, *ones, masked=True),
-        "left padding": lambda start: feed(start, third, *ones, pads=PADS),
-        "left padding in chunks": lambda start: feed(start, third, *mixed[:n], pads=[pad + 2 for pad in PADS]),
-        "rows of different lengths": lambda start: feed(start, third, *ones, 4, pads=PADS, ragged=True),
-        "generate": generate,
-        "generate with left padding": partial(generate, runs=((0, 1, 2),), pads=PADS),
-        "prefix used twice": prefix_twice,
-        "two caches at once": two_at_once,
-        "speculative rollback": rollback,
-        "rollback of everything": partial(rollback, P=min(half, (window or L) - 1), everything=True),
-        "rollback, then reorder": partial(rollback, then=(0, 0, 2)),
-        # two beams continue row 0, as it is and as row 3, which differs from it from now on
-        "reorder": partial(rearrange, name="reorder", argument=torch.tensor((2, 0, 0)), rows=(2, 0, 3)),
-        "repeat": partial(rearrange, name="repeat", argument=2, rows=(0, 3, 1, 4, 2, 5)),
-        "select": partial(rearrange, name="select", argument=torch.tensor((2, 0)), rows=(2, 0)),
-        "reuse after reset": reset,
-        "batches of 1 to 8 rows": batches,
-    }
+    def go_on(start):
+        """After an exception, a step that has not begun leaves its cache alone, and any step leaves others alone."""
+        stream = start().feed(short).feed(1)
+        calls = stream.calls
+        stream.fail(1)
+        stream.feed(1).fail(calls // 2)
+        feed(start, short, *ones, rows=(5, 6, 7))
+
+    # two beams continue row 0, as it is and as row 3, which differs from it from now on
+    reorder = dict(name="reorder", argument=torch.tensor((2, 0, 0)), rows=(2, 0, 3))
+    grown = dict(rows=(0, 3, 0), before=(0,))  # as when a beam search begins
+    zeros = torch.tensor((0, 0, 0))
+    return [
+        Scenario("decode", lambda start: feed(start, prefill, *[1] * L, spare=0)),
+        Scenario("decode from 1 token", lambda start: feed(start, *[1] * prefill)),
+        *(
+            Scenario(f"chunks of {size}", partial(lambda size, start: feed(start, *[size] * L), size))
+            for size in around
+        ),
+        Scenario("chunks of mixed sizes", lambda start: feed(start, *mixed)),
+        Scenario("chunks that double", lambda start: feed(start, n, *doubling, spare=0)),
+        Scenario("mask of ones", lambda start: feed(start, third, 5, *ones, L, masked=True), "mask"),
+        Scenario("left padding", lambda start: feed(start, third, *ones, pads=PADS), "mask", PADDING),
+        Scenario(
+            "left padding in chunks",
+            lambda start: feed(start, third, *mixed[:n], pads=[pad + 2 for pad in PADS]),
+            "mask",
+            PADDING,
+        ),
+        Scenario(
+            "rows of different lengths",
+            lambda start: feed(start, third, *ones, 4, pads=PADS, ragged=True),
+            "lengths",
+        ),
+        Scenario("generate", generate, "generate", OWN_LOOP),
+        Scenario("generate with left padding", partial(generate, pads=PADS), "generate", OWN_LOOP | PADDING),
+        Scenario("prefix used twice", prefix_twice),
+        Scenario("two caches at once", two_at_once),
+        Scenario("speculative rollback", rollback),
+        Scenario("rollback of everything", partial(rollback, P=min(page - 1, (window or L) - 1), everything=True)),
+        Scenario("rollback, then reorder", partial(rollback, then=(0, 0, 2))),
+        Scenario("reorder", partial(rearrange, **reorder)),
+        Scenario("left padding, then reorder", partial(rearrange, **reorder, pads=PADS), "mask", PADDING),
+        Scenario("repeat", partial(rearrange, name="repeat", argument=2, rows=(0, 3, 1, 4, 2, 5))),
+        Scenario("select", partial(rearrange, name="select", argument=torch.tensor((2, 0)), rows=(2, 0))),
+        Scenario("reorder from one row", partial(rearrange, name="reorder", argument=zeros, **grown)),
+        Scenario("repeat from one row", partial(rearrange, name="repeat", argument=3, **grown)),
+        Scenario("select from one row", partial(rearrange, name="select", argument=zeros, **grown)),
+        Scenario("reuse after reset", reset),
+        Scenario("batches of 1 to 8 rows", batches),
+        Scenario("going on after an exception", go_on),
+    ]

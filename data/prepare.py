@@ -54,13 +54,6 @@ def download(url, file):
         raise ValueError(f"the response ({file.tell()} bytes) is not tiny Shakespeare: its SHA-256 differs")
 
 
-def reason(error):
-    """Return the innermost cause of an error of requests. The outer ones are full of object addresses."""
-    while error.__context__:
-        error = error.__context__
-    return str(error) or type(error).__name__
-
-
 def open_corpus(url, stand_in):
     """Return [(name, open file)] of the text from a URL. Raises ValueError if it cannot be downloaded.
 
@@ -71,9 +64,12 @@ def open_corpus(url, stand_in):
         download(url, file)
         return [(url, file)]
     except (ImportError, OSError, ValueError) as error:
+        while error.__context__:  # the outer errors of requests are full of object addresses
+            error = error.__context__
+        why = str(error) or type(error).__name__
         if not stand_in or not STAND_IN.exists():
-            raise ValueError(f"cannot download {url}: {reason(error)}; nothing was changed") from None
-        note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({reason(error)})")
+            raise ValueError(f"cannot download {url}: {why}; nothing was changed") from None
+        note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({why})")
         note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
         return [(STAND_IN_SOURCE, open(STAND_IN, "rb"))]
 
@@ -193,16 +189,17 @@ def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **mo
 
 
 def prepared(data_dir):
-    """Return the meta.json in data_dir, or {} if a file there is missing or damaged."""
+    """Return (meta, whole): the meta.json in data_dir, or {}, and whether no file there is missing or damaged."""
+    meta = {}
     try:
-        meta = json.loads((data_dir / "meta.json").read_bytes())
+        meta = dict(json.loads((data_dir / "meta.json").read_bytes()))
         hashes = {name: sha256(str(meta[name])) for name in ("chars", "tokenizer", "val_bytes") if name in meta}
         for name in ("train", "val"):
             with open(data_dir / f"{name}.bin", "rb") as file:
                 hashes[name] = sha256_of(file)
-        return meta if hashes == {name: value for name, value in meta["sha256"].items() if name != "text"} else {}
+        return meta, hashes == {name: value for name, value in meta["sha256"].items() if name != "text"}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        return {}
+        return meta, False
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ def parse_args():
     task.add_argument("--input", nargs="+", metavar="FILE", help=input_help)
     task.add_argument("--url", default=CORPUS_URL, help="download this UTF-8 text instead of tiny Shakespeare")
     dir_help = "where to write (default: this script's folder)"
-    parser.add_argument("--data_dir", type=Path, default=HERE, metavar="DIR", help=dir_help)
+    parser.add_argument("--data_dir", default=HERE, metavar="DIR", help=dir_help)
     tokenizer_help = (
         "bpe: learn a BPE from the text; MODEL: the tokens of a Hugging Face folder, a checkpoint or a run "
         "(default: the characters of the text)"
@@ -235,6 +232,9 @@ def parse_args():
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
+    if "" in (args.url, args.tokenizer, args.data_dir):
+        parser.error("--url, --tokenizer or --data_dir is empty")
+    args.data_dir = Path(args.data_dir)
     if args.vocab_size is not None and args.vocab_size < 256:
         parser.error(f"argument --vocab_size: {args.vocab_size} is below 256, the number of bytes")
     if args.vocab_size and args.tokenizer != "bpe":
@@ -244,16 +244,17 @@ def parse_args():
 
 def main():
     args = parse_args()
-    there = prepared(args.data_dir)
-    has_corpus = there and there["sha256"].get("text") == CORPUS_SHA256
-    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url
-    same_text = there and (there["source"] == source or (has_corpus and source == CORPUS_URL))
-    if same_text and "chars" in there and not (args.input or args.tokenizer or args.force):
+    there, whole = prepared(args.data_dir)
+    has_corpus = whole and there["sha256"].get("text") == CORPUS_SHA256
+    source, old_source = args.url, CORPUS_URL if has_corpus else there.get("source")
+    if args.input:
+        source = ", ".join(map(os.path.abspath, args.input))
+    elif whole and old_source == source and "chars" in there and not (args.tokenizer or args.force):
         print(f"{args.data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
         return
-    if there and not (same_text or has_corpus or there["source"] == STAND_IN_SOURCE or args.input or args.force):
+    elif there and old_source not in (source, CORPUS_URL, STAND_IN_SOURCE) and not args.force:
         hint = "--force replaces it, a different --data_dir keeps both"
-        raise ValueError(f"{args.data_dir} holds your own text, from {there['source']}: {hint}")
+        raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
     args.data_dir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=args.data_dir).close()  # raises OSError before we download what we cannot write
 

@@ -73,7 +73,7 @@ def make_tokenizer(name, vocab_size, training_text):
         return tokenizer_from_json(train_bpe(training_text, vocab_size))
     path = Path(name)
     for file in (path, path / "ckpt.pt", path / "last.pt"):
-        if file.suffix == ".pt" and file.is_file():
+        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
             return build_tokenizer(load(file))
     return tokenizer_from_state(read_vocabulary(path))
 

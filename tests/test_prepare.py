@@ -96,7 +96,7 @@ def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old):
         ("--input in.txt", b"", ["in.txt is empty"]),
         ("--input none.txt", BODY, ["No such file", "none.txt"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
-        ("--url= --force", BODY, ["cannot download : Invalid URL ''"]),
+        ("--url=", BODY, ["--url, --tokenizer or --data_dir is empty"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
         ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),

@@ -78,6 +78,25 @@ FAMILIES = {
         moe_intermediate_size=24,
         first_k_dense_replace=1,
     ),
+    "nemotron_h": dict(
+        {**LLAMA, "intermediate_size": 64},
+        layers_block_type=["mamba", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        expand=2,
+    ),
+    "falcon_h1": dict(
+        LLAMA,
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=16,
+    ),
     "lfm2": dict(LLAMA, layer_types=["conv", "full_attention"]),
     "qwen3_next": dict(
         {**LLAMA, **EXPERTS},
@@ -145,6 +164,8 @@ FAMILIES = {
 # README.md has the causes.
 DEFECTS = {
     "falcon with ALiBi": "static cache",
+    "falcon_h1": "repeat|select",
+    "nemotron_h": "own cache|static cache",
     "bamba": "own cache|static cache",
     "git": "left padding",
     "jamba": "chunks|ones|padding|rollback|reset",

@@ -14,12 +14,15 @@ from check_cache import check_cache
 from wild import repros
 from wild.adapters import (
     curated_transformers,
+    dalle,
     encodec,
+    infini_transformer,
     litgpt,
     llms_from_scratch,
     local_attention,
     mambapy,
     moshi,
+    native_sparse_attention,
     speculative_decoding,
     titans,
     torchscale,
@@ -37,7 +40,7 @@ pytestmark = [
 # what these libraries import for text, sound, data and training. Their decoders do not compute with it
 UNUSED = {"curated_tokenizers", "dacite", "datasets", "fairscale", "lightning", "lightning_utilities", "mlstm_kernels"}
 UNUSED |= {"numba", "omegaconf", "sentencepiece", "sphn", "tensordict", "tiktoken", "timm", "torchao", "torchaudio"}
-UNUSED |= {"torchdata"}
+UNUSED |= {"ftfy", "pkg_resources", "taming", "torchdata", "youtokentome"}
 WINDOW = 16
 
 
@@ -88,8 +91,10 @@ CORRECT = {
         "Llama", n_query_heads=4, n_key_value_heads=2, intermediate_width=128
     ),
     "curated-transformers: MPT, ALiBi": lambda: curated_transformers("MPT", n_attention_heads=4),
+    "dalle: without shifted tokens": lambda: dalle(shift_tokens=False),
     "encodec: two codebooks": lambda: encodec(context=1000),
     "encodec: past its context": lambda: encodec(context=16),
+    "infini-transformer": infini_transformer,
     "litgpt: Pythia": lambda: litgpt("pythia-14m"),
     "litgpt: Gemma 3, one token at a time": lambda: litgpt("Gemma-3-1b-it", most=1, **WINDOWED),
     "LLMs-from-scratch: Llama 3": lambda: llms_from_scratch("llama3"),
@@ -97,6 +102,7 @@ CORRECT = {
     "local-attention: position bias": lambda: local_attention(use_dynamic_pos_bias=True),
     "mambapy: Jamba": mambapy,
     "moshi: up to its context": lambda: moshi(context=64),
+    "native-sparse-attention: a prompt of a block": native_sparse_attention,
     "speculative-decoding": speculative_decoding,
     "titans: sliding window": lambda: titans(sliding_window_attn=True),
     "torchscale: RetNet": torchscale,
@@ -112,6 +118,26 @@ CORRECT = {
 
 # what is wrong: (the adapter, a proof without check_cache, what the report says about it)
 WRONG = {
+    "dalle: shifted tokens, the default": (
+        dalle,
+        lambda: (repros.dalle_logits(10) > 1e-3).all(),
+        "wrong on arrival: a state that earlier tokens leave before attention",
+    ),
+    "infini-transformer: learned_delta_update": (
+        lambda: infini_transformer(learned_delta_update=True),
+        lambda: repros.infini_transformer_memory(learned_delta_update=True) > 0.1,
+        "logits off by .* in a step of 3 rows and 16 tokens",
+    ),
+    "infini-transformer: generate": (
+        lambda: infini_transformer(generate=True),
+        repros.infini_transformer_forgets,
+        "chooses different tokens",
+    ),
+    "native-sparse-attention: a prompt shorter than a block": (
+        lambda: native_sparse_attention(prompt=1),
+        lambda: (repros.native_sparse_attention_logits(2) > 0.01).any(),
+        "WRONG decode from 1 token, own cache",
+    ),
     "litgpt: Gemma 2": (
         lambda: litgpt("Gemma-2-2b", **GEMMA_2),
         lambda: (repros.litgpt_logits("Gemma-2-2b", [10] + [1] * 30, **GEMMA_2) > 0.01).all(),
@@ -223,6 +249,9 @@ def test_repros_find_nothing_in_correct_decoders():
     assert (repros.moshi_stream(1, WINDOW) < 1e-4).all()
     assert repros.local_attention_greedy(use_dynamic_pos_bias=True) == 0
     assert repros.torchtune_gemma2_greedy(64) == 0
+    assert (repros.dalle_logits(10, shift_tokens=False) < 1e-4).all() and (repros.dalle_logits(0) < 1e-4).all()
+    assert (repros.native_sparse_attention_logits(4) < 1e-4).all()
+    assert repros.infini_transformer_memory() < 1e-4
     assert repros.titans_greedy() == repros.titans_greedy(prompt=24, sliding_window_attn=True) == 0
     for options in (dict(), dict(rotary_pos_emb=True), dict(alibi_pos_bias=True)):
         assert repros.x_transformers_greedy(**options) == repros.x_transformers_leak(**options) == 0
@@ -235,3 +264,26 @@ def test_a_decoder_that_sees_later_tokens_without_a_cache(option):
     report = check_cache(**x_transformers(**{option: True}), length=48)
     assert report.exit_code == 2
     assert "when later tokens are left out" in said(report)
+
+
+REPORTS = sorted((Path(__file__).parent / "wild" / "reports").glob("*.md"))
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
+def test_a_report_shows_what_it_says(file, capsys):
+    """Its script prints what it says, give or take what rounding does to numbers."""
+    code, said = re.findall(
+        r"^```(?:python|text)\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    exec(code, {})
+    shown, said = capsys.readouterr().out.strip(), said.strip()
+    number = r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
+    assert re.sub(number, "", shown) == re.sub(number, "", said)
+    got, wanted = ([float(x) for x in re.findall(number, text)] for text in (shown, said))
+    assert got == pytest.approx(wanted, rel=0.5)
+
+
+def test_defects_of_transformers():
+    """test_families.py runs the checker on these."""
+    assert (repros.nemotron_h_logits() > 1e-6).any()
+    assert raises(RuntimeError, repros.falcon_h1_repeated)

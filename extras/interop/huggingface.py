@@ -100,8 +100,9 @@ def read_folder(folder):
         tensors = tensor_readers(folder)
         config = GPTConfig(**read_config(settings, tensors))
         weights = from_transformers(tensors, config)
-        tokenizer_state = tokenizer_from_json(read_tokenizer(folder)).state_dict()
-        tokenizer_state["special_tokens"] = special_tokens(folder, settings)
+        tokenizer = tokenizer_from_json(read_tokenizer(folder))
+        tokenizer_state = tokenizer.state_dict()
+        tokenizer_state["special_tokens"] = special_tokens(folder, settings, len(tokenizer.vocab))
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not a Hugging Face folder: {first_line(error)}") from None
     except KeyError as error:
@@ -111,20 +112,29 @@ def read_folder(folder):
     return dict(model=weights, model_args=asdict(config), path=folder) | tokenizer_state
 
 
-def special_tokens(folder, settings):
-    """Return what the folder says about special tokens, for an export later: ids and names.
+def known_ids(value, size):
+    """Return those of an id or a list of ids that a vocabulary of `size` tokens has, as a list."""
+    return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and 0 <= i < size]
 
-    The ids, such as {"eos": 50256}, come from config.json and generation_config.json; the names, such as
-    {"eos_token": "<|endoftext|>"}, from tokenizer_config.json and special_tokens_map.json. None of them is checked.
+
+def special_tokens(folder, settings, size):
+    """Return what the folder says about special tokens, for an export later: ids and names. An export checks them.
+
+    The ids, such as {"eos": 50256}, come from config.json and generation_config.json, whose own overrides that unless
+    the vocabulary of `size` tokens has none of it; the names, such as {"eos_token": "<|endoftext|>"}, from
+    tokenizer_config.json and special_tokens_map.json.
     """
 
     def optional(name):
         file = folder / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
     found = {}
     for source in (settings, optional("generation_config.json")):
-        found |= {role: ids for role in WITH_ID if (ids := source.get(f"{role}_token_id")) is not None}
+        for role in WITH_ID:
+            ids = source.get(f"{role}_token_id")
+            if ids is not None and (role not in found or known_ids(ids, size)):
+                found[role] = ids
     for source in (optional("special_tokens_map.json"), optional("tokenizer_config.json")):
         for key in (f"{role}_token" for role in (*WITH_ID, "unk", "sep", "cls", "mask")):
             token = source.get(key)

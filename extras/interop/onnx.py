@@ -226,13 +226,15 @@ class OnnxGPT:
         return model
 
     def refuse_stale(self):
-        """Raise ValueError if the run in whose folder this file is has different weights by now."""
-        folders = [self.file.parent]
-        while folders[-1].name in ("onnx", "hf"):  # where export.py writes
-            folders.append(folders[-1].parent)
-        for file in (folder / "ckpt.pt" for folder in folders):
-            if file.exists() and self.weights_sha256:
+        """Raise ValueError if the run in whose folder this file is has different weights by now.
+
+        export.py writes to onnx/ or hf/onnx/ in the folder of a run, which has ckpt.pt, or last.pt at first.
+        """
+        for folder in self.file.resolve().parents[:3]:
+            file = next((folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()), None)
+            if file and self.weights_sha256:
                 self.exported_from(load(file), "export again, or move it out of the folder of that run")
+                return
 
     def new_cache(self, batch_size, slots=None):
         """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""

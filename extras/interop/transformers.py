@@ -10,7 +10,7 @@ from extras.bpe import to_json
 from extras.cli import fail, note, one_line_errors
 from extras.interop.check import compare, own_text
 from extras.interop.checksums import read_tree, write_tree
-from extras.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, WITH_ID, their_parts
+from extras.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, WITH_ID, known_ids, their_parts
 from extras.interop.onnx import compare_onnx, write_onnx
 
 GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
@@ -88,19 +88,18 @@ def known_special_tokens(found, tokenizer):
     special = {t["id"]: t["content"] for t in json.loads(to_json(tokenizer))["added_tokens"] if t["special"]}
     for role in WITH_ID:
         value = found.get(role, [])
-        values = value if isinstance(value, list) else [value]
-        known = [i for i in values if type(i) is int and 0 <= i < size]
-        if known:
-            ids[role] = known if isinstance(value, list) else known[0]
-        if unknown := [i for i in values if i not in known]:
-            note(f"leaving out {role}_token_id {unknown}: the vocabulary has the ids 0 to {size - 1}")
+        known = known_ids(value, size)
+        if known:  # only eos may be several
+            ids[role] = known if isinstance(value, list) and role == "eos" else known[0]
+        if unknown := [i for i in (value if isinstance(value, list) else [value]) if i not in known]:
+            note(f"leaving out {role}_token_id {unknown}: an id is a whole number from 0 to {size - 1}")
         # only what the tokenizer treats as special already: an ordinary token would vanish from text
         names |= {f"{role}_token": special[i] for i in known[::-1] if i in special}
     for key, name in found.items():
-        if key.endswith("_token") and name in tokenizer.ids:
+        if key.endswith("_token") and name in special.values():
             names[key] = name
         elif key.endswith("_token"):
-            note(f"leaving out {key} {name!r}: the vocabulary does not have it")
+            note(f"leaving out {key} {name!r}: it is not a special token in tokenizer.json")
     return ids, names
 
 

@@ -13,7 +13,6 @@ from extras.cli import fail
 from extras.interop.check import own_text
 from extras.interop.checksums import read_tree, sha256, write_tree
 from extras.interop.onnx import OnnxGPT, compare_onnx, write_onnx
-from model import Sampling, gumbel_noise, sample_token
 
 WEB = Path(__file__).resolve().parent.parent / "web"
 # the defaults of the page's form, and the moment at which it opens: after `new` characters, in this layer and head
@@ -38,8 +37,10 @@ def export_web(model, tokenizer, folder):
         file = Path(made) / "model.onnx"
         write_onnx(model, tokenizer, file, queries=True)
         compare_onnx(file, model, own_text(model))
-        start = START if set(START["prompt"]) <= set(chars) else START | dict(prompt="")
-        first = opening(OnnxGPT(file), model, **start) if len(start["prompt"]) in range(1, config.block_size) else None
+        fits = set(START["prompt"]) <= set(chars) and len(START["prompt"]) < config.block_size
+        start = START if fits else START | dict(prompt="")
+        prompt = start["prompt"] or ("\n" if "\n" in chars else chars[0])  # as in request.js
+        first = opening(OnnxGPT(file), model, **start | dict(prompt=prompt))
         graph = file.read_bytes()
     about = dict(
         chars=chars,
@@ -85,58 +86,26 @@ def with_versions(html, files):
 
 
 def opening(onnx, model, prompt, temperature, seed, new, layer, head):
-    """Return what the page shows before its model has arrived: the moment START, in a single layer and head, rounded.
-
-    It contains the same without each of the columns, so that a reader can take one out.
-    """
+    """Return what the page shows before its model has arrived: START, in a single layer and head, rounded."""
     config, chars = model.config, onnx.tokenizer.state_dict()["chars"]
     layer, head = min(layer, config.n_layer - 1), min(head, config.n_head - 1)
     kv_head = head * config.num_kv_heads // config.n_head
     steps = min(new, -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
     prompt = [chars.index(char) for char in prompt]
     ids = model.generate(torch.tensor([prompt]), steps, temperature=temperature, seed=seed)[0].tolist()
+    fed = len(ids) - 1
+    inputs = {name: np.zeros((1, config.num_kv_heads, 0, config.head_size), np.float32) for name in onnx.past_inputs}
+    inputs["input_ids"], inputs["position_ids"] = np.array([ids[:-1]]), np.arange(fed)[None]
+    inputs["attention_mask"] = np.ones((1, fed), np.int64)
     names = [output.name for output in onnx.session.get_outputs()]
-    noise = gumbel_noise(seed, torch.tensor([0]), torch.tensor([steps - 1]), config.vocab_size)[0, 0]
-
-    def forward(fed, past, masked=None):
-        end = past[0].shape[2] + len(fed)
-        inputs = dict(zip(onnx.past_inputs, past))
-        inputs["input_ids"] = np.array([fed])
-        inputs["attention_mask"] = np.array([[int(i != masked) for i in range(end)]])
-        inputs["position_ids"] = np.arange(end - len(fed), end)[None]
-        outputs = dict(zip(names, onnx.session.run(names, inputs)))
-        return outputs, [outputs[name] for name in onnx.outputs[1:]]
+    outputs = dict(zip(names, onnx.session.run(names, inputs)))
 
     def rounded(array, digits=3):
         return [round(float(x), digits) for x in array.flatten()]
 
-    def columns(outputs, begin):
-        return [rounded(outputs[f"present.{layer}.{kind}"][0, kv_head, begin:]) for kind in ("key", "value")]
-
-    def probabilities(outputs):
-        return torch.from_numpy(outputs["logits"][0]).softmax(1)
-
-    empty = [np.zeros((1, config.num_kv_heads, 0, config.head_size), np.float32)] * (2 * config.n_layer)
-    whole, _ = forward(ids[:-1], empty)
-    keys, values = columns(whole, 0)
-    own = probabilities(whole)
-    _, past = forward(ids[:-2], empty)
-    taken = []
-    for masked in range(len(ids) - 2):
-        without, _ = forward(ids[-2:-1], past, masked)
-        key, value = columns(without, -1)
-        logits = torch.from_numpy(without["logits"][0, -1])
-        share = probabilities(without)[-1]
-        moved = (share - own[-1]).abs().sum().item() / 2
-        next_id = sample_token(logits, noise, Sampling(temperature=temperature)).item()
-        query = rounded(without[f"query.{layer}"][0, head])
-        taken.append(
-            dict(
-                key=key, value=value, query=query, probabilities=rounded(share, 5), moved=round(moved, 6), next=next_id
-            )
-        )
+    keys, values = (rounded(outputs[f"present.{layer}.{kind}"][0, kv_head]) for kind in ("key", "value"))
+    probabilities = torch.from_numpy(outputs["logits"][0, len(prompt) - 1 :]).softmax(1)
     return dict(
         ids=ids, given=len(prompt), layer=layer, head=head, keys=keys, values=values,
-        query=rounded(whole[f"query.{layer}"][0, head]),
-        probabilities=[rounded(each, 5) for each in own[len(prompt) - 1 :]], taken=taken,
+        query=rounded(outputs[f"query.{layer}"][0, head]), probabilities=[rounded(each, 5) for each in probabilities],
     )  # fmt: skip

@@ -79,7 +79,7 @@ def test_processes_share_the_windows_and_none_is_read_twice(length, block_size, 
     def sums(world):
         sent = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "all_reduce", lambda value: sent.append(value) or 1.0)
+            patch.setattr(train, "all_reduce", lambda value, op=None: 0 if op else sent.append(value) or 1.0)
             patch.setattr(train, "WORLD_SIZE", world)
             for rank in range(world):
                 patch.setattr(train, "RANK", rank)

@@ -88,7 +88,8 @@ def torchtune(name, **options):
         return cache(ids, mask=seen, input_pos=pos)
 
     window = options.get("sliding_window_size")
-    return dict(full=model, new=copies_of(model, setup), step=step, context=248, window=window)
+    new, reset = copies_of(model, setup), lambda cache: cache.reset_caches()
+    return dict(full=model, new=new, step=step, reset=reset, context=248, window=window)
 
 
 def curated_transformers(name, **options):
@@ -284,10 +285,11 @@ def whisper():
 
     def step(ids, cache, audio):
         cache, hooks = model.install_kv_cache_hooks(cache)
-        logits = model.decoder(ids, audio, kv_cache=cache)
-        for hook in hooks:
-            hook.remove()
-        return logits, cache
+        try:
+            return model.decoder(ids, audio, kv_cache=cache), cache
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     return dict(
         model=model,
@@ -298,3 +300,94 @@ def whisper():
         inputs=dict(audio=torch.randn(8, 10, 64)),
         context=128,
     )
+
+
+def dalle(**options):
+    """An image of 64 tokens after 6 tokens of text. A step after the first is given all tokens so far."""
+    from dalle_pytorch import DALLE, DiscreteVAE
+
+    vae = DiscreteVAE(image_size=64, num_layers=3, num_tokens=64, codebook_dim=32, hidden_dim=16)
+    model = DALLE(dim=64, vae=vae, num_text_tokens=50, text_seq_len=6, depth=2, heads=4, dim_head=16, **options)
+
+    def full(ids, text, cache=None):
+        return model(text, ids, cache=cache)[:, -ids.size(1) :, model.num_text_tokens :]
+
+    def step(ids, cache, text):
+        seen, state = cache
+        logits = []
+        for part in ids.split(1, 1) if seen.size(1) else [ids]:
+            seen = torch.cat((seen, part), 1)
+            logits.append(full(seen, text, state)[:, -part.size(1) :])
+        return torch.cat(logits, 1), (seen, state)
+
+    def new(rows, length):
+        return torch.empty(rows, 0, dtype=torch.long), {}
+
+    inputs = dict(text=torch.randint(1, 50, (8, 6)))
+    return dict(model=model, full=full, new=new, step=step, inputs=inputs, vocab_size=64, context=64)
+
+
+def native_sparse_attention(prompt=4):
+    """Blocks of 4 tokens. prompt: the least number of tokens in the first step."""
+    from native_sparse_attention_pytorch.transformer import Transformer
+
+    blocks = dict(compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=4)
+    sparse = dict(sliding_window_size=8, num_selected_blocks=2, **blocks)
+    sizes = dict(num_tokens=64, dim=32, depth=2, dim_head=8, heads=4, kv_heads=2)
+    model = Transformer(**sizes, use_sparse_attn=True, sparse_attn_kwargs=sparse)
+    eager = dict(disable_flex=True, disable_triton_kernel=True)
+
+    def step(ids, cache):
+        seen, state = cache
+        if state is None and ids.size(1) < prompt:
+            raise NotImplementedError(f"a prompt has at least {prompt} tokens")
+        logits = []
+        for part in [ids] if state is None else ids.split(1, 1):
+            seen = torch.cat((seen, part), 1)
+            new, state = model(seen, cache=state, return_cache=True, **eager)
+            logits.append(new[:, -part.size(1) :])
+        return torch.cat(logits, 1), (seen, state)
+
+    def new(rows, length):
+        return torch.empty(rows, 0, dtype=torch.long), None
+
+    return dict(model=model, full=lambda ids: model(ids, **eager), new=new, step=step)
+
+
+def infini_transformer(generate=False, **options):
+    """Segments of 8 tokens. After each, keys and values become a memory."""
+    from infini_transformer_pytorch import InfiniTransformer, InfiniTransformerWrapper
+
+    model = InfiniTransformer(num_tokens=64, dim=32, depth=2, dim_head=8, heads=4, **options)
+    for name, parameter in model.named_parameters():
+        if name.endswith("head_gates"):
+            nn.init.zeros_(parameter)  # they start almost closed
+    wrapper = InfiniTransformerWrapper(model, segment_length=8)
+
+    def full(ids):
+        logits, memories = [], None
+        for segment in ids.split(8, 1):
+            new, _, memories = model(segment, past_memories=memories, return_new_memories=True)
+            logits.append(new)
+        return torch.cat(logits, 1)
+
+    def step(token, cache):
+        segment, state, memories = cache
+        segment = torch.cat((segment, token), 1)
+        ends = segment.size(1) == 8
+        logits, state, memories = model(segment, cached_kv=state, past_memories=memories, return_new_memories=ends)
+        return logits[:, -1:], (segment[:, :0] if ends else segment, state, memories)
+
+    def greedy(ids, count, use_cache):
+        if use_cache:
+            same = dict(temperature=0.0, filter_fn=lambda logits, **options: logits)
+            return wrapper.generate(prompt=ids, seq_len=ids.size(1) + count, **same)
+        for _ in range(count):
+            ids = torch.cat((ids, full(ids)[:, -1:].argmax(-1)), 1)
+        return ids
+
+    def new(rows, length):
+        return torch.empty(rows, 0, dtype=torch.long), None, None
+
+    more = dict(generate=greedy) if generate else {}
+    return dict(model=model, full=full, new=new, step=one_by_one(step), **more)

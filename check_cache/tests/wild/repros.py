@@ -131,3 +131,106 @@ def titans_greedy(prompt=16, **options):
     greedy = dict(seq_len=prompt + 40, temperature=0.0, show_progress=False)
     with_cache, without = (model.sample(ids, use_cache=use, **greedy) for use in (True, False))
     return (with_cache != without).sum().item()
+
+
+@torch.no_grad()
+def dalle_logits(primed, **options):
+    """Return how far the cache moves the worst logit of the next image token, after `primed` tokens at once."""
+    from dalle_pytorch import DALLE, DiscreteVAE
+
+    torch.manual_seed(0)
+    vae = DiscreteVAE(image_size=64, num_layers=3, num_tokens=64, codebook_dim=32, hidden_dim=16)
+    model = DALLE(dim=64, vae=vae, num_text_tokens=50, text_seq_len=6, depth=2, heads=4, dim_head=16, **options).eval()
+    text, image, cache, errors = torch.randint(1, 50, (1, 6)), torch.randint(64, (1, 40)), {}, []
+    model(text, image[:, :primed], cache=cache)
+    for end in range(primed + 1, 30):
+        with_cache, without = (model(text, image[:, :end], cache=use)[:, -1] for use in (cache, None))
+        errors.append((with_cache - without).abs().max())
+    return torch.stack(errors)
+
+
+@torch.no_grad()
+def native_sparse_attention_logits(prompt):
+    """Return how far the cache moves the worst logit at each position after a prompt. A block has 4 tokens."""
+    from native_sparse_attention_pytorch.transformer import Transformer
+
+    torch.manual_seed(0)
+    blocks = dict(compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=4)
+    sparse = dict(sliding_window_size=8, num_selected_blocks=2, **blocks)
+    sizes = dict(num_tokens=64, dim=32, depth=2, dim_head=8, heads=4, kv_heads=2)
+    model = Transformer(**sizes, use_sparse_attn=True, sparse_attn_kwargs=sparse).eval()
+    for name, parameter in model.named_parameters():
+        if "compress_mem_kv" in name or "strategy" in name:  # zeros before training
+            torch.nn.init.normal_(parameter, std=0.5)
+    ids, eager = torch.randint(64, (1, 20)), dict(disable_flex=True, disable_triton_kernel=True)
+    without, errors = model(ids, **eager), []
+    _, cache = model(ids[:, :prompt], return_cache=True, **eager)
+    for end in range(prompt + 1, 21):
+        logits, cache = model(ids[:, :end], cache=cache, return_cache=True, **eager)
+        errors.append((logits[:, -1] - without[:, end - 1]).abs().max())
+    return torch.stack(errors)
+
+
+@torch.no_grad()
+def infini_transformer_memory(**options):
+    """Return how far feeding a segment token by token moves its memory, relative to the largest entry."""
+    from infini_transformer_pytorch import InfiniTransformer
+
+    torch.manual_seed(0)
+    model = InfiniTransformer(num_tokens=64, dim=32, depth=1, dim_head=8, heads=4, **options).eval()
+    ids, cache = torch.randint(64, (1, 16)), None
+    at_once = model(ids, return_new_memories=True)[2][0].kv_mem
+    for end in range(1, 17):
+        _, cache, memories = model(ids[:, :end], cached_kv=cache, return_new_memories=end == 16)
+    return ((memories[0].kv_mem - at_once).abs().max() / at_once.abs().max()).item()
+
+
+def infini_transformer_forgets():
+    """Return whether two prompts of five segments that agree only in the last one have the same continuation."""
+    from infini_transformer_pytorch import InfiniTransformer, InfiniTransformerWrapper
+
+    torch.manual_seed(0)
+    model = InfiniTransformer(num_tokens=64, dim=32, depth=1, dim_head=8, heads=4)
+    torch.nn.init.zeros_(model.layers[0][0].fastweight_mem.head_gates)  # they start almost closed
+    wrapper = InfiniTransformerWrapper(model, segment_length=8)
+    prompts = torch.randint(64, (2, 40))
+    prompts[1, 32:] = prompts[0, 32:]
+    first, second = wrapper.generate(prompt=prompts, seq_len=60, temperature=0.0, filter_fn=lambda logits, **_: logits)
+    return torch.equal(first, second)
+
+
+@torch.no_grad()
+def nemotron_h_logits():
+    """Return how far the cache moves the worst logit at each of 20 positions after a prompt of 20."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    mamba = dict(mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=1, chunk_size=8, expand=2)
+    config = AutoConfig.for_model("nemotron_h", layers_block_type=["mamba", "attention"], head_dim=8, **sizes, **mamba)
+    model = AutoModelForCausalLM.from_config(config).eval().double()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.size(-1) ** -0.5)
+    ids, errors = torch.randint(64, (1, 40)), []
+    without = model(ids, use_cache=False).logits
+    cache = model(ids[:, :20], use_cache=True).past_key_values
+    for end in range(20, 40):
+        logits = model(ids[:, end : end + 1], past_key_values=cache, use_cache=True).logits
+        errors.append((logits[:, -1] - without[:, end]).abs().max())
+    return torch.stack(errors)
+
+
+@torch.no_grad()
+def falcon_h1_repeated():
+    """Feed a token after the cache of one prompt has been repeated for three samples."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    mamba = dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+    config = AutoConfig.for_model("falcon_h1", head_dim=8, intermediate_size=48, **sizes, **mamba)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = model(torch.randint(64, (1, 20)), use_cache=True).past_key_values
+    cache.batch_repeat_interleave(3)
+    return model(torch.randint(64, (3, 1)), past_key_values=cache, use_cache=True).logits

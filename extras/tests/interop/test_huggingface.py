@@ -193,8 +193,6 @@ def test_an_export_that_fails_its_check_leaves_the_older_one(tmp_path, capsys):
 def test_special_tokens_survive_a_finetuning_and_an_export_so_that_text_ends(tmp_path):
     eos = [7, 9]
     write_gpt2(tmp_path / "first", bos_token_id=5, eos_token_id=eos, pad_token_id=3)
-    names = {"eos_token": tokenizer_from_json(bpe()).vocab[9]}
-    (tmp_path / "first" / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
     prepare = ["--input", SAMPLE, "--tokenizer", tmp_path / "first", "--data_dir", tmp_path / "data"]
     ok(here(*prepare, script="data/prepare.py"))
     flags = ["--data_dir", tmp_path / "data", "--out_dir", tmp_path, "--device", "cpu", "--max_iters"]
@@ -204,7 +202,7 @@ def test_special_tokens_survive_a_finetuning_and_an_export_so_that_text_ends(tmp
     hf, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
     for config in (hf.config, hf.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, eos, 3)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (None, 9, None)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (None, None, None)
     ids = torch.tensor([[11, 12]])
     only = hf.generate(ids, max_length=20, prefix_allowed_tokens_fn=lambda _, ids: [11] if len(ids) < 5 else [7])
     assert only.tolist() == [[11, 12, 11, 11, 11, 7]]
@@ -224,6 +222,10 @@ SPECIAL = [  # files of a folder whose vocabulary has 512 tokens and an END; ids
     ),
     ({"config": {"eos_token_id": 3, "pad_token_id": 9}}, (None, 3), {}, []),  # a "$" that stays an ordinary token
     ({"config": {"bos_token_id": 512}}, (512, None), {"bos": 512}, []),
+    ({"config": {"bos_token_id": [7, 3]}}, (7, None), {}, []),
+    ({"config": {"eos_token_id": 512}, "generation_config": {"eos_token_id": 50256}}, (None, 512), {"eos": 512}, []),
+    ({"config": {"eos_token_id": 512}, "generation_config": {"eos_token_id": []}}, (None, 512), {"eos": 512}, []),
+    ({"tokenizer_config": {"eos_token": "!"}}, (None, None), {}, ["eos_token '!': it is not a special token"]),
     ({"tokenizer_config": {"eos_token": END, "pad_token": None}}, (None, None), {"eos": 512}, []),
     ({"special_tokens_map": {"eos_token": "<|endoftext|>"}}, (None, None), {"eos": 512}, []),
     ({"tokenizer_config": {"unk_token": "[UNK]"}}, (None, None), {}, ["unk_token '[UNK]'"]),

@@ -6,7 +6,6 @@ test_numbers.py and the *.test.mjs.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -18,22 +17,28 @@ import torch
 
 from extra_helpers import attend
 from extras.tests.web.conftest import CONFIG, DEFAULT, WIDE, assert_text, ids_of
+from helpers import ROOT
 from oracles import per_head_logits
 
 pytestmark = pytest.mark.slow
 
 CONTEXT = CONFIG.block_size
+TIMES = "\N{MULTIPLICATION SIGN}"
 # the text of the second must not become markup
 JOBS = [DEFAULT, DEFAULT | dict(prompt=f"é{WIDE}\n<b>&", temperature=1.3, top_k=20, seed=2**64 - 1)]
 MARKED = 20  # the index of a character on the stage
-MOMENT = "?at=30&layer=2&head=2&change=12&to=q&temperature=0.7#step-3"
+MOMENT = "?at=30&layer=2&change=12&to=q&temperature=0.7#step-4"
+
+# the opening: 25 steps, of which each computes all positions so far, or only the newest
+OPENING, NEW = len(DEFAULT["prompt"]), 25
+ALL, ONCE = sum(range(OPENING, OPENING + NEW)), OPENING + NEW - 1
 
 DESKTOP = dict(width=1280, height=720)
 READERS = {
     "desktop": dict(viewport=DESKTOP),
     "dark": dict(viewport=DESKTOP, colorScheme="dark"),
     "forced colours": dict(viewport=DESKTOP, forcedColors="active"),
-    "projector": dict(viewport=DESKTOP, projector=True),
+    "large": dict(viewport=dict(width=1440, height=900)),
     "low laptop": dict(viewport=dict(width=1366, height=625)),
     "lower laptop": dict(viewport=dict(width=1280, height=590)),
     "old projector": dict(viewport=dict(width=1024, height=768)),
@@ -42,7 +47,7 @@ READERS = {
     "large text": dict(viewport=DESKTOP, textSize=200),
     "large text, phone": dict(viewport=dict(width=390, height=844), textSize=200),
 }
-ABOVE_THE_FOLD = ["desktop", "projector", "low laptop", "lower laptop"]
+ABOVE_THE_FOLD = ["desktop", "large", "low laptop", "lower laptop", "old projector"]
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +59,39 @@ def server(serve):
 def seen(server, drive):
     """What visit.mjs reports about the page."""
     jobs = [{name: "" if value is None else str(value) for name, value in job.items()} for job in JOBS]
-    plan = dict(site=f"{server.address}/", jobs=jobs, marked=MARKED, moment=MOMENT, readers=READERS)
+    plan = dict(site=f"{server.address}/", jobs=jobs, marked=MARKED, moment=MOMENT, readers=READERS, all=ALL)
     return drive("visit.mjs", plan)
 
 
 @pytest.mark.parametrize("i", range(len(JOBS)))
-def test_the_text_is_pytorchs_and_every_column_is_counted(seen, model, i):
-    """A step without the cache computes a column for each character of the text. With the cache it computes one."""
+def test_a_race_gives_pytorchs_text_twice_and_every_position_is_counted(seen, model, i):
+    """A step without the cache computes a position for each character of the text. With the cache it computes one."""
     what, begin = seen["jobs"][i], len(JOBS[i]["prompt"])
     assert what["message"] == ""
-    assert_text(model, what["text"], JOBS[i])
-    new = len(what["text"]) - begin
+    assert what["texts"][0] == what["texts"][1]
+    assert_text(model, what["texts"][1], JOBS[i])
+    new = len(what["texts"][1]) - begin
     assert f"The text is the same with and without the cache: all {new} characters." in what["status"]
-    assert what["rows"] == [sum(range(begin, begin + new)), begin + new - 1]
+    assert what["computed"] == [sum(range(begin, begin + new)), begin + new - 1]
 
 
-def test_the_first_picture_is_there_before_the_model_and_stays(seen):
-    (before, places), (after, loaded) = seen["opening"]
-    assert before == after and before[0].startswith(DEFAULT["prompt"]) and before[1].startswith("Without column")
-    places, loaded = dict(places), dict(loaded)
-    assert len(places) > 4 and {name: loaded[name] for name in places} == places  # no label moves
+def test_the_first_picture_fills_by_itself_before_the_model_has_arrived(seen):
+    """Its counts are those of the opening text, and when the model arrives it does not begin again."""
+    whole, counts, after = seen["motion"]
+    assert whole == after == [str(ALL), str(ONCE)]
+    assert counts == sorted(counts) and len(set(counts)) > 10 and counts[0] < ALL / 2
+    numbers, texts = seen["idea"]
+    assert numbers == whole  # at once for a reader who wants no motion
+    assert texts[0] == texts[1] and len(texts[0]) == OPENING + NEW and texts[0].startswith(DEFAULT["prompt"])
+    marks = " ".join(seen["marks"])
+    assert "prefill" in marks and "decode" in marks and f"{round(ALL / ONCE)}{TIMES}" in marks
+
+
+def test_every_step_has_a_picture_before_the_model_has_arrived(seen):
+    """Also with a prompt or a moment in the link."""
+    assert set(seen["early"]) == {"1", "2", "4", "5", "6"}
+    for state, lengths in seen["early"].values():
+        assert state == "loading" and sum(lengths) > 100
 
 
 def percent(share):
@@ -105,57 +123,81 @@ def test_the_numbers_on_the_stage_are_pytorchs(seen, model):
         assert percent(share) in item
 
 
+def test_the_race_begins_by_itself_and_its_result_stays(seen):
+    race = seen["race"]
+    assert seen["began"] == "H1"
+    assert race["state"] == "done" and race["texts"][0] == race["texts"][1]
+    assert race["computed"] == seen["jobs"][0]["computed"]
+    said, (fixed_off, off, fixed_on, on), width = seen["bars"]
+    new = CONTEXT - OPENING
+    fewer = race["computed"][0] / race["computed"][1]
+    assert f"{round(fewer)}{TIMES} fewer positions" in said and f"Why not {round(fewer)} times" in said
+    focus, guessed = seen["guessed"]
+    assert f"You said 8{TIMES}" in guessed and "You said" not in said
+    assert focus == "next-step"  # not lost with the button that disappears
+    assert f"{round(race['computed'][0] / new)} positions" in said and "1 position\n" in said
+    assert abs(fixed_off - fixed_on) < 1 and max(fixed_off + off, fixed_on + on) == pytest.approx(width, abs=1)
+    again, is_visible, lengths = seen["returned"]
+    assert again["computed"] == race["computed"] and again["texts"] == race["texts"] and is_visible
+    assert min(lengths) > race["computed"][0]  # the triangle, and what was kept
+
+
+def test_the_code_is_that_of_the_lesson_and_what_is_new_in_it_is_blue(seen):
+    before, after = (
+        {line.strip() for line in (ROOT / "lesson" / file).read_text(encoding="utf-8").splitlines()}
+        for file in ("1_recompute.py", "2_cache.py")
+    )
+    assert len(seen["code"]) == 10
+    for line, is_blue in seen["code"]:
+        assert line.strip() in after and is_blue == (line.strip() not in before), line
+
+
 def test_the_steps_of_the_lesson_answer(seen):
-    assert seen["taken"].startswith("Without column 3, “R”") and "of the probability moves to" in seen["taken"]
+    assert seen["columns"] == 8  # three keys and three values, the query and the mix
+    assert seen["taken"].startswith("Without character 3, “R”") and "of the probability moves to" in seen["taken"]
 
-    # step 2 begins in the middle of the text
-    begin, new, prepared = len(DEFAULT["prompt"]), 25, seen["prepared"]
-    fed = begin + new - 1
-    assert (prepared["state"], prepared["step"], len(prepared["text"])) == ("paused", "2", fed + 1)
-    assert prepared["ends"] == [f"{fed} computed", f"1 computed, {fed - 1} kept"]
-    assert prepared["rows"] == [sum(range(begin, begin + new)), fed]
-
-    second, in_second, first, in_first = seen["change"]
-    position = int(second.partition("Character ")[2].split()[0]) - 1
-    assert "exactly 0" in second and "You were right" in second and "we may keep it" in second
-    assert in_second == [f"{position} stay, {fed - position} change"] * 2
-    assert "only its own column changes" in first and in_first == [f"{fed - 1} stay, 1 change"] * 2
+    # what comes after a changed character changes, and nothing else does
+    fed = ONCE
+    (verdict, stay, change), (second, *counts) = seen["change"]
+    assert "difference: exactly 0" in verdict and "“q”" in verdict
+    assert int(stay) == fed // 2 and int(stay) + int(change) == fed
+    assert counts == ["4", str(fed - 4)] and "which was “m”" in second
+    assert seen["rows"] == sum(range(5, fed + 1))
+    first, row = seen["first"]
+    assert f"{fed - 1} keys and values stay" in first and "1 changes" in first and row == 5
 
     verdicts, bugs = zip(*seen["mistakes"])
     assert len(set(bugs)) == 6 and all("# correct: " in bug for bug in bugs)
     assert all("A logit is off by up to" in verdict for verdict in verdicts)
     right = "".join(char or "" for char in seen["right"])
-    assert right == "correct:" + seen["jobs"][0]["text"][begin:].replace("\n", "⏎")
+    assert right == "correct:" + seen["jobs"][0]["texts"][1][OPENING:].replace("\n", "⏎")
 
     *sizes, sharing, complete = seen["scale"]
     assert sizes == ["128 KiB", "1 GiB", "512 KiB"] and not complete
     assert "64 query heads" in sharing and "8 times as large" in sharing
-    assert seen["returned"]["step"] == "4" and not seen["reloaded"]
+    assert seen["back6"]["heading"].startswith("What does a broken") and not seen["reloaded"]
 
 
-def test_steps_pause_go_back_and_race(seen):
-    whole, one, paused, back = (seen[name]["text"] for name in ("race", "one", "paused", "back"))
-    assert len(one) == len(seen["prepared"]["text"]) + 1 and len(one) < len(paused) < CONTEXT
-    assert whole == seen["jobs"][0]["text"] and whole.startswith(paused) and back == paused[:-1]
+def test_steps_pause_and_go_back(seen):
+    one, paused, back = (seen[name]["text"] for name in ("one", "paused", "back"))
+    assert len(seen["prepared"]["text"]) == OPENING + NEW
+    assert len(one) == OPENING + NEW + 1 and len(one) < len(paused) < CONTEXT
+    assert seen["jobs"][0]["texts"][1].startswith(paused) and back == paused[:-1]
     assert seen["paused"]["state"] == "paused" and seen["paused"]["focus"] == "run"
-    assert seen["race"]["rows"] == seen["jobs"][0]["rows"]
-    *clocks, why = seen["race"]["said"]
-    assert len(clocks) == 2 and all(re.fullmatch(r"\d+\.\d s", clock) for clock in clocks)
-    assert why.startswith("You said 40") and "fixed cost" in why
-    assert len(seen["race"]["nexts"]) > 3 and all(seen["race"]["nexts"][1:])  # nothing leads away from a race
 
 
 def test_a_mistake_in_the_form_is_named_and_nothing_is_generated(seen):
     what = seen["mistyped"]
     assert '"#", "€"' in what["message"] and what["focus"] == "prompt"
-    assert what["text"] == seen["jobs"][-1]["text"]  # the previous run stays
+    assert what["texts"] == seen["noted"]["texts"]  # the previous run stays, but not what was said about its prompt
+    assert "Read" in seen["noted"]["status"] and what["status"] == ""
     assert "Temperature is “abc”" in seen["refused"]["message"]
     assert seen["mended"]["message"] == "" and seen["mended"]["text"].startswith(DEFAULT["prompt"])
 
 
 def test_the_address_holds_the_moment(seen):
     verdict, address = seen["moment"]
-    assert verdict.startswith("Character 12 was")
+    assert "“q”" in verdict
     assert set(address.strip("?").split("&")) == set(MOMENT.split("#")[0].strip("?").split("&")) - {"layer=2"}
 
 
@@ -164,7 +206,8 @@ def test_a_keyboard_is_enough(seen, model):
     assert_text(model, keyboard["run"]["text"], DEFAULT | dict(prompt="Abe, "))
     assert keyboard["marked"]["about"].startswith("Character 3 is “e”.")
     assert keyboard["end"]["about"].startswith(f"Character {CONTEXT - 1} is")
-    assert keyboard["taken"].startswith(f"Without column {CONTEXT - 4},")
+    assert keyboard["taken"].startswith(f"Without character {CONTEXT - 4},")
+    assert keyboard["next"]["heading"].startswith("What does a broken") and keyboard["next"]["focus"] == "H1"
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -174,17 +217,12 @@ def test_the_page_fits_and_is_visible_for_every_reader(seen, name):
     if name in ABOVE_THE_FOLD:
         assert what["bottom"] <= READERS[name]["viewport"]["height"]
     assert all(len({*pair}) == 2 for pair in what["colours"])
-    # the newest character is lit in both rows, the one before it only without the cache
-    (off, on), (off_before, kept) = what["newest"], what["before"]
-    assert off == off_before and len({off, on, kept}) == 3 and what["ring"] == on
+    assert len(set(what["squares"])) == 4  # computed again, computed once, kept, and the paper
+    assert what["go"]
 
 
-def test_a_projector_shows_sixteen_columns_and_large_labels(seen):
-    assert seen["readers"]["projector"]["columns"] == 16 and min(seen["readers"]["projector"]["labels"]) >= 18
-
-
-def test_the_keys_are_on_the_first_screen_of_a_phone(seen):
-    assert seen["readers"]["phone"]["keys"] < 700
+def test_the_staircase_is_on_the_first_screen_of_a_phone(seen):
+    assert seen["readers"]["phone"]["first"] < 300
 
 
 def test_no_other_server_is_asked_and_the_console_is_empty(seen, server):
@@ -204,18 +242,18 @@ const until = (holds) =>
   });
 const phase = () => document.body?.dataset.state ?? "loading";
 const failed = () => phase() === "failed";
-until(() => !["loading", "preparing"].includes(phase()))
+until(() => phase() !== "loading")
   .then(() => {
-    $("speed").value = 100;
-    $("speed").dispatchEvent(new Event("input"));
-    if (!failed()) $("run").click();
-    return until(() => failed() || (phase() === "done" && $("text").children.length === CONTEXT));
+    location.hash = "step-2"; // the race begins
+    return until(() => failed() || phase() === "done");
   })
+  .then(() => new Promise(requestAnimationFrame))
   .then(() => {
-    const report = { agent: navigator.userAgent, text: $("text").textContent, message: $("message").textContent };
+    const [off, on] = [...document.querySelectorAll(".race .typed")].map((each) => each.textContent);
+    const report = { agent: navigator.userAgent, off, on, message: $("message").textContent };
     return fetch("/report", { method: "POST", body: JSON.stringify(report) });
   });
-""".replace("CONTEXT", str(CONTEXT))
+"""
 # not in PATH
 MINIBROWSER = next(map(str, Path("/usr/lib").glob("*/webkit2gtk-4*/MiniBrowser")), "MiniBrowser")
 
@@ -256,4 +294,5 @@ def test_other_browsers_generate_the_text_too(browser, name, server, page, model
     with home as folder, browser(f"{server.address}/itself.html", Path(folder)):
         report = server.reports.get(timeout=120)
     assert name in report["agent"] and report["message"] == ""
-    assert_text(model, report["text"], DEFAULT)
+    assert report["on"] == report["off"]
+    assert_text(model, report["on"], DEFAULT)

@@ -2,19 +2,18 @@
 //
 //   at        how many characters the text has
 //   layer, head
-//   take      step 1: the column that is taken out
-//   change    step 3: the character that is changed; to: what it is changed to
-//   mistake   step 4
-//   projector whether the page is large
+//   take      the character that is hidden from the newest
+//   change    the character that is changed; to: what it is changed to
+//   mistake   its name
 import { FIELDS } from "./request.js";
 import { STEPS } from "./steps.js";
 
 const NUMBERS = ["at", "layer", "head", "take", "change"];
-const WORDS = ["to", "mistake", "projector"];
+const WORDS = ["to", "mistake"];
 
 /** Return the step in the address. */
 export function readStep() {
-  return Number(location.hash.match(/^#step-([1-5])$/)?.[1] ?? 1);
+  return Number(location.hash.match(/^#step-([1-7])$/)?.[1] ?? 1);
 }
 
 /** Return the moment in the address, without the entries that the address does not have. */
@@ -29,7 +28,7 @@ export function readMoment() {
 /** Return the moment that the page shows. What is as at the start of the step is null. */
 export function momentOf({ state, lookOfStep, prepared }) {
   const { run, answer, info, step, layer, head } = state;
-  const at = run.given + Math.min(run.on.length, run.off.length);
+  const at = run.given + run.on.length;
   const look = lookOfStep();
   return {
     at: !STEPS[step - 1].prepares || at === prepared(run) ? null : at,
@@ -39,7 +38,6 @@ export function momentOf({ state, lookOfStep, prepared }) {
     change: answer?.kind === "change" ? answer.position + 1 : null,
     to: answer?.kind === "change" ? info.chars[answer.ids[answer.position]] : null,
     mistake: answer?.name,
-    projector: state.projector ? "on" : null,
   };
 }
 

@@ -1,9 +1,9 @@
 // The page's end of the worker: calls that return promises, and events.
-import { downloader, unreachable } from "./files.js";
+import { downloader, part, unreachable } from "./files.js";
 
 const NEEDED = ["WebAssembly", "DecompressionStream"]; // the newest features that the page needs, from 2023
 
-/** Start the worker. Returns { call(name, ...args), stop(), setDelay(ms) }. onEvent gets the worker's events. */
+/** Start the worker. Returns { read(name), call(name, ...args), stop(), setDelay(ms) }. onEvent gets the worker's events. */
 export function startWorker(onEvent) {
   const waiting = new Map();
   let calls = 0;
@@ -32,6 +32,8 @@ export function startWorker(onEvent) {
     fail(event.message ? new Error(event.message) : unreachable("worker.js"));
   };
   return {
+    /** Return what a JSON file of the page holds. */
+    read: (name) => part(name, async () => JSON.parse(await (await download(name)).text())),
     call: (name, ...args) =>
       new Promise((resolve, reject) => {
         if (failure) return reject(failure);

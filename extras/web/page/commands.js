@@ -6,7 +6,7 @@ import { createNetwork } from "./network.js";
 const RUNTIME = "ort/ort-wasm-simd-threaded.wasm.gz";
 const MOST_WITH_MISTAKE = 120; // new tokens
 
-let about, network, run;
+let network, run;
 
 /** Set the network that the commands work with. */
 export function use(created) {
@@ -14,16 +14,8 @@ export function use(created) {
 }
 
 export const COMMANDS = {
-  /** Return model.json. */
-  async about() {
-    const json = await part("model.json", () => fetched("model.json"));
-    about = await part("model.json", () => JSON.parse(new TextDecoder().decode(json)));
-    about.chars = [...about.chars]; // by code points, as Python counts
-    return about;
-  },
-
-  /** Load everything else. */
-  async load() {
+  /** Load the model. info: model.json */
+  async load(_, info) {
     const arriving = [RUNTIME, "model.onnx.gz"].map((name) => part(name, () => fetched(name)));
     const module = part("ort/ort.wasm.min.mjs", () => import("./ort/ort.wasm.min.mjs"));
     const [wasm, model, ort] = await Promise.all([...arriving, module]);
@@ -31,7 +23,7 @@ export const COMMANDS = {
     ort.env.wasm.numThreads = 1; // more would need headers that http.server does not send
     ort.env.wasm.wasmPaths = new URL("ort/", import.meta.url).href;
     ort.env.wasm.wasmBinary = wasm;
-    use(await part("The model", () => createNetwork(ort, new Uint8Array(model), about)));
+    use(await part("The model", () => createNetwork(ort, new Uint8Array(model), info)));
     return true;
   },
 
@@ -40,15 +32,13 @@ export const COMMANDS = {
     run = { name, ...begin(network, prompt, steps, sampling) };
   },
 
-  /** Take `count` steps with the two texts of the run, or race, or hurry. An event "step" reports each. */
+  /** Take `count` steps of the run, or race, or hurry. An event "step" reports each. */
   async advance({ isStopped, delay }, count, { racing = false, hurrying = false } = {}) {
     for (let i = 0; i < count; i++) {
       const began = performance.now();
-      const names = whoseTurn(run, racing);
-      if (!names.length || isStopped()) return;
-      const event = { event: "step", run: run.name };
-      for (const name of names) event[name] = await step(run, name);
-      postMessage(event);
+      const name = whoseTurn(run, racing);
+      if (!name || isStopped()) return;
+      postMessage({ event: "step", run: run.name, [name]: await step(run, name) });
       await breathe();
       // the delay may change in the meantime
       while (!racing && !hurrying && i + 1 < count && performance.now() - began < delay() && !isStopped()) {

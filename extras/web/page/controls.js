@@ -3,12 +3,12 @@ import { readForm, readMoment, readStep } from "./address.js";
 import { FIELDS, readRequest } from "./request.js";
 import { STEPS } from "./steps.js";
 import { $ } from "./views/draw.js";
-import { indexAt } from "./views/stage.js";
+import { indexAt, measure } from "./views/stage.js";
 import { characterAt } from "./views/text.js";
 import { characters } from "./words.js";
 
-/** Listen to the reader. resize: to call when the size of the stage may have changed. Returns { submit }. */
-export function listen(store, worker, resize) {
+/** Listen to the reader. Returns { submit }. */
+export function listen(store, worker) {
   const { state } = store;
   const form = $("form");
   const fields = form.elements;
@@ -27,51 +27,26 @@ export function listen(store, worker, resize) {
     }
   }
 
-  function play(count, racing) {
+  function go(count = Infinity) {
     if (state.phase === "loading") return;
-    if (submit()) store.play(count, racing);
+    if (submit()) STEPS[state.step - 1].go?.(store, count);
     else fields[state.refused.name].focus();
   }
-
-  /** Run from the form. In later steps the button is hidden, but Enter still submits. */
-  const run = () => STEPS[state.step - 1].runs && play(Infinity);
 
   form.onsubmit = (event) => {
     event.preventDefault();
     if (state.phase === "running") store.pause();
-    else run();
+    else go();
   };
   fields.prompt.onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!event.repeat) run();
+    if (!event.repeat) go();
   };
   for (const name of FIELDS) fields[name].oninput = submit;
-  $("one").onclick = () => play(1);
+  $("one").onclick = () => go(1);
   $("back").onclick = store.goBack;
-  for (const button of $("race").children) {
-    button.onclick = () => {
-      play(Infinity, Number(button.dataset.times));
-      requestAnimationFrame(() => $("factor").scrollIntoView({ block: "nearest" })); // on a phone, the race is below
-    };
-  }
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
-  $("take").onclick = () => (state.answer ? store.show(null) : store.takeOut());
-  for (const button of $("choices").querySelectorAll("button")) {
-    button.onclick = async () => {
-      await store.expect(button.dataset.expected);
-      focusInstead("#next-step");
-    };
-  }
-  $("changed").oninput = ({ target }) => store.changeCharacter(undefined, state.info.chars[target.value]);
-  $("unchange").onclick = async () => {
-    await store.enter();
-    focusInstead("#choices button");
-  };
-  $("projector").onclick = () => {
-    store.set({ projector: !state.projector });
-    resize();
-  };
 
   function setSpeed() {
     const value = Number($("speed").value);
@@ -86,7 +61,9 @@ export function listen(store, worker, resize) {
   function follow(moment) {
     const isNext = document.activeElement.matches(".go");
     store.turnToStep(readStep(), moment);
-    if (isNext) focusInstead(`.says.step-${state.step} h2`);
+    // after the next drawing, because the focused button says something else now
+    const heading = () => document.querySelector("section:not([hidden]) h1").focus({ preventScroll: true });
+    if (isNext) requestAnimationFrame(heading);
     scrollTo(0, 0);
   }
   window.onpopstate = ({ state: held }) => {
@@ -105,7 +82,7 @@ export function listen(store, worker, resize) {
   const cells = $("cells");
   const cellIndex = ({ target }) => state.from + [...cells.children].indexOf(target);
   cells.onkeydown = (event) => {
-    const last = (state.answer ?? state.run).slots.length - 1;
+    const last = (state.answer ?? state.run).tokens.length - 1;
     const index = cellIndex(event);
     const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[event.key];
     if (to === undefined || to < 0 || to > last) return;
@@ -123,12 +100,6 @@ export function listen(store, worker, resize) {
     place.onpointerleave = () => store.point(null);
     place.onclick = (event) => store.click(indexOf(event));
   }
-  new ResizeObserver(resize).observe($("strip"));
-  for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) matchMedia(query).onchange = resize;
+  new ResizeObserver(() => store.set({ cells: measure() })).observe($("strip"));
   return { submit };
-}
-
-/** Move the focus after the next drawing, because the focused button disappears with it. */
-function focusInstead(selector) {
-  requestAnimationFrame(() => document.querySelector(selector).focus({ preventScroll: true }));
 }

@@ -51,7 +51,9 @@ export async function part(name, work) {
     if (error.said) throw error;
     const reason = String(error?.message ?? error).trim().replace(/\.$/, "");
     const isModule = /import/i.test(reason); // "dynamically imported module", however a browser words it
-    throw isModule ? unreachable(name) : incomplete(`${name} did not load: ${reason}`);
+    if (isModule) throw unreachable(name);
+    if (/no available backend/.test(reason)) throw said(`This browser cannot run the model. Try another one. (${reason})`);
+    throw incomplete(`${name} did not load: ${reason}`);
   }
 }
 

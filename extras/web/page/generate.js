@@ -13,22 +13,17 @@ export function begin(network, prompt, steps, sampling) {
   return { network, prompt, sampling, noise, choose, total, on: text(true), off: text(false) };
 }
 
-/** Return which texts take the next step, a list of "on" and "off", empty at the end.
- *
- *  They go side by side: the one behind steps. In a race, each goes at its own speed: the one with less computing time
- *  steps, so both get the same share of their one processor.
- */
+/** Return which text takes the next step, "on" or "off", or undefined at the end. Only a race needs the one without the
+ *  cache. There, the one with less computing time steps, so both get the same share of their one processor. */
 export function whoseTurn(run, racing) {
-  const unfinished = ["on", "off"].filter((name) => run[name].ids.length < run.total);
-  if (racing) return unfinished.sort((a, b) => run[a].ms - run[b].ms).slice(0, 1);
-  const least = Math.min(...unfinished.map((name) => run[name].ids.length));
-  return unfinished.filter((name) => run[name].ids.length === least);
+  const unfinished = (racing ? ["on", "off"] : ["on"]).filter((name) => run[name].ids.length < run.total);
+  return unfinished.sort((a, b) => run[a].ms - run[b].ms)[0];
 }
 
 /** Add one token to run.on or run.off, with one forward of the tokens that its cache does not hold.
  *
- *  Returns { id, ms, rows, shapes, probabilities } and, with the cache, its new `columns` and the `queries` of the
- *  newest token. rows is how many columns were computed.
+ *  Returns { id, ms, computed, probabilities } and, with the cache, its new `columns` and the `queries` of the
+ *  newest token. computed is how many columns were computed.
  */
 export async function step(run, name) {
   const text = run[name];
@@ -36,7 +31,7 @@ export async function step(run, name) {
   const fed = text.ids.slice(past);
 
   const began = performance.now();
-  const { logits, cache, queries, shapes } = await run.network.forward(fed, text.cache, { keep: text.keep });
+  const { logits, cache, queries } = await run.network.forward(fed, text.cache, { keep: text.keep });
   const id = run.choose(logits, text.ids.length - run.prompt.length);
   const ms = performance.now() - began;
 
@@ -44,16 +39,14 @@ export async function step(run, name) {
   text.cache = cache;
   text.ms += ms;
   const added = text.keep ? columns(cache, past, cache.length) : null;
-  return { id, ms, rows: fed.length, shapes, probabilities: softmax(logits), columns: added, queries };
+  return { id, ms, computed: fed.length, probabilities: softmax(logits), columns: added, queries };
 }
 
-/** Take back steps until each text has at most `steps` new tokens. The prompt has no columns before the first step. */
-export function rewind(run, steps) {
-  for (const text of [run.on, run.off]) {
-    text.ids.length = Math.min(text.ids.length, run.prompt.length + steps);
-    const end = steps ? text.ids.length - 1 : 0;
-    if (text.cache.length > end) text.cache = columns(text.cache, 0, end);
-  }
+/** Take back steps until the text has at most `steps` new tokens. The prompt has no columns before the first step. */
+export function rewind({ on, prompt }, steps) {
+  on.ids.length = Math.min(on.ids.length, prompt.length + steps);
+  const end = steps ? on.ids.length - 1 : 0;
+  if (on.cache.length > end) on.cache = columns(on.cache, 0, end);
 }
 
 // -- questions about a run ----------------------------------------------------------------------------------------------
@@ -107,7 +100,7 @@ export async function changedText(run, position, id) {
 
 /** Generate `steps` tokens with the cache and a mistake.
  *
- *  Returns a picture of the last step with `ids`, `logits` of every step, `slots`, the token of each column, and
+ *  Returns a picture of the last step with `ids`, `logits` of every step, `tokens`, the token of each column, and
  *  `masked`, the column that its mask hides.
  */
 async function generateWithMistake({ network, prompt, choose }, steps, mistake, isStopped, breathe) {
@@ -116,17 +109,17 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
   const position = mistake.position ?? ((i) => i);
   const ids = [...prompt];
   const logits = [];
-  let slots = [...prompt]; // the token whose column is in each slot of the cache
+  let tokens = [...prompt]; // the token whose column is in each slot of the cache
   let masked;
 
   // prefill
   let result = await forward(prompt, empty, { keep: true });
-  if (mistake.again) slots.push(prompt.at(-1));
+  if (mistake.again) tokens.push(prompt.at(-1));
   if (mistake.again) result = await forward(prompt.slice(-1), result.cache, { positions: [T], keep: true });
   if (mistake.other) {
     const other = prompt.map((id) => (id + 1) % result.logits.length);
     result.cache = (await forward(other, empty, { keep: true })).cache;
-    slots = other;
+    tokens = other;
   }
 
   // decode
@@ -138,10 +131,10 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
     if (step === steps - 1) break;
     const past = mistake.overwrite ? columns(result.cache, 0, T) : result.cache;
     if (mistake.mask) masked = past.length - 1;
-    slots = [...slots.slice(0, past.length), ids.at(-1)];
+    tokens = [...tokens.slice(0, past.length), ids.at(-1)];
     result = await forward(ids.slice(-1), past, { positions: [position(ids.length - 1, T)], masked, keep: true });
   }
-  return { ...picture(result), ids, slots, masked, logits };
+  return { ...picture(result), ids, tokens, masked, logits };
 }
 
 /** Generate with a mistake and without, and compare for as long as both have been fed the same text.
@@ -152,7 +145,7 @@ async function generateWithMistake({ network, prompt, choose }, steps, mistake, 
  *    at, should     that index, or that of the logits that are off most; and the token that should be there
  *    largest        the largest error in a logit until then
  *    before, after  the probabilities of the token `at`, without the mistake and with it
- *    slots, masked  the tokens whose columns are in the cache, and the column that is hidden
+ *    tokens, masked  the tokens whose columns are in the cache, and the column that is hidden
  *    differences    of the columns, see cache.js
  */
 export async function compareMistake(run, steps, name, isStopped, breathe) {
@@ -175,7 +168,7 @@ export async function compareMistake(run, steps, name, isStopped, breathe) {
   return {
     ids: broken.ids, correct: run.correct.ids, first, at: T + step, should: run.correct.ids[T + step], largest,
     before: softmax(run.correct.logits[step]), after: then.probabilities,
-    columns: then.columns, queries: then.queries, slots: then.slots, masked: then.masked,
+    columns: then.columns, queries: then.queries, tokens: then.tokens, masked: then.masked,
     differences: differences(run.correct.columns, then.columns, count),
   };
 }

@@ -1,4 +1,4 @@
-// Step 4: six mistakes with a cache, beginning with the one that is hardest to see in the text. Each is made in one place
+// Six mistakes with a cache, beginning with the one that is hardest to see in the text. Each is made in one place
 // of generateWithMistake in generate.js, and T is the length of the prompt.
 //
 //   title, meaning  in words
@@ -8,7 +8,6 @@
 //   overwrite       write every new column into the slot after the prompt
 //   mask            hide from each new token the one before it
 //   other           decode with the cache of another prompt, as long but without a character in common
-import { quoted } from "./words.js";
 
 export const MISTAKES = {
   "one too far": {
@@ -31,7 +30,7 @@ export const MISTAKES = {
   },
   overwritten: {
     title: "Slot overwritten each time",
-    meaning: "A slot is the cache’s place for one column. Here, each new column overwrites the one before it.",
+    meaning: "A slot is the cache’s place for one position. Here, each new one overwrites the one before it.",
     bug: "cache[len(prompt)] = column", correct: "cache[len(text)] = column",
     overwrite: true,
   },
@@ -50,17 +49,3 @@ export const MISTAKES = {
 };
 export const NAMES = Object.keys(MISTAKES);
 export const ROUNDING = 1e-3; // correct numbers differ by less when they are computed differently
-
-/** Describe the answer to a mistake: see compareMistake in generate.js. */
-export function mistakeInWords({ info, answer }) {
-  const { name, ids, first, should, largest, differences } = answer;
-  const { meaning } = MISTAKES[name];
-  if (largest < ROUNDING) return `${meaning} Everything is correct this time, because no step reads what it spoils.`;
-  const [keys, values] = differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
-  const count = (number, what) => `${number || "no"} ${what}${number === 1 ? "" : "s"}`;
-  const layer = `In layer 1, where it starts, ${count(keys, "key")} and ${count(values, "value")} are incorrect.`;
-  const off = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
-  if (first < 0) return `${meaning} The cache is incorrect, but no character has changed. ${off}`;
-  const [is, ought] = [ids[first], should].map((id) => quoted(info.chars[id]));
-  return `${meaning} The first incorrect character is number ${first + 1}: ${is} instead of ${ought}. ${off}`;
-}

@@ -9,8 +9,8 @@ export async function createNetwork(ort, bytes, info) {
   const session = await ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] });
   const empty = emptyCache(info);
   const queries = Array.from({ length: info.n_layer }, (_, i) => `query.${i}`);
-  const slots = empty.slots.map((_, i) => `${i >> 1}.${i % 2 ? "value" : "key"}`);
-  const presents = slots.map((name) => `present.${name}`);
+  const names = empty.lanes.map((_, i) => `${i >> 1}.${i % 2 ? "value" : "key"}`);
+  const presents = names.map((name) => `present.${name}`);
 
   const row = (length, value) =>
     new ort.Tensor("int64", BigInt64Array.from({ length }, (_, i) => BigInt(value(i))), [1, length]);
@@ -20,8 +20,7 @@ export async function createNetwork(ort, bytes, info) {
    *  positions  of the ids; by default they continue the cache
    *  masked     a column that no query may see (attention_mask 0)
    *  keep       whether to return the cache, extended by the new columns, and the queries of the last id
-   *  Returns { logits, cache, queries, shapes }, with the logits after the last id. queries: a Float32Array (query heads,
-   *  head size) per layer; shapes: [direction, name, dimensions] per input and output of the graph.
+   *  Returns the logits after the last id, the cache, and per layer the queries, a Float32Array (query heads, head size).
    */
   async function forward(ids, cache, { positions, masked, keep = false } = {}) {
     const past = cache.length;
@@ -31,17 +30,15 @@ export async function createNetwork(ort, bytes, info) {
       attention_mask: row(end, (i) => (i === masked ? 0 : 1)),
       position_ids: row(ids.length, (i) => positions?.[i] ?? past + i),
     };
-    slots.forEach((name, i) => {
+    names.forEach((name, i) => {
       const shape = [1, cache.heads, past, cache.size];
-      feeds[`past_key_values.${name}`] = new ort.Tensor("float32", cache.slots[i], shape);
+      feeds[`past_key_values.${name}`] = new ort.Tensor("float32", cache.lanes[i], shape);
     });
     const outputs = await session.run(feeds, keep ? ["logits", ...presents, ...queries] : ["logits"]);
-    const shape = (direction) => ([name, tensor]) => [direction, name, tensor.dims];
     return {
       logits: outputs.logits.data.slice(-outputs.logits.dims.at(-1)),
-      cache: keep ? { ...cache, length: end, slots: presents.map((name) => outputs[name].data) } : cache,
+      cache: keep ? { ...cache, length: end, lanes: presents.map((name) => outputs[name].data) } : cache,
       queries: keep ? queries.map((name) => outputs[name].data) : null,
-      shapes: [...Object.entries(feeds).map(shape("in")), ...Object.entries(outputs).map(shape("out"))],
     };
   }
 

@@ -1,6 +1,8 @@
-// The message if the page's modules never run, which is why this file is not a module.
+// What cannot wait for the page's modules, or has to be said if they never run. So this file is not a module.
 
 (() => {
+  const step = Number(location.hash.match(/^#step-([1-7])$/)?.[1] ?? 1);
+  document.querySelectorAll("main > section").forEach((section, i) => (section.hidden = i !== step - 1));
   const line = document.getElementById("loading");
   if (location.protocol === "file:") {
     line.textContent = "Serve this folder: run python -m http.server in it and open http://localhost:8000.";

@@ -1,37 +1,21 @@
-// The five steps of the lesson. Their text is in index.html, and their pictures are in views/.
+// The steps of the lesson, in order. Their unchanging words are in index.html, in sections of the same name.
 //
-//   look             the layer and the head at the start, by default 0 and 0; "start": those of model.json
+//   next             what the button says that leads to the next step
+//   early            whether it begins before the model has arrived
 //   prepares         whether the step is about a text, which is then generated up to its middle
-//   runs             whether the reader can run it
-//   mixes            whether the stage draws each value as strongly as it is mixed
-//   sweeps           whether each step of the run is animated
+//   look             the layer and the head at the start, by default 0 and 0; "start": those of model.json
+//   make(store, i)   makes what depends on i, model.json, and listens to the clicks
 //   enter(store, m)  what happens at the start. m is the moment that a link points to: see address.js
+//   go(store, n)     what Enter and the button of the form do. n: how many tokens to add
 //   click(store, i)  what a click on character i does
-//   words(state)     what the step says about the answer on the stage
-import { mistakeInWords } from "./mistakes.js";
-import { changeInWords, takenInWords } from "./words.js";
+//   draw(state)      draws the picture and says what has to be said about it
+import { breaks } from "./steps/break.js";
+import { cost } from "./steps/cost.js";
+import { idea } from "./steps/idea.js";
+import { inside } from "./steps/inside.js";
+import { race } from "./steps/race.js";
+import { why } from "./steps/why.js";
 
-const mark = (store, index) => store.mark(index);
+const code = { next: "Why is that safe?" };
 
-export const STEPS = [
-  {
-    look: "start", prepares: true, runs: true, mixes: true,
-    enter: (store, { take }) => take && store.takeOut(take - 1),
-    click: (store, index) => (index === store.state.answer?.masked ? store.show(null) : store.takeOut(index)),
-    words: takenInWords,
-  },
-  { look: "start", prepares: true, runs: true, sweeps: true, click: mark },
-  {
-    look: { layer: 1 }, prepares: true,
-    enter: (store, { change, to }) => change && store.changeCharacter(change - 1, to),
-    click: (store, index) => (store.state.answer ? store.changeCharacter(index) : store.mark(index)),
-    words: changeInWords,
-  },
-  {
-    prepares: true,
-    enter: (store, { mistake }) => store.askMistakes(mistake),
-    click: mark,
-    words: mistakeInWords,
-  },
-  {},
-];
+export const STEPS = [idea, race, code, why, inside, breaks, cost];

@@ -2,28 +2,29 @@
 // views/ draws the state and never changes it.
 import { keptColumns } from "./cache.js";
 import { NAMES } from "./mistakes.js";
-import { openingRun, openingWithout } from "./opening.js";
+import { openingRun } from "./opening.js";
 import { STEPS } from "./steps.js";
-
-export const isWhole = ({ request, on, off }) => on.length === request.steps && off.length === request.steps;
+import { isOver } from "./steps/race.js";
 
 /** Return { state, and the transitions }. worker: see client.js. onChange() is called after every transition. */
 export function createStore(worker, onChange) {
-  let [runs, questions, versions] = [0, 0, 0];
+  let [runs, questions] = [0, 0];
 
   const state = {
     phase: "loading", // or ready, preparing, running, paused, done, failed
     info: null, // model.json, and `ids`: Map(character => id)
     progress: null, // of loading: { received, total }
-    step: 1, // of the lesson, 1 to 5
+    step: 1, // of the lesson, from 1
     layer: 0, // from 0, like the head
     head: 0,
-    run: null, // see begin; null until the form describes one
+    run: null, // see begin
+    race: null, // the run whose text is also written without the cache, and what came of it
+    guess: null, // how many times as fast the reader expects the cache to be
     answer: null, // what is on the stage instead of the run, see show
     mistakes: new Map(), // name => answer
-    expected: null, // which columns the reader expects to change: "left", "right" or "all"
-    changed: 0, // the id that step 3 changes a character to
-    cells: 1, // how many characters fit on the stage
+    changed: 0, // the id that a character is changed to
+    all: false, // whether all characters, layers and heads are on the stage, or three characters in large
+    cells: 40, // how many characters fit on the stage
     from: 0, // the first of them
     page: null, // the same if the reader chose it; null: the newest characters are on the stage
     pointed: null, // the character below the pointer, or with the focus
@@ -31,7 +32,6 @@ export function createStore(worker, onChange) {
     note: "", // about the last click
     refused: null, // what is wrong with the form: { message, name }
     error: "",
-    projector: false,
   };
 
   /** Call after every transition. */
@@ -47,14 +47,13 @@ export function createStore(worker, onChange) {
   }
 
   /** Return the first character on the stage. The strip moves by a quarter of its width at a time, so columns mostly stay
-   *  in place. In a race it follows the slower text. */
-  function firstCell({ slots, on, off }) {
+   *  in place. */
+  function firstCell({ tokens }) {
     const { cells, page } = state;
-    const fed = slots.length;
+    const fed = tokens.length;
     if (page !== null) return Math.max(0, Math.min(page, fed - cells));
     const turn = Math.ceil(cells / 4);
-    const end = off?.length < on?.length ? (off.at(-1)?.rows ?? 0) : fed;
-    return Math.max(0, Math.ceil((end - cells) / turn) * turn);
+    return Math.max(0, Math.ceil((fed - cells) / turn) * turn);
   }
 
   // -- runs -------------------------------------------------------------------------------------------------------------
@@ -70,8 +69,8 @@ export function createStore(worker, onChange) {
     cancel();
     const { ids, steps, sampling } = request;
     state.run = {
-      name: ++runs, request, given: ids.length, ids: [...ids], racing: 0,
-      on: [], off: [], // steps with the cache and without: { id, rows, ms, probabilities, shapes, queries }
+      name: ++runs, request, given: ids.length, ids: [...ids],
+      on: [], off: [], // steps with the cache and without: { id, computed, ms, probabilities, queries }
       kept: keptColumns(state.info),
     };
     grown(state.run);
@@ -82,41 +81,50 @@ export function createStore(worker, onChange) {
 
   /** Note that a run has gained or lost steps. */
   function grown(run) {
-    run.version = ++versions;
-    run.slots = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
+    run.tokens = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
     if (!run.isOpening) run.queries = run.on.at(-1)?.queries ?? null;
   }
 
   /** Start the run that the form describes, unless it is the present one. moment: see address.js. */
   function describe(request, moment) {
-    const { run, answer } = state;
+    const { run } = state;
     state.refused = null;
-    if (request.key === run?.request.key && !run.isOpening) return changed();
+    if (request.key === run?.request.key) return changed();
     begin(request);
-    if (!run || run.isOpening) enter({ ...moment, ...(answer && { take: answer.masked + 1 }) });
-    else if (!STEPS[state.step - 1].runs) enter();
-    else goTo(state.run.given + 1); // so that the stage shows the new prompt
+    state.race = null;
+    const { early, prepares } = STEPS[state.step - 1];
+    if ((!run || run.isOpening) && !early) enter(moment);
+    else if (prepares) enter(); // but a race waits for its button
   }
 
-  /** Take `count` steps of the run. A race starts over, and so does a finished run.
-   *
-   *  racing: how many times as fast the reader expects the cache to be; 0: no race
-   */
-  async function play(count, racing = 0) {
-    if (racing || isWhole(state.run)) begin(state.run.request);
-    show(null);
+  /** Race: both write the text, each at its own speed. A race that was paused goes on, and another run starts over. */
+  function race() {
+    if (state.run !== state.race || isOver(state.race)) begin(state.run.request);
+    state.race = state.run;
+    return advance(Infinity, { racing: true });
+  }
+
+  /** Take `count` steps of the run, with the cache. A finished run starts over. */
+  function play(count) {
     const { run } = state;
-    run.racing ||= racing;
+    if (run.on.length === run.request.steps) begin(run.request);
+    show(null);
+    return advance(count);
+  }
+
+  async function advance(count, how) {
     const question = cancel();
     set({ phase: "running" });
-    await worker.call("advance", count, { racing: run.racing && count > 1 }).catch(fail);
+    await worker.call("advance", count, how).catch(fail);
     if (question === questions) settle();
   }
 
   /** End a run where it is now. */
   function settle() {
     if (state.phase === "failed") return;
-    set({ phase: isWhole(state.run) ? "done" : state.run.on.length ? "paused" : "ready" });
+    const { on, off, request } = state.run;
+    const isDone = state.run === state.race ? isOver(state.race) : on.length === request.steps;
+    set({ phase: isDone ? "done" : on.length + off.length ? "paused" : "ready" });
   }
 
   function pause() {
@@ -126,20 +134,18 @@ export function createStore(worker, onChange) {
 
   /** Move the run, forward or back, to a text of `length` characters. Returns whether it got there uninterrupted. */
   async function goTo(length) {
+    if (state.run === state.race) begin(state.run.request); // the race stays as it is
     const { run } = state;
     const steps = Math.max(0, Math.min(length - run.given, run.request.steps));
     const question = cancel();
-    if (steps > Math.min(run.on.length, run.off.length)) set({ phase: "preparing" });
+    if (steps > run.on.length) set({ phase: "preparing" });
     await worker.call("rewind", steps).catch(fail);
     run.on.splice(steps);
-    run.off.splice(steps);
     run.ids.splice(run.given + steps);
     run.kept.truncate(steps ? run.given + steps - 1 : 0);
-    run.racing = 0;
     grown(run);
-    const missing = steps - Math.min(run.on.length, run.off.length);
     if (question !== questions) return false;
-    await worker.call("advance", missing, { hurrying: true }).catch(fail);
+    await worker.call("advance", steps - run.on.length, { hurrying: true }).catch(fail);
     if (question !== questions || state.phase === "failed") return false;
     settle();
     return true;
@@ -154,7 +160,7 @@ export function createStore(worker, onChange) {
   function receive(event, { run: name, on, off, ...progress }) {
     const { run } = state;
     if (event === "loading") return set({ progress });
-    if (name !== run.name) return;
+    if (name !== run?.name) return;
     if (off) run.off.push(off);
     if (on) {
       run.on.push(on);
@@ -174,34 +180,34 @@ export function createStore(worker, onChange) {
   /** The length of the text at the start of a step. Never the whole text: the step is about the next character. */
   const prepared = ({ given, request }) => given + Math.min(state.info.start.new, Math.ceil(0.7 * request.steps));
 
-  /** The layer and the head at the start of the step. */
+  /** The layer and the head at the start of the step. The opening has no others than its own. */
   function lookOfStep() {
-    const { info, step } = state;
-    const { look = {} } = STEPS[step - 1];
+    const { info, step, run } = state;
+    const { look = {} } = run?.isOpening ? { look: "start" } : STEPS[step - 1];
     const { layer = 0, head = 0 } = look === "start" ? info.start : look;
     return { layer: Math.min(layer, info.n_layer - 1), head: Math.min(head, info.n_head - 1) };
   }
 
   /** Show the opening moment, which model.json contains, until the model has arrived. */
   function open() {
-    const { ids, given } = state.info.opening;
-    const request = { ids: ids.slice(0, given), steps: state.info.block_size - given, notes: [] };
-    state.run = openingRun(state.info, request);
+    state.run = openingRun(state.info);
     grown(state.run);
-    set(lookOfStep());
+    enter();
   }
 
   /** Prepare this step of the lesson, or a moment in it: see address.js. */
   async function enter(moment = {}) {
     const { run, info } = state;
-    const { prepares, enter: begins } = STEPS[state.step - 1];
+    const { early, prepares, enter: begins } = STEPS[state.step - 1];
     const { layer, head } = lookOfStep();
     state.layer = Math.min(moment.layer ? moment.layer - 1 : layer, info.n_layer - 1);
     state.head = Math.min(moment.head ? moment.head - 1 : head, info.n_head - 1);
-    state.expected = null;
+    state.all = Boolean(moment.layer || moment.head);
+    cancel(); // what an earlier step has asked for
+    if (["running", "preparing"].includes(state.phase)) settle();
     show(null);
-    if (!prepares || !run || state.phase === "loading") return;
-    if (await goTo(moment.at ?? prepared(run))) await begins?.(store, moment);
+    if (run.isOpening && !early) return;
+    if (!prepares || (await goTo(moment.at ?? prepared(run)))) await begins?.(store, moment);
   }
 
   function turnToStep(step, moment) {
@@ -211,7 +217,7 @@ export function createStore(worker, onChange) {
 
   /** Put an answer on the stage instead of the run, or null: the run again.
    *
-   *  answer  { kind, version, ids, slots, kept, queries, ... }; kind: "take", "change" or "mistake"
+   *  answer  { kind, ids, tokens, kept, queries, ... }; kind: "take", "change" or "mistake"
    */
   function show(answer) {
     if (!answer || answer.kind === "mistake") state.page = null;
@@ -221,9 +227,9 @@ export function createStore(worker, onChange) {
 
   /** Turn the worker's answer into something that the stage can show. */
   function picture(kind, answer) {
-    const kept = answer.kept ?? keptColumns(state.info).add(answer.columns);
-    const slots = answer.slots ?? answer.ids.slice(0, kept.length);
-    return { kind, version: ++versions, ...answer, kept, slots };
+    const kept = keptColumns(state.info).add(answer.columns);
+    const tokens = answer.tokens ?? answer.ids.slice(0, kept.length);
+    return { kind, ...answer, kept, tokens };
   }
 
   /** Ask the worker. A newer question or another run cancels this one, and then the answer is null. */
@@ -236,27 +242,23 @@ export function createStore(worker, onChange) {
 
   /** Take out a column: `index`, or the visible one that moves the prediction most. */
   async function takeOut(index = null) {
-    const { run, info } = state;
+    const { run } = state;
     const newest = run.kept.length - 1; // it is the one asking, so it stays
     if (index !== null) turnTo(Math.min(index, newest));
-    if (index === newest) return set({ note: "The newest character is the one asking, so its column stays." });
+    if (index === newest) return set({ note: "The newest character is the one asking, so its own key and value stay." });
     const from = firstCell(run);
     const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + state.cells));
-    if (newest < 1 || index > newest || !inSight.length) return;
-    const without = (columns) => (run.isOpening ? openingWithout(info, columns) : ask("takeOut", columns));
-    const most = await without(inSight);
-    const answer = most && index !== null ? await without([index]) : most;
+    if (run.isOpening || newest < 1 || index > newest || !inSight.length) return;
+    const most = await ask("takeOut", inSight);
+    const answer = most && index !== null ? await ask("takeOut", [index]) : most;
     if (answer) show(picture("take", { ...answer, most, ids: run.ids.with(-1, answer.next) }));
   }
 
-  /** Change a character, in the middle of the visible ones by default, to the character `to`. */
-  async function changeCharacter(index = state.answer?.position ?? null, to = null) {
+  /** Change a character, by default the one that is changed already, to the character `to`. */
+  async function changeCharacter(index = state.answer?.position, to = null) {
     const { run, info } = state;
-    if (!run.kept.length) return;
-    if (index !== null) turnTo(index);
-    const from = firstCell(run);
-    const middle = Math.floor((from + Math.min(run.kept.length, from + state.cells)) / 2);
-    const position = Math.min(run.kept.length - 1, index ?? middle);
+    if (!run.kept.length || run.isOpening) return;
+    const position = Math.min(run.kept.length - 1, index ?? 0);
     let id = info.ids.get(to) ?? state.changed;
     if (id === run.ids[position]) id = (id + 1) % info.chars.length; // otherwise nothing would change
     set({ changed: id });
@@ -264,12 +266,6 @@ export function createStore(worker, onChange) {
     if (!answer) return;
     const ids = run.ids.with(position, id).with(-1, answer.next);
     show(picture("change", { ...answer, ids, position }));
-  }
-
-  /** Change a character after the reader has said which columns will change. */
-  function expect(which) {
-    state.expected = which;
-    return changeCharacter();
   }
 
   /** Get the answers for all mistakes, one after the other, and show `first` as soon as it is there. */
@@ -315,8 +311,8 @@ export function createStore(worker, onChange) {
   }
 
   const store = {
-    state, set, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, play, pause, goBack,
-    show, takeOut, changeCharacter, expect, askMistakes, showMistake, point, mark, click, turnTo,
+    state, set, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, race, play, pause, goBack,
+    show, takeOut, changeCharacter, askMistakes, showMistake, point, mark, click, turnTo,
   };
   return store;
 }

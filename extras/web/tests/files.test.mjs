@@ -57,3 +57,11 @@ test("a file that does not arrive is named, with the way out", async () => {
   await assert.rejects(bytes("missing"), { message: /^The server answered 404 for missing\. Reload .* extras\.export/ });
   await assert.rejects(bytes("damaged"), { message: /^damaged is damaged\. Reload .* extras\.export/ });
 });
+
+test("a browser that cannot run the model is not sent to the exporter", async () => {
+  const fail = (reason) => part("The model", () => Promise.reject(new Error(reason)));
+  const backend = "no available backend found. ERR: [wasm]";
+  await assert.rejects(fail(`${backend} Error: WebAssembly SIMD is not supported`), { message: /^This browser cannot .* SIMD/ });
+  await assert.rejects(fail(`${backend} TypeError: dynamically imported module`), { message: `The model could not be downloaded. ${CHECK}` });
+  await assert.rejects(fail("a bad graph"), { message: /a bad graph\. .* extras\.export/ });
+});

@@ -2,8 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { differences } from "../page/cache.js";
 import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "../page/generate.js";
-import { MISTAKES, mistakeInWords, NAMES, ROUNDING } from "../page/mistakes.js";
+import { MISTAKES, NAMES, ROUNDING } from "../page/mistakes.js";
 import { softmax } from "../page/sampler.js";
+import { mistakeInWords } from "../page/steps/break.js";
 import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
 
 const PROMPT = [1, 4, 2, 7];
@@ -20,21 +21,19 @@ const assertClose = (got, expected, most = 1e-5) => {
 
 const start = (network = toyNetwork()) => begin(network, PROMPT, STEPS, SAMPLING);
 
-/** Take all steps of both texts, and return them. */
-async function finish(run) {
+/** Take all steps of the text, or of both in a race, and return them. */
+async function finish(run, racing = false) {
   const steps = { on: [], off: [] };
-  for (let names = whoseTurn(run, false); names.length; names = whoseTurn(run, false)) {
-    for (const name of names) steps[name].push(await step(run, name));
-  }
+  for (let name = whoseTurn(run, racing); name; name = whoseTurn(run, racing)) steps[name].push(await step(run, name));
   return steps;
 }
 
 test("with the cache and without, the text is that of one forward, and each step's columns are counted", async () => {
   const run = start();
-  const { on, off } = await finish(run);
+  const { on, off } = await finish(run, true);
   assert.deepEqual(run.on.ids, run.off.ids);
-  assert.deepEqual(on.map(({ rows }) => rows), [T, ...Array(STEPS - 1).fill(1)]);
-  assert.deepEqual(off.map(({ rows }) => rows), Array.from({ length: STEPS }, (_, i) => T + i));
+  assert.deepEqual(on.map(({ computed }) => computed), [T, ...Array(STEPS - 1).fill(1)]);
+  assert.deepEqual(off.map(({ computed }) => computed), Array.from({ length: STEPS }, (_, i) => T + i));
   const logits = wholeLogits(run.on.ids).slice(T - 1, -1);
   on.forEach(({ probabilities }, i) => assertClose(probabilities, softmax(logits[i])));
   assert.deepEqual(run.on.ids.slice(T), logits.map((each, i) => run.choose(each, i)));
@@ -50,15 +49,16 @@ test("a run that goes back generates the same text again", async () => {
     assert.equal(run.on.cache.length, left ? T + left - 1 : 0);
     const { on } = await finish(run);
     assert.deepEqual(run.on.ids, text);
-    assert.equal(on[0].rows, left ? 1 : T);
+    assert.equal(on[0].computed, left ? 1 : T);
   }
 });
 
-test("side by side, the text that is behind steps; in a race, the one with less computing time", () => {
-  const [ahead, slow] = [{ ids: [0, 1], ms: 1 }, { ids: [0], ms: 5 }];
-  assert.deepEqual(whoseTurn({ on: ahead, off: slow, total: 3 }, false), ["off"]);
-  assert.deepEqual(whoseTurn({ on: ahead, off: slow, total: 3 }, true), ["on"]);
-  assert.deepEqual(whoseTurn({ on: { ids: [0, 1, 2], ms: 1 }, off: slow, total: 3 }, true), ["off"]);
+test("in a race, the text with less computing time steps, and otherwise the one with the cache", () => {
+  const [fast, slow, whole] = [{ ids: [0, 1], ms: 1 }, { ids: [0], ms: 5 }, { ids: [0, 1, 2], ms: 1 }];
+  assert.equal(whoseTurn({ on: slow, off: fast, total: 3 }, false), "on");
+  assert.equal(whoseTurn({ on: slow, off: fast, total: 3 }, true), "off");
+  assert.equal(whoseTurn({ on: whole, off: slow, total: 3 }, true), "off");
+  assert.equal(whoseTurn({ on: whole, off: slow, total: 3 }, false), undefined);
 });
 
 test("without a column, the prediction is that of a masked forward, and the one that moves it most is found", async () => {
@@ -90,7 +90,7 @@ test("a changed character changes columns to its right only, and in the first la
   assertClose(answer.probabilities, softmax(changed));
   assert.equal(answer.next, run.choose(changed, STEPS - 1));
   const all = [...Array(T + STEPS - 1).keys()];
-  const differing = answer.differences.map((slot) => all.filter((i) => slot[i] > 0));
+  const differing = answer.differences.map((lane) => all.filter((i) => lane[i] > 0));
   const right = all.slice(position);
   assert.deepEqual(differing, [[position], [position], right, right]);
 });
@@ -139,7 +139,7 @@ test("a mistake shows in the keys and values by its cause", async () => {
   const answers = {};
   for (const name of NAMES) answers[name] = await compareMistake(start(), STEPS, name, never, breathe);
   // in the first layer, as you would see it when looking for the bug: which columns are incorrect, in keys or in values
-  const incorrect = (name) => answers[name].differences.slice(0, 2).map((slot) => [...slot.keys()].filter((i) => slot[i] > ROUNDING));
+  const incorrect = (name) => answers[name].differences.slice(0, 2).map((lane) => [...lane.keys()].filter((i) => lane[i] > ROUNDING));
   const places = (begin, end) => Array.from({ length: end - begin }, (_, i) => begin + i);
   const fed = (name) => answers[name].ids.slice(0, answers[name].at);
   // only keys, because rotary positions do not touch values; "never moves" starts at the second new character
@@ -148,11 +148,11 @@ test("a mistake shows in the keys and values by its cause", async () => {
   assert.deepEqual(incorrect("mask"), [[], []]);
   assert.deepEqual(incorrect("another prompt"), [places(0, T), places(0, T)]);
   // the tokens whose columns are in the cache
-  assert.deepEqual(answers.mask.slots, fed("mask"));
-  assert.deepEqual(answers["fed twice"].slots, [...PROMPT, PROMPT.at(-1), ...fed("fed twice").slice(T)]);
-  assert.deepEqual(answers["another prompt"].slots, [...OTHER, ...fed("another prompt").slice(T)]);
-  assert.deepEqual(answers.overwritten.slots, [...PROMPT, ...fed("overwritten").slice(T).slice(-1)]);
-  assert.equal(answers.overwritten.columns.length, answers.overwritten.slots.length);
+  assert.deepEqual(answers.mask.tokens, fed("mask"));
+  assert.deepEqual(answers["fed twice"].tokens, [...PROMPT, PROMPT.at(-1), ...fed("fed twice").slice(T)]);
+  assert.deepEqual(answers["another prompt"].tokens, [...OTHER, ...fed("another prompt").slice(T)]);
+  assert.deepEqual(answers.overwritten.tokens, [...PROMPT, ...fed("overwritten").slice(T).slice(-1)]);
+  assert.equal(answers.overwritten.columns.length, answers.overwritten.tokens.length);
 
   for (const name of NAMES) {
     const words = mistakeInWords({ info: INFO, answer: { name, ...answers[name] } });
@@ -163,5 +163,5 @@ test("a mistake shows in the keys and values by its cause", async () => {
 
 test("a cache differs from itself by nothing", async () => {
   const { cache } = await toyNetwork().forward(PROMPT, toyNetwork().empty, { keep: true });
-  assert.deepEqual(differences(cache, cache, T).map((slot) => [...slot]), Array(4).fill([0, 0, 0, 0]));
+  assert.deepEqual(differences(cache, cache, T).map((lane) => [...lane]), Array(4).fill([0, 0, 0, 0]));
 });

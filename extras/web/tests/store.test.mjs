@@ -3,13 +3,17 @@ import { test } from "node:test";
 import { momentOf } from "../page/address.js";
 import { COMMANDS, use } from "../page/commands.js";
 import { NAMES } from "../page/mistakes.js";
-import { STEPS } from "../page/steps.js";
+import { mistakeInWords } from "../page/steps/break.js";
+import { takenInWords } from "../page/steps/inside.js";
+import { costs, isOver } from "../page/steps/race.js";
+import { changeOf } from "../page/steps/why.js";
 import { createStore } from "../page/store.js";
 import { runInWords } from "../page/words.js";
 import { INFO, toyNetwork } from "./toy.mjs";
 
 const info = { ...INFO, start: { new: 8, layer: 1, head: 1 } };
 const PROMPT = [1, 4, 2, 7];
+const [RACE, WHY, INSIDE, BREAK] = [2, 4, 5, 6]; // the numbers of the steps
 
 /** A request as readRequest returns it. */
 function requestOf({ ids = PROMPT, seed = 3n, steps = info.block_size - ids.length } = {}) {
@@ -43,120 +47,149 @@ async function at(step, moment) {
   const store = open();
   store.set({ step });
   store.describe(requestOf(), moment);
-  await until(() => store.state.phase === "paused");
+  await until(() => ["paused", "done"].includes(store.state.phase));
   return store;
 }
 
-const words = ({ state }) => STEPS[state.step - 1].words(state);
-
 test("a step begins in the middle of the text, with its own layer and head", async () => {
-  for (const step of [1, 2, 3, 4]) {
-    const { state } = await at(step);
+  const looks = { [WHY]: [1, 0], [INSIDE]: [1, 1], [BREAK]: [0, 0] };
+  for (const [step, look] of Object.entries(looks)) {
+    const { state } = await at(Number(step));
     assert.equal(state.run.ids.length, PROMPT.length + 8);
-    assert.deepEqual([state.layer, state.head], { 1: [1, 1], 2: [1, 1], 3: [1, 0], 4: [0, 0] }[step]);
+    assert.deepEqual([state.layer, state.head], look);
   }
 });
 
-test("a run ends with the same text twice, and the next one starts over", async () => {
-  const store = await at(2);
+test("a race begins by itself, gives the same text twice, and stays while other steps go back", async () => {
+  const store = await at(RACE);
+  const { state } = store;
+  const { race } = state;
+  assert.ok(isOver(race) && state.phase === "done");
+  assert.equal(race.ids.length, info.block_size);
+  assert.equal(runInWords(race), "The text is the same with and without the cache: all 28 characters.");
+  assert.deepEqual(race.off.map(({ computed }) => computed), Array.from({ length: 28 }, (_, i) => PROMPT.length + i));
+  store.turnToStep(INSIDE);
+  await until(() => state.phase === "paused");
+  assert.deepEqual([state.run.on.length, state.run.off.length], [8, 0]); // without the cache only in a race
+  store.turnToStep(RACE);
+  assert.deepEqual([state.race, race.on.length, state.phase], [race, 28, "paused"]); // its result, and no new race
+  await store.race();
+  assert.ok(state.race !== race && isOver(state.race));
+  assert.deepEqual(state.race.ids, race.ids);
+});
+
+test("a race that is paused goes on, and a new prompt waits for the button", async () => {
+  const store = await at(WHY);
+  const { state } = store;
+  store.turnToStep(RACE);
+  await until(() => state.race?.on.length > 3);
+  store.pause();
+  const { race } = state;
+  assert.ok(state.phase === "paused" && !isOver(race));
+  await store.race();
+  assert.ok(state.race === race && isOver(race));
+  store.describe(requestOf({ ids: [5, 5] }));
+  assert.deepEqual([state.race, state.phase, state.run.on.length], [null, "ready", 0]);
+});
+
+test("both pay the same fixed cost, and then for each position", () => {
+  const steps = (each) => each.map((computed) => ({ computed, ms: 5 + 2 * computed }));
+  const { off, on, fixed } = costs({ off: steps([4, 5, 6]), on: steps([4, 1, 1]) });
+  assert.deepEqual([off, on], [{ ms: 15, computed: 5 }, { ms: 9, computed: 2 }]);
+  assert.equal(fixed, 5);
+  // a small model may gain nothing, and then all is fixed
+  assert.equal(costs({ off: [{ computed: 9, ms: 3 }], on: [{ computed: 1, ms: 4 }] }).fixed, 3);
+});
+
+test("a run goes on, back and over", async () => {
+  const store = await at(INSIDE);
   const { state } = store;
   await store.play(Infinity);
   const { ids } = state.run;
-  assert.equal(state.phase, "done");
-  assert.equal(ids.length, info.block_size);
-  assert.equal(runInWords(state.run), "The text is the same with and without the cache: all 28 characters.");
-  assert.equal(state.run.kept.length, info.block_size - 1);
+  assert.deepEqual([state.phase, ids.length, state.run.kept.length], ["done", info.block_size, info.block_size - 1]);
   await store.play(1);
   assert.deepEqual([state.run.ids.length, state.phase], [PROMPT.length + 1, "paused"]);
-  await store.play(Infinity, 8);
-  assert.deepEqual([state.run.ids, state.run.racing], [ids, 8]);
+  await store.play(Infinity);
+  assert.deepEqual(state.run.ids, ids);
   store.goBack();
   await until(() => state.phase === "paused");
-  assert.deepEqual([state.run.ids, state.run.racing], [ids.slice(0, -1), 0]);
+  assert.deepEqual(state.run.ids, ids.slice(0, -1));
 });
 
-test("in a race, the strip stays where the slower text is", async () => {
-  const store = await at(2);
-  const { state } = store;
-  const { forward, ...network } = toyNetwork();
-  const slow = async (ids, cache, options) => {
-    if (!options.keep) await new Promise((resolve) => setTimeout(resolve, 5)); // without the cache
-    return forward(ids, cache, options);
-  };
-  use({ ...network, forward: slow });
-  const frames = []; // whether the slower text is visible
-  store.whileRunning = () => {
-    const { run, from } = state;
-    const slower = run.off.at(-1)?.rows ?? 0;
-    if (run.on.length <= run.off.length) return;
-    frames.push(from <= slower && slower <= from + state.cells);
-  };
-  await store.play(Infinity, 2);
-  assert.ok(frames.length > 3 && frames.every(Boolean));
-});
-
-test("a new prompt drops everything of the previous run, and takes one step", async () => {
-  const store = await at(1);
+test("a new prompt drops everything of the previous run", async () => {
+  const store = await at(INSIDE);
   const { state } = store;
   store.play(Infinity);
   await until(() => state.run.on.length > 12);
   store.describe(requestOf({ ids: [5, 5] }));
   await until(() => state.phase === "paused");
-  assert.deepEqual([state.run.ids.slice(0, -1), state.run.off.length, state.run.kept.length], [[5, 5], 1, 2]);
+  assert.deepEqual([state.run.ids.slice(0, 2), state.run.on.length, state.run.kept.length], [[5, 5], 8, 9]);
   assert.equal(state.answer, null);
-  store.receive("step", { run: state.run.name - 1, off: { id: 0, rows: 1 } }); // late
-  assert.equal(state.run.off.length, 1);
+  store.receive("step", { run: state.run.name - 1, on: { id: 0, computed: 1 } }); // late
+  assert.equal(state.run.on.length, 8);
+});
+
+test("a step that the reader has left does not answer", async () => {
+  const store = await at(INSIDE);
+  const { state } = store;
+  store.turnToStep(WHY);
+  store.turnToStep(3);
+  await new Promise((resolve) => setTimeout(resolve, 50));
+  assert.deepEqual([state.step, state.answer], [3, null]);
 });
 
 test("a column is taken out and put back, but never the one that asks", async () => {
-  const store = await at(1);
+  const store = await at(INSIDE);
   const { state } = store;
   await store.takeOut();
-  assert.match(words(store), /^Without column \d+, “.”, [\d.]+% of the probability moves to other characters, more than for any other column shown\.$/);
+  assert.match(takenInWords(state), /^Without character \d+, “.”, [\d.]+% of the probability moves to other characters, more than for any other one shown\.$/);
   const most = state.answer.masked;
   const one = most === 3 ? 4 : 3;
   store.click(one);
   await until(() => state.answer.masked === one);
-  assert.match(words(store), new RegExp(`For column ${most + 1}, “.”, it is`));
+  assert.match(takenInWords(state), new RegExp(`For character ${most + 1}, “.”, it is`));
   store.click(one);
   assert.equal(state.answer, null);
   store.click(state.run.kept.length - 1);
   assert.match(state.note, /newest character is the one asking/);
 });
 
-test("the answer of step 3 says what stays and why it may be kept", async () => {
-  const store = await at(3);
+test("a changed character changes what comes after it, and nothing before it, to the last bit", async () => {
+  const store = await at(WHY);
   const { state } = store;
-  await store.expect("right");
-  assert.match(words(store), /^You were right\. .*exactly 0\. .*we may keep it\.$/);
-  store.set({ layer: 0 });
-  assert.match(words(store), /only its own column changes/);
+  await until(() => state.answer);
+  const { length } = state.run.kept;
+  const { position } = state.answer;
+  assert.equal(position, Math.floor(length / 2));
+  const { moved, before } = changeOf(state.answer, 1);
+  assert.deepEqual([moved, before], [Array.from({ length }, (_, i) => i >= position), 0]);
+  assert.deepEqual(changeOf(state.answer, 0).moved, Array.from({ length }, (_, i) => i === position)); // only its own
   for (const to of "abcdefgh") store.changeCharacter(undefined, to); // only the newest question is answered
-  const before = state.answer;
-  await until(() => state.answer !== before);
-  const { position, ids } = state.answer;
-  assert.equal(info.chars[ids[position]], "h");
-  assert.deepEqual(ids.slice(0, position), state.run.ids.slice(0, position));
+  const previous = state.answer;
+  await until(() => state.answer !== previous);
+  assert.equal(info.chars[state.answer.ids[position]], "h");
+  assert.deepEqual(state.answer.ids.slice(0, position), state.run.ids.slice(0, position));
 });
 
 test("all mistakes are answered, the one in the link first, and the rest do not replace it", async () => {
-  const store = await at(4, { mistake: "mask" });
+  const store = await at(BREAK, { mistake: "mask" });
   const { state } = store;
   await until(() => state.mistakes.size === NAMES.length);
   assert.equal([...state.mistakes.keys()][0], "mask");
   assert.equal(state.answer.name, "mask");
   store.showMistake("overwritten");
   assert.equal(state.answer.name, "overwritten");
-  store.turnToStep(3);
+  assert.ok(mistakeInWords(state).includes("A logit is off by up to"));
+  store.turnToStep(WHY);
   assert.equal(state.answer, null);
 });
 
 const MOMENTS = [
-  [1, { at: 20, layer: 1, head: 1 }],
-  [1, { at: 9, take: 3 }],
-  [2, { at: 15, head: 1 }],
-  [3, { layer: 1, change: 6, to: "c" }],
-  [4, { layer: 2, mistake: "mask" }],
+  [INSIDE, { at: 20, layer: 1, head: 1 }],
+  [INSIDE, { at: 9, take: 3 }],
+  [INSIDE, { at: 15, head: 1 }],
+  [WHY, { layer: 1, change: 6, to: "c" }],
+  [BREAK, { layer: 2, mistake: "mask" }],
 ];
 
 test("a link to a moment shows it, and what is shown gives the link again", async () => {
@@ -166,11 +199,11 @@ test("a link to a moment shows it, and what is shown gives the link again", asyn
     const shown = Object.fromEntries(Object.entries(momentOf(store)).filter(([, value]) => value != null));
     assert.deepEqual(shown, moment);
   }
-  assert.ok(Object.values(momentOf(await at(2))).every((value) => value == null));
+  assert.ok(Object.values(momentOf(await at(RACE))).every((value) => value == null));
 });
 
 test("a click on an early character moves the strip there and pauses the run", async () => {
-  const store = await at(2);
+  const store = await at(BREAK);
   const { state } = store;
   store.play(Infinity);
   await until(() => state.from > 8);
@@ -184,7 +217,7 @@ test("a click on an early character moves the strip there and pauses the run", a
 });
 
 test("a failure ends everything and says so", async () => {
-  const store = await at(1);
+  const store = await at(INSIDE);
   use({ ...toyNetwork(), forward: () => Promise.reject(new Error("out of memory")) });
   store.describe(requestOf({ seed: 4n }));
   await until(() => store.state.phase === "failed");

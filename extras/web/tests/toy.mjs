@@ -28,18 +28,18 @@ function rotated(x, position) {
 function compute(ids, cache, positions, allowed) {
   const { length: past, heads, size } = cache;
   const end = past + ids.length;
-  const [slots, queries] = [[], []];
+  const [lanes, queries] = [[], []];
   let xs = ids.map((id) => EMBEDDING[id]);
   LAYERS.forEach((weights, layer) => {
     const [q, k, v] = weights.map((rows) => xs.map((x) => times(rows, x)));
     const [keys, values] = [k.map((x, i) => rotated(x, positions[i])), v].map((added, kind) => {
-      const slot = new Float32Array(heads * end * size);
+      const lane = new Float32Array(heads * end * size);
       for (let head = 0; head < heads; head++) {
-        slot.set(cache.slots[2 * layer + kind].subarray(head * past * size, (head + 1) * past * size), head * end * size);
-        added.forEach((x, i) => slot.set(x.slice(head * size, (head + 1) * size), (head * end + past + i) * size));
+        lane.set(cache.lanes[2 * layer + kind].subarray(head * past * size, (head + 1) * past * size), head * end * size);
+        added.forEach((x, i) => lane.set(x.slice(head * size, (head + 1) * size), (head * end + past + i) * size));
       }
-      slots.push(slot);
-      return (column, head) => slot.subarray((head * end + column) * size, (head * end + column + 1) * size);
+      lanes.push(lane);
+      return (column, head) => lane.subarray((head * end + column) * size, (head * end + column + 1) * size);
     });
     const asked = q.map((x, i) => rotated(x, positions[i]));
     queries.push(Float32Array.from(asked.at(-1)));
@@ -54,7 +54,7 @@ function compute(ids, cache, positions, allowed) {
     });
   });
   const logits = xs.map((x) => Float32Array.from(times(EMBEDDING, x)));
-  return { logits, cache: { ...cache, length: end, slots }, queries };
+  return { logits, cache: { ...cache, length: end, lanes }, queries };
 }
 
 const causal = (i, j) => j <= i;
@@ -70,7 +70,7 @@ export function toyNetwork() {
     const places = ids.map((_, i) => positions?.[i] ?? cache.length + i);
     const result = compute(ids, cache, places, (i, j) => j <= i && j !== masked);
     const kept = keep ? result : { cache, queries: null };
-    return { logits: result.logits.at(-1), cache: kept.cache, queries: kept.queries, shapes: [] };
+    return { logits: result.logits.at(-1), cache: kept.cache, queries: kept.queries };
   }
   return { forward, empty: emptyCache(INFO) };
 }

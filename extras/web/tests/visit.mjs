@@ -11,8 +11,8 @@ const browser = await chromium.launch({ executablePath: plan.chromium, args });
 const seen = { requests: [], complaints: [] };
 
 /** Open the page, wait until it has loaded, and `work`. meanwhile: what to do while the model is loading. */
-async function visit(url, work, meanwhile) {
-  const page = await browser.newPage({ viewport: { width: 1280, height: 720 }, reducedMotion: "reduce" });
+async function visit(url, work, meanwhile, reducedMotion = "reduce") {
+  const page = await browser.newPage({ viewport: { width: 1280, height: 720 }, reducedMotion });
   page.on("request", (request) => seen.requests.push(request.url()));
   page.on("pageerror", (error) => seen.complaints.push(`uncaught: ${error}`));
   page.on("console", (line) => ["error", "warning"].includes(line.type()) && seen.complaints.push(line.text()));
@@ -63,18 +63,19 @@ async function result(page) {
   await idle(page);
   return page.evaluate(() => {
     const text = (id) => document.getElementById(id).textContent.trim().replace(/\s+/g, " ");
+    const typed = (name) => document.querySelector(`.race .${name} .typed`).textContent;
     return {
       text: document.getElementById("text").textContent,
+      texts: ["off", "on"].map(typed),
+      computed: ["off", "on"].map((name) => Number(text(`computed-${name}`).replaceAll(",", ""))),
       status: text("status"),
       message: text("message"),
       about: text("about"),
-      ends: ["end-0", "end-1"].map(text),
-      rows: ["rows-off", "rows-on"].map((id) => Number(text(id).replaceAll(",", ""))),
       name: text("next-name"),
       next: [...document.querySelectorAll("#next li")].map((item) => item.textContent),
       state: document.body.dataset.state,
-      step: document.body.dataset.step,
-      focus: document.activeElement.name || document.activeElement.id,
+      heading: document.querySelector("section:not([hidden]) h1").textContent,
+      focus: document.activeElement.name || document.activeElement.id || document.activeElement.tagName,
       address: location.search,
     };
   });
@@ -86,9 +87,10 @@ async function run(page, values) {
   return result(page);
 }
 
+/** Go to a step of the lesson. The race begins by itself. */
 async function step(page, number) {
   await page.click(`nav a >> nth=${number - 1}`);
-  await page.waitForFunction((number) => document.body.dataset.step === String(number), number);
+  await page.locator(`#step-${number}:not([hidden])`).waitFor();
   await idle(page);
 }
 
@@ -111,120 +113,174 @@ async function mistakes(page) {
   await drawn(page);
 }
 
-// the first picture, before the model has arrived and afterwards; and where the labels are
-const opening = async (page) => {
-  await drawn(page);
-  const labels = await page.locator(".name, .end, form").evaluateAll((each) =>
-    each.filter((it) => it.innerText).map((it) => [it.innerText[0], it.getBoundingClientRect().y]),
-  );
-  await said(page, "#verdict-1");
-  const picture = ["text", "verdict-1", "next"].map((id) => page.locator(`#${id}`).textContent());
-  seen.opening.push([await Promise.all(picture), labels]);
-};
-seen.opening = [];
+const numbers = (page) => page.locator(".idea .number").allTextContents();
 
-// the lesson, from its beginning to its end
+/** Return how much of each step's picture is drawn, in units of the picture: what its lines and rectangles measure. */
+const pictures = (page) =>
+  page.locator("section:not([hidden]) svg").evaluateAll((all) =>
+    all.map((svg) => [...svg.querySelectorAll("path, rect")].reduce((sum, each) => sum + each.getTotalLength(), 0)),
+  );
+
+// the first picture moves before the model has arrived, and its arrival does not begin it again
+seen.motion = [];
 await visit(
   plan.site,
+  async (page) => seen.motion.push(await numbers(page)),
   async (page) => {
-    await opening(page);
-    seen.jobs = [];
-    for (const job of plan.jobs) seen.jobs.push(await run(page, job));
-    seen.mistyped = await run(page, { prompt: "a#b€#" });
-    await run(page, { ...plan.jobs[0], max_new_tokens: "24" });
-
-    // step 1: what is under the pointer
-    await page.click("#layer label >> nth=0");
-    await page.click("#head label >> nth=0");
-    seen.marked = [];
-    for (const place of ["#cells button", "#text span"]) {
-      await page.locator(place).nth(plan.marked).hover();
-      seen.marked.push(await result(page));
-    }
-    await page.mouse.move(1, 1);
-    seen.unmarked = await result(page);
-    await page.locator("#cells button").nth(2).click();
-    seen.taken = await said(page, "#verdict-1", "column 3,");
-
-    // step 2: step by step, paused and continued, and a race
-    await fill(page, plan.jobs[0]);
-    await page.click("text=Next");
-    await idle(page);
-    seen.prepared = await result(page);
-    await page.click("#one");
-    seen.one = await result(page);
-    await speed(page, 28);
-    await page.click("#run");
-    await page.waitForFunction((count) => document.getElementById("text").children.length > count, seen.one.text.length + 2);
-    await page.click("#run");
-    seen.paused = await result(page);
-    await page.click("#back");
-    seen.back = await result(page);
-    await speed(page, 100);
     await page.evaluate(() => {
-      window.nexts = [];
+      window.counts = [];
       const watch = () => {
-        const isRace = document.body.dataset.state === "running" && document.body.dataset.racing === "on";
-        if (isRace) window.nexts.push(document.getElementById("next-step").hidden);
+        window.counts.push(Number(document.querySelector(".idea .off .number").textContent));
         requestAnimationFrame(watch);
       };
       watch();
     });
-    await page.click("[data-times='40']");
-    seen.race = await result(page);
-    seen.race.said = await page.locator("#time-off, #time-on, #speeds").allTextContents();
-    seen.race.nexts = await page.evaluate(() => window.nexts);
-
-    // step 3
-    await page.click("text=Next");
-    await idle(page);
-    await page.click("[data-expected=right]");
-    seen.change = [await said(page, "#verdict-3"), (await result(page)).ends];
-    await page.waitForFunction(() => location.search.includes("change")); // the address changes a little later
-    await page.click("#layer label >> nth=0");
-    seen.change.push(await said(page, "#verdict-3", "layer 1"), (await result(page)).ends);
-
-    // step 4
-    await page.click("text=Next");
-    await mistakes(page);
-    seen.mistakes = [];
-    for (const radio of await page.locator("#mistakes input").all()) {
-      await radio.check({ force: true });
-      await drawn(page);
-      seen.mistakes.push([await page.locator("#verdict-4").textContent(), await page.locator("#bug").textContent()]);
-    }
-    seen.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.correct));
-
-    // step 5
-    await page.click("text=Next");
-    seen.scale = [await said(page, "#scale-token"), await said(page, "#scale-text")];
-    await page.locator("#scale-heads").fill("32");
-    seen.scale.push(await said(page, "#scale-token"));
-    await page.locator("#scale-model").selectOption("Llama 3 70B");
-    seen.scale.push(await said(page, "#scale-sharing"));
-    await page.locator("#scale-tokens").fill("");
-    seen.scale.push(await page.locator("#scale-result").isVisible());
-    await page.goBack();
-    await page.waitForFunction(() => document.querySelector("#verdict-4").textContent);
-    seen.returned = await result(page);
-    await page.evaluate(() => [3, 5].forEach((number) => (location.hash = `step-${number}`)));
-    await page.waitForFunction(() => !location.search.includes("mistake")); // the address of step 3 never changed
-    await page.goBack();
-    await page.waitForFunction(() => document.body.dataset.step === "3");
-    seen.reloaded = await page.evaluate(() => !("nexts" in window));
+    await page.waitForFunction((all) => window.counts.at(-1) === all, plan.all);
+    seen.motion.push(await numbers(page), await page.evaluate(() => window.counts));
   },
+  "no-preference",
+);
+
+// every step has a picture before the model has arrived
+seen.early = {};
+await visit(
+  plan.site,
+  async () => {},
   async (page) => {
-    await page.locator("#cells .fresh").waitFor();
-    await page.click("#take"); // and the answer is there again when the model has arrived
-    await opening(page);
+    await drawn(page);
+    for (const number of [1, 2, 4, 5, 6]) {
+      await page.goto(`${plan.site}?prompt=O&at=9#step-${number}`);
+      await page.locator("#step-" + number + ":not([hidden])").waitFor();
+      await page.waitForFunction(() => document.querySelector("section:not([hidden]) svg > *"));
+      await drawn(page);
+      seen.early[number] = [await page.evaluate(() => document.body.dataset.state), await pictures(page)];
+    }
   },
 );
 
+// the reader guesses before the race, which begins when the model has arrived
+await visit(
+  `${plan.site}#step-2`,
+  async (page) => {
+    const { focus } = await result(page);
+    seen.guessed = [focus, await page.locator("#result").innerText()];
+  },
+  (page) => page.locator("#guess label >> nth=1").click(),
+);
+
+// the lesson, from its beginning to its end
+await visit(plan.site, async (page) => {
+  seen.idea = [await numbers(page), await page.locator(".idea .typed").allTextContents()];
+  seen.marks = await page.locator(".idea text:not(.letter)").allTextContents();
+
+  // the race: it begins by itself, and its result stays
+  await page.click("text=Race them on this computer");
+  await drawn(page);
+  seen.began = await page.evaluate(() => document.activeElement.tagName);
+  seen.race = await result(page);
+  const bars = () => page.locator(".costs i").evaluateAll((each) => each.map((it) => it.getBoundingClientRect().width));
+  seen.bars = [await page.locator("#result").innerText(), await bars(), await page.locator(".costs p").first().evaluate((it) => it.getBoundingClientRect().width)];
+  await page.click("#next-step");
+  seen.code = await page.locator(".code pre").evaluateAll((all) =>
+    all.flatMap(({ textContent, firstChild }) => {
+      const blue = [...firstChild.querySelectorAll(".on")].map((each) => each.textContent);
+      return textContent.trimEnd().split("\n").map((line) => [line, blue.includes(line)]);
+    }),
+  );
+  await page.goBack();
+  seen.returned = [await result(page), await page.locator("#result").isVisible(), await pictures(page)];
+  seen.jobs = [];
+  for (const job of plan.jobs) seen.jobs.push(await run(page, job));
+  seen.noted = await run(page, { prompt: "O\u00a0" });
+  seen.mistyped = await run(page, { prompt: "a#b€#" });
+  await run(page, { ...plan.jobs[0], max_new_tokens: "24" });
+
+  // keys and values: what is under the pointer, and a column that is hidden
+  await step(page, 5);
+  seen.columns = await page.locator("#three svg").count();
+  await run(page, {});
+  await page.click("#all");
+  await page.click("#layer label >> nth=0");
+  await page.click("#head label >> nth=0");
+  seen.marked = [];
+  for (const place of ["#cells button", "#text span"]) {
+    await page.locator(place).nth(plan.marked).hover();
+    seen.marked.push(await result(page));
+  }
+  await page.mouse.move(1, 1);
+  seen.unmarked = await result(page);
+  await page.locator("#cells button").nth(2).click();
+  seen.taken = await said(page, "#verdict-5", "character 3,");
+  await page.click("#all");
+
+  // step by step, paused and continued
+  await fill(page, plan.jobs[0]);
+  seen.prepared = await result(page);
+  await page.click("#one");
+  seen.one = await result(page);
+  await speed(page, 28);
+  await page.click("#run");
+  await page.waitForFunction((count) => document.getElementById("text").children.length > count, seen.one.text.length + 2);
+  await page.click("#run");
+  seen.paused = await result(page);
+  await page.click("#back");
+  seen.back = await result(page);
+  await speed(page, 100);
+
+  // why they may be kept
+  await step(page, 4);
+  const change = async () => [await said(page, "#verdict-4", "“"), ...(await page.locator("#stay, #change").allTextContents())];
+  seen.change = [await change()];
+  await page.locator("#change-at").fill("5");
+  await page.waitForFunction(() => document.getElementById("stay").textContent === "4");
+  seen.change.push(await change());
+  const rows = page.locator(".why svg path.changed");
+  seen.rows = await rows.evaluate((each) => each.getTotalLength());
+  await page.waitForFunction(() => location.search.includes("change")); // the address changes a little later
+  await page.click("#layer label >> nth=0");
+  seen.first = [await said(page, "#verdict-4", "layer 1"), await rows.evaluate((each) => each.getTotalLength())];
+  await page.locator(".why svg").click({ position: { x: 40, y: 5 } });
+  await page.waitForFunction(() => document.getElementById("change-at").value === "1");
+
+  // break it
+  await step(page, 6);
+  await mistakes(page);
+  seen.mistakes = [];
+  for (const radio of await page.locator("#mistakes input").all()) {
+    await radio.check({ force: true });
+    await drawn(page);
+    seen.mistakes.push([await page.locator("#verdict-6").textContent(), await page.locator("#bug").textContent()]);
+  }
+  seen.right = await page.locator("#text span").evaluateAll((each) => each.map(({ dataset }) => dataset.correct));
+
+  // the cost
+  await page.click("#next-step");
+  seen.scale = [await said(page, "#scale-token"), await said(page, "#scale-text")];
+  await page.locator("#scale-heads").fill("32");
+  seen.scale.push(await said(page, "#scale-token"));
+  await page.locator("#scale-model").selectOption("Llama 3 70B");
+  seen.scale.push(await said(page, "#scale-sharing"));
+  await page.locator("#scale-tokens").fill("");
+  seen.scale.push(await page.locator("#scale-result").isVisible());
+  await page.goBack();
+  await page.waitForFunction(() => document.querySelector("#verdict-6").textContent);
+  seen.back6 = await result(page);
+  await page.evaluate(() => {
+    window.kept = true;
+    for (const number of [4, 7]) location.hash = `step-${number}`;
+  });
+  await page.waitForFunction(() => !location.search.includes("mistake")); // the address of step 4 never changed
+  await page.goBack();
+  await page.locator("#step-4:not([hidden])").waitFor();
+  seen.reloaded = await page.evaluate(() => !window.kept);
+});
+
 // a link to a moment, and a mistake in the form that is mended
 await visit(plan.site + plan.moment, async (page) => {
-  const verdict = await said(page, "#verdict-3");
+  const verdict = await said(page, "#verdict-4", "“");
   await page.waitForFunction(() => !location.search.includes("layer")); // it changes a little later
   seen.moment = [verdict, (await result(page)).address];
+  await step(page, 5);
   await fill(page, { temperature: "abc" });
   await drawn(page);
   seen.refused = await result(page);
@@ -233,7 +289,7 @@ await visit(plan.site + plan.moment, async (page) => {
 });
 
 // with the keyboard only
-await visit(plan.site, async (page) => {
+await visit(`${plan.site}?layer=1#step-5`, async (page) => {
   const press = async (key, times = 1) => {
     for (let i = 0; i < times; i++) await page.keyboard.press(key);
   };
@@ -248,6 +304,7 @@ await visit(plan.site, async (page) => {
   await page.keyboard.type("Abe, ");
   await press("Enter");
   seen.keyboard = { run: await result(page) };
+  await page.click("#all"); // a new prompt begins with three characters
   await focus("#cells button");
   await press("Home");
   await press("ArrowRight", 2);
@@ -256,37 +313,39 @@ await visit(plan.site, async (page) => {
   seen.keyboard.end = await result(page);
   await press("ArrowLeft", 3);
   await press("Enter");
-  seen.keyboard.taken = await said(page, "#verdict-1");
+  seen.keyboard.taken = await said(page, "#verdict-5");
+  await page.locator("#next-step").focus();
+  await press("Enter");
+  await drawn(page);
+  seen.keyboard.next = await result(page);
 
   // readers with different needs: does the page fit, and can they see what is on it?
   seen.readers = {};
-  for (const [name, { viewport, projector = false, textSize = 100, ...media }] of Object.entries(plan.readers)) {
+  for (const [name, { viewport, textSize = 100, ...media }] of Object.entries(plan.readers)) {
     await page.setViewportSize(viewport);
     await page.emulateMedia({ colorScheme: "light", forcedColors: "none", reducedMotion: "reduce", ...media });
     await page.evaluate((size) => (document.documentElement.style.fontSize = size), textSize === 100 ? "" : `${textSize}%`);
-    if (projector !== (await page.evaluate(() => "projector" in document.body.dataset))) await page.click("#projector");
     const [widths, bottoms] = [[], []];
-    for (const number of [4, 3, 1, 2]) {
+    for (const number of [2, 3, 4, 5, 6, 7, 1]) {
       await step(page, number);
+      if (number === 6) await mistakes(page);
       await drawn(page);
-      widths.push(await page.evaluate(() => document.documentElement.scrollWidth));
-      const ends = (each) => Math.max(...each.map((it) => it.getBoundingClientRect().bottom + scrollY));
-      bottoms.push(await page.locator("#row-1, #next, .go").evaluateAll(ends));
+      const { scrollWidth, scrollHeight } = await page.evaluate(() => {
+        const { scrollWidth, scrollHeight } = document.documentElement;
+        return { scrollWidth, scrollHeight };
+      });
+      widths.push(scrollWidth);
+      if (number < 7) bottoms.push(scrollHeight); // the last is long
     }
     seen.readers[name] = await page.evaluate(() => {
-      const $ = (id) => document.getElementById(id);
-      const fed = document.querySelectorAll("#cells button:enabled").length;
-      const light = (i, row) => getComputedStyle($(`row-${row}`).children[i]);
-      const size = (id) => parseFloat(getComputedStyle($(id)).fontSize);
+      const stroke = (name) => getComputedStyle(document.querySelector(name)).stroke;
       const both = ({ color, backgroundColor }) => [color, backgroundColor];
+      const seen = (each) => each.bottom <= innerHeight && each.top >= 0 && each.left >= 0 && each.right <= innerWidth;
       return {
-        columns: $("cells").children.length,
-        colours: [both(getComputedStyle($("run"))), both(getComputedStyle(document.body))],
-        newest: [0, 1].map((row) => light(fed - 1, row).backgroundColor),
-        before: [0, 1].map((row) => light(fed - 2, row).backgroundColor),
-        ring: light(fed - 2, 1).borderTopColor,
-        keys: $("keys").getBoundingClientRect().y + scrollY,
-        labels: ["earlier", "asking", "end-1", "next-name"].map(size),
+        colours: [both(getComputedStyle(document.querySelector(".go"))), both(getComputedStyle(document.body))],
+        squares: [stroke(".idea path.off"), stroke(".idea path.on"), stroke(".idea .on path.kept"), getComputedStyle(document.body).backgroundColor],
+        go: seen(document.getElementById("next-step").getBoundingClientRect()),
+        first: document.querySelector(".idea svg").getBoundingClientRect().y,
       };
     });
     Object.assign(seen.readers[name], { width: Math.max(...widths), bottom: Math.max(...bottoms) });

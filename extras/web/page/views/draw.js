@@ -1,64 +1,42 @@
-// Shared by the views: elements by id, canvases in device pixels, and drawing only what changed.
+// Shared by all that draws: elements by id, and SVG.
 
 export const $ = (id) => document.getElementById(id);
-
-const forgetful = [];
-
-/** Return `compute`, run only if an argument differs from the last call: a view draws what changed.
- *
- *  Whatever changes in place has a `version`, a number that is never used twice, and is compared by that.
- */
-export function remember(compute) {
-  let last = [];
-  let result;
-  onForget(() => (last = []));
-  return (...args) => {
-    const versions = args.map((arg) => arg?.version ?? arg);
-    if (versions.length === last.length && versions.every((version, i) => Object.is(version, last[i]))) return result;
-    last = versions;
-    return (result = compute(...args));
-  };
-}
-
-/** Call `forget` when sizes or colours have changed and every view has to draw again. */
-export function onForget(forget) {
-  forgetful.push(forget);
-}
-
-export function forgetDrawings() {
-  for (const forget of forgetful) forget();
-}
-
-/** Clear a canvas, at the resolution of the screen. Returns its 2d context, in CSS pixels, and its width and height. */
-export function blank(canvas) {
-  const ratio = window.devicePixelRatio || 1;
-  const { clientWidth: width, clientHeight: height } = canvas;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const context = canvas.getContext("2d");
-  context.scale(ratio, ratio);
-  return { context, width, height };
-}
-
-const probe = document.body.appendChild(element("i", "", { hidden: true }));
-
-/** Return a colour of the style sheet in a form that a canvas understands. */
-export function colour(name) {
-  probe.style.color = `var(--${name})`;
-  return getComputedStyle(probe).color;
-}
 
 /** Return an element with text, which never becomes markup. */
 export function element(tag, text = "", properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
 }
 
+/** Return an element of an SVG. */
+export function shape(tag, attributes = {}, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.textContent = text;
+  return made;
+}
+
 /** Set the text of an element. A screen reader announces a status each time it is set, so only if it differs. */
 export function say(id, text) {
-  if ($(id).textContent !== text) $(id).textContent = text;
+  if ($(id).textContent !== String(text)) $(id).textContent = text;
 }
 
 /** Give an element exactly the classes whose value is true. */
 export function classes(element, names) {
   element.className = Object.keys(names).filter((name) => names[name]).join(" ");
+}
+
+export const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+/** Return the root mean square of numbers, the unit of their shades. */
+export const unit = (numbers) => Math.sqrt(numbers.reduce((sum, x) => sum + x * x, 0) / Math.max(1, numbers.length)) || 1;
+
+/** Return numbers as shades, one above the other, in a picture that is 10 high. kind: "keys" or "values" */
+export function shades(numbers, kind, [x, width], strength = 1, scale = unit(numbers)) {
+  const column = shape("g", { class: kind, opacity: strength });
+  const height = 10 / numbers.length;
+  numbers.forEach((number, row) => {
+    const shade = Math.min(1, Math.max(0, 0.5 + number / (4.4 * scale)));
+    column.append(shape("rect", { x, y: row * height, width, height, opacity: 0.06 + 0.9 * shade ** 1.4 }));
+  });
+  return column;
 }

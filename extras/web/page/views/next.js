@@ -1,13 +1,24 @@
 // The probabilities of a character: the next one, or the one that the reader points to.
 import { glyph, percent, quoted } from "../words.js";
-import { $, element, remember } from "./draw.js";
+import { $, element, say } from "./draw.js";
 
 const COUNT = 5;
 
-/** name: whose probabilities these are; picked: the id that was drawn; after: those of another forward, or null. */
-export const drawNext = remember((chars, name, probabilities, picked, after) => {
-  $("next-name").textContent = name;
-  $("drawn").textContent = "";
+/** Return { name, probabilities, picked, after }: whose probabilities to show, the id that was drawn, and the probabilities
+ *  after a character was hidden or the cache was broken, if any. */
+function candidatesOf({ run, answer, shown, marked, stepOf }) {
+  const { ids } = shown;
+  const step = stepOf(marked ?? ids.length - 1);
+  const name = (index) => `character ${index + 1}`;
+  if (marked !== null && step && !answer) return { name: name(marked), probabilities: step.probabilities, picked: ids[marked] };
+  if (answer?.at) return { name: name(answer.at), probabilities: answer.before, picked: ids[answer.at], after: answer.after };
+  return { name: "next", probabilities: run.on.at(-1)?.probabilities, picked: ids.at(-1), after: answer?.probabilities };
+}
+
+export function drawNext(scene) {
+  const { chars } = scene;
+  const { name, probabilities, picked, after } = candidatesOf(scene);
+  say("next-name", name);
   if (!probabilities) return $("next").replaceChildren();
   const size = (id) => Math.max(probabilities[id], after?.[id] ?? 0);
   const ids = [...probabilities.keys()].sort((a, b) => size(b) - size(a)).slice(0, COUNT);
@@ -24,12 +35,6 @@ export const drawNext = remember((chars, name, probabilities, picked, after) => 
       return item;
     }),
   );
-  if (picked === undefined || after) return;
-  $("drawn").textContent = `drawn: ${glyph(chars[picked])}, ${percent(probabilities[picked])}`;
-});
-
-function bar(share, className) {
-  const bar = element("i", "", { className });
-  bar.style.width = `${100 * share}%`;
-  return bar;
 }
+
+const bar = (share, className) => element("i", "", { className, style: `width: ${100 * share}%` });

@@ -1,19 +1,21 @@
-// The stage: a strip of characters and, below each, its column and its part in the newest step.
+// The stage: the text, and a strip of characters with each one's column below it and its part in the newest step.
+import { attend } from "../attention.js";
+import { ROUNDING } from "../mistakes.js";
 import { glyph, percent, quoted } from "../words.js";
-import { $, blank, classes, colour, element, remember } from "./draw.js";
+import { $, classes, element, say, shades, shape, unit } from "./draw.js";
+import { drawText } from "./text.js";
 
 const MOST_CELLS = 40;
-const ON_A_PROJECTOR = 16;
 export const size = { cells: MOST_CELLS, cell: 20, gap: 14 }; // in CSS pixels
 
 /** Choose how many cells there are, and return it. They fill the lane, and the query has its own cell beyond them. */
 export function measure() {
   const em = parseFloat(getComputedStyle(document.documentElement).fontSize);
   const least = em * (matchMedia("(pointer: coarse)").matches ? 1.4 : 1.05);
-  const most = "projector" in document.body.dataset ? ON_A_PROJECTOR : MOST_CELLS;
-  const width = $("keys").clientWidth;
+  const width = $("keys").getBoundingClientRect().width;
+  if (!width) return size.cells; // the strip is hidden
   size.gap = 0.7 * em;
-  size.cells = Math.max(1, Math.min(most, Math.floor((width - size.gap) / least) - 1));
+  size.cells = Math.max(1, Math.min(MOST_CELLS, Math.floor((width - size.gap) / least) - 1));
   size.cell = (width - size.gap) / (size.cells + 1);
   $("strip").style.setProperty("--cell", `${size.cell}px`);
   $("strip").style.setProperty("--count", size.cells);
@@ -25,8 +27,56 @@ export function measure() {
   return size.cells;
 }
 
-/** Return where a cell starts, in whole pixels: a column between two pixels would be blurred. */
-const left = (i) => Math.round(i * size.cell);
+/** Return what the stage shows, in the layer and the head that the reader chose:
+ *
+ *  shown      the run or an answer: { ids, tokens, kept, ... }; tokens: the ids that have a column, which get a cell
+ *  fed, at    how many of them there are, and the index in ids of the character that follows
+ *  incorrect  the index of an incorrect character, or null; marked: of the one that the reader marked
+ *  next       the character that follows
+ *  query, scores, weights, mix   of the newest character: see attention.js
+ *  marks      which keys and which values are incorrect, two lists of booleans, or null
+ *  stepOf(i)  the step that chose character i, if it is known
+ */
+export function sceneOf(state) {
+  const { info, run, answer, layer, head, from, pointed, clicked } = state;
+  const shown = answer ?? run;
+  const fed = shown.tokens.length;
+  const at = shown.at ?? fed;
+  const keyHead = Math.floor((head * info.n_kv_head) / info.n_head); // it may serve several query heads
+  return {
+    chars: info.chars, run, answer, shown, layer, head, keyHead, from, fed, at,
+    incorrect: answer?.first >= 0 ? answer.first : null,
+    marked: pointed ?? clicked,
+    next: at < shown.ids.length && fed ? glyph(info.chars[shown.ids[at]]) : "?",
+    marks: answer?.differences?.slice(2 * layer, 2 * layer + 2).map((each) => [...each].map((x) => x > ROUNDING)) ?? null,
+    stepOf: (index) => (answer?.kind === "mistake" ? undefined : run.on[index - run.given]),
+    ...attentionOf(shown, layer, head, keyHead, info.head_size),
+  };
+}
+
+function attentionOf({ kept, queries, masked }, layer, head, keyHead, size) {
+  if (!queries) return { query: null, scores: null, weights: null, mix: null };
+  const query = queries[layer].subarray(head * size, (head + 1) * size);
+  return { query, ...attend(query, kept.lane(layer, 0, keyHead), kept.lane(layer, 1, keyHead), masked) };
+}
+
+/** Draw the text, and the strip if it is to be seen. */
+export function drawStage(scene, isStrip) {
+  drawText({ ...scene, fed: scene.at });
+  $("three").hidden = isStrip;
+  $("strip").hidden = document.querySelector("#stage [data-holds]").hidden = !isStrip;
+  if (!isStrip) return;
+  drawCells(scene);
+  const { weights } = scene;
+  const most = Math.max(...(weights ?? []));
+  drawLane(scene, 0, "keys", scene.query, null);
+  drawLane(scene, 1, "values", scene.mix, scene.marks ? null : weights?.map((weight) => 0.12 + 0.88 * Math.sqrt(weight / most)));
+  drawScores(scene);
+  drawAttention(scene);
+  drawMarks(scene);
+}
+
+const left = (i) => i * size.cell; // where a cell starts
 
 /** Return the index of the character at an event on the strip, or null. A key press on a cell is a click too, but has
  *  no coordinates. */
@@ -45,23 +95,14 @@ function frame(id, begin, end, from) {
   $(id).style.width = `${left(last) - left(first) + 1}px`;
 }
 
-/** Draw the visible characters and the frames around their columns.
- *
- *  shown      what is on the stage: { ids, slots, at, masked, position }; slots: the ids that have a column, which get a
- *             cell; at: the index of the next character in ids, if not after the slots
- *  computed   how many of the newest columns this step computed with the cache
- *  incorrect  the index of an incorrect or changed character, or null
- *  weights    how much attention each column gets, or null
- */
-export const drawCells = remember((chars, shown, from, computed, incorrect, marked, weights) => {
-  const { ids, slots, masked, position } = shown;
-  const fed = slots.length;
-  const at = shown.at ?? fed;
+/** Draw the visible characters, and what the frames mark. */
+function drawCells({ chars, shown, from, fed, at, incorrect, marked, weights, next }) {
+  const { tokens, masked } = shown;
   const end = Math.min(fed, from + size.cells);
   const inSight = (index) => index !== null && index >= from && index < end;
   const reachable = inSight(marked) ? marked : end - 1; // with the Tab key
   [...$("cells").children].forEach((cell, i) => {
-    const [index, number, char] = [from + i, from + i + 1, chars[slots[from + i]]];
+    const [index, number, char] = [from + i, from + i + 1, chars[tokens[from + i]]];
     const there = inSight(index);
     cell.textContent = there ? glyph(char) : "";
     cell.dataset.number = there && (number % 10 === 0 || index === marked) ? number : "";
@@ -72,9 +113,6 @@ export const drawCells = remember((chars, shown, from, computed, incorrect, mark
     cell.ariaLabel = there ? `character ${number}, ${quoted(char)}${share}` : "no character yet";
   });
 
-  frame("recomputed-frame", 0, fed, from);
-  frame("computed-frame", fed - computed, fed, from);
-  frame("kept-frame", 0, position ?? 0, from);
   frame("masked-frame", masked ?? 0, (masked ?? -1) + 1, from);
   frame("marked-frame", marked ?? 0, inSight(marked) ? marked + 1 : 0, from);
   const newest = fed - from;
@@ -82,102 +120,33 @@ export const drawCells = remember((chars, shown, from, computed, incorrect, mark
   $("asks").style.left = `${left(newest)}px`;
   $("asks").style.width = `${left(size.cells) + size.gap + size.cell / 2 - left(newest)}px`;
 
-  $("asking").textContent = fed ? `“${glyph(chars[slots[fed - 1]])}”` : "?";
-  $("next-cell").textContent = fed && at < ids.length ? glyph(chars[ids[at]]) : "?";
+  $("asking").textContent = fed ? `“${glyph(chars[tokens[fed - 1]])}”` : "?";
+  say("next-cell", next);
   classes($("next-cell"), { incorrect: fed && incorrect === at });
   $("earlier").textContent = from ? `← ${from}` : "";
   $("later").textContent = fed > end ? `${fed - end} →` : "";
-});
-
-/** Animate a step: orange sweeps over the columns that are computed again without a cache, and the new one arrives. */
-export function animateStep() {
-  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
-  const sweep = [{ clipPath: "inset(0 100% 0 0)", opacity: 1 }, { clipPath: "inset(0)", opacity: 1 }, { opacity: 0 }];
-  $("recomputed-frame").animate(sweep, 180);
-  $("computed-frame").animate([{ translate: "0 -0.6rem", opacity: 0 }, {}], 180);
 }
 
-/** Return the root mean square of numbers, the unit of their shades. */
-function unit(numbers) {
-  return Math.sqrt(numbers.reduce((sum, x) => sum + x * x, 0) / Math.max(1, numbers.length)) || 1;
-}
-
-/** Draw numbers as shades, one above the other. strength: 0 to 1. */
-function drawColumn(context, numbers, scale, x, width, height, strength) {
-  const step = height / numbers.length;
-  numbers.forEach((number, row) => {
-    const shade = Math.min(1, Math.max(0, 0.5 + number / (4.4 * scale)));
-    context.globalAlpha = strength * (0.05 + 0.8 * shade ** 1.4);
-    const [top, bottom] = [Math.round(row * step), Math.round((row + 1) * step)];
-    context.fillRect(x, top, width, bottom - top);
+/** Draw the keys (kind 0) or the values (kind 1): a column of shades per character, and one beyond the strip, the query or
+ *  the mix. The prompt sets the unit of the shades, so no later column changes them. strengths: of the columns, 0 to 1. */
+function drawLane({ shown, run, layer, head, keyHead, from, fed }, kind, name, beyond, strengths) {
+  const lane = (each) => each.kept.lane(layer, kind, keyHead);
+  const { headSize } = shown.kept;
+  const scale = unit(lane(run).subarray(0, run.given * headSize));
+  const there = Math.max(0, Math.min(size.cells, fed - from));
+  const columns = Array.from({ length: there }, (_, i) => {
+    const numbers = lane(shown).subarray((from + i) * headSize, (from + i + 1) * headSize);
+    return shades(numbers, name, [i, 0.95], strengths?.[from + i] ?? 1, scale);
   });
-  context.globalAlpha = 1;
+  if (beyond) columns.push(shades(beyond, name, [size.cells + size.gap / size.cell, 0.95]));
+  const empty = shape("rect", { class: "empty", x: there, width: size.cells - there, height: 10 });
+  $(name).setAttribute("viewBox", `0 0 ${size.cells + 1 + size.gap / size.cell} 10`);
+  $(name).replaceChildren(empty, ...columns);
+  $(name).ariaLabel = `The ${name} of layer ${layer + 1}, head ${head + 1}, of ${fed} characters`;
 }
-
-/** Return the view of the keys (kind 0) or the values (kind 1): a column of shades per character.
- *
- *  shown      what is on the stage: { kept }
- *  run        its columns of the prompt set the unit of the shades, so no later column changes them
- *  beyond     what is drawn beyond the strip, or null: a Float32Array (head size)
- *  strengths  of the columns, 0 to 1, or null: all 1
- *  matched    the index of a key that is compared with what is beyond the strip, or null
- */
-function laneView(kind, name) {
-  return remember((shown, run, layer, head, beyond, strengths, from, matched) => {
-    const canvas = $(name);
-    const { context, height } = blank(canvas);
-    const { headSize, length } = shown.kept;
-    const lane = shown.kept.lane(layer, kind, head);
-    const scale = unit(run.kept.lane(layer, kind, head).subarray(0, run.given * headSize));
-    const [ink, empty] = [colour(name), colour("empty")];
-    const place = (numbers, x, width, scale, strength) => {
-      context.fillStyle = numbers ? ink : empty;
-      if (numbers) drawColumn(context, numbers, scale, x, width, height, strength);
-      else context.fillRect(x, 0, width, height);
-    };
-    for (let i = 0; i < size.cells; i++) {
-      const index = from + i;
-      const numbers = index < length ? lane.subarray(index * headSize, (index + 1) * headSize) : null;
-      place(numbers, left(i), left(i + 1) - left(i) - 1, scale, strengths?.[index] ?? 1);
-    }
-    place(beyond, left(size.cells) + size.gap, Math.floor(size.cell) - 1, beyond && unit(beyond), 1);
-    if (beyond && matched !== null && matched >= from && matched < Math.min(length, from + size.cells)) {
-      drawMatch(context, lane.subarray(matched * headSize, (matched + 1) * headSize), beyond, matched - from, height);
-    }
-    canvas.ariaLabel = `The ${name} of layer ${layer + 1}, head ${head + 1}: ${length} columns`;
-  });
-}
-
-/** Lay the query next to the key in a cell, and draw the product of each pair of numbers as a bar: to the right where they
- *  agree, and a pale one to the left where they do not. The sum of the products is the score. */
-function drawMatch(context, key, query, cell, height) {
-  const products = key.map((x, i) => x * query[i]);
-  const most = Math.max(...products.map(Math.abs));
-  const [own, bars] = [Math.floor(size.cell) - 1, 4 * size.cell];
-  const isLast = left(cell + 1) + own + bars > left(size.cells);
-  const queryX = isLast ? left(cell) - own - 1 : left(cell + 1);
-  const barsX = isLast ? queryX - bars : queryX + own + 1;
-  const ink = context.fillStyle;
-  context.fillStyle = colour("paper");
-  context.fillRect(Math.min(queryX, barsX) - 1, 0, own + bars + 2, height);
-  context.fillStyle = colour("keys");
-  drawColumn(context, query, unit(query), queryX, own, height, 1);
-  const step = height / products.length;
-  const zero = barsX + bars / 2;
-  products.forEach((product, row) => {
-    const width = (Math.abs(product) / most) * (bars / 2 - 2);
-    context.globalAlpha = product > 0 ? 1 : 0.3;
-    context.fillRect(product > 0 ? zero : zero - width, Math.round(row * step), width, Math.max(1, Math.round(step) - 1));
-  });
-  context.globalAlpha = 1;
-  context.fillStyle = ink;
-}
-
-export const drawKeys = laneView(0, "keys");
-export const drawValues = laneView(1, "values");
 
 /** Draw how well each key matches the query: up for a score above zero, down for one below. */
-export const drawScores = remember((scores, from) => {
+function drawScores({ scores, from }) {
   const finite = scores?.filter(Number.isFinite) ?? [];
   const most = Math.max(1e-6, ...finite.map(Math.abs));
   [...$("scores").children].forEach((bar, i) => {
@@ -188,11 +157,11 @@ export const drawScores = remember((scores, from) => {
   const best = scores?.indexOf(Math.max(...finite));
   const label = `Scores: the key of character ${best + 1} matches the query best, ${scores?.[best]?.toFixed(1)}`;
   $("scores").ariaLabel = scores ? label : "No scores yet";
-});
+}
 
 /** Draw how much of its attention the newest character gives to each column. The bars are scaled to the same height in
  *  every head, so the tallest visible one is labelled with its share. */
-export const drawAttention = remember((weights, from) => {
+function drawAttention({ weights, from }) {
   const most = weights ? Math.max(...weights) : 1;
   const shares = Array.from({ length: size.cells }, (_, i) => weights?.[from + i] ?? 0);
   const tallest = shares.indexOf(Math.max(...shares));
@@ -202,39 +171,31 @@ export const drawAttention = remember((weights, from) => {
   });
   const label = `Attention: character ${weights?.indexOf(most) + 1} gets the most, ${percent(most)}`;
   $("attention").ariaLabel = weights ? label : "No attention yet";
-});
-
-/** Draw two rows below the columns, one without the cache and one with it. They are lights: solid for columns that this
- *  step computed, rings for those it kept. Or, with `marks`, they show which keys and which values differ.
- *
- *  marks   a list of booleans for the keys and one for the values: whether they differ; or null
- *  isChange  whether they differ because a character was changed: the rest stay and are drawn like kept columns
- *  length  how many columns there are; off, on: how many this step computed without the cache, and with it
- */
-export const drawBelow = remember((marks, isChange, length, off, on, from) => {
-  document.body.dataset.below = marks ? "marks" : "lights";
-  if (marks) return marks.forEach((differs, row) => drawMarks(row, differs, isChange, from));
-  const kept = length - on;
-  const without = (cell, index) => classes(cell, { lit: index < off });
-  const withIt = (cell, index) => classes(cell, { lit: index >= kept && index < length, kept: index < kept });
-  drawRow(0, from, without, length ? `${off} computed` : "");
-  drawRow(1, from, withIt, length ? `${on} computed, ${kept} kept` : "");
-});
-
-function drawMarks(row, differs, isChange, from) {
-  const [all, count] = [differs.length, differs.filter((each) => each).length];
-  const mark = (cell, index) => {
-    const equal = differs[index] === false;
-    cell.textContent = differs[index] ? "≠" : equal && !isChange ? "=" : "";
-    classes(cell, { differs: differs[index], kept: equal && isChange });
-  };
-  drawRow(row, from, mark, isChange ? `${all - count} stay, ${count} change` : `${count} of ${all} incorrect`);
 }
 
-function drawRow(row, from, look, count) {
-  [...$(`row-${row}`).children].forEach((cell, i) => {
-    cell.textContent = "";
-    look(cell, from + i);
+/** Mark below each column whether its key and its value are correct, in two rows. */
+function drawMarks({ marks, from }) {
+  $("strip").classList.toggle("checked", marks !== null);
+  marks?.forEach((differs, row) => {
+    [...$(`row-${row}`).children].forEach((cell, i) => {
+      cell.textContent = { true: "≠", false: "=" }[differs[from + i]] ?? "";
+      classes(cell, { differs: differs[from + i] });
+    });
+    const count = differs.filter((each) => each).length;
+    $(`row-${row}`).ariaLabel = $(`end-${row}`).textContent = `${count} of ${differs.length} incorrect`;
   });
-  $(`row-${row}`).ariaLabel = $(`end-${row}`).textContent = count;
+}
+
+/** Describe the marked character. */
+export function drawAbout({ chars, run, answer, shown, marked, scores, weights, stepOf }) {
+  if (marked === null) return say("about", "");
+  const step = stepOf(marked);
+  const about = [`Character ${marked + 1} is ${quoted(chars[answer?.tokens[marked] ?? shown.ids[marked]])}.`];
+  if (marked < run.given) about.push("It is from the prompt.");
+  else if (step) about.push(`The model gave it a probability of ${percent(step.probabilities[shown.ids[marked]])}.`);
+  if (Number.isFinite(scores?.[marked])) {
+    const score = scores[marked].toFixed(1).replace("-", "−");
+    about.push(`Its key scores ${score}, so the newest gives it ${percent(weights[marked])} of its attention.`);
+  }
+  say("about", about.join(" "));
 }

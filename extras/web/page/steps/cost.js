@@ -1,13 +1,13 @@
-// Step 5: what a cache costs in models of real size. A calculator, independent of the run.
+// Step 7: what a cache costs in models of real size. A calculator, independent of the run.
 import { inEnglish } from "../words.js";
-import { $, element } from "./draw.js";
+import { $, element } from "../views/draw.js";
 
 const FIELDS = ["parameters", "layers", "heads", "size", "bytes", "tokens"];
 const GPU = 80e9; // bytes
 const LLAMA = "Llama 3 8B";
 
-/** Make the calculator. info: model.json, because the model of this page is one of the choices. */
-export function makeScale({ n_layer, n_head, n_kv_head, head_size, block_size, parameters }) {
+/** Make the calculator. The model of this page is one of the choices. */
+function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parameters }) {
   const models = {
     "this page": [parameters / 1e9, n_layer, n_kv_head, head_size, 4, block_size],
     "GPT-2": [0.124, 12, 12, 64, 2, 1024],
@@ -59,10 +59,10 @@ function drawGpu(weights, user, tokens) {
   $("scale-compared").textContent = compared;
   const users = Math.max(0, Math.floor((GPU - weights) / user));
   const part = (bytes) => `${(100 * bytes) / GPU}%`;
-  const bar = element("i", "weights", { className: "weights" });
-  bar.style.width = part(Math.min(weights, GPU));
-  const caches = Array.from({ length: Math.min(users, 200) }, () => element("i"));
-  for (const each of caches) each.style.width = `calc(${part((user * users) / caches.length)} - 1px)`;
+  const bar = element("i", "weights", { className: "weights", style: `width: ${part(Math.min(weights, GPU))}` });
+  const drawn = Math.min(users, 200);
+  const style = `width: calc(${part((user * users) / drawn)} - 1px)`;
+  const caches = Array.from({ length: drawn }, () => element("i", "", { style }));
   $("gpu").replaceChildren(bar, ...caches);
   const fit = `holds the weights and the caches of ${inEnglish(users)} user${users === 1 ? "" : "s"} with ${tokens} tokens each.`;
   const none = weights > GPU ? "is too small for the weights alone." : "holds the weights, but not one cache as long as this.";
@@ -78,8 +78,7 @@ function sharing(queryHeads, heads) {
   const has = `This model has ${queryHeads} query heads in each layer, and`;
   const ratio = queryHeads / heads;
   if (ratio === 1) return `${has} each has its own key/value head.`;
-  const larger = `Without that, its cache would be ${ratio} times as large.`;
-  return `${has} every ${ratio} of them share one key/value head. ${larger}`;
+  return `${has} every ${ratio} of them share one key/value head. Without that, its cache would be ${ratio} times as large.`;
 }
 
 /** Return a number of bytes in the largest unit of which there is at least one: 131072 is "128 KiB". */
@@ -88,3 +87,5 @@ function inBytes(count) {
   const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log2(count || 1) / 10)));
   return `${Number((count / 1024 ** power).toPrecision(4))} ${units[power]}`;
 }
+
+export const cost = { make };
