@@ -38,7 +38,7 @@ export function mistakeInWords({ info, answer }) {
   const [keys, values] = differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
   const count = (number, what) => (number ? [`${number} ${what}${number === 1 ? "" : "s"}`] : []);
   const some = [...count(keys, "key"), ...count(values, "value")].join(" and ");
-  const layer = some ? `Incorrect in layer 1, where it starts: ${some}.` : "In layer 1, all keys and values are correct.";
+  const layer = some ? `Incorrect in layer 1: ${some}.` : "In layer 1, all keys and values are correct.";
   const off = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
   if (first < 0) return `${meaning} The cache is incorrect, but no character has changed. ${off}`;
   const [is, ought] = [ids[first], should].map((id) => quoted(info.chars[id]));
