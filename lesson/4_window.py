@@ -1,4 +1,4 @@
-"""The same GPT, but each character sees the newest 32 only: its cache is a ring, and text goes on."""
+"""The same GPT, but a character sees the newest 32 only: its cache is a ring, and text goes on."""
 
 import json
 import time
