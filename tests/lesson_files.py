@@ -9,6 +9,7 @@ LESSON = ROOT / "lesson"
 RECOMPUTE, CACHE, PREALLOCATED = FILES = [
     LESSON / name for name in ("1_recompute.py", "2_cache.py", "3_preallocated.py")
 ]
+WINDOW, PAGES, INT8 = MORE = [LESSON / name for name in ("4_window.py", "5_pages.py", "6_int8.py")]
 README = (LESSON / "README.md").read_text(encoding="utf-8")
 
 
@@ -29,7 +30,6 @@ def load(file, *edits):
     return module
 
 
-def block(language):
-    """Return the only block in this language of lesson/README.md."""
-    (content,) = re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-    return content
+def blocks(language):
+    """Return all blocks in this language of lesson/README.md."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from check_cache import check_cache, copies_of
-from lesson_files import CACHE, PREALLOCATED, RECOMPUTE, block, load
+from lesson_files import CACHE, INT8, PAGES, PREALLOCATED, RECOMPUTE, WINDOW, blocks, load
 
 
 def exercise(mine=CACHE, *edits):
     """Return the report of the exercise in the README, for another file than 2_cache.py."""
     modules = {"lesson.1_recompute": load(RECOMPUTE), "lesson.2_cache": load(mine, *edits)}
-    script = block("python").replace("import_module(", "modules.get(")
+    script = blocks("python")[0].replace("import_module(", "modules.get(")
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):
         names = {"modules": modules}
@@ -116,3 +116,91 @@ def test_reading_the_newest_tokens_again_at_block_size_is_right():
         return cache(ids, pos) if pos < 16 else cache(seen[:, -16:])[:, -1:]
 
     beyond_block_size(read_again).assert_correct()
+
+
+# -- a window, pages, int8 ---------------------------------------------------------------------------------------------
+
+
+def without_cache(model):
+    """Return 3_preallocated.py with the parameters of a model, as the model that is right by definition."""
+    full = load(PREALLOCATED).GPT(50).eval()
+    full.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    return full
+
+
+def window(*edits):
+    torch.manual_seed(0)
+    model = load(WINDOW, *edits).GPT(50)
+    return check_cache(
+        full=lambda ids: model.train()(ids),  # in training mode it keeps nothing
+        new=copies_of(model),
+        step=lambda ids, cache, pos: cache.eval()(ids, int(pos[0, 0])),
+        window=32,
+    )
+
+
+def pages(*edits):
+    """A cache is a table per row, and the blocks that other rows may read. All are in the pool of one model."""
+    torch.manual_seed(0)
+    model = load(PAGES, ("16, 100", "16, 4000"), *edits).GPT(50).eval()
+
+    def step(ids, tables, pos):
+        logits = []
+        for row in range(len(ids)):
+            for block in model.blocks:
+                block.attention.table, block.attention.shared = list(tables[row][0]), tables[row][1]
+            logits.append(model(ids[row : row + 1], int(pos[0, 0])))
+            tables[row] = (model.blocks[0].attention.table, tables[row][1])
+        return torch.cat(logits)
+
+    def reorder(tables, rows):
+        return [(list(tables[row][0]), list(tables[row][0])) for row in rows]
+
+    return check_cache(
+        full=without_cache(model),
+        new=lambda rows, length: [([], []) for _ in range(rows)],
+        step=step,
+        reorder=reorder,
+        fork=lambda tables: reorder(tables, range(len(tables))),
+        context=200,
+    )
+
+
+def int8(*edits):
+    torch.manual_seed(0)
+    model = load(INT8, *edits).GPT(50).eval()
+    return check_cache(
+        full=without_cache(model),
+        new=copies_of(model),
+        step=lambda ids, cache, pos: cache(ids, int(pos[0, 0])),
+        context=200,
+        atol=0.1,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check, scenario", [(window, "chunks of 34"), (pages, "reorder"), (int8, "decode")])
+def test_the_smaller_caches_are_right(check, scenario):
+    report = check()
+    report.assert_correct()
+    assert scenario in {result.scenario for result in report.results if result.status == "correct"}
+
+
+EMPTY = ("torch.full((window,), -window)", "torch.zeros(window, dtype=torch.long)")
+NO_COPY = ("if pos % size and self.table[-1] in self.shared:", "if False:")
+OVERFLOW = ("/ 127", "/ 128")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check, edit, scenario, cause",
+    [
+        (window, EMPTY, "decode", "position 0 sees slot 0 .*but should not"),
+        (pages, NO_COPY, "reorder", "cause unknown"),
+        (int8, OVERFLOW, "decode", "changed on the way into the cache, because its query is correct"),
+    ],
+    ids=["empty slots", "no copy", "overflow"],
+)
+def test_a_mistake_in_a_smaller_cache_is_found(check, edit, scenario, cause):
+    results = {result.scenario: result for result in check(edit).results}
+    assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why), results[scenario]
