@@ -425,7 +425,8 @@ def pack_weights(model, struct, layout):
             raise CompileError(f"the model has a weight of shape {tuple(x.shape)}, but its config says {shape}")
 
     # more than enough: tied weights become two matrices, and zeros fill the last panel of each
-    place = huge_pages(4 * sum(p.nbytes for p in (*model.parameters(), *(model.rope or ()))) + 2**24)
+    tables = () if model.rope is None else model.rope
+    place = huge_pages(4 * sum(tensor.nbytes for tensor in (*model.parameters(), *tables)) + 2**24)
 
     def own(x, *shape):
         check(x, *shape)
