@@ -10,7 +10,7 @@ from extras.decoding.ngrams import ngram_table
 from extras.decoding.speculate import BatchState, prefill, rows_by_prompt, speculative_step
 from model import FILTERS, Sampling, context_start, gumbel_noise
 
-WORK_PER_CALL = 2**25  # multiply-adds; so the C backend returns every few milliseconds, and output streams
+WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
 MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer when they are unlikely
 

@@ -64,6 +64,8 @@ typedef struct {
     void (*work)(void *job, int part); /* of the current run */
     void *job;
     int parts;
+    void *memory; /* of `scratch`, and its size */
+    size_t size;
 #ifdef __linux__
     cpu_set_t all; /* the cores that the caller may use */
 #endif
@@ -120,6 +122,17 @@ static void run_parts(Pool *pool, void (*work)(void *job, int part), void *job, 
     join_cores(pool);
 }
 
+/* Return at least `size` bytes for one run, or NULL. They are those of the last run, because touching new pages takes
+ * longer than a step of a small model. */
+static void *scratch(Pool *pool, size_t size) {
+    if (size > pool->size) {
+        free(pool->memory);
+        pool->memory = malloc(size);
+        pool->size = pool->memory ? size : 0;
+    }
+    return pool->memory;
+}
+
 /* Return a pool of this many threads, including the caller's, or NULL if the system gives us fewer. */
 Pool *start_threads(int threads) {
     Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
@@ -134,5 +147,6 @@ void stop_threads(Pool *pool) {
     pool->end = 1;
     barrier(&pool->barrier);
     for (int i = 1; i < pool->barrier.threads; i++) pthread_join(pool->ids[i], NULL);
+    free(pool->memory);
     free(pool);
 }

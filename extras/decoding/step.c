@@ -240,11 +240,7 @@ INLINE void tile_of_panels(int tokens, int panels, const Tile *t) {
     vec sums[TILE_TOKENS][ONE_TOKEN_PANELS], w[ONE_TOKEN_PANELS];
     start_with_bias(tokens, panels, t, sums);
     for (int k = 0; k < t->K; k++) {
-        for (int s = 0; s < panels; s++) {
-            const float *next = (const float *)(t->weight + s * PANEL(t->K)) + k * LANES;
-            __builtin_prefetch(next + 8 * LANES); /* the chip itself prefetches only to the end of a page of memory */
-            w[s] = load(next);
-        }
+        for (int s = 0; s < panels; s++) w[s] = load((const float *)(t->weight + s * PANEL(t->K)) + k * LANES);
         for (int i = 0; i < tokens; i++)
             for (int s = 0; s < panels; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
     }
@@ -260,11 +256,8 @@ INLINE void tile_of_int8_panels(int tokens, int panels, const Tile *t) {
         for (int s = 0; s < panels; s++) /* bfloat16 is the upper half of a float */
             scale[s] = (vec)(__builtin_convertvector(*(const halves *)(block + s * PANEL(t->K)), uvec) << 16);
         for (int word = 0; word < BLOCK / 4; word++) {
-            for (int s = 0; s < panels; s++) {
-                const char *next = block + s * PANEL(t->K) + (2 + 4 * word) * LANES;
-                __builtin_prefetch(next + 16 * LANES);
-                words[s] = *(const uvec *)next;
-            }
+            for (int s = 0; s < panels; s++)
+                words[s] = *(const uvec *)(block + s * PANEL(t->K) + (2 + 4 * word) * LANES);
 #pragma GCC unroll 4
             for (int byte = 0; byte < 4; byte++, k++) {
                 for (int s = 0; s < panels; s++)
@@ -716,7 +709,7 @@ int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *s
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + H) * MAX_TOKENS + 5 * (size_t)PAD(BLOCK_SIZE) + 3 * (size_t)V;
-    void *memory = malloc((num_groups * shared + threads * own) * sizeof(float) + 63);
+    void *memory = scratch(pool, (num_groups * shared + threads * own) * sizeof(float) + 63);
     float *next = (float *)(((uintptr_t)memory + 63) / 64 * 64); /* by hand, because Windows has no aligned_alloc */
     if (!memory) return -1;
     Group groups[num_groups];
@@ -746,6 +739,5 @@ int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *s
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
         counters[1] += g->offered, counters[2] += g->accepted;
     }
-    free(memory);
     return 0;
 }
