@@ -772,8 +772,7 @@ def load(path):
         why = next(iter(str(error).strip().splitlines()), "no message")
         raise ValueError(f"{path} is not a checkpoint of a GPT, or damaged ({type(error).__name__}: {why})") from None
     if not {"model", "model_args"} <= entries:  # a bare state_dict, or a file of Lightning
-        has = "model_args and no weights as model" if "model_args" in entries else "weights and no model_args"
-        raise ValueError(f"{path} has {has}: save both in one dict, as train.py does")
+        raise ValueError(f"{path} has weights and no model_args: save both in one dict, as train.py does")
     model_args = dict(checkpoint["model_args"])
     if unknown := model_args.keys() - GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
         raise ValueError(f"{path} is not a checkpoint of a GPT: unknown model_args: {', '.join(sorted(unknown))}")

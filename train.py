@@ -1035,12 +1035,10 @@ def check_text(data, data_dir, source, config):
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
     same = data.tokenizer.state_dict().items() <= source.items()
     if not same and "tokenizer" in source and unit == "tokens":
-        from extras.bpe import same_ids
-
-        same = same_ids(data.tokenizer, source["tokenizer"], data.val)
+        same = data.tokenizer.gives_ids_of(source["tokenizer"], data.val)
     if not same:
         command = f"python data/prepare.py --tokenizer {config.meta or path}"
-        raise ValueError(f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares some")
+        raise ValueError(f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares them")
     padding = vocab_size - len(data.tokenizer.vocab)
     if not 0 <= padding < (128 if "tokenizer" in source else 1):  # some models round their size up to a multiple of 128
         raise ValueError(f"{path} has weights for {vocab_size} tokens, but {len(data.tokenizer.vocab)} {unit}")
@@ -1075,8 +1073,10 @@ def setup(flags):
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, source, on_gpu)
     device = pick_device(config.device)
-    if ((config.eval_only or config.meta) and not source) or (init_from == "resume" and "meta" in flags):
-        raise ValueError("--eval_only needs a model in --init_from, and --meta a checkpoint of nanoGPT there")
+    if (config.eval_only or config.meta) and not source:
+        raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
+    if init_from == "resume" and "meta" in flags:
+        raise ValueError("--meta is for a checkpoint of nanoGPT, and this run has its own vocabulary: leave it out")
     if ((config.text or config.stride) and not config.eval_only) or {"text", "data_dir"} <= flags.keys():
         raise ValueError("--text and --stride need --eval_only, and --text replaces --data_dir")
     if config.stride and config.stride > config.block_size:
@@ -1156,9 +1156,10 @@ def main():
             print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
     print(
         f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
-        f"{WORLD_SIZE} x {state.device} in {str(state.dtype)[6:]}: {config.n_layer} layers, {config.n_head} heads, "
-        f"{config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M parameters; steps "
-        f"{state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} from {data.source}",
+        f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
+        f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
+        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "
+        f"from {data.source}",
         flush=True,
     )
     if config.compile:

@@ -82,6 +82,19 @@ class BPETokenizer:
     def show(self, id):
         return self.vocab[id] if id < len(self.vocab) else f"<{id}>"  # padded weights have more rows than tokens
 
+    def gives_ids_of(self, content, ids):
+        """Return whether a tokenizer.json has the same ids for the same tokens, and gives them to the text of `ids`.
+
+        transformers rewrites the tokenizer.json when it saves a model, so we compare what it does: it may have a
+        different structure, and a few more tokens at the end.
+        """
+        theirs = BPETokenizer(content)
+        common = self.ids.keys() & theirs.ids.keys()
+        if len(common) < min(len(self.ids), len(theirs.ids)) or any(self.ids[t] != theirs.ids[t] for t in common):
+            return False
+        text = self.decode(ids[: 2**16].tolist())
+        return list(self.encode_pieces([text])) == list(theirs.encode_pieces([text]))
+
     def state_dict(self):
         return {"tokenizer": self.tokenizer.to_str()}
 
@@ -93,20 +106,6 @@ def tokenizer_from_json(content):
     """
     tokenizer = BPETokenizer(content)
     return CharTokenizer("".join(tokenizer.vocab)) if tokenizer.has_characters_only else tokenizer
-
-
-def same_ids(ours, content, ids):
-    """Return whether a tokenizer.json has the ids of a BPETokenizer, and gives them to the text of `ids`.
-
-    transformers rewrites the tokenizer.json when it saves a model, so we compare what it does: it may have a different
-    structure, and a few more tokens at the end.
-    """
-    theirs = BPETokenizer(content)
-    common = ours.ids.keys() & theirs.ids.keys()
-    if len(common) < min(len(ours.ids), len(theirs.ids)) or any(ours.ids[t] != theirs.ids[t] for t in common):
-        return False
-    text = ours.decode(ids[: 2**16].tolist())
-    return list(ours.encode_pieces([text])) == list(theirs.encode_pieces([text]))
 
 
 def to_json(tokenizer):

@@ -111,6 +111,36 @@ def test_the_scripts_run_in_a_notebook(tmp_path):
         assert said in result.stdout
 
 
+INTERRUPT = """
+import contextlib, os, pathlib, runpy, signal, sys, threading, time
+
+
+def interrupt(folder):
+    while not (folder / "last.pt").exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+words, folder = {words}, pathlib.Path({folder!r})
+threading.Thread(target=interrupt, args=(folder,), daemon=True).start()
+errors = []
+for flags in ([*words, "--save_interval", "5"], ["--init_from", "resume", "--max_iters", "1"]):
+    sys.argv = ["train.py", "--out_dir", str(folder), *flags]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as error:
+        errors.append(error)  # as a notebook does, and with it all variables
+print([error.code for error in errors])
+"""
+
+
+@unix
+def test_a_run_that_was_interrupted_in_a_notebook_can_be_resumed_there(data_dir, tmp_path):
+    words = [*SMALL, "--data_dir", str(data_dir), "--max_iters", "1000000"]
+    result = ok(run("-c", INTERRUPT.format(words=words, folder=str(tmp_path))))
+    assert result.stdout.endswith("[130]\n") and "finished at step" in result.stdout
+
+
 # -- signals of train.py -----------------------------------------------------------------------------------------------
 
 SIGNALS = """

@@ -208,6 +208,8 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--promt", "x"], ["--promt"]),
         (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
+        (["--ckpt="], ["--ckpt, --out_dir or --meta is empty"]),
+        (["--out_dir", ""], ["--ckpt, --out_dir or --meta is empty"]),
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),
         (["--explain", "--num_samples", "2"], ["--explain"]),

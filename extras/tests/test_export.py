@@ -1,5 +1,6 @@
 """export.py on the command line, and what sample.py and train.py do with the files that it wrote."""
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -119,6 +120,13 @@ def test_an_export_of_older_weights_is_refused(format, tmp_path):
         result = here("--prompt", "a", "--engine", "onnx", *way, script="sample.py")
         assert_one_line(result, "model.onnx was not exported from", "ckpt.pt", "export again")
         assert result.stdout == ""
+    flags = ["--prompt", "a", "--engine", "onnx", "--ckpt"]
+    with contextlib.chdir(file.parent):
+        assert_one_line(here(*flags, file.name, script="sample.py"), "was not exported from", "export again")
+    (tmp_path / "ckpt.pt").rename(tmp_path / "last.pt")  # a run before its first evaluation
+    assert_one_line(here(*flags, file, script="sample.py"), "was not exported from", "last.pt", "export again")
+    (tmp_path / "last.pt").unlink()
+    ok(here(*flags, file, script="sample.py"))
 
 
 @unix

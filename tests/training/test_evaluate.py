@@ -70,6 +70,14 @@ def test_overlapping_windows_predict_each_token_once_from_most_of_a_context(leng
     assert evaluate(state, ids, stride=stride) == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+@given(length=st.integers(50, 300), block_size=st.integers(1, 20), stride=st.integers(1, 20), count=st.integers(1, 9))
+def test_a_part_of_the_overlapping_windows_predicts_as_many_tokens_as_asked(length, block_size, stride, count):
+    stride = min(stride, block_size)
+    windows = list(eval_windows(np.arange(length), block_size, count * stride, 4, stride))
+    predicted = sum(len(window) * min(stride, window.shape[1] - 1) for window in windows)
+    assert predicted == min(count * stride, length - 1) or count * stride >= length - 1
+
+
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), world=st.integers(1, 4))
 def test_processes_share_the_windows_and_none_is_read_twice(length, block_size, most, world):
     """Here the sums that they would exchange are added by hand: those of losses, and those of tokens."""
@@ -182,7 +190,19 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         assert bits == pytest.approx(expected / np.log(2) * len(text) / len(text.encode()), abs=1e-3)
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
         flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
-        assert_one_line(here(*flags), "--eval_only needs a model in --init_from, and --meta a checkpoint", code=1)
+        assert_one_line(here(*flags), "need a model: pass it as --init_from", code=1)
+    resume = ["--init_from", "resume", "--out_dir", tmp_path / "young"]
+    assert_one_line(here(*resume, "--meta", "meta.pkl"), "--meta is for a checkpoint of nanoGPT", code=1)
+
+
+def test_eval_only_of_a_run_reads_the_whole_val_split_whatever_the_run_read(data_dir, tmp_path):
+    ok(here(*TINY, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 1, "--eval_iters", 1))
+    said = ok(here("--init_from", "resume", "--out_dir", tmp_path, "--eval_only")).stdout
+    val = np.fromfile(data_dir / "val.bin", "<u2")
+    assert f" {len(val) - 1:,} characters of the val split" in said
+    assert float(said.split()[2]) == pytest.approx(
+        plain_val_loss(load_model(tmp_path / "last.pt")[0], val, 32), abs=1e-4
+    )
 
 
 def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it(trained, tmp_path):
