@@ -1,4 +1,4 @@
-"""The same GPT with its KV cache in blocks of 16 slots, which texts with the same start share."""
+"""The same GPT with its KV cache in pages of 16 slots, which texts with the same start share."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 block_size, n_layer, n_head, n_embd = 200, 2, 4, 64
-head_size, size, num_blocks = n_embd // n_head, 16, 100
+head_size, page_size, num_pages = n_embd // n_head, 16, 100
 steps, batch_size, learning_rate = 800, 4, 6e-3
 
 
@@ -19,22 +19,23 @@ class MultiHeadAttention(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(n_embd, 3 * n_embd, bias=False)
-        self.pool, self.used = torch.zeros(2, n_head, num_blocks, size, head_size), 0
+        self.pool, self.used = torch.zeros(2, n_head, num_pages, page_size, head_size), 0
         self.proj = nn.Linear(n_embd, n_embd)
 
     def forward(self, x, pos):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, n_head, 3, head_size).permute(3, 0, 2, 1, 4)
         q, k, v = qkv  # (B, n_head, T, head_size)
-        if not self.training:  # write to the blocks of this text, and use all of them so far
-            if pos % size and self.table[-1] in self.shared:  # others read it: write to a copy
-                self.pool[:, :, self.used] = self.pool[:, :, self.table[-1]]
-                self.table[-1], self.used = self.used, self.used + 1
-            while len(self.table) * size < pos + T:  # the blocks are full: take one more
+        if not self.training:  # write the new keys and values, and use all of them so far
+            for i in range(pos // page_size, len(self.table)):  # the pages we are about to write to
+                if self.table[i] in self.shared:  # other texts read it: write to a copy
+                    self.pool[:, :, self.used] = self.pool[:, :, self.table[i]]
+                    self.table[i], self.used = self.used, self.used + 1
+            while len(self.table) * page_size < pos + T:  # all pages are full: take one more
                 self.table, self.used = [*self.table, self.used], self.used + 1
-            slots = (torch.tensor(self.table)[:, None] * size + torch.arange(size)).flatten()
-            flat = self.pool.flatten(2, 3)  # the same memory, as slots
-            flat[:, :, slots[pos : pos + T]] = qkv[1:, 0]
+            slots = [page * page_size + i for page in self.table for i in range(page_size)]
+            flat = self.pool.flatten(2, 3)  # (2, n_head, all slots, head_size), the same memory
+            flat[:, :, slots[pos : pos + T]] = qkv[1:, 0]  # there is one text in a batch
             k, v = flat[:, None, :, slots[: pos + T]]
         visible = torch.ones(T, k.size(-2), dtype=torch.bool).tril(k.size(-2) - T)
         scores = q @ k.transpose(-2, -1) / head_size**0.5
@@ -80,8 +81,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, pos=0, shared=()):
-        """Append max_new_tokens to idx (1, T). Its first pos tokens are in the blocks `shared`."""
-        for block in self.blocks:
+        """Append max_new_tokens to idx (1, T). The pages `shared` hold its first pos tokens."""
+        for block in self.blocks:  # each has its own pool, and all pools fill alike
             block.attention.table, block.attention.shared = list(shared), shared
         for _ in range(max_new_tokens):
             logits = self(idx[:, pos:], pos)
@@ -132,8 +133,8 @@ if __name__ == "__main__":
         start = time.perf_counter()
         idx = model.generate(data[None, :40], 100, pos, shared)
         times.append(time.perf_counter() - start)
-        pos, shared = 39, model.blocks[0].attention.table[:3]  # for the next text
+        pos, shared = 39, model.blocks[0].attention.table[:3]  # we need the logits of the 40th
     print("".join(chars[i] for i in idx[0]))
     print(f"8 texts in {sum(times):.2f} seconds")
-    used, alone = model.blocks[0].attention.used, 8 * -(-idx.size(1) // size)
-    print(f"{used} blocks of {size} slots, where 8 texts would take {alone} alone")
+    used, unshared = model.blocks[0].attention.used, 8 * -(-idx.size(1) // page_size)
+    print(f"{used} pages of {page_size} slots, where 8 texts without sharing take {unshared}")

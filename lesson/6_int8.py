@@ -29,10 +29,10 @@ class MultiHeadAttention(nn.Module):
             if pos == 0:  # a new text: make room for its keys and values
                 self.kv_cache = torch.empty(2, B, n_head, block_size, head_size, dtype=torch.int8)
                 self.scale = torch.empty(2, B, n_head, block_size, 1, dtype=torch.float32)
-            scale = qkv[1:].abs().amax(dim=-1, keepdim=True) / 127  # the largest becomes 127
+            scale = qkv[1:].abs().amax(dim=-1, keepdim=True) / 127  # the largest becomes +-127
             self.kv_cache[..., pos : pos + T, :] = (qkv[1:] / scale).round()
             self.scale[..., pos : pos + T, :] = scale
-            k, v = self.kv_cache[..., : pos + T, :].to(x) * self.scale[..., : pos + T, :]
+            k, v = self.kv_cache[..., : pos + T, :].to(x.dtype) * self.scale[..., : pos + T, :]
         visible = torch.ones(T, k.size(-2), dtype=torch.bool).tril(k.size(-2) - T)
         scores = q @ k.transpose(-2, -1) / head_size**0.5
         y = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ v

@@ -1,29 +1,26 @@
 """The lesson under check_cache: the exercise of its README, the traps that it names, and the preallocated cache."""
 
-import contextlib
-import io
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from check_cache import check_cache, copies_of
-from lesson_files import CACHE, INT8, PAGES, PREALLOCATED, RECOMPUTE, WINDOW, blocks, load
+from helpers import ROOT
+from lesson import check
+from lesson_files import CACHE, INT8, PAGES, PREALLOCATED, RECOMPUTE, WINDOW, load
 
 
-def exercise(mine=CACHE, *edits):
-    """Return the report of the exercise in the README, for another file than 2_cache.py."""
-    modules = {"lesson.1_recompute": load(RECOMPUTE), "lesson.2_cache": load(mine, *edits)}
-    script = blocks("python")[0].replace("import_module(", "modules.get(")
+def checked(file, *edits):
+    """Return the report of lesson/check.py for an edited file."""
     torch.manual_seed(0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        names = {"modules": modules}
-        exec(script, names)
-    return names["report"]
+    return check.CHECKS.get(file.stem, check.recompute)(load(file, *edits))
 
 
 def test_the_exercise_calls_the_cache_right():
-    report = exercise()
+    report = checked(CACHE)
     report.assert_correct()
     right = {result.scenario for result in report.results if result.status == "correct"}
     assert {"decode", "chunks of mixed sizes", "two caches at once", "batches of 1 to 8 rows", "generate"} <= right
@@ -49,28 +46,16 @@ NO_POS = ("            pos = idx.size(1)\n", "            pos += 1\n")
     ids=["position 0", "validation", "no mask", "mask without an offset", "pos of the loop"],
 )
 def test_the_exercise_calls_a_trap_wrong(edit, scenario, cause):
-    results = {result.scenario: result for result in exercise(CACHE, edit).results}
+    results = {result.scenario: result for result in checked(CACHE, edit).results}
     assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why)
 
 
-def preallocated(*edits):
-    torch.manual_seed(0)
-    model = load(PREALLOCATED, *edits).GPT(50).eval()
-    return check_cache(
-        full=model,  # at position 0 it takes a new buffer
-        new=copies_of(model),
-        step=lambda ids, cache, pos: cache(ids, int(pos[0, 0])),
-        context=200,
-        scenarios=["decode", "chunks", "two caches", "batches"],
-    )
-
-
 def test_the_preallocated_cache_is_right():
-    preallocated().assert_correct()
+    checked(PREALLOCATED).assert_correct()
 
 
 def test_one_slot_too_far_is_wrong():
-    report = preallocated(("pos : pos + T, :] = qkv", "pos + (pos > 0) : pos + (pos > 0) + T, :] = qkv"))
+    report = checked(PREALLOCATED, ("pos : pos + T, :] = qkv", "pos + (pos > 0) : pos + (pos > 0) + T, :] = qkv"))
     assert report.exit_code == 1, report
 
 
@@ -121,86 +106,41 @@ def test_reading_the_newest_tokens_again_at_block_size_is_right():
 # -- a window, pages, int8 ---------------------------------------------------------------------------------------------
 
 
-def without_cache(model):
-    """Return 3_preallocated.py with the parameters of a model, as the model that is right by definition."""
-    full = load(PREALLOCATED).GPT(50).eval()
-    full.load_state_dict(model.state_dict(keep_vars=True), assign=True)
-    return full
-
-
-def window(*edits):
-    torch.manual_seed(0)
-    model = load(WINDOW, *edits).GPT(50)
-    return check_cache(
-        full=lambda ids: model.train()(ids),  # in training mode it keeps nothing
-        new=copies_of(model),
-        step=lambda ids, cache, pos: cache.eval()(ids, int(pos[0, 0])),
-        window=32,
-    )
-
-
-def pages(*edits):
-    """A cache is a table per row, and the blocks that other rows may read. All are in the pool of one model."""
-    torch.manual_seed(0)
-    model = load(PAGES, ("16, 100", "16, 4000"), *edits).GPT(50).eval()
-
-    def step(ids, tables, pos):
-        logits = []
-        for row in range(len(ids)):
-            for block in model.blocks:
-                block.attention.table, block.attention.shared = list(tables[row][0]), tables[row][1]
-            logits.append(model(ids[row : row + 1], int(pos[0, 0])))
-            tables[row] = (model.blocks[0].attention.table, tables[row][1])
-        return torch.cat(logits)
-
-    def reorder(tables, rows):
-        return [(list(tables[row][0]), list(tables[row][0])) for row in rows]
-
-    return check_cache(
-        full=without_cache(model),
-        new=lambda rows, length: [([], []) for _ in range(rows)],
-        step=step,
-        reorder=reorder,
-        fork=lambda tables: reorder(tables, range(len(tables))),
-        context=200,
-    )
-
-
-def int8(*edits):
-    torch.manual_seed(0)
-    model = load(INT8, *edits).GPT(50).eval()
-    return check_cache(
-        full=without_cache(model),
-        new=copies_of(model),
-        step=lambda ids, cache, pos: cache(ids, int(pos[0, 0])),
-        context=200,
-        atol=0.025,
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("check, scenario", [(window, "chunks of 34"), (pages, "reorder"), (int8, "decode")])
-def test_the_smaller_caches_are_right(check, scenario):
-    report = check()
+@pytest.mark.parametrize("file, scenario", [(WINDOW, "chunks of 34"), (PAGES, "reorder"), (INT8, "decode")])
+def test_the_smaller_caches_are_right(file, scenario):
+    report = checked(file)
     report.assert_correct()
     assert scenario in {result.scenario for result in report.results if result.status == "correct"}
 
 
 EMPTY = ("torch.full((window,), -window)", "torch.zeros(window, dtype=torch.long)")
-NO_COPY = ("if pos % size and self.table[-1] in self.shared:", "if False:")
+NO_COPY = ("if self.table[i] in self.shared:", "if False:")
 NO_ROUNDING = ("(qkv[1:] / scale).round()", "qkv[1:] / scale")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "check, edit, scenario, cause",
+    "file, edit, scenario, cause",
     [
-        (window, EMPTY, "decode", "position 0 sees slot 0 .*but should not"),
-        (pages, NO_COPY, "reorder", "cause unknown"),
-        (int8, NO_ROUNDING, "decode", "attention reads and sees what it should"),
+        (WINDOW, EMPTY, "decode", "position 0 sees slot 0 .*but should not"),
+        (PAGES, NO_COPY, "reorder", "cause unknown"),
+        (INT8, NO_ROUNDING, "decode", "attention reads and sees what it should"),
     ],
     ids=["empty slots", "no copy", "no rounding"],
 )
-def test_a_mistake_in_a_smaller_cache_is_found(check, edit, scenario, cause):
-    results = {result.scenario: result for result in check(edit).results}
+def test_a_mistake_in_a_smaller_cache_is_found(file, edit, scenario, cause):
+    results = {result.scenario: result for result in checked(file, edit).results}
     assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why), results[scenario]
+
+
+@pytest.mark.slow
+def test_it_runs_from_the_command_line_as_the_readme_says():
+    def run(name):
+        command = [sys.executable, "-m", "lesson.check", name]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+
+    right = run("2_cache.py")
+    assert right.returncode == 0 and right.stdout.startswith("GPT: 200 tokens per row")
+    missing = run("mine")
+    assert missing.returncode == 1 and missing.stderr.startswith("lesson/check.py: no file lesson/mine.py")
