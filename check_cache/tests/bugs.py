@@ -467,7 +467,7 @@ def no_more_than_four_rows(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|layer", "a default argument: all layers share one list")
+@bug(HOLDS, "a default argument: all layers share one list")
 def layers_share_a_slot(patch):
     patched_update(
         patch,
@@ -489,7 +489,7 @@ def growth_moves_layers(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|belongs there is in slot", "a write index that is one too far", caches=("static",))
+@bug(f"{HOLDS}|zeros", "a write index that is one too far", caches=("static",))
 def one_slot_too_far(patch):
     def change(self, k, v, key, layer):
         if self.room and key.size(2) < 10:
