@@ -94,7 +94,7 @@ def explain_slot(reference, expected, row, position, slot, here, asked):
         holds = "something else, such as what a later step, a rejected draft token or another layer wrote"
     if holds:
         return f"slot {slot} should hold the {what} of {of}, but holds {holds}"
-    reason = reason or "changed on the way into the cache, because its query is correct"
+    reason = reason or "changed on the way into the cache or written to a different slot, because its query is correct"
     return f"the new {what} of {of} {'are' if len(here) > 1 else 'is'} wrong on arrival: {reason}"
 
 

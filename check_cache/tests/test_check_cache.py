@@ -696,7 +696,7 @@ def test_a_step_may_feed_its_tokens_in_parts():
         return torch.cat([model(part, cache, None, at + 2 * (at > 20)) for part, at in parts], 1)
 
     report = check_cache(**functions(model, step=step), scenarios=["double"])
-    assert report.results[0].why.startswith("cause unknown: a step calls attention 6 times, but 2"), report
+    assert report.results[0].why.startswith("cause unknown: a step calls attention 12 times, but 2"), report
 
 
 def test_a_wrong_token_is_named():
@@ -710,7 +710,7 @@ def test_a_key_that_its_cache_changes_is_named(monkeypatch):
     changed = lambda self, key, *rest: update(self, key.flip(-1) if self.lengths[0] > 20 else key, *rest)  # noqa: E731
     monkeypatch.setattr(Cache, "update", changed)
     said = first_cause(Decoder("learned"), lambda *arguments: arguments)
-    assert said.endswith("wrong on arrival: changed on the way into the cache, because its query is correct"), said
+    assert "wrong on arrival: changed on the way into the cache or" in said, said
 
 
 def test_rotary_positions_may_count_the_padding(monkeypatch):
@@ -928,7 +928,7 @@ def test_a_decoder_that_refuses_float64_and_one_that_keeps_a_table(monkeypatch):
 
 @pytest.mark.slow
 def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
-    """In bfloat16, a different expert moves a few logits more than most bugs do, so we look at what attention reads."""
+    """In bfloat16, a different expert moves a few logits more than most bugs do, but not half of them."""
     from transformers.cache_utils import DynamicLayer
 
     model = family("qwen3_moe")
@@ -945,7 +945,7 @@ def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
 
     monkeypatch.setattr(DynamicLayer, "update", broken)
     report = check_cache(model, **options)
-    assert report.exit_code == 1 and "position 15, but holds that of row " in report.results[0].why, report
+    assert report.exit_code == 1 and "half of the logits off by" in report.results[0].rule, report
 
 
 def test_a_decoder_that_exits_is_not_correct():
