@@ -92,8 +92,7 @@ class Adapter:
         output = self.call("full", ids, rows=rows)
         logits = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
-            B, T = ids.shape
-            self.complain("full", f"the logits of all tokens, a tensor ({B}, {T}, V)", output)
+            self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
         return logits
 
     def step(self, ids, cache, mask, pos, rows, lengths):
@@ -181,6 +180,7 @@ class Transformers:
         if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
             raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self.static_cache = transformers.StaticCache
         self.takes = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in ("cache_params", "past_key_values") if name in self.takes), None)
 
@@ -195,12 +195,10 @@ class Transformers:
         return self.model(input_ids=ids, use_cache=False, **inputs).logits
 
     def new(self, rows, length, kind):
-        import transformers
-
         if kind == "own":
             return None  # the model makes one
         if self.cache_name and self.model._can_compile_fullgraph:
-            return transformers.StaticCache(config=self.config, max_cache_len=length)
+            return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
     def step(self, ids, cache, mask, pos, **inputs):
@@ -208,6 +206,9 @@ class Transformers:
             raise NotImplementedError("the model takes no cache_params and no past_key_values")
         more = {self.cache_name: cache, **inputs}
         if mask is not None:  # without one, the model has to work out positions itself
+            if getattr(cache, "is_compileable", False) and hasattr(self.model, "create_masks_for_generate"):
+                embeddings = self.model.get_input_embeddings()(ids)
+                mask = self.model.create_masks_for_generate(self.config, embeddings, mask, cache)
             given = {"attention_mask": mask, "position_ids": pos}
             more |= {name: value for name, value in given.items() if name in self.takes}
         output = self.model(input_ids=ids, use_cache=True, **more)

@@ -70,8 +70,8 @@ def check_cache(
     most = decoder.context or length or 1024
     length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
     if not LEAST <= length <= most:
-        at_most = f", and at most the context, {most}" if decoder.context else ""
-        raise ValueError(f"length={length}: must be at least {LEAST}{at_most}")
+        most = decoder.context or "if you give one"
+        raise ValueError(f"length={length}: must be at least {LEAST}, and at most the context, {most}")
     known = scenarios_for(decoder.window, length, seed)
     chosen = choose(known, scenarios, skip)
     with prepared(decoder, dtype, device, seed) as (dtype, device):

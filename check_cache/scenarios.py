@@ -202,9 +202,8 @@ def scenarios_for(window, L, seed):
     def go_on(start):
         """After an exception, a step that has not begun leaves its cache alone, and any step leaves others alone."""
         stream = start().feed(short).feed(1)
-        calls = stream.calls
         stream.fail(1)
-        stream.feed(1).fail(calls // 2)
+        stream.feed(1).fail(stream.calls // 2)
         feed(start, short, *ones, rows=(5, 6, 7))
 
     scenarios = {}

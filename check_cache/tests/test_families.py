@@ -171,7 +171,6 @@ DEFECTS = {
     "jamba": "chunks|ones|padding|rollback|reset",
     "mamba": "chunks|ones|reset|padding",
     "minimax": "own cache",
-    "recurrent_gemma": "padding",
     "rwkv": "generate",
     "zamba2": "own cache",
 }
