@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from types import MethodType
 
 import torch
 from torch import nn
@@ -17,18 +19,17 @@ FACTS = ("vocab_size", "context", "window", "pad")
 # what an adapter may do with its cache, and the method of a cache that does it otherwise
 METHODS = dict(crop="crop", reorder="reorder_cache", reset="reset")
 METHODS |= dict(repeat="batch_repeat_interleave", select="batch_select_indices")
-TAKES = {**dict.fromkeys((*METHODS, "fork"), "cache"), "generate": "use_cache"}  # an argument of each
-PARTS = (*NEEDED, *TAKES, *FACTS)
+PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS)
 
 
 def adapter_of(model, parts, inputs):
     """Return the adapter of a model, or of the functions in `parts`."""
     if not parts:
-        if not hasattr(model, "step") and getattr(model, "get_output_embeddings", lambda: None)() is not None:
-            model = Transformers(model)
-        parts = {name: getattr(model, name) for name in PARTS if hasattr(model, name)}
-        # the object may use the names of optional functions for something else
-        parts = {name: part for name, part in parts.items() if name not in TAKES or asks_for(part, TAKES[name])}
+        known = not hasattr(model, "step") and getattr(model, "get_output_embeddings", lambda: None)() is not None
+        owner = Transformers(model) if known else model
+        parts = {name: getattr(owner, name) for name in PARTS if hasattr(owner, name)}
+        if "generate" in parts and not asks_for(parts["generate"], "use_cache"):
+            del parts["generate"]  # the object may have one of its own
     if missing := [name for name in NEEDED if name not in parts]:
         needs = "needs a causal language model of transformers, or an adapter"
         raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
@@ -41,19 +42,20 @@ def copies_of(model, setup=lambda model, rows, length: None):
     setup(copy, rows, length)  prepares a copy, for example copy.setup_caches(rows, length). Copies share parameters
     """
 
-    def new(rows, length):
+    def new(model, rows, length):
         other = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         setup(other, rows, length)
         return other
 
-    return new
+    return MethodType(new, model)  # so that we find the model
 
 
 class Adapter:
     """A decoder given as functions, or as an object with these methods."""
 
     def __init__(self, model, parts, inputs):
-        self.modules, self.parts = find_modules(model, *parts.values()), parts
+        owners = [getattr(part, "__self__", part) for part in (model, *parts.values())]
+        self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
@@ -86,16 +88,12 @@ class Adapter:
         """Raise AdapterError: a function does not return what it should."""
         raise AdapterError(f"{part} must return {returns}, but returned {kind_of(output)}{source(self.parts[part])}")
 
-    def full(self, ids, rows, mask=None, pos=None):
-        output = self.call("full", ids, rows=rows, mask=mask, pos=pos)
+    def full(self, ids, rows):
+        output = self.call("full", ids, rows=rows)
         logits = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
-            B, T = ids.shape
-            self.complain("full", f"the logits of all tokens, a tensor ({B}, {T}, V)", output)
+            self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
         return logits
-
-    def new(self, rows, length, kind):
-        return self.call("new", rows, length, kind=kind)
 
     def step(self, ids, cache, mask, pos, rows, lengths):
         """Return the logits (B, T or 1, V) of the next tokens, and the cache."""
@@ -146,15 +144,10 @@ class Adapter:
         """Add to `modules` those that `full` and `step` call, however they reach them. Return the logits of `full`."""
         called, logits, ids, row = {}, None, torch.zeros(1, 2, dtype=torch.long), torch.arange(1)
         hook = register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module))
-        try:
+        with hook, suppress(Exception, SystemExit):  # it will raise again, where we report it
             logits = self.full(ids, row)
-            self.step(ids, self.new(1, 2, self.kinds[0]), None, torch.arange(2)[None], row, None)
-        except (Exception, SystemExit):
-            pass  # it will raise again, where we report it
-        finally:
-            hook.remove()
-        known = {part for module in self.modules for part in module.modules()}
-        self.modules += [module for module in called if module not in known]
+            self.step(ids, self.call("new", 1, 2, kind=self.kinds[0]), None, torch.arange(2)[None], row, None)
+        self.modules = [*dict.fromkeys((*self.modules, *called))]
         if self.modules:
             self.modules.append(self.inputs)
         return logits
@@ -178,20 +171,6 @@ def source(function):
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
 
 
-def find_modules(*things):
-    """Return the modules among things, their attributes and owners, and what functions refer to."""
-    found = {}
-    for thing in things:
-        nearby = [getattr(thing, "__self__", thing)]
-        if inspect.isfunction(thing):
-            outside = inspect.getclosurevars(thing)
-            nearby = [*outside.nonlocals.values(), *outside.globals.values()]
-        for owner in nearby:
-            parts = [owner, *getattr(owner, "__dict__", {}).values()]
-            found |= {part: None for part in parts if isinstance(part, nn.Module)}
-    return [*found]
-
-
 class Transformers:
     """The adapter of a causal language model of transformers. It calls the model as generate() does."""
 
@@ -201,57 +180,47 @@ class Transformers:
         if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
             raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self.static_cache = transformers.StaticCache
         self.takes = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in ("cache_params", "past_key_values") if name in self.takes), None)
 
-        def fact(name):
-            return getattr(self.config, name, None)
-
-        grows = (fact("rope_parameters") or {}).get("rope_type") == "dynamic"
-        windows = map(fact, ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size"))
+        windows = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+        windows = [getattr(self.config, name, None) for name in windows]
         self.vocab_size = model.get_output_embeddings().weight.size(0)
-        self.context = None if grows else fact("max_position_embeddings")
+        self.context = getattr(self.config, "max_position_embeddings", None)
         self.window = next(filter(None, windows), None)
-        self.pad = fact("pad_token_id") or 0
+        self.pad = getattr(self.config, "pad_token_id", None) or 0
 
-    def full(self, ids, mask, pos, **inputs):
-        return self.model(input_ids=ids, use_cache=False, **self.placed(mask, pos), **inputs).logits
+    def full(self, ids, **inputs):
+        return self.model(input_ids=ids, use_cache=False, **inputs).logits
 
     def new(self, rows, length, kind):
-        import transformers
-
         if kind == "own":
             return None  # the model makes one
         if self.cache_name and self.model._can_compile_fullgraph:
-            return transformers.StaticCache(config=self.config, max_cache_len=length)
+            return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
     def step(self, ids, cache, mask, pos, **inputs):
         if self.cache_name is None:  # then we only see what generate() does
             raise NotImplementedError("the model takes no cache_params and no past_key_values")
-        make_mask = getattr(self.model, "create_masks_for_generate", None)
-        if make_mask and mask is not None and getattr(cache, "is_compileable", False):
-            mask = make_mask(self.config, self.model.get_input_embeddings()(ids), mask, cache)
-        more = {self.cache_name: cache, **self.placed(mask, pos), **inputs}
+        more = {self.cache_name: cache, **inputs}
+        if mask is not None:  # without one, the model has to work out positions itself
+            if getattr(cache, "is_compileable", False) and hasattr(self.model, "create_masks_for_generate"):
+                embeddings = self.model.get_input_embeddings()(ids)
+                mask = self.model.create_masks_for_generate(self.config, embeddings, mask, cache)
+            given = {"attention_mask": mask, "position_ids": pos}
+            more |= {name: value for name, value in given.items() if name in self.takes}
         output = self.model(input_ids=ids, use_cache=True, **more)
         held = getattr(output, self.cache_name, None)
         if held is None:
             raise NotImplementedError("the model returns no cache")
         return output.logits, held
 
-    def placed(self, mask, pos):
-        """Return the arguments for mask and positions. Without a mask, the model has to work out positions itself."""
-        given = {"attention_mask": mask, "position_ids": pos} if mask is not None else {}
-        return {name: value for name, value in given.items() if name in self.takes}
-
     def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):
-        import transformers
-
-        if getattr(type(self.model), "generate", None) is not transformers.GenerationMixin.generate:
-            raise NotImplementedError("the model does not use generate() of transformers")
+        if not self.model.can_generate():
+            raise NotImplementedError("the model has no generate()")
         mask = torch.ones_like(ids) if mask is None else mask  # or it hides tokens with the padding id
         end = self.vocab_size if eos is None else eos  # no token. None would mean the model's own end-of-text token
-        greedy = transformers.GenerationConfig(
-            max_new_tokens=count, use_cache=use_cache, eos_token_id=end, pad_token_id=self.pad
-        )
-        return self.model.generate(ids, attention_mask=mask, generation_config=greedy, **inputs)
+        options = dict(max_new_tokens=count, use_cache=use_cache, eos_token_id=end, pad_token_id=self.pad)
+        return self.model.generate(ids, attention_mask=mask, do_sample=False, **options, **inputs)

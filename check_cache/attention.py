@@ -88,21 +88,7 @@ def operands_of(function, args):
     return None
 
 
-def read_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Compute the weights, which scaled_dot_product_attention does not return."""
-    keys = repeat_heads(key, query.size(-3)) if enable_gqa else key
-    scores = query @ keys.mT * (query.size(-1) ** -0.5 if scale is None else scale)
-    hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    if is_causal:
-        hidden = ~torch.ones_like(hidden).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden = hidden | ~attn_mask
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
-    return Read(weights, query, key, value)
-
-
-def repeat_heads(x, heads):
-    """Repeat keys or values (B, some heads, t, size) until there are `heads` heads, as the queries have."""
-    return x.repeat_interleave(heads // x.size(-3), -3)
+def read_sdpa(query, key, value, *args, **kwargs):
+    """Compute the weights, which scaled_dot_product_attention returns if its values are a unit matrix."""
+    unit = torch.eye(key.size(-2), dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+    return Read(F.scaled_dot_product_attention(query, key, unit, *args, **kwargs).nan_to_num(), query, key, value)

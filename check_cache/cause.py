@@ -1,208 +1,139 @@
 """Where a wrong logit comes from: the first thing that attention reads but should not.
 
-We ask in the order in which a decoder computes. Are the keys, values and queries of the new tokens correct? Are the
-keys and values kept from earlier tokens correct? Are the weights correct, that is, does each token see what it should?
+We ask in the order in which a decoder computes. Are the keys and values kept from earlier tokens correct? Are the keys,
+values and queries of the new tokens correct? Are the weights correct, that is, does each token see what it should?
 
-Without a cache, attention reads one column per slot in front of the text, if there are any, and one per token. So token
-p is in column front + p. With a cache, any slot may hold any column.
+Without a cache, each token has a slot of its own. With a cache, any slot may hold any token.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cosine_similarity
 
-from check_cache.adapters import ROWS
-from check_cache.attention import Read, repeat_heads, shaped
-
-
-@dataclass
-class Slot:
-    """A slot that should hold the key and value of a column of a row, and does not."""
-
-    reference: object
-    own: Read  # of this layer, without a cache
-    row: int
-    position: int  # below 0 in front of the text
-    index: int
-    new: bool  # whether its token is new
-    heads: torch.Tensor  # (heads,), which heads are wrong in this slot
-    pairs: dict  # "key" or "value", if wrong: what is in all slots and what should be, both (wrong heads, slots, size)
-
-    @property
-    def here(self):
-        """What is in this slot, and what should be, (wrong heads, size)."""
-        return [(got[:, self.index], wanted[:, self.index]) for got, wanted in self.pairs.values()]
-
-
-def whose(row, position):
-    return f"row {row}, position {position}" if position >= 0 else f"row {row}, in front of the text"
+from check_cache.attention import shaped
 
 
 def find_cause(stream, reads, T, rows, positions, drafts):
-    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are drafts, or None."""
+    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are drafts."""
     expected, calls = stream.reference.reads, stream.reference.calls
     if not expected:
         unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
         return f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads"
-    parts = reads[expected[0][0] :: calls]  # some decoders split the T tokens
-    sizes = [T] if len(parts) == 1 else [shaped(read, len(rows)).weights.size(2) for read in parts]
-    if len(reads) % calls or sum(sizes) != T:
-        return f"a step calls attention {len(reads)} times, but {calls} times without a cache"
-    end = 0
-    while end < T - drafts:
-        part, size = reads[:calls], sizes.pop(0)
-        reads, new, end = reads[calls:], slice(end, end + size), end + size
-        fed, later = stream.fed - T + end, max(0, end - T + drafts)
-        for layer, (call, wanted) in enumerate(expected):
-            read = shaped(part[call], len(rows))
-            if cause := compare_layer(stream, read, wanted, fed, rows[:, new], positions[:, new], later):
-                return f"layer {layer}: {cause}"
+    if len(reads) != calls:
+        return f"cause unknown: a step calls attention {len(reads)} times, but {calls} times without a cache"
+    for layer, (call, wanted) in enumerate(expected):
+        read = shaped(reads[call], len(rows))
+        if cause := compare_layer(stream, read, wanted, rows[:, : T - drafts], positions[:, : T - drafts], drafts):
+            return f"layer {layer}: {cause}"
+    return "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
 
 
-def compare_layer(stream, read, expected, fed, rows, positions, drafts):
+def compare_layer(stream, read, expected, rows, positions, drafts):
     """Return the cause if the attention of one layer is wrong, or None."""
-    reference, T = stream.reference, positions.size(1)
-    front, count = expected.weights.size(-1) - reference.length, T - drafts
-    first, fed = fed == T, front + fed
-    rows, positions = rows[:, :count], positions[:, :count]
-    row, real = rows[:, 0], positions >= 0
-
-    # how should the new tokens weigh each column, and which column is in which slot?
-    by_column = expected.weights[rows, :, positions.clamp(min=0)].transpose(1, 2)  # (B, heads, count, columns)
-    places = place(stream, read, expected, by_column, row, fed, T)
-    heads, slots = expected.weights.size(1), read.weights.size(-1)
-    if T == 1 and read.weights.numel() == len(rows) * heads * slots:  # transformers puts the heads of a group there
-        read.weights = read.weights.reshape(len(rows), heads, 1, slots)
-    if first and 0 < read.weights.size(2) - T <= front:  # what is in front of the text may have queries, too
-        query = None if read.query is None else read.query[:, :, -T:]
-        read = Read(read.weights[:, :, -T:], query, read.key, read.value)
+    reference, heads, T = stream.reference, expected.weights.size(1), positions.size(1) + drafts
+    if read.weights.size(2) > T == 1 and read.weights[0, ..., 0].numel() == heads:  # transformers puts a group there
+        read.weights, read.query = (x.reshape(len(x), heads, 1, -1) for x in (read.weights, read.query))
     if read.weights.size(2) != T:
         return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
-    known = (places >= 0) & (places < fed - stream.pads - drafts)  # drafts come from another sequence
-    weights = at_places(by_column, 3, places) * known[:, None, None]
+    # how should the new tokens weigh each position, and which position is in which slot?
+    row, real, at = rows[:, 0], positions >= 0, positions.clamp(min=0)
+    by_position = expected.weights[rows, :, at].transpose(1, 2)  # (B, heads, count, length)
+    places = place(stream, read, expected, row, T)
+    known = (places >= 0) & (places < stream.fed - stream.pads - drafts)  # drafts come from another sequence
+    weights = at_places(by_position, 3, places) * known[:, None, None]
 
-    absent = (by_column.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
+    absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
     if absent.any():
         t, i = absent.T.nonzero()[0].tolist()
-        missing = by_column[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax().item()
-        what = f"position {missing - front}" if missing >= front else "what is in front of the text"
-        return f"the token of {whose(row[i], positions[i, t])} needs {what}, which is in no slot"
+        missing = by_position[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax().item()
+        return f"the token of {whose(row[i], positions[i, t])} needs position {missing}, which is in no slot"
 
-    used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
-    bad, got, wanted = {}, {}, {}  # of keys and values, if we see them
-    for name in ("key", "value"):
-        if getattr(read, name) is not None and getattr(expected, name) is not None:
-            full = at_places(getattr(expected, name)[row], 2, places)
-            got[name], wanted[name] = same_heads(getattr(read, name), full)
-            bad[name] = reference.differ(got[name], wanted[name]).any(1) & used
-    wrong_query = compare_queries(reference, read.query, expected.query, rows, positions)
-    if stream.pads.any() and "key" in bad:
+    if read.value is not None and expected.value is not None:  # then we see keys and queries, too
+        used = known & (weights * real[:, None, :, None] > 0).any(2).any(1)  # (B, slots)
+        pairs, wrong = {}, {}
+        for name in ("key", "value"):
+            pairs[name] = same_heads(getattr(read, name), at_places(getattr(expected, name)[row], 2, places))
+            wrong[name] = reference.differ(*pairs[name]).any(1) & used
+        query = read.query[:, :, : T - drafts], expected.query[rows, :, at].transpose(1, 2)
+        wrong_query = reference.differ(*query).any(1) & real
         # Rotary positions may count the padding, because that moves no weight. Then no key of a row is as expected.
-        value = bad.get("value", used & False)
-        counts = (stream.pads > 0) & (bad["key"] | ~used).all(1, keepdim=True) & ~value.any(1, keepdim=True)
-        bad["key"] = bad["key"] & ~counts
-        wrong_query = wrong_query if wrong_query is None else wrong_query & ~counts
+        counts = (stream.pads > 0) & (wrong["key"] | ~used).all(1, keepdim=True) & ~wrong["value"].any(1, keepdim=True)
+        wrong["key"], wrong_query = wrong["key"] & ~counts, wrong_query & ~counts
 
-    off = sum(off.int() for off in bad.values())  # whether none of key and value is wrong, one, or both
-    if bad and off.any():
-        # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
-        kept = off * (places < fed - T - stream.pads)
-        index, i = (kept if kept.any() else off).T.nonzero()[0].tolist()
-        names = [name for name in bad if bad[name][i, index]]
-        heads = sum(reference.differ(got[name][i, :, index], wanted[name][i, :, index]).int() for name in names) > 0
-        pairs = {name: (got[name][i, heads], wanted[name][i, heads]) for name in names}
-        position = places[i, index].item() - front
-        slot = Slot(reference, expected, row[i].item(), position, index, not kept.any(), heads, pairs)
-        asked = None if wrong_query is None else wrong_query[i, positions[i] == position].any().item()
-        return explain_slot(slot, asked)
-    if wrong_query is not None and wrong_query.any():
-        t, i = wrong_query.T.nonzero()[0].tolist()
-        held, right = read.query[i, :, t], expected.query[rows[i, t], :, positions[i, t]]
-        reason = "its position, norm or scale, or an input that is slightly wrong"
-        reason = "its heads are in another order" if shuffled(reference, held, right) else reason
-        return f"mostly the query of {whose(rows[i, t], positions[i, t])} is wrong: {reason}"
-    return compare_weights(stream, read.weights[:, :, :count], weights, row, positions, places - front)
+        if (off := wrong["key"] | wrong["value"]).any():
+            # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
+            kept = off & (places < stream.fed - T - stream.pads)
+            slot, i = (kept if kept.any() else off).T.nonzero()[0].tolist()
+            here = {name: (x[i, :, slot], y[i, :, slot]) for name, (x, y) in pairs.items() if wrong[name][i, slot]}
+            asked = None if kept.any() else wrong_query[i, positions[i] == places[i, slot]].any()
+            return explain_slot(reference, expected, row[i].item(), places[i, slot].item(), slot, here, asked)
+        if wrong_query.any():
+            t, i = wrong_query.T.nonzero()[0].tolist()
+            reason = "its position, norm or scale, or an input that is slightly wrong"
+            if shuffled(reference, *(x[i, :, t] for x in query)):
+                reason = "its heads are in another order"
+            return f"mostly the query of {whose(row[i], positions[i, t])} is wrong: {reason}"
+    return compare_weights(stream, read.weights[:, :, : T - drafts], weights, row, positions, places)
 
 
-def explain_slot(slot, asked):
+def explain_slot(reference, expected, row, position, slot, here, asked):
     """Return the cause if a slot holds a wrong key or value.
 
-    asked: whether the query of its token is wrong, too, or None if we cannot see it
+    here   {"key" or "value", if wrong: (what is in the slot, what should be)}, both (heads, size)
+    asked  whether the query of its token is wrong, too, or None if the token is not new
     """
-    what, of = " and ".join(slot.pairs), whose(slot.row, slot.position)
-    holds = find_owner(slot) or (not (slot.new and asked) and distance_if_close(slot))
-    if not holds and not slot.new:
-        holds = "something that no token produced: changed later, or a rejected draft token"
+    what, of, reason = " and ".join(here), whose(row, position), None
+    if asked is not None and expected is reference.reads[0][1]:
+        reason = explain_arrival(reference, row, position, here)
+    if asked and not reason:
+        reason = "position ids, because its query is wrong too"
+        if "value" in here:
+            reason = "wrong input: the token, an entry of inputs=, or what else comes before attention"
+    holds = None if reason else find_content(reference, expected, row, position, here)
+    if asked is None and not holds:
+        holds = "something else, such as what a later step, a rejected draft token or another layer wrote"
     if holds:
-        return f"slot {slot.index} should hold the {what} of {of}, but holds {holds}"
-    first = slot.own is slot.reference.reads[0][1]
-    reason = explain_place(slot) if first and slot.position >= 0 else None
-    if asked is None:
-        reason = reason or "wrong input or absolute position, or changed by the cache"
-    elif asked and "value" in slot.pairs:
-        reason = reason or "wrong input: the token, an entry of inputs=, or what else comes before attention"
-    elif asked:
-        reason = reason or "position ids, because its query is wrong too"
-    reason = reason or "changed on the way into the cache, because its query is correct"
-    return f"the new {what} of {of} {'are' if len(slot.pairs) > 1 else 'is'} wrong on arrival: {reason}"
+        return f"slot {slot} should hold the {what} of {of}, but holds {holds}"
+    reason = reason or "changed on the way into the cache or written to a different slot, because its query is correct"
+    return f"the new {what} of {of} {'are' if len(here) > 1 else 'is'} wrong on arrival: {reason}"
 
 
-def explain_place(slot):
-    """Return at which other position a token has the new key and value of layer 0, or what else decides them."""
-    reference, ids, position = slot.reference, slot.reference.ids, slot.position
-    others = torch.where(torch.arange(reference.length) < position, (ids + 1) % reference.decoder.vocab_size, ids)
-    with reference.exactly():
-        (_, mixed), *_ = reference.watch(others)
-        (_, repeated), *_ = reference.watch(ids[slot.row, position].expand_as(ids))  # that token at every position
-    for name in slot.pairs:
-        changes = reference.differ(getattr(mixed, name), getattr(slot.own, name))  # (8, heads, columns)
-        if changes[slot.row, :, position - reference.length].any():
+def explain_arrival(reference, row, position, here):
+    """Return why the first layer gets a wrong key or value: a state, or a wrong position. Or None."""
+    with reference.exactly():  # the same token at every position
+        (_, repeated), *_ = reference.watch(reference.ids[row, position].expand_as(reference.ids))
+    for name, (_, right) in here.items():
+        alone = getattr(repeated, name)[row, :, position]
+        if reference.differ(*same_heads(alone[None], right[None])).any():
             return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
-    same = places_of(slot, repeated)[slot.row].nonzero()
+    same = find_tokens(reference, repeated, here)[row].nonzero()
     return f"its position is {same[0].item()}" if len(same) else None
 
 
-def find_owner(slot):
+def find_content(reference, expected, row, position, here):
     """Return in words what is in a slot instead of what belongs there, or None if we do not recognize it."""
-    reference, position = slot.reference, slot.position
-    # the key or value of another token, row or layer?
-    shapes = [getattr(slot.own, name).shape for name in slot.pairs]
-    for layer, (_, read) in sorted(enumerate(reference.reads), key=lambda pair: pair[1][1] is not slot.own):
-        if [getattr(getattr(read, name), "shape", None) for name in slot.pairs] != shapes:
-            continue
-        same = places_of(slot, read)
-        if slot.new and read is slot.own:  # a key at a wrong position may be that of the same token elsewhere
-            same &= reference.ids != reference.ids[slot.row, position]
-        if same.any():
-            # the same token may be in many places: name the nearest, preferably at the same position
-            steps, another = (torch.arange(reference.length) - position).abs(), torch.arange(ROWS) != slot.row
-            nearest = (steps + another[:, None] / 2).masked_fill(~same, torch.inf).argmin().item()
-            row, there = divmod(nearest, reference.length)
-            owner = f"row {row}" if row in (0, 1, 2, slot.row) else "another sequence or a rejected draft token"
-            return f"that of {'' if read is slot.own else f'layer {layer}, '}{owner}, position {there}"
-    # Which slots hold what belongs here? Not those that should: values of layer 0 are the same for the same token.
-    holds, should = (
-        torch.stack([~reference.differ(pair[which], pair[1][:, [slot.index]]).any(0) for pair in slot.pairs.values()])
-        for which in (0, 1)
-    )
-    if (elsewhere := holds.all(0) & ~should.all(0)).any():
-        return f"something else: what belongs there is in slot {elsewhere.nonzero()[0].item()}"
-    if not any(got.any() for got, _ in slot.here):
+    same = find_tokens(reference, expected, here)
+    if same.any():
+        steps = (torch.arange(reference.length) - position).abs().expand_as(same)  # a token may be in many places
+        owner, there = divmod(steps.masked_fill(~same, reference.length).argmin().item(), reference.length)
+        owner = f"row {owner}" if owner in (0, 1, 2, row) else "another sequence or a rejected draft token"
+        return f"that of {owner}, position {there}"
+    if not any(got.any() for got, _ in here.values()):
         return "zeros, as in an empty slot"
-    if all(shuffled(reference, got, wanted) for got, wanted in slot.here):
+    if all(shuffled(reference, got, right) for got, right in here.values()):
         return "its heads in another order"
+    if all(cosine_similarity(got.flatten(), right.flatten(), dim=0) > 0.98 for got, right in here.values()):
+        return "it rounded or scaled"
 
 
-def places_of(slot, read):
+def find_tokens(reference, read, here):
     """Return which tokens (8, length) of a Read have the key and value that a slot holds."""
-    differ = []
-    for name, (held, right) in zip(slot.pairs, slot.here):
-        tokens = repeat_heads(getattr(read, name), len(slot.heads))[:, slot.heads, -slot.reference.length :]
-        nearer = (tokens - held[:, None]).abs().amax(-1) < (right - held).abs().amax(-1)[:, None] / 2
-        differ.append((slot.reference.differ(held[:, None], tokens) | ~nearer).any(1))
-    return ~torch.stack(differ).any(0)
+    same = []
+    for name, (got, right) in here.items():
+        tokens, _ = same_heads(getattr(read, name), got[None])  # (8, heads, length, size)
+        allowed = min(reference.coarse * tokens.abs().max(), (right - got).abs().max() / 2)
+        same.append((tokens - got[:, None]).abs().amax((1, 3)) < allowed)
+    return torch.stack(same).all(0)
 
 
 def shuffled(reference, held, right):
@@ -211,32 +142,16 @@ def shuffled(reference, held, right):
     return same.any(1).all().item()
 
 
-def distance_if_close(slot):
-    """If a slot holds nearly what it should, as after rounding, return how far off it is in words. Otherwise None."""
-    pairs = slot.here
-    if any(cosine_similarity(got.flatten(), wanted.flatten(), dim=0) < 0.98 for got, wanted in pairs):
-        return None
-    off = max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
-    return f"it rounded or scaled, off by {off:.1g} of its size"
-
-
-def compare_queries(reference, got, wanted, rows, positions):
-    """Return which queries of new tokens are wrong (B, count), or None if we cannot see them."""
-    if got is None or wanted is None:
-        return None
-    got, wanted = got[:, :, : positions.size(1)], wanted[rows, :, positions.clamp(min=0)].transpose(1, 2)
-    return reference.differ(got, wanted).any(1) & (positions >= 0) if got.shape == wanted.shape else None
-
-
 def compare_weights(stream, got, wanted, row, positions, places):
     """Return the cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
     got, wanted = same_heads(got, wanted)
     wrong = ((got - wanted).abs() > stream.reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
-    if not wrong.any():
-        return None
     got, wanted = got.amax(1), wanted.amax(1)
-    seen, hidden = wrong & (wanted == 0), wrong & (got == 0)
-    for bad, text in ((seen, "sees {}, but should not"), (hidden, "does not see {}, but should"), (wrong, None)):
+    for bad, text in (
+        (wrong & (wanted == 0), "sees {}, but should not"),
+        (wrong & (got == 0), "does not see {}, but should"),
+        (wrong, "gives {} a weight of {:.3g}, not {:.3g}: mask, bias, scale, heads or dropout"),
+    ):
         if bad.any():
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
             position, where = places[i, slot].item(), f"slot {slot}"
@@ -244,49 +159,37 @@ def compare_weights(stream, got, wanted, row, positions, places):
                 where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0: see reset)"
             elif position != slot:
                 where += f" (position {position})"
-            given, needed = got[i, t, slot].item(), wanted[i, t, slot].item()
-            text = text or f"gives {{}} a weight of {given:.3g}, not {needed:.3g}: mask, bias, scale, heads or dropout"
-            return f"the token of {whose(row[i], positions[i, t])} {text.format(where)}"
+            text = text.format(where, got[i, t, slot].item(), wanted[i, t, slot].item())
+            return f"the token of {whose(row[i], positions[i, t])} {text}"
 
 
-def place(stream, read, expected, weights, row, fed, T):
-    """Return the column (B, slots) in each slot, in the layout that fits best. `weights` are by column."""
-    slots, front = read.weights.size(-1), expected.weights.size(-1) - stream.reference.length
-    slot = torch.arange(slots)
-    layouts = [slot] if slots >= fed else [fed - slots + slot, slot + (fed - 1 - slot) // slots * slots]  # a ring
-    if slots > fed == front + T:
-        layouts.append(slot + fed - slots)  # the cache was not empty
-    seen = read.key is not None and expected.key is not None
-    x, y, dim = (read.key, expected.key[row], 2) if seen else (read.weights[:, :, : weights.size(2)], weights, 3)
+def place(stream, read, expected, row, T):
+    """Return which position is in each slot (B, slots). Once some are forgotten, only their keys show it."""
+    slots, fed = read.weights.size(-1), stream.fed
+    in_order = (torch.arange(slots) - (0 if stream.ragged else stream.pads)).expand(len(row), -1)
+    newest_last = in_order + fed - slots
+    if slots == fed or read.key is None or expected.key is None or stream.pads.any():
+        return in_order if slots >= fed else newest_last
+    got, wanted = same_heads(read.key, expected.key[row])
+    if slots > fed:  # some are empty, or a first step sees what was in the cache before it
+        layouts = [in_order, newest_last] if fed == T else [in_order]
+        return min(layouts, key=lambda places: (got - at_places(wanted, 2, places)).abs().sum())
+    distance = torch.cdist(*(x.transpose(1, 2).flatten(2) for x in (got, wanted[:, :, :fed])))  # (B, slots, fed)
+    far = (torch.arange(fed) - newest_last[..., None]).abs() / fed  # decides between equal keys
+    return (distance + far * distance.mean() / 100).argmin(2)
 
-    def distance(places):
-        got, wanted = same_heads(x, at_places(y, dim, places))
-        return (got - wanted).abs().sum()
 
-    pads = 0 if stream.ragged else stream.pads
-    shifted = [layout.where((layout >= 0) & (layout < front), layout - pads) for layout in layouts]
-    best = min((layout.expand(len(row), -1) for layout in shifted), key=distance)
-    if not seen or stream.pads.any() or (slots >= fed and not stream.decoder.window):
-        return best
-
-    # A window may be kept in any order, with sinks before it, or a chunk after a ring: if each slot that is not empty
-    # holds the key of a column, that is where the columns are.
-    got, wanted = same_heads(x, y[:, :, :fed])
-    fits = [~stream.reference.differ(got, wanted[:, :, [p]]).any(1) for p in range(fed)]
-    fits = torch.stack(fits, 2)  # (B, slots, fed)
-    if not (fits.any(2) | (got == 0).all(3).all(1)).all():
-        return best
-    as_best = fits.gather(2, best.clamp(0, fed - 1)[..., None])[..., 0] & (best >= 0) & (best < fed)
-    return best.where(as_best, fits.int().argmax(2).where(fits.any(2), -1))
+def whose(row, position):
+    return f"row {row}, position {position}"
 
 
 def at_places(x, dim, places):
-    """Select the columns `places` (B, slots) from x (B, heads, ...) along `dim`, 2 or 3."""
+    """Select the positions `places` (B, slots) from x (B, heads, ...) along `dim`, 2 or 3."""
     at = places.clamp(0, x.size(dim) - 1)
     return x.take_along_dim(at[:, None, :, None] if dim == 2 else at[:, None, None], dim)
 
 
 def same_heads(x, y):
-    """Return x and y with equally many heads."""
+    """Return x and y (B, heads, ...) with equally many heads. One head of keys may serve several of queries."""
     heads = max(x.size(1), y.size(1))
-    return repeat_heads(x, heads), repeat_heads(y, heads)
+    return [part.repeat_interleave(heads // part.size(1), 1) for part in (x, y)]

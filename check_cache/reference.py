@@ -56,8 +56,7 @@ def revealing(tensor, dtype, draw):
     if data.dim() < 2:
         return (data + 0.1 * normal(data, draw)).to(dtype)
     deviation = 1 / data.size(-1) ** 0.5
-    if not data.any():
-        return (deviation * normal(data, draw)).to(dtype)
+    data = data if data.any() else deviation * normal(data, draw)
     return (data * max(1.0, deviation / (data.float().std().item() + 1e-6))).to(dtype)
 
 
@@ -84,56 +83,51 @@ class Reference:
         ids[3:6, :fork] = ids[:3, :fork]
         self.ids = torch.tensor(ids.tolist())  # on the device
 
-        for self.exact in (torch.float64, torch.float32, dtype):  # the first that the decoder can run in
-            try:
-                fault = self.set_logits()
-                break
-            except Exception:
-                if self.exact == dtype:
-                    raise
-        if fault:
-            raise Fault(f"not the cache's fault: logits without a cache {fault}, so no cache can give the same logits")
-
+        self.set_logits(dtype)
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
-        plain = self.full()
-        self.argmax = plain.argmax(-1)
         least = self.logits.std() * self.eps * (1 if self.modules else 64)  # an estimate, if we cannot change weights
-        self.rounding = self.error(plain).clamp(min=least)
+        self.rounding = self.error(self.full()).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
             error = self.error(self.full(rows, end), rows, slice(end))
             self.rounding[rows, :end] = self.rounding[rows, :end].maximum(error)
         for _ in range(3):
             with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
-        self.limit, self.suspicious = LARGEST * self.rounding.max(), LARGEST * self.rounding.median()
         self.find_blindness()
         if atol or rtol:  # a cache that rounds on purpose
-            self.rtol, self.coarse, atol = rtol or 0.0, 0.3, atol or 0.0
-            self.rounding = self.rounding.clamp(min=atol)
-            self.limit, self.suspicious = self.limit.clamp(min=atol), self.suspicious.clamp(min=atol)
+            self.rtol, self.coarse = rtol, 0.3
+        self.limit = (LARGEST * self.rounding.max()).clamp(min=atol)
+        self.rounding = self.rounding.clamp(min=atol)
 
     def full(self, rows=slice(None), end=None, ids=None):
         """Return logits without a cache, of some rows up to `end`. A decoder may overwrite the ids that it gets."""
         ids = self.ids if ids is None else ids
         return self.decoder.full(ids[rows, :end].clone(), torch.arange(ROWS)[rows])
 
-    def set_logits(self):
-        """Set `logits`. Return in words if they depend on later tokens or other rows: then no cache can give them.
+    def set_logits(self, dtype):
+        """Set `logits`. Raise Fault if they depend on later tokens or other rows: then no cache can give them.
 
         The shorter sequences come first, because some decoders remember the longest.
         """
         half = self.length // 2
-        with self.exactly():
-            fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
-            self.logits = self.full().double()
-        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
+        for self.exact in (torch.float64, torch.float32, dtype):  # the first that the decoder can run in
+            try:
+                with self.exactly():
+                    fewer = {"later tokens": self.full(end=half), "other rows": self.full(slice(1), half)}
+                    self.logits = self.full().double()
+                break
+            except Exception:
+                if self.exact == dtype:
+                    raise
         if not self.logits.isfinite().all():
-            return "are not finite"
+            raise Fault("not the cache's fault: logits without a cache are not finite")
+        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
         for what, logits in fewer.items():
             off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
             if (off > tolerance).any():
                 first = (off > tolerance).int().argmax()
-                return f"change by {off.max():.2g} when {what} are left out, from position {first} on"
+                why = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
+                raise Fault(f"not the cache's fault: logits without a cache {why}")
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -148,43 +142,22 @@ class Reference:
 
     def find_blindness(self):
         """Raise Fault if a wrong cache could not show in these logits. They must depend on earlier tokens."""
-        even, odd = torch.arange(0, self.length, 2), torch.arange(1, self.length, 2)
-        shifted = (self.ids + 1) % self.decoder.vocab_size
-        others = self.full(slice(3), ids=self.ids.index_copy(1, even, shifted[:, even]))
-        matters = self.error(others, slice(3))[:, odd].median()
-        noise = self.rounding.median()
+        others = self.ids.clone()
+        others[:, ::2] = (others[:, ::2] + 1) % self.decoder.vocab_size
+        matters, noise = self.error(self.full(slice(3), ids=others), slice(3))[:, 1::2].median(), self.rounding.median()
         if matters < VISIBLE * noise:
             moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"
             raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
-    @cached_property
-    def sees_padding(self):
-        """Whether left padding changes logits even without a cache. We can only tell if `full` accepts a mask."""
-        if not self.decoder.takes("full", "mask"):
-            return False
-        rows, positions = torch.arange(3)[:, None].expand(3, self.length), torch.arange(self.length)
-        positions = positions - torch.tensor(PADS)[:, None]
-        real, pos = positions >= 0, positions.clamp(min=0)
-        logits = self.decoder.full(self.ids[rows, pos].where(real, self.decoder.pad), rows[:, 0], real.long(), pos)
-        return (self.error(logits[real], rows[real], pos[real]) > self.limit).any()
-
     def watch(self, ids=None):
-        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router.
-
-        Slots in front of the text, such as those of a class, an image or memory keys, are the first slots of a Read.
-        """
+        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router."""
         with Watch() as watch:
             self.full(ids=ids)
         self.calls, whole = len(watch.reads), []
         for i, read in enumerate(watch.reads):
             read = read() if callable(read) else read
-            extra, front = (size - self.length for size in read.weights.shape[-2:])
-            if 0 <= extra <= front:
-                read = shaped(read, len(self.ids))
-                read.weights = read.weights[:, :, extra:]
-                read.query = None if read.query is None else read.query[:, :, extra:]
-                if front == 0 or not read.weights[..., front:].triu(1).any():  # not the slots of cross-attention
-                    whole.append((i, read))
+            if read.weights.shape[-2:] == (self.length, self.length):
+                whole.append((i, shaped(read, len(self.ids))))
         return whole
 
     @cached_property

@@ -21,6 +21,10 @@ class Fault(Exception):
     """Logits are not as they should be even without a cache, so it cannot be judged."""
 
 
+class Wrong(Exception):
+    """A logit or a token is not as without a cache. The arguments are the fields of a Result from `why` on."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of one scenario with one kind of cache."""
@@ -33,10 +37,6 @@ class Result:
     off: float | None = None  # how far the worst logit is off
     position: int | None = None  # of the first wrong logit
     step: tuple[int, int] | None = None  # the number of rows and tokens that were fed to get it
-
-    def __str__(self):
-        """Return what was wrong, or why it was not run."""
-        return f"{self.rule}. {self.why}" if self.rule else self.why or ""
 
     @property
     def name(self):
@@ -66,11 +66,9 @@ class Report:
         for word in as_list(require):
             exact = [result for result in self.results if word in (result.scenario, result.name)]
             named = exact or [result for result in self.results if word in result.name]
-            absent = "; ".join(result.name for result in named if result.status in ("not run", "error"))
-            if not named:
-                lines.append(f"{word}, which names no scenario")
-            elif absent:
-                lines.append(f"{word}, which names {len(named)}, among them {absent}" if len(named) > 1 else absent)
+            absent = [result.name for result in named if result.status in ("not run", "error")]
+            if absent or not named:
+                lines.append(f"{word} ({'; '.join(absent) or 'no such scenario'})")
         return lines
 
     def assert_correct(self, require=()):
@@ -94,7 +92,8 @@ class Report:
             for results in groups.values():
                 names = ", ".join(dict.fromkeys(result.scenario for result in results))
                 kinds = " and ".join(dict.fromkeys(result.cache for result in results))
-                lines.append(f"{label}  {names}, {kinds} cache" + (f": {results[0]}" if results[0].why else ""))
+                said = ". ".join(text for text in (results[0].rule, results[0].why) if text)
+                lines.append(f"{label}  {names}, {kinds} cache" + (f": {said}" if said else ""))
         lines.append(f"beyond   not covered: {self.beyond}")
         wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
         return "\n".join(wrapped)
@@ -111,8 +110,6 @@ def first_line(error):
 def describe(error):
     """Return an exception in one line, with the line of their code that it comes from."""
     text, name = first_line(error).rstrip("."), type(error).__name__
-    if isinstance(error, (NotImplementedError, AdapterError, Fault)):
-        return text
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
     return f"raises {name}{where}" + (f": {text}" if text != name else "")

@@ -1,9 +1,7 @@
 """The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing."""
 
 import copy
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
@@ -11,25 +9,7 @@ from check_cache.adapters import ROWS
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
 from check_cache.reference import PADS
-from check_cache.report import first_line
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """run(start) feeds a cache, where start() makes a Stream. It may return what is wrong besides logits."""
-
-    name: str
-    run: Callable
-    needs: str | None  # an argument of `step`, or "generate"
-    padding: bool  # whether it is not the cache's fault if padding is seen without a cache, too
-
-
-@dataclass
-class Found:
-    """What the streams of a scenario have found so far."""
-
-    errors: list = field(default_factory=list)  # rows, positions, errors, whether the argmax differs, step
-    cause: str | None = None
+from check_cache.report import Wrong, first_line
 
 
 def interrupt(function, at):
@@ -49,7 +29,7 @@ class Stream:
         self.rows, self.pads, self.ragged = torch.tensor([*rows]), torch.tensor(pads)[:, None], ragged
         self.masked = (masked or any(pads)) and not ragged
         slots = reference.length + spare  # a static cache has empty slots, or none in the end
-        self.cache = self.decoder.new(len(self.rows), min(slots, self.decoder.context or slots), kind)
+        self.cache = self.decoder.call("new", len(self.rows), min(slots, self.decoder.context or slots), kind=kind)
 
     def next(self, T, drafts=0):
         """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
@@ -64,7 +44,7 @@ class Stream:
 
     def feed(self, count, drafts=0):
         """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
-        T = count + drafts
+        reference, T = self.reference, count + drafts
         ids, rows, positions, mask = self.next(T, drafts)
         pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
         with Watch() as watch:
@@ -73,23 +53,20 @@ class Stream:
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
         if missing and self.ragged:
             raise NotImplementedError("the step returns logits of the last slot, which may be padding")
-        wrong = self.compare(logits[:, : count - missing], rows[:, missing:count], positions[:, missing:count])
-        if wrong and not self.found.cause:
+        seen, real = (rows[:, missing:count], pos[:, missing:count]), positions[:, missing:count] >= 0
+        error = reference.error(logits[:, : count - missing], *seen).where(real, 0)
+        self.found.append((error[real], reference.rounding[seen][real]))
+        if (wrong := error > reference.limit).any():
             try:
-                self.found.cause = find_cause(self, watch.reads, T, rows, positions, drafts)
-            except Exception as error:  # a kind of attention that we do not know
-                self.found.cause = f"cause unknown: {first_line(error)}"
+                cause = find_cause(self, watch.reads, T, rows, positions, drafts)
+            except Exception as problem:  # a kind of attention that we do not know
+                cause = f"cause unknown: {first_line(problem)}"
+            t, i = wrong.T.nonzero()[0].tolist()
+            row, position = (part[i, t].item() for part in seen)
+            rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
+            rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
+            raise Wrong(cause, rule, error.max().item(), position, (len(ids), T))
         return self
-
-    def compare(self, logits, rows, positions):
-        """Note the errors of logits by position and then by row. Return whether one or most of them look wrong."""
-        batch, tokens = (torch.full((len(rows) * rows.size(1),), size) for size in rows.shape)
-        places = (positions >= 0).T.nonzero(as_tuple=True)[::-1]
-        logits, rows, positions = logits[places], rows[places], positions[places]
-        error = self.reference.error(logits, rows, positions)
-        differs = logits.argmax(-1) != self.reference.argmax[rows, positions]
-        self.found.errors.append((rows, positions, error, differs, batch[: len(rows)], tokens[: len(rows)]))
-        return len(error) and (error.max() > self.reference.limit or error.median() > self.reference.suspicious)
 
     def feed_all(self, *sizes):
         """Feed steps of these sizes, until the sequences end."""
@@ -116,18 +93,17 @@ class Stream:
         return self
 
 
-def largest_chunk(L):
-    """Return the largest n for which chunks of 1, 2, ... n tokens fit into L tokens."""
-    return int(((8 * L + 1) ** 0.5 - 1) / 2)
-
-
 def scenarios_for(window, L, seed):
-    """Return the scenarios for sequences of L tokens."""
+    """Return the scenarios for sequences of L tokens: {name: (needs, run)}.
+
+    needs       an argument of `step`, or "generate", or None
+    run(start)  feeds a cache, where start() makes a Stream, and raises Wrong if a logit or a token is wrong
+    """
     third, n = L // 3, min(8, L // 4)
     fork, short = third | 1, min(third, 2 * n)  # fork: see Reference; short: where the length does not matter
     page = 1 << fork.bit_length()  # where pages begin, of up to so many tokens
     ones = [1] * n  # so many single tokens are enough to see a mistake
-    largest = largest_chunk(L)
+    largest = int(((8 * L + 1) ** 0.5 - 1) / 2)  # chunks of 1, 2, ... up to it fit into L tokens
     mixed = (torch.randperm(largest, generator=torch.Generator().manual_seed(seed), device="cpu") + 1).tolist()
     doubling = [n * 2**i for i in range(L.bit_length())]
     around = (window - 1, window + 2) if window and largest - 2 < window < L else ()
@@ -142,7 +118,7 @@ def scenarios_for(window, L, seed):
             feed(start, short, 1, rows=range(B))
 
     def generate(start, **options):
-        """Let the decoder's own loop or search choose tokens, several times, since a call may meet leftovers."""
+        """Let the decoder's own loop or search choose tokens: again up to an end token, and after an exception."""
         first, second = start((5, 6, 7), **options), start(**options)
         decoder = first.decoder
 
@@ -154,28 +130,23 @@ def scenarios_for(window, L, seed):
             return [row[: row.index(eos) + 1] if eos in row else row for row in new.tolist()]
 
         def compare():
-            other, plain, end, early = call(False, first), call(False, second), None, ""
-            if decoder.takes("generate", "eos"):
-                end, early = plain[0][len(plain[0]) // 2], ". It may end rows early"
-                plain = call(False, second, end)
-            watch = Watch()
-            for which, stream, eos, expected, note in (
-                ("first", first, None, other, ""),
-                ("second", second, end, plain, early),
-                ("third", first, None, other, ". It comes after one that an exception stopped"),
-            ):
+            row, watch = call(False, second)[0], Watch()
+            end = row[len(row) // 2] if decoder.takes("generate", "eos") else None
+            cases = {"first": (first, None), "second": (second, end), "third": (first, None)}
+            expected = {which: call(False, *case) for which, case in cases.items()}
+            for which, case in cases.items():
                 if which == "third":
                     interrupt(lambda: call(True, second), watch.calls // 4)
                 with watch:
-                    chosen = call(True, stream, eos)
-                if chosen != expected:
-                    return f"the {which} call of generate() chooses different tokens with the cache than without{note}"
+                    chosen = call(True, *case)
+                if chosen != expected[which]:
+                    raise Wrong(f"the {which} call of generate() chooses different tokens with the cache than without")
 
         try:
             with first.reference.exactly():  # so that rounding decides nothing
-                return compare()
+                compare()
         except RuntimeError:  # it cannot run in float64
-            return compare()
+            compare()
 
     def prefix_twice(start):
         first = start().feed(fork)
@@ -231,17 +202,14 @@ def scenarios_for(window, L, seed):
     def go_on(start):
         """After an exception, a step that has not begun leaves its cache alone, and any step leaves others alone."""
         stream = start().feed(short).feed(1)
-        calls = stream.calls
         stream.fail(1)
-        stream.feed(1).fail(calls // 2)
+        stream.feed(1).fail(stream.calls // 2)
         feed(start, short, *ones, rows=(5, 6, 7))
 
-    scenarios = []
+    scenarios = {}
 
     def add(name, function, *arguments, needs=None, **options):
-        padding = any(options.get("pads", ())) and needs != "lengths"
-        run = lambda start: function(start, *arguments, **options)  # noqa: E731
-        scenarios.append(Scenario(name, run, needs, padding))
+        scenarios[name] = needs, lambda start: function(start, *arguments, **options)
 
     add("decode", feed, prefill, *[1] * L, spare=0)
     add("decode from 1 token", feed, *[1] * prefill)

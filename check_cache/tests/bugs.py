@@ -467,7 +467,7 @@ def no_more_than_four_rows(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|layer", "a default argument: all layers share one list")
+@bug(HOLDS, "a default argument: all layers share one list")
 def layers_share_a_slot(patch):
     patched_update(
         patch,
@@ -489,7 +489,7 @@ def growth_moves_layers(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS}|belongs there is in slot", "a write index that is one too far", caches=("static",))
+@bug(f"{HOLDS}|zeros", "a write index that is one too far", caches=("static",))
 def one_slot_too_far(patch):
     def change(self, k, v, key, layer):
         if self.room and key.size(2) < 10:
@@ -575,7 +575,7 @@ def keys_and_values_swapped(patch):
     return Decoder()
 
 
-@bug("which is in no slot", "transformers 37574: rolled before the window is full", caches=("static",))
+@bug(HOLDS, "transformers 37574: rolled before the window is full", caches=("static",))
 def static_window_rolled_too_early(patch):
     from transformers.cache_utils import StaticSlidingWindowLayer as Layer
 
@@ -641,7 +641,7 @@ def crop_takes_one_more(patch):
     return tiny("llama")
 
 
-@bug(HOLDS, "crop forgets the length of the later layers")
+@bug("layer 1: ", "crop forgets the length of the later layers")
 def crop_forgets_a_layer(patch):
     def broken(self, count):
         self.lengths = [length + count for length in self.lengths]

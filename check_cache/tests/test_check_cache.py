@@ -186,7 +186,7 @@ def test_what_must_have_run_is_required():
     for words in (["rollback"], ["speculative rollback, own cache"], ["static"]):
         with pytest.raises(AssertionError, match=f"required, but not run: {words[0]}"):
             report.assert_correct(require=words)
-    with pytest.raises(AssertionError, match="rollback, which names 3, among them speculative rollback, own cache; "):
+    with pytest.raises(AssertionError, match=r"run: rollback \(speculative rollback, own cache; "):
         report.assert_correct(require=["rollback"])
 
 
@@ -194,7 +194,7 @@ def test_the_whole_name_of_a_scenario_means_that_one():
     """Here a decoder without generate, so "generate with left padding" cannot run."""
     report = check_cache(**functions(Decoder()), scenarios=["decode", "padding", "rollback"])
     report.assert_correct(require=["decode", "left padding", "rollback"])
-    with pytest.raises(AssertionError, match="padding, which names 4, among them generate with left padding, own"):
+    with pytest.raises(AssertionError, match=r"run: padding \(generate with left padding, own"):
         report.assert_correct(require=["padding"])
 
 
@@ -424,7 +424,7 @@ def test_rows_that_end_before_others(forgets):
         return torch.tensor([text + [0] * (max(map(len, texts)) - len(text)) for text in texts])
 
     report = check_cache(**functions(model, generate=generate), scenarios=["generate"], skip="padding")
-    assert report.exit_code == forgets and ("It may end rows early" in str(report.results[0].why)) == forgets, report
+    assert report.exit_code == forgets and ("the second call" in str(report.results[0].why)) == forgets, report
 
 
 @pytest.mark.parametrize("leaves", ["the length", "the cache in the module"])
@@ -459,7 +459,7 @@ def test_a_call_of_generate_after_an_exception():
 
     report = check_cache(**functions(model, generate=generate), scenarios=["generate"])
     why = report.results[0].why
-    assert report.exit_code == 1 and ("an exception stopped" in why or "Sizes of tensors" in why), report
+    assert report.exit_code == 1 and ("the third call" in why or "Sizes of tensors" in why), report
 
 
 def test_a_call_without_a_cache_in_between():
@@ -688,7 +688,7 @@ def test_a_wrong_position_is_named(positions, parts):
 
 @pytest.mark.slow
 def test_a_step_may_feed_its_tokens_in_parts():
-    """Then a chunk calls attention several times."""
+    """Then a chunk calls attention several times, and we do not know which call reads what."""
     model = Decoder()
 
     def step(ids, cache, pos):
@@ -696,7 +696,7 @@ def test_a_step_may_feed_its_tokens_in_parts():
         return torch.cat([model(part, cache, None, at + 2 * (at > 20)) for part, at in parts], 1)
 
     report = check_cache(**functions(model, step=step), scenarios=["double"])
-    assert report.results[0].why.endswith("wrong on arrival: its position is 23"), report
+    assert report.results[0].why.startswith("cause unknown: a step calls attention 12 times, but 2"), report
 
 
 def test_a_wrong_token_is_named():
@@ -710,7 +710,7 @@ def test_a_key_that_its_cache_changes_is_named(monkeypatch):
     changed = lambda self, key, *rest: update(self, key.flip(-1) if self.lengths[0] > 20 else key, *rest)  # noqa: E731
     monkeypatch.setattr(Cache, "update", changed)
     said = first_cause(Decoder("learned"), lambda *arguments: arguments)
-    assert said.endswith("wrong on arrival: changed on the way into the cache, because its query is correct"), said
+    assert "wrong on arrival: changed on the way into the cache or" in said, said
 
 
 def test_rotary_positions_may_count_the_padding(monkeypatch):
@@ -750,22 +750,15 @@ class Behind(Decoder):
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_slots_in_front_of_the_text(count, monkeypatch):
+    """A wrong cache is found, but not its cause."""
     model, update = Behind(count), Cache.update
     step = lambda ids, cache, pos: model(ids, cache, None, pos)  # noqa: E731
     check_cache(**functions(model, step=step), scenarios=["decode", "reorder"]).assert_correct(require=["reorder"])
 
-    def cause(broken):
-        monkeypatch.setattr(Cache, "update", broken)
-        return check_cache(**functions(model, step=step), scenarios="decode", skip="from").results[0].why
-
-    def changed(change):
-        """Return the cause if change(key, value) is what goes into the cache in decode steps."""
-        return cause(lambda self, k, v, layer: update(self, *change(k, v) if k.size(2) == 1 else (k, v), layer))
-
-    assert "the key of row 0, position 16, but holds it rounded or scaled" in changed(lambda k, v: (k * 1.5, v))
-    assert "the new value of row 0, position 16 is wrong on arrival: changed" in changed(lambda k, v: (k, v.flip(-1)))
-    lost = cause(lambda self, k, v, layer: [x[:, :, k.size(2) == 1 :] for x in update(self, k, v, layer)])
-    assert "position 16 needs what is in front of the text, which is in no slot" in lost, lost
+    broken = lambda self, k, v, layer: update(self, k * 1.5 if k.size(2) == 1 else k, v, layer)  # noqa: E731
+    monkeypatch.setattr(Cache, "update", broken)
+    report = check_cache(**functions(model, step=step), scenarios="decode", skip="from")
+    assert report.exit_code == 1 and "attention reads no sequence as a whole" in report.results[0].why, report
 
 
 def test_equal_tokens_have_equal_values(monkeypatch):
@@ -901,7 +894,8 @@ def test_state_that_grows_with_the_longest_sequence():
     """As the angles of dynamic NTK in transformers, which stay large once a long sequence has been seen."""
     rope = dict(rope_type="dynamic", factor=8.0, rope_theta=10000.0)
     model = tiny("llama", max_position_embeddings=32, rope_parameters=rope)
-    report = check_cache(model, length=96, scenarios=["decode"])
+    new, step = lambda rows, length: None, lambda ids, cache: model(ids, past_key_values=cache).logits
+    report = check_cache(full=lambda ids: model(ids).logits, new=new, step=step, length=96, scenarios=["decode"])
     assert report.exit_code == 2 and re.search("change by .* when later tokens are left out", report.results[0].why)
 
 
@@ -934,7 +928,7 @@ def test_a_decoder_that_refuses_float64_and_one_that_keeps_a_table(monkeypatch):
 
 @pytest.mark.slow
 def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
-    """In bfloat16, a different expert moves a few logits more than most bugs do, so we look at what attention reads."""
+    """In bfloat16, a different expert moves a few logits more than most bugs do, but not half of them."""
     from transformers.cache_utils import DynamicLayer
 
     model = family("qwen3_moe")
@@ -951,7 +945,7 @@ def test_a_router_that_rounding_moves_does_not_hide_a_wrong_value(monkeypatch):
 
     monkeypatch.setattr(DynamicLayer, "update", broken)
     report = check_cache(model, **options)
-    assert report.exit_code == 1 and "position 15, but holds that of row " in report.results[0].why, report
+    assert report.exit_code == 1 and "half of the logits off by" in report.results[0].rule, report
 
 
 def test_a_decoder_that_exits_is_not_correct():
@@ -1007,20 +1001,6 @@ def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monke
     assert report.exit_code == 2
     said = " ".join(str(report).split())
     assert "FAULT" in said and "when later tokens are left out, from position" in said
-
-
-def test_padding_that_changes_logits_without_a_cache_is_not_its_fault(monkeypatch):
-    import transformers
-
-    forward = transformers.GPT2Model.forward
-    broken = lambda self, *args, position_ids=None, **kwargs: forward(self, *args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(transformers.GPT2Model, "forward", broken)
-    model, options = tiny("gpt2"), dict(length=48, scenarios=["decode", "padding"], caches=("own",))
-    report = check_cache(model, **options)
-    assert report.exit_code == 2 and "WRONG" not in str(report)
-    said = {result.scenario: (result.status, result.why) for result in report.results}
-    assert said["left padding"] == ("fault", "not the cache's fault: padding changes logits even without a cache")
-    check_cache(model, **options, skip="padding").assert_correct()
 
 
 def test_a_wrong_argument_is_named():
@@ -1151,8 +1131,6 @@ def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
     for script, shown in zip(scripts, reports):
         sys.modules.pop("mine", None)  # each script breaks a decoder that is correct
         exec(script, {})
-        said, shown = (
-            re.sub(r"logits off by .*? positions|\s+", " ", text) for text in (capsys.readouterr().out, shown)
-        )
+        said, shown = (re.sub(r"logits off by .*?\)|\s+", " ", text) for text in (capsys.readouterr().out, shown))
         assert said == shown
     sys.modules.pop("mine", None)

@@ -121,7 +121,7 @@ WRONG = {
     "dalle: shifted tokens, the default": (
         dalle,
         lambda: (repros.dalle_logits(10) > 1e-3).all(),
-        "wrong on arrival: a state that earlier tokens leave before attention",
+        "attention reads no sequence as a whole",
     ),
     "infini-transformer: learned_delta_update": (
         lambda: infini_transformer(learned_delta_update=True),
