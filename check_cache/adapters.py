@@ -15,11 +15,10 @@ from check_cache.report import AdapterError, first_line
 
 ROWS = 8  # sequences
 NEEDED = ("full", "new", "step")
-FACTS = ("vocab_size", "context", "window", "pad")
 # what an adapter may do with its cache, and the method of a cache that does it otherwise
 METHODS = dict(crop="crop", reorder="reorder_cache", reset="reset")
 METHODS |= dict(repeat="batch_repeat_interleave", select="batch_select_indices")
-PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS)
+PARTS = (*NEEDED, *METHODS, "fork", "generate", "vocab_size", "context", "window", "pad")
 
 
 def adapter_of(model, parts, inputs):
@@ -177,8 +176,6 @@ class Transformers:
     def __init__(self, model):
         import transformers
 
-        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
-            raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.static_cache = transformers.StaticCache
         self.takes = inspect.signature(model.forward).parameters

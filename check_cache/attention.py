@@ -22,10 +22,14 @@ class Read:
     value: torch.Tensor | None = None
 
 
-def shaped(read, B):
-    """Return a read of B rows in full shape, copied so that later steps cannot change it."""
+def shaped(read, B, front=0, skip=0):
+    """Return a read of B rows in full shape, copied so that later steps cannot change it.
+
+    We leave out `front` slots in front of the text, such as those of a class or an image, and `skip` queries there.
+    """
     read = read() if callable(read) else read
-    parts = read.weights, read.query, read.key, read.value
+    parts = (read.weights[..., front:], skip), (read.query, skip), (read.key, front), (read.value, front)
+    parts = [x if x is None else x[..., first:, :] for x, first in parts]
     return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
 
 

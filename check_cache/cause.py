@@ -3,7 +3,8 @@
 We ask in the order in which a decoder computes. Are the keys and values kept from earlier tokens correct? Are the keys,
 values and queries of the new tokens correct? Are the weights correct, that is, does each token see what it should?
 
-Without a cache, each token has a slot of its own. With a cache, any slot may hold any token.
+Without a cache, each token has a slot of its own. With a cache, any slot may hold any token. Slots in front of the text
+come first in both.
 """
 
 import torch
@@ -16,12 +17,11 @@ def find_cause(stream, reads, T, rows, positions, drafts):
     """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are drafts."""
     expected, calls = stream.reference.reads, stream.reference.calls
     if not expected:
-        unseen = "reads no sequence as a whole" if calls else "calls no softmax (flex_attention hides it)"
-        return f"cause unknown: without a cache, attention {unseen}, so we cannot compare what it reads"
+        return "cause unknown: without a cache, we see no attention over all tokens (flex_attention hides it)"
     if len(reads) != calls:
         return f"cause unknown: a step calls attention {len(reads)} times, but {calls} times without a cache"
-    for layer, (call, wanted) in enumerate(expected):
-        read = shaped(reads[call], len(rows))
+    for layer, (call, front, skip, wanted) in enumerate(expected):
+        read = shaped(reads[call], len(rows), front, skip if stream.fed == T else 0)
         if cause := compare_layer(stream, read, wanted, rows[:, : T - drafts], positions[:, : T - drafts], drafts):
             return f"layer {layer}: {cause}"
     return "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
@@ -83,7 +83,7 @@ def explain_slot(reference, expected, row, position, slot, here, asked):
     asked  whether the query of its token is wrong, too, or None if the token is not new
     """
     what, of, reason = " and ".join(here), whose(row, position), None
-    if asked is not None and expected is reference.reads[0][1]:
+    if asked is not None and expected is reference.reads[0][-1]:
         reason = explain_arrival(reference, row, position, here)
     if asked and not reason:
         reason = "position ids, because its query is wrong too"
@@ -101,7 +101,7 @@ def explain_slot(reference, expected, row, position, slot, here, asked):
 def explain_arrival(reference, row, position, here):
     """Return why the first layer gets a wrong key or value: a state, or a wrong position. Or None."""
     with reference.exactly():  # the same token at every position
-        (_, repeated), *_ = reference.watch(reference.ids[row, position].expand_as(reference.ids))
+        (*_, repeated), *_ = reference.watch(reference.ids[row, position].expand_as(reference.ids))
     for name, (_, right) in here.items():
         alone = getattr(repeated, name)[row, :, position]
         if reference.differ(*same_heads(alone[None], right[None])).any():

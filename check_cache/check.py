@@ -72,16 +72,13 @@ def check_cache(
     if not LEAST <= length <= most:
         most = decoder.context or "if you give one"
         raise ValueError(f"length={length}: must be at least {LEAST}, and at most the context, {most}")
-    known = scenarios_for(decoder.window, length, seed)
-    chosen = choose(known, scenarios, skip)
+    chosen = choose(scenarios_for(decoder.window, length, seed), scenarios, skip)
     with prepared(decoder, dtype, device, seed) as (dtype, device):
         results = run_all(decoder, chosen, kinds, length, dtype, seed, atol, rtol)
     show("")
 
     beyond = [f"more than {length} tokens or {ROWS} rows", "most sizes of chunks"]
     beyond += [f"caches other than {' and '.join(kinds)}", "other dtypes", "scenarios combined"]
-    if left_out := len(known) - len(chosen):
-        beyond.append(f"{left_out} scenarios that were left out")
     if not decoder.modules:
         beyond.append("perturbed weights and float64, because we found no module with weights: pass it as model=")
     if decoder.window and length < 2 * decoder.window:

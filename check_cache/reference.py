@@ -150,14 +150,20 @@ class Reference:
             raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
     def watch(self, ids=None):
-        """Return [(index of a call of attention, its Read)] for the calls over all tokens, unlike those of a router."""
+        """Return the calls of attention over all tokens, unlike those of a router.
+
+        As [(index, slots in front of the text, queries in front of it, its Read without these)].
+        """
         with Watch() as watch:
             self.full(ids=ids)
         self.calls, whole = len(watch.reads), []
         for i, read in enumerate(watch.reads):
             read = read() if callable(read) else read
-            if read.weights.shape[-2:] == (self.length, self.length):
-                whole.append((i, shaped(read, len(self.ids))))
+            skip, front = (size - self.length for size in read.weights.shape[-2:])
+            if 0 <= skip <= front:
+                read = shaped(read, len(self.ids), front, skip)
+                if front == 0 or not read.weights.triu(1).any():  # not cross-attention
+                    whole.append((i, front, skip, read))
         return whole
 
     @cached_property

@@ -12,12 +12,6 @@ from check_cache.reference import PADS
 from check_cache.report import Wrong, first_line
 
 
-def interrupt(function, at):
-    """Call a function, and stop it at call number `at` of torch."""
-    with suppress(Interruption), Watch(stop=at):
-        function()
-
-
 class Stream:
     """A batch of the sequences `rows` on its way through one cache. Its errors go into `found`.
 
@@ -78,7 +72,8 @@ class Stream:
     def fail(self, at):
         """Feed a token, but stop the step at call number `at` of torch."""
         ids, _, pos, mask = self.next(1)
-        interrupt(lambda: self.decoder.step(ids, self.cache, mask, pos, self.rows, None), at)
+        with suppress(Interruption), Watch(stop=at):
+            self.decoder.step(ids, self.cache, mask, pos, self.rows, None)
 
     def crop(self, count):
         """Take back the newest `count` tokens."""
@@ -136,7 +131,8 @@ def scenarios_for(window, L, seed):
             expected = {which: call(False, *case) for which, case in cases.items()}
             for which, case in cases.items():
                 if which == "third":
-                    interrupt(lambda: call(True, second), watch.calls // 4)
+                    with suppress(Interruption), Watch(stop=watch.calls // 4):
+                        call(True, second)
                 with watch:
                     chosen = call(True, *case)
                 if chosen != expected[which]:
