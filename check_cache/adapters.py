@@ -176,6 +176,8 @@ class Transformers:
     def __init__(self, model):
         import transformers
 
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
+            raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.static_cache = transformers.StaticCache
         self.takes = inspect.signature(model.forward).parameters

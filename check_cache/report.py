@@ -38,10 +38,6 @@ class Result:
     position: int | None = None  # of the first wrong logit
     step: tuple[int, int] | None = None  # the number of rows and tokens that were fed to get it
 
-    @property
-    def name(self):
-        return f"{self.scenario}, {self.cache} cache"
-
 
 @dataclass(frozen=True, repr=False)
 class Report:
@@ -62,11 +58,11 @@ class Report:
 
         A word that is the whole name of a scenario means that one. Any other names all whose name contains it.
         """
-        lines = []
+        lines, results = [], {f"{result.scenario}, {result.cache} cache": result for result in self.results}
         for word in as_list(require):
-            exact = [result for result in self.results if word in (result.scenario, result.name)]
-            named = exact or [result for result in self.results if word in result.name]
-            absent = [result.name for result in named if result.status in ("not run", "error")]
+            exact = [name for name, result in results.items() if word in (result.scenario, name)]
+            named = exact or [name for name in results if word in name]
+            absent = [name for name in named if results[name].status in ("not run", "error")]
             if absent or not named:
                 lines.append(f"{word} ({'; '.join(absent) or 'no such scenario'})")
         return lines

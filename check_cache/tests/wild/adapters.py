@@ -275,7 +275,7 @@ def encodec(context):
 
 
 def whisper():
-    """Hooks keep a dict whose keys are modules. We skip chunks, which whisper never feeds."""
+    """Hooks keep a dict whose keys are modules. It masks a chunk wrongly, but never feeds one."""
     from whisper.model import ModelDimensions, Whisper
 
     model = Whisper(
