@@ -99,7 +99,8 @@ def prepared(decoder, dtype, device, seed):
     device = torch.device(device or next(iter(devices), "cpu"))
     # a device as a context sees every call of torch, which costs a fifth of the time of a small model
     where = nullcontext() if device == torch.get_default_device() else device
-    with torch.random.fork_rng(), torch.no_grad(), where:
+    generators = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators), torch.no_grad(), where:
         with changed(decoder.modules, lambda tensor: tensor.data.to(device)):
             logits = decoder.find_called_modules()
         if dtype and not decoder.modules:

@@ -246,6 +246,7 @@ def test_an_export_has_the_special_tokens_of_its_folder_that_the_vocabulary_has(
         file.write_text(json.dumps(there | settings), encoding="utf-8")
 
     checkpoint = load_checkpoint(first)
+    capsys.readouterr()  # the progress bar of write_gpt2
     export_hf(build(checkpoint).eval(), build_tokenizer(checkpoint), tmp_path / "hf", checkpoint["special_tokens"])
     err = capsys.readouterr().err
     assert len(err.splitlines()) == len(notes) and all(note in err for note in notes), err
