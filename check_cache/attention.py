@@ -22,12 +22,13 @@ class Read:
     value: torch.Tensor | None = None
 
 
-def shaped(read, B, front=0, skip=0):
+def shaped(read, B, T, front):
     """Return a read of B rows in full shape, copied so that later steps cannot change it.
 
-    We leave out `front` slots in front of the text, such as those of a class or an image, and `skip` queries there.
+    We leave out `front` slots in front of the text, such as those of a class, and the queries before the last T.
     """
     read = read() if callable(read) else read
+    skip = max(0, read.weights.size(-2) - T) if front else 0
     parts = (read.weights[..., front:], skip), (read.query, skip), (read.key, front), (read.value, front)
     parts = [x if x is None else x[..., first:, :] for x, first in parts]
     return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))

@@ -20,8 +20,8 @@ def find_cause(stream, reads, T, rows, positions, drafts):
         return "cause unknown: without a cache, we see no attention over all tokens (flex_attention hides it)"
     if len(reads) != calls:
         return f"cause unknown: a step calls attention {len(reads)} times, but {calls} times without a cache"
-    for layer, (call, front, skip, wanted) in enumerate(expected):
-        read = shaped(reads[call], len(rows), front, skip if stream.fed == T else 0)
+    for layer, (call, front, wanted) in enumerate(expected):
+        read = shaped(reads[call], len(rows), T, front)
         if cause := compare_layer(stream, read, wanted, rows[:, : T - drafts], positions[:, : T - drafts], drafts):
             return f"layer {layer}: {cause}"
     return "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"

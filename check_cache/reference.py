@@ -152,7 +152,7 @@ class Reference:
     def watch(self, ids=None):
         """Return the calls of attention over all tokens, unlike those of a router.
 
-        As [(index, slots in front of the text, queries in front of it, its Read without these)].
+        As [(index, slots in front of the text, its Read without them)].
         """
         with Watch() as watch:
             self.full(ids=ids)
@@ -161,9 +161,9 @@ class Reference:
             read = read() if callable(read) else read
             skip, front = (size - self.length for size in read.weights.shape[-2:])
             if 0 <= skip <= front:
-                read = shaped(read, len(self.ids), front, skip)
+                read = shaped(read, len(self.ids), self.length, front)
                 if front == 0 or not read.weights.triu(1).any():  # not cross-attention
-                    whole.append((i, front, skip, read))
+                    whole.append((i, front, read))
         return whole
 
     @cached_property
