@@ -121,9 +121,9 @@ def random_gpt(file, *edits, seed=0):
 
 
 def prompts(longest):
-    """Twenty prompts: one that ends just after a page, and others of random lengths."""
+    """Twenty prompts of random lengths."""
     draw = torch.Generator().manual_seed(0)
-    for seed, length in enumerate([33, *torch.randint(2, longest, (19,), generator=draw).tolist()]):
+    for seed, length in enumerate(torch.randint(2, longest, (20,), generator=draw).tolist()):
         yield seed, torch.randint(50, (1, length), generator=draw)
 
 
@@ -162,6 +162,23 @@ def test_texts_that_share_pages_are_what_each_is_alone():
             more = paged.generate(text, 5, T + 39, table)
             torch.manual_seed(seed)
             assert torch.equal(more, alone.generate(text, 5)), i
+
+
+@pytest.mark.parametrize("same", [20, 32])
+def test_a_prompt_that_goes_on_differently_leaves_shared_pages_alone(same):
+    """Its chunk begins in the middle of a page and reaches into the next, or begins with a page."""
+    paged, alone = random_gpt(PAGES), random_gpt(PREALLOCATED)
+    first = torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
+    other = first.where(torch.arange(40) < same, (first + 1) % 50)
+    paged.generate(first, 5)
+    table = paged.blocks[0].attention.table
+    pages = [block.attention.pool[:, :, table].clone() for block in paged.blocks]
+    torch.manual_seed(1)
+    text = paged.generate(other, 5, same, table)
+    torch.manual_seed(1)
+    assert torch.equal(text, alone.generate(other, 5))
+    for block, before in zip(paged.blocks, pages):
+        assert torch.equal(block.attention.pool[:, :, table], before)
 
 
 def test_int8_is_off_by_rounding_only():
