@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler
-from extras.decoding import compile as compiling
+from extras.decoding.c_pack import int8_panels
 from extras.decoding.decoder import Decoder
 from extras.decoding.quantize import BLOCK, quantize, round_weights
 from helpers import PROMPT, V, a_filter, a_model, a_seed, ok, prompts, random_model, sample
@@ -71,7 +71,7 @@ def test_more_rows_than_are_rounded_at_a_time():
     layer = torch.nn.Linear(3, 5000)
     weight, rest = layer.weight.detach().clone(), torch.nn.Linear(3, 5000 - 4096)
     rest.weight.data = weight[4096:]
-    packed, packed_rest = compiling.int8_panels(layer, 16)[0], compiling.int8_panels(rest, 16)[0]
+    packed, packed_rest = int8_panels(layer, 16)[0], int8_panels(rest, 16)[0]
     assert torch.equal(packed[4096 // 16 :], packed_rest)
     round_weights(layer)
     assert torch.equal(layer.weight.double(), expanded(*quantize(weight), 3))
