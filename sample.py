@@ -332,12 +332,13 @@ def near_tie(logits, noise, picks, sampling):
     return True
 
 
-def verify(model, idx, texts, sampling, kv_cache, tokenizer, engine=None, numbers=None):
+def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=None, numbers=None):
     """Compare texts with the plain loop: which token does it pick at each step, after the same tokens?
 
     model     a GPT, or what `generate` accepts
     idx       (B, T) int64, the prompts
     texts     B GeneratedTexts
+    num_new   how many new tokens each has, if neither a stop string nor the end of the context came before
     sampling  the Sampling that they were generated with
     kv_cache  whether the plain loop uses the cache: the opposite of the run that we compare
     engine    what generated the texts, if it was not `model`: an OnnxGPT
@@ -347,6 +348,11 @@ def verify(model, idx, texts, sampling, kv_cache, tokenizer, engine=None, number
     """
     T, device = idx.size(1), idx.device
     new = [text.ids[T:] for text in texts]
+    numbers = range(len(texts)) if numbers is None else numbers
+    asked = sampling.num_new_tokens(T, num_new, model.config.block_size)
+    for number, text, tokens in zip(numbers, texts, new):
+        if len(tokens) < asked and not text.ended:
+            return [(number, False, f"DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")]
     steps = max(map(len, new))
     forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=device)
     samples = sampling.samples_of(len(texts), device)
@@ -374,12 +380,12 @@ def verify(model, idx, texts, sampling, kv_cache, tokenizer, engine=None, number
         ours = our_logits[step][row]
         names = ", but ".join(repr(tokenizer.show(token)) for token in both)
         a, b = (" and ".join(f"{x:.5f}" for x in logits[both].tolist()) for logits in (ours, theirs))
-        number = row if numbers is None else numbers[row]
+        number = numbers[row]
         line = f"row {number}, new token {step}: {names} {their_way}. Logits of the two: {a} {our_way}, {b} {their_way}"
-        found.append([number, True, f"near-tie at {line}. Rounding decides between logits this close"])
+        found.append((number, True, f"near-tie at {line}. Rounding decides between logits this close"))
     if not same:
         agree = ". The logits agree, so the two sampled differently" * bool((ours - theirs).abs().max() <= NEAR_TIE)
-        found[-1] = [number, False, f"DIFFERENT at {line}{agree}"]
+        found[-1] = (number, False, f"DIFFERENT at {line}{agree}")
     return found
 
 
@@ -483,7 +489,7 @@ def main():
     if args.verify:
         torch.set_num_threads(all_threads)
         began = time.perf_counter()
-        found = verify(model, idx, texts, sampling, not args.kv_cache, tokenizer)
+        found = verify(model, idx, texts, num_new, sampling, not args.kv_cache, tokenizer)
         seconds = times[-1], time.perf_counter() - began
         their_way, _ = which_run(not args.kv_cache, None)
         same = report_differences(found, texts, sum(len(text.ids) - T for text in texts), their_way)

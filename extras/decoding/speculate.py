@@ -39,8 +39,8 @@ class RaggedCache(KVCache):
     """A KVCache whose rows may be at different positions: pos is `(B, T)`.
 
     Shorter rows hold padding or rejected draft tokens beyond their own positions, up to `length`, that of the longest
-    row. A query sees the slots up to its own position, which hides them. Where all rows are at the same position, pos is
-    `(T,)`, as in a KVCache.
+    row. A query sees the slots up to its own position, which hides them. Where all rows are at the same position, pos
+    is `(T,)`, as in a KVCache.
     """
 
     def update(self, layer, pos, k, v):
