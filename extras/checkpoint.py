@@ -1,111 +1,10 @@
 """Models that model.py alone cannot read: with a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl."""
 
-import itertools
 from pathlib import Path
 
-import numpy as np
-
-from model import CharTokenizer, build, char_tokenizer, load
-
-
-def load_checkpoint(path, meta=None):
-    """Return the checkpoint at `path` as load in model.py does. It may be a Hugging Face folder, too.
-
-    meta  for a nanoGPT checkpoint: its meta.pkl, or the tokenizer if it was trained on GPT-2's tokens
-    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
-    """
-    path = Path(path)
-    if path.is_dir():
-        if meta:
-            raise ValueError(f"{path} has its own tokenizer: leave out --meta")
-        from extras.interop.huggingface import read_folder
-
-        return read_folder(path)
-    if not meta:
-        return load(path)
-    vocabulary, checkpoint = read_vocabulary(Path(meta)), load(path)
-    if any(name in checkpoint for name in ("chars", "tokenizer")):
-        raise ValueError(f"{path} has its own vocabulary: leave out --meta")
-    return checkpoint | vocabulary
-
-
-def read_vocabulary(path):
-    """Return {"chars": ...} from nanoGPT's meta.pkl, or {"tokenizer": ...} from a tokenizer. Raises ValueError."""
-    if path.suffix == ".pkl":
-        from extras.nanogpt import read_meta
-
-        return {"chars": read_meta(path)}
-    from extras.bpe import read_tokenizer, tokenizer_from_json
-
-    return tokenizer_from_json(read_tokenizer(path)).state_dict()  # as prepare.py writes it
-
-
-def tokenizer_from_state(state):
-    """Return the tokenizer for a dict with "tokenizer" or "chars". Raises ValueError, or KeyError if it has neither."""
-    if "tokenizer" not in state:
-        return CharTokenizer(state["chars"])
-    from extras.bpe import tokenizer_from_json
-
-    return tokenizer_from_json(state["tokenizer"])
-
-
-def build_tokenizer(checkpoint):
-    """Return the tokenizer of a checkpoint. Raises ValueError if there is none, or if it does not fit the weights."""
-    if "tokenizer" not in checkpoint:
-        return char_tokenizer(checkpoint)
-    try:
-        tokenizer = tokenizer_from_state(checkpoint)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint['path']}: {error}") from None
-    check_vocab_size(tokenizer, checkpoint["model_args"]["vocab_size"], checkpoint["path"])
-    return tokenizer
-
-
-def make_tokenizer(name, vocab_size, training_text):
-    """Return the tokenizer for prepare.py --tokenizer. Raises ValueError.
-
-    name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
-    training_text  the text in pieces, from which a BPE of vocab_size tokens learns
-    """
-    from extras.bpe import tokenizer_from_json, train_bpe
-
-    if name == "bpe":
-        return tokenizer_from_json(train_bpe(training_text, vocab_size))
-    path = Path(name)
-    for file in (path, path / "ckpt.pt", path / "last.pt"):
-        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
-            return build_tokenizer(load(file))
-    return tokenizer_from_state(read_vocabulary(path))
-
-
-def read_text(file, source):
-    """Return what a Dataset of train.py needs to evaluate a text file with the tokens of a checkpoint.
-
-    That is (tokenizer, train, val, sha256, val_bytes), with all of the text as the val split. Raises ValueError.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 (byte {error.start}): convert it first") from None
-    tokenizer = build_tokenizer(source)
-    pieces = tokenizer.encode_pieces([text]) if "tokenizer" in source else [tokenizer.encode(text)]
-    ids = np.fromiter(itertools.chain.from_iterable(pieces), np.uint32)
-    if len(ids) < 2:
-        raise ValueError(f"{file} has {len(ids)} {tokenizer.unit}, but a loss needs two")
-    return tokenizer, ids[:0], ids, {}, len(text.encode())
-
-
-def check_vocab_size(tokenizer, vocab_size, path):
-    """Raise ValueError unless the weights from `path`, with vocab_size tokens, fit this tokenizer.
-
-    Some models pad the vocabulary of their weights to a multiple of 128.
-    """
-    padding = 0 if tokenizer.unit == "characters" else 127
-    if not 0 <= vocab_size - len(tokenizer.vocab) <= padding:
-        raise ValueError(
-            f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
-            f"{tokenizer.unit}: they do not belong together"
-        )
+import model
+from extras.interop.hf_read import read_folder
+from extras.tokenizer import build_tokenizer, read_vocabulary
 
 
 def load_model(path, meta=None):
@@ -115,4 +14,24 @@ def load_model(path, meta=None):
     """
     checkpoint = load_checkpoint(path, meta)
     tokenizer = build_tokenizer(checkpoint)
-    return build(checkpoint).eval(), tokenizer
+    return model.build_model(checkpoint).eval(), tokenizer
+
+
+def load_checkpoint(path, meta=None):
+    """Return the checkpoint at `path` as load_checkpoint in model.py does. It may be a Hugging Face folder, too.
+
+    meta  for a nanoGPT checkpoint: its meta.pkl, or the tokenizer if it was trained on GPT-2's tokens
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if meta:
+            raise ValueError(f"{path} has its own tokenizer: leave out --meta")
+        return read_folder(path)
+    if not meta:
+        return model.load_checkpoint(path)
+    vocabulary = read_vocabulary(Path(meta))
+    checkpoint = model.load_checkpoint(path)
+    if any(name in checkpoint for name in ("chars", "tokenizer")):
+        raise ValueError(f"{path} has its own vocabulary: leave out --meta")
+    return checkpoint | vocabulary
