@@ -242,6 +242,8 @@ class CausalSelfAttention(nn.Module):
         if cache is None:  # causal attention within x
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
+        elif self.training:  # the weights are about to change, and with them all keys and values
+            raise RuntimeError("the model is in train mode, where there is no cache: call model.eval() first")
         else:  # write the new keys and values, then read all so far: (B, nkv, t, hs)
             self.cache = cache
             k, v = cache.update(self.layer, pos, k, v)
@@ -400,8 +402,6 @@ class GPT(nn.Module):
         pos    int64 positions of idx, (T,) or (B, T); None: 0 to T - 1
         cache  the KVCache to write to at pos, and to read; None: attention within idx
         """
-        if cache is not None and self.training:
-            raise RuntimeError("the model is in train mode, where there is no cache: call model.eval() first")
         T, block_size = idx.size(1), self.config.block_size
         if not 1 <= T <= block_size:
             raise ValueError(f"{T} positions; this model accepts 1 to {block_size} (block_size)")

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT, CharTokenizer, GPTConfig, build, load, save, write_atomically
+from model import GPT, CharTokenizer, GPTConfig, build_model, load_checkpoint, save_checkpoint, write_atomically
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -867,7 +867,7 @@ def train(config, data, state, header, bar, signals):
     def save_as(name, with_optimizers=True):
         state.seconds = round(time.perf_counter() - began, 3)
         if RANK == 0:
-            save(out_dir / name, header | state.state_dict(with_optimizers))
+            save_checkpoint(out_dir / name, header | state.state_dict(with_optimizers))
 
     def require_finite(loss):
         if not math.isfinite(loss):
@@ -1014,7 +1014,7 @@ def load_source(init_from, out_dir, meta=None):
     if init_from == "resume":
         if not (out_dir / "last.pt").exists():
             raise ValueError(f"nothing to resume: there is no {out_dir / 'last.pt'}")
-        return load(out_dir / "last.pt")
+        return load_checkpoint(out_dir / "last.pt")
     path = Path(init_from)
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
@@ -1022,7 +1022,7 @@ def load_source(init_from, out_dir, meta=None):
         from extras.checkpoint import load_checkpoint
 
         return load_checkpoint(path, meta)
-    return load(path)
+    return load_checkpoint(path)
 
 
 def check_text(data, data_dir, source, config):
@@ -1055,7 +1055,7 @@ def make_model(config, source, vocab_size):
         weights, positions = dict(source["model"]), "transformer.wpe.weight"
         if positions in weights:  # a shorter context uses the first rows
             weights[positions] = weights[positions][: config.block_size].clone()
-        return build(source | dict(model=weights, model_args=asdict(model_config)))
+        return build_model(source | dict(model=weights, model_args=asdict(model_config)))
     model = GPT(model_config)
     if config.zero_init:
         model.zero_init()

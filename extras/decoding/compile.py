@@ -27,7 +27,7 @@ from extras.decoding.c_library import (
     model_struct,
 )
 from extras.decoding.c_pack import int8_panels, pack_weights, panels
-from extras.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
+from extras.decoding.ngrams import MAX_ORDER
 from extras.decoding.quantize import BLOCK
 
 __all__ = ["CompileError", "NotHereError", "compile_step"]
@@ -117,7 +117,6 @@ def shape_macros(model, min_chance, layout):
         GELU_TANH=int(config.activation == "gelu_tanh"),
         POST_LN=int(not config.norm_first),
         MAX_ORDER=MAX_ORDER,
-        LOOK_UP_ORDER=LOOK_UP_ORDER,
         MIN_CHANCE=f"{min_chance}f",
         INT8=int(layout is int8_panels),
         BLOCK=BLOCK,
