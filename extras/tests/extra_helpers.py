@@ -38,7 +38,6 @@ TEXT = np.random.default_rng(0).choice(V, 3000, p=np.arange(V, 0, -1) / (V * (V 
 NGRAMS = count_ngrams(TEXT, V, 1000)
 DRAFTS = {
     "one token per step": dict(draft=None),
-    "look-up": dict(draft="ngram"),
     "n-grams": dict(draft="ngram", ngrams=NGRAMS),
 }
 a_draft = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler
+from extra_helpers import DRAFTS, TEXT, assert_same_as_alone, needs_compiler
 from extras.decoding.c_pack import int8_panels
 from extras.decoding.decoder import Decoder
+from extras.decoding.ngrams import count_ngrams
 from extras.decoding.quantize import BLOCK, quantize, round_weights
 from helpers import PROMPT, V, a_filter, a_model, a_seed, ok, prompts, random_model, sample
 from model import GPTConfig
@@ -92,7 +93,8 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
     """The step in int8 adds the same numbers in the same order as the one in float32, so the texts are equal."""
     model = round_weights(random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)))
     idx = prompts(9, 3)[:, : model.config.block_size] % model.config.vocab_size
-    decoders = [Decoder(model, "ngram", compile=True, weights=weights) for weights in ("int8", "float32")]
+    ngrams = count_ngrams(TEXT % model.config.vocab_size, model.config.vocab_size, 1000)
+    decoders = [Decoder(model, "ngram", ngrams, compile=True, weights=weights) for weights in ("int8", "float32")]
     ours, floats = (decoder.generate(idx, 65, seed=1) for decoder in decoders)
     assert torch.equal(ours, floats)
     assert_same_as_alone(model, ours[:1], idx[:1], 65, [0], 1, {})
