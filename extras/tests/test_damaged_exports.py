@@ -11,13 +11,13 @@ import shutil
 import onnx
 import pytest
 import torch
+from extras.interop.checksums import read_tree, write_tree
+from extras.interop.transformers import write_folder
 from safetensors.torch import load_file, save_file
 
 from extra_helpers import STABLELM, TOKENIZER
 from extras.checkpoint import load_checkpoint, load_model
-from extras.interop.checksums import read_tree, write_tree
 from extras.interop.onnx import OnnxGPT, write_onnx
-from extras.interop.transformers import write_folder
 from helpers import CHARS, Bomb, bytes_of, load, save_model, tiny
 
 pytestmark = pytest.mark.slow  # they share exports, which take seconds

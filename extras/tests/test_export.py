@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from extras.interop.transformers import GRAPH
 
 from extra_helpers import POST_LN, STABLELM, assert_tells_no_paths, full_disk
 from extras.checkpoint import load_checkpoint, load_model
 from extras.interop.onnx import OnnxGPT, write_onnx
-from extras.interop.transformers import GRAPH
 from helpers import PROMPT, assert_one_line, here, ok, run, sample, save_model, tiny, tree, unix
 from model import GPT, build
 

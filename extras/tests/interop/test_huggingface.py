@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from extras.interop.transformers import export_hf, hf_settings, write_folder
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import (
@@ -19,7 +20,6 @@ from transformers import (
 from extra_helpers import GPT2, STABLELM, TOKENIZER, bpe, write_gpt2
 from extras.bpe import tokenizer_from_json
 from extras.checkpoint import build_tokenizer, load_checkpoint, load_model
-from extras.interop.transformers import export_hf, hf_settings, write_folder
 from helpers import CHARS, SAMPLE, SIZE, assert_one_line, here, ok, tiny, tree
 from model import build
 

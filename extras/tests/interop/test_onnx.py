@@ -8,11 +8,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from extras.interop.check import own_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extra_helpers import POST_LN, STABLELM, TOKENIZER
-from extras.interop.check import own_text
 from extras.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 from helpers import CHARS, SIZE, ok, run, same, tiny, unix
 from model import Sampling, stream_tokens
