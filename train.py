@@ -1019,9 +1019,9 @@ def load_source(init_from, out_dir, meta=None):
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
     if meta or path.is_dir():
-        from extras.checkpoint import load_checkpoint
+        from extras import checkpoint
 
-        return load_checkpoint(path, meta)
+        return checkpoint.load_checkpoint(path, meta)
     return load_checkpoint(path)
 
 

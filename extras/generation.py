@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 import sample
-from extras.checkpoint import build_tokenizer, load_checkpoint
+from extras.checkpoint import load_checkpoint
 from extras.cores import share_cores  # noqa: F401  sample.py calls it
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
 from extras.text import PartialText
+from extras.tokenizer import build_tokenizer
 from model import Sampling, build_model
 
 
@@ -149,31 +150,32 @@ def main(args):
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
         torch.set_num_threads(all_threads)
-        began = time.perf_counter()
-        same = verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
-        seconds = times[-1], time.perf_counter() - began
+        same, seconds = verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
         if same and len(times) > 1:
-            cached, uncached = seconds if args.kv_cache else seconds[::-1]
+            cached, uncached = (times[-1], seconds) if args.kv_cache else (seconds, times[-1])
             plain = not (args.draft or args.compile or args.engine == "onnx")
             sample.report_speedup("with the cache" if plain else "this way", cached, uncached)
         sys.exit(0 if same else 1)
 
 
 def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer):
-    """Compare the texts with the plain loop, as sample.py does, for prompts of any length. Returns whether they agree.
+    """Compare the texts with the plain loop, as sample.py does, for prompts of any length.
 
     A decoder that computes positions of its own can be right where the cache of model.py is broken. So we compare it
     with the plain loop in both ways, without the cache and with it.
+    Returns (same, seconds): whether they agree, and the time of the plain loop, without the cache if it ran both ways.
     """
     engine = model if args.engine == "onnx" else None
     own_loop = args.draft or args.compile or len(args.prompt or ()) > 1
-    found, samples = [], sampling.samples_of(len(prompts), "cpu").tolist()
+    found, seconds, samples = [], 0.0, sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
         idx, group = torch.stack([prompts[row] for row in rows]), [texts[row] for row in rows]
         settings = replace(sampling, samples=[samples[row] for row in rows])
-        for kv_cache in [False, True] if own_loop else [not args.kv_cache]:
+        for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
+            began = time.perf_counter()
             found += sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows)
+        seconds += time.perf_counter() - began
     count = sum(len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts))
     their_way, _ = sample.which_run(not args.kv_cache, engine)
-    return sample.report_differences(found, texts, count, their_way)
+    return sample.report_differences(found, texts, count, their_way), seconds

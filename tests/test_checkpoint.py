@@ -59,7 +59,7 @@ def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
 
 
-def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(load_model, tmp_path):
+def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(tmp_path):
     save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from extras.decoding.choose import choose_stream
 
 import model as model_py
 from extra_helpers import assert_same_as_alone, needs_compiler, without_minus_one
 from extras.decoding import choose
-from extras.decoding.choose import choose_stream
 from extras.decoding.compile import CompileError, NotHereError
 from extras.decoding.decoder import NUM_DRAFTS, Decoder, Generation
 from helpers import CONTEXT, MODELS, num_threads, prompts
