@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from extras.interop.transformers import GRAPH
 
 from extra_helpers import POST_LN, STABLELM, assert_tells_no_paths, full_disk
 from extras.checkpoint import load_checkpoint, load_model
