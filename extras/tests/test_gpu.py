@@ -7,10 +7,10 @@ import os
 
 import pytest
 import torch
-from extras.decoding.torch_compile import CompiledGPT
 
 from extra_helpers import DRAFTS
 from extras.decoding.decoder import Decoder
+from extras.decoding.torch_compile import CompiledGPT
 from helpers import (
     FILTERS,
     KINDS,
