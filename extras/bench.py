@@ -160,7 +160,8 @@ class Timing:
 
     def __init__(self, device=None):
         self.device = device
-        self.times, self.sizes = [], []
+        self.times = []
+        self.sizes = []
         self.start = self.now()
 
     def now(self):
@@ -357,7 +358,8 @@ def shape(text):
 def parse_args():
     variants = "\n".join(f"  {name:14} {text}" for name, text in VARIANTS.items())
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
-    add, add_model = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument
+    add_model = parser.add_mutually_exclusive_group().add_argument
     add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
     add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
     add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")

@@ -73,7 +73,8 @@ def refuse_other_settings(model):
     if len(blocks) != config.n_layer:
         raise CompileError(f"the model has {len(blocks)} layers, but its config says n_layer={config.n_layer}")
     for block in blocks:
-        attn, mlp = block.attn, block.mlp
+        attn = block.attn
+        mlp = block.mlp
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head

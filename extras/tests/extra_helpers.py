@@ -71,7 +71,8 @@ def attend(head, q, pos):
 
 TOKENIZER = CharTokenizer(CHARS)
 # networks that transformers' classes of these names compute, and one that no class of transformers computes
-GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")
+GPT2 = {}
+STABLELM = dict(pos_emb="rope", activation="swiglu")
 POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 
 

@@ -92,7 +92,8 @@ def store_outputs():
         executed = execute(folder)
     notebook = nbformat.read(NOTEBOOK, 4)
     for cell, done in zip(code_cells(notebook), code_cells(executed)):
-        cell.outputs, cell.execution_count = done.outputs, done.execution_count
+        cell.outputs = done.outputs
+        cell.execution_count = done.execution_count
     nbformat.write(notebook, NOTEBOOK)
 
 
@@ -110,7 +111,8 @@ def lesson():
     import matplotlib
 
     matplotlib.use("Agg")
-    variables, cells = {"get_ipython": lambda: SimpleNamespace(set_custom_exc=lambda *_: None)}, sources()
+    variables = {"get_ipython": lambda: SimpleNamespace(set_custom_exc=lambda *_: None)}
+    cells = sources()
     with contextlib.chdir(ROOT), patch.dict(os.environ):
         texts = {name: run_cell(cells[name], variables) for name in PLAIN}
     matplotlib.pyplot.close("all")
@@ -345,7 +347,8 @@ def test_every_cell_runs_and_a_reader_can_answer(tmp_path):
         ('TEXT_FILE = ""', 'TEXT_FILE = "data/sample.txt"'),
         ("--eval_interval 400", "--preset lecture --max_iters 100 --eval_interval 50"),
     ]
-    text, stored = printed(execute(folder, answers, timeout=300)), printed(nbformat.read(NOTEBOOK, 4))
+    text = printed(execute(folder, answers, timeout=300))
+    stored = printed(nbformat.read(NOTEBOOK, 4))
     for name in PLAIN:
         if name not in ("setup", "count", "check"):
             assert_same_print(text[name], stored[name])
