@@ -420,6 +420,12 @@ def report_speedup(name, cached, uncached):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
+def num_slots(T, num_new, block_size):
+    """Return how many slots the cache has for a prompt of T tokens and num_new new ones."""
+    kept = T if T <= block_size else max(1, block_size // 2)  # --overflow slide keeps the newest half
+    return min(block_size, kept + num_new)
+
+
 def plain_blocks(model, idx, num_new, sampling, kv_cache, shared):
     """Yield the new tokens of `generate`, `(B, 1)` per step.
 
@@ -427,7 +433,7 @@ def plain_blocks(model, idx, num_new, sampling, kv_cache, shared):
     """
     (B, T), block_size, cache = idx.shape, model.config.block_size, None
     if shared and kv_cache and B > 1 and 1 < T <= block_size:
-        cache = model.new_cache(1, min(block_size, T + num_new))
+        cache = model.new_cache(1, num_slots(T, num_new, block_size))
         model.next_logits(idx[:1, :-1], 0, cache)
         cache.select([0] * B)
     for new, _ in generate(model, idx, num_new, sampling, kv_cache, cache):
@@ -449,6 +455,8 @@ def main():
     args = parse_args(parser)
     if extras and extras.wanted(args, parser.error):
         return extras.main(args)
+    if args.ckpt and args.out_dir:
+        parser.error("--ckpt and --out_dir both say which model: pass one of them")
 
     # the model and the prompts
     try:
@@ -484,7 +492,8 @@ def main():
     # report, and check
     size = "off"
     if args.kv_cache:
-        size = size_of_cache(model.config, model.cache.slots, len(rows), getattr(torch, args.dtype).itemsize)
+        slots, itemsize = num_slots(T, num_new, model.config.block_size), getattr(torch, args.dtype).itemsize
+        size = size_of_cache(model.config, slots, len(rows), itemsize)
     report(texts, [T] * len(rows), times, size)
     if args.verify:
         torch.set_num_threads(all_threads)

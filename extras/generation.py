@@ -40,7 +40,7 @@ def wanted(args, error):
     need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": num_prompts > 1}
     if not args.kv_cache and any(need_cache.values()):
         error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
-    if args.meta is not None and not args.meta:
+    if args.meta == "":
         error("--meta is empty")
     if args.meta and not (args.ckpt or args.out_dir):
         error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
@@ -52,6 +52,8 @@ def wanted(args, error):
     for name, default in dict(draft=None, compile=False, meta=None, dtype="float32", weights="float32").items():
         if args.engine == "onnx" and getattr(args, name) != default:
             error(f"--{name} works with --engine torch, not with onnx")
+    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
+        error("--ckpt and --out_dir both say which model: pass one of them")
     flags = (args.draft, args.compile, args.engine == "onnx", args.weights != "float32", args.explain, args.meta)
     return any(flags) or num_prompts > 1
 
@@ -96,9 +98,7 @@ def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
     The blocks come from the plain loop, or from a Generation, which does the same for drafts, the C backend and several
     prompts. We choose the number of threads for it.
     """
-    block_size, T = model.config.block_size, max(map(len, prompts))
-    kept = min(T, block_size) if T <= block_size else max(1, block_size // 2)  # of a prompt that is too long
-    slots = min(block_size, kept + num_new)
+    slots = sample.num_slots(max(map(len, prompts)), num_new, model.config.block_size)
     if args.engine == "onnx":
         torch.set_num_threads(1)  # it has threads of its own
         idx = torch.stack(prompts)
