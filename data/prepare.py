@@ -269,7 +269,7 @@ def main():
         raise ValueError(f"{source} is empty")
     split, tokenizer, more = int(0.9 * length), None, {}  # where the val split begins
     if args.tokenizer:
-        from extras.checkpoint import make_tokenizer
+        from extras.tokenizer import make_tokenizer
 
         training_text = part(read_text(files, "learn"), 0, split)
         tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, training_text)

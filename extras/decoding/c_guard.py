@@ -44,18 +44,18 @@ REPEATED = {
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 
-def check_model(model):
+def refuse_other_networks(model):
     """Raise CompileError unless step.c computes what this model computes. pack_weights checks the shapes."""
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
             found = f"{p.dtype} on {p.device.type}"
             raise NotHereError(f"the C backend runs in float32 on the CPU, and this model is in {found}")
-    check_source()
-    check_modules(model)
-    check_config(model)
+    refuse_changed_code()
+    refuse_unknown_layers(model)
+    refuse_other_settings(model)
 
 
-def check_source():
+def refuse_changed_code():
     """Raise CompileError if a function of model.py that step.c repeats has changed."""
     for name, (expected, in_c) in REPEATED.items():
         found = source_hash(attrgetter(name)(model_py))
@@ -66,8 +66,8 @@ def check_source():
             )
 
 
-def check_config(model):
-    """Raise CompileError unless every layer is what the config says, because step.c reads the config alone."""
+def refuse_other_settings(model):
+    """Raise CompileError unless every layer is what the config says, which is all that step.c knows."""
     config = model.config
     blocks = model.transformer["h"]
     if len(blocks) != config.n_layer:
@@ -87,7 +87,7 @@ def check_config(model):
             raise CompileError("the model has a layer that does not fit its config")
 
 
-def check_modules(model):
+def refuse_unknown_layers(model):
     """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
     known = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP, *LAYERS)
     hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]

@@ -88,7 +88,7 @@ def model_struct(n_layer):
     return Model
 
 
-def check_sizes(library, *structs):
+def check_struct_sizes(library, *structs):
     """Raise TypeError if a structure differs in size from its counterpart in step.c, which would read past its end."""
     theirs = list((ctypes.c_size_t * len(structs)).in_dll(library, "struct_sizes"))
     for struct, size in zip(structs, theirs):

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from extras.decoding.c_build import load_library
-from extras.decoding.c_guard import check_model
+from extras.decoding.c_guard import refuse_other_networks
 from extras.decoding.c_library import (
     Cache,
     CompileError,
@@ -23,7 +23,7 @@ from extras.decoding.c_library import (
     State,
     Table,
     as_c,
-    check_sizes,
+    check_struct_sizes,
     model_struct,
 )
 from extras.decoding.c_pack import int8_panels, pack_weights, panels
@@ -54,13 +54,13 @@ def compile_step(model, num_drafts, table, weights="float32"):
 
     We copy all weights, so later changes to the model have no effect. Raises CompileError.
     """
-    check_model(model)
+    refuse_other_networks(model)
     config = model.config
     num_params = sum(p.numel() for p in model.parameters())
     layout = int8_panels if weights == "int8" else panels
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout))
     struct = model_struct(config.n_layer)
-    check_sizes(library, struct, Cache, State, Table)
+    check_struct_sizes(library, struct, Cache, State, Table)
     with one_thread():
         net = pack_weights(model, struct, partial(layout, lanes=library.lanes()))
     table = Table(logits=table[0], after=table[1]) if table else None

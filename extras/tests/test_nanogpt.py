@@ -1,76 +1,15 @@
-"""For people who come from nanoGPT: hints for its flags, its meta.pkl, and its checkpoints."""
+"""For people who come from nanoGPT: its checkpoints, and its meta.pkl."""
 
 import pickle
-import re
 
 import numpy as np
 import pytest
 import torch
 
-from extra_helpers import flags_of
 from extras.checkpoint import load_model
-from extras.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD, read_meta
+from extras.nanogpt import read_meta
 from helpers import SAMPLE, assert_one_line, here, load, ok, plain_val_loss
-from model import GPT, GPTConfig, save
-from train import FLAGS
-
-# -- flags -------------------------------------------------------------------------------------------------------------
-
-NANOGPT_ONLY = """dataset always_save_checkpoint decay_lr backend wandb_log wandb_project
-wandb_run_name""".split()  # settings of nanoGPT that mean nothing here
-
-
-def test_settings_that_mean_nothing_here_are_no_flags_and_have_a_hint():
-    assert not FLAGS.keys() & set(NANOGPT_ONLY)
-    assert not [name for name in NANOGPT_ONLY if f"--{name}" not in INSTEAD]
-
-
-def test_a_hint_names_flags_that_exist():
-    named = re.findall(r"--\w+", " ".join([*INSTEAD.values(), *CONFIGS.values()]))
-    assert named and {*named} <= flags_of("train.py", "sample.py")
-
-
-def test_every_unknown_flag_is_answered_at_once():
-    words = "config/mine.py --n_layer 3 --dataset openwebtext --decay_lr=True --n_layers 3 --wandb_log"
-    result = here(*words.split())
-    assert result.returncode == 2 and result.stdout == ""
-    *hints, rest = result.stderr.splitlines()
-    words = ("--dataset", "--decay_lr=True", "--wandb_log")
-    assert hints[0] == f"train.py: config/mine.py: {ANY_CONFIG}"
-    assert hints[1:] == [f"train.py: {word}: {INSTEAD[word.partition('=')[0]]}" for word in words]
-    assert "unrecognized arguments: --n_layers 3 (" in rest and "openwebtext" not in result.stderr
-
-
-def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
-    command = """config/train_shakespeare_char.py --device=cpu --compile=False --decay_lr=True --log_interval=1
-    --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
-    --dropout=0.0"""
-    result = here(*command.split())
-    first, second = result.stderr.splitlines()
-    assert (
-        "config/train_shakespeare_char.py: " in first
-        and "on a CPU --out_dir out-shakespeare-char --preset nanogpt-cpu --recipe nanogpt" in first
-    )
-    assert "--decay_lr=True: leave it out" in second
-    assert result.returncode == 2 and result.stdout == ""
-
-
-@pytest.mark.parametrize("words", [["--init_from=resume"], ["--init_from", "resume"]], ids=str)
-def test_nanogpts_resume_is_the_run_in_out_dir(words, trained):
-    flags = ["--out_dir", trained, "--device", "cpu", "--max_new_tokens", 5]
-    assert ok(here(*flags, *words, script="sample.py")).stdout == ok(here(*flags, script="sample.py")).stdout
-    result = here(*flags, *words, "--bogus", script="sample.py")
-    assert_one_line(result, "unrecognized arguments: --bogus (", code=2)
-
-
-def test_sample_py_is_told_where_gpt2_is():
-    result = here("--init_from=gpt2-xl", script="sample.py")
-    download = "hf download openai-community/gpt2-xl --local-dir gpt2-xl downloads it"
-    assert_one_line(result, "--init_from=gpt2-xl: type --ckpt gpt2-xl; ", download, code=2)
-    assert result.stdout == ""
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+from model import GPT, GPTConfig, save_checkpoint
 
 
 def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared_for_it(tmp_path):
@@ -104,7 +43,7 @@ def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
 
 def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl_here_too(tmp_path):
     config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5)
-    save(tmp_path / "ckpt.pt", {"model": GPT(config).state_dict(), "model_args": vars(config)})
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": GPT(config).state_dict(), "model_args": vars(config)})
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")
 

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model as model_py
-from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler, without_minus_one
+from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_compiler, without_minus_one
 from extras.decoding import c_build, c_library, c_pack
 from extras.decoding import compile as compiling
 from extras.decoding.compile import CompileError
 from extras.decoding.decoder import Decoder
+from extras.decoding.ngrams import count_ngrams
 from extras.decoding.quantize import round_weights
 from extras.decoding.speculate import BatchState
 from helpers import (
@@ -57,8 +58,9 @@ def test_every_network_gets_its_tokens(network):
     config = GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)
     model = random_model(config)
     idx = torch.randint(config.vocab_size, (2, config.block_size // 2), generator=torch.Generator().manual_seed(1))
+    ngrams = count_ngrams(TEXT % config.vocab_size, config.vocab_size, 1000)
     for draft in (None, "ngram"):
-        decoder = Decoder(model, draft, compile=True)
+        decoder = Decoder(model, draft, ngrams, compile=True)
         for seed, filters in enumerate(FILTERS):
             got = decoder.generate(idx, config.block_size, seed=seed, **filters)
             assert_same_as_alone(model, got, idx, config.block_size, range(2), seed, filters)
@@ -152,9 +154,8 @@ def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
     patched_step(A_SLEEP)
     model = random_model(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
     ragged = [prompts(1, n, n)[0] for n in (50, 70)]
-    for draft in ("look-up", "n-grams"):
-        got = Decoder(model, **DRAFTS[draft], compile=True).generate(ragged, 80, seed=3)
-        assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
+    got = Decoder(model, "ngram", NGRAMS, compile=True).generate(ragged, 80, seed=3)
+    assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
 
 
 def test_too_little_memory_is_an_error_of_its_own(patched_step):
@@ -339,7 +340,7 @@ def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_r
     monkeypatch.setitem(model_py.FILTERS, "min_p", keep_min_p)
     for module in (model_py, sys.modules[Decoder.__module__]):
         monkeypatch.setattr(module, "Sampling", WithMinP)
-    decoder, idx = Decoder(MODELS[0], "ngram", compile=True), prompts(2, 3)
+    decoder, idx = Decoder(MODELS[0], "ngram", NGRAMS, compile=True), prompts(2, 3)
     texts = {}
     for min_p in (None, 0.2):
         generation = decoder.stream(idx, 12, seed=1, min_p=min_p)
@@ -366,7 +367,8 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
         c_build.find_compiler.cache_clear()
         model = random_model(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=n_embd), seed)
         idx = torch.tensor([[1, 2]])
-        got = Decoder(model, draft, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
+        ngrams = count_ngrams(TEXT % 5, 5, 100)
+        got = Decoder(model, draft, ngrams, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
         assert torch.equal(got[0][None], model.generate(idx, 6, seed=1, top_k=top_k))
         stderr = capfd.readouterr().err
         assert stderr.count("\n") == stderr.count("--compile: compiled the C backend in")
@@ -395,7 +397,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
 
 # -- compilers and chips -----------------------------------------------------------------------------------------------
 
-CC, TEXT = os.environ.get("CC", "cc"), dict(capture_output=True, text=True)
+CC = os.environ.get("CC", "cc")
 x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
 
 
@@ -423,7 +425,7 @@ def test_shorter_vectors_and_clang_give_the_same_tokens(command, use_compiler):
     model, idx = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2])), prompts(9, 5)
     for weights in ("float32", "int8"):
         model = round_weights(model) if weights == "int8" else model
-        got = Decoder(model, "ngram", compile=True, weights=weights).generate(idx, 30, seed=1)
+        got = Decoder(model, "ngram", NGRAMS, compile=True, weights=weights).generate(idx, 30, seed=1)
         assert_same_as_alone(model, got, idx, 30, range(9), 1, {})
 
 
@@ -448,7 +450,13 @@ def test_no_compiler_warns(command, tmp_path):
     for network, layout in SHAPES if command[0] == "cc" else SHAPES[:1]:
         model = GPT(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
         macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, layout).items()]
-        ok(subprocess.run([*command, *flags, *macros, c_build.SOURCE, "-o", tmp_path / "step", "-lm"], **TEXT))
+        ok(
+            subprocess.run(
+                [*command, *flags, *macros, c_build.SOURCE, "-o", tmp_path / "step", "-lm"],
+                capture_output=True,
+                text=True,
+            )
+        )
 
 
 def whose_assembler_refuses(flag, folder):
