@@ -12,11 +12,13 @@ import torch
 
 import sample
 from extras.checkpoint import load_checkpoint
-from extras.cores import share_cores  # noqa: F401  sample.py calls it
+from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
 from extras.text import PartialText
 from extras.tokenizer import build_tokenizer
 from model import Sampling, build_model
+
+__all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
 
 
 def add_flags(parser):
@@ -138,7 +140,8 @@ def main(args):
     # generate
     text_class = PartialText if tokenizer.unit == "tokens" else sample.GeneratedText
     texts = [text_class(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
-    ended, all_threads = [False] * len(prompts), torch.get_num_threads()
+    ended = [False] * len(prompts)
+    all_threads = torch.get_num_threads()
     blocks, slots = open_blocks(args, model, ngrams, prompts, num_new, sampling, ended)
     times = sample.write_texts(blocks, texts, ended)
 
@@ -167,10 +170,13 @@ def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
     """
     engine = model if args.engine == "onnx" else None
     own_loop = args.draft or args.compile or len(args.prompt or ()) > 1
-    found, seconds, samples = [], 0.0, sampling.samples_of(len(prompts), "cpu").tolist()
+    found = []
+    seconds = 0.0
+    samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
-        idx, group = torch.stack([prompts[row] for row in rows]), [texts[row] for row in rows]
+        idx = torch.stack([prompts[row] for row in rows])
+        group = [texts[row] for row in rows]
         settings = replace(sampling, samples=[samples[row] for row in rows])
         for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
             began = time.perf_counter()
