@@ -225,7 +225,8 @@ class CausalSelfAttention(nn.Module):
     def project(self, x, rope=None):
         """Return q `(B, nh, T, hs)`, k and v `(B, nkv, T, hs)` of x `(B, T, C)`. rope: cos and sin at x's positions."""
         B, T, C = x.shape
-        nh, nkv = self.n_head, self.n_kv_head
+        nh = self.n_head
+        nkv = self.n_kv_head
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         q, k, v = qkv.split_with_sizes((nh, nkv, nkv), dim=1)
         if self.qk_norm:
@@ -334,7 +335,8 @@ class GPT(nn.Module):
         """Make the rotary table `(2, block_size, hs)`, cos and sin, in float32 whatever the dtype of the weights."""
         self.rope = None
         if self.config.pos_emb == "rope":
-            hs, device = self.config.head_size, self.lm_head.weight.device
+            hs = self.config.head_size
+            device = self.lm_head.weight.device
             frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
             angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
             sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
@@ -402,7 +404,8 @@ class GPT(nn.Module):
         pos    int64 positions of idx, (T,) or (B, T); None: 0 to T - 1
         cache  the KVCache to write to at pos, and to read; None: attention within idx
         """
-        T, block_size = idx.size(1), self.config.block_size
+        T = idx.size(1)
+        block_size = self.config.block_size
         if not 1 <= T <= block_size:
             raise ValueError(f"{T} positions; this model accepts 1 to {block_size} (block_size)")
         if pos is None:
@@ -475,7 +478,8 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, fo
     forced    (B, max_new_tokens) int64: the text goes on with these tokens, whatever we pick
     Raises ValueError for a prompt that does not fit the context.
     """
-    (B, T), config = idx.shape, model.config
+    B, T = idx.shape
+    config = model.config
     num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
     noises = sampling.noise(B, num_new, config.vocab_size, idx.device)
     context = idx
@@ -485,7 +489,8 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, fo
             # slide: keep the newest half of a full context. It starts at position 0 again, so all of its keys and
             # values change, and we prefill again, but only once every half context
             context = context[:, -max(1, config.block_size // 2) :]
-            start, cache = 0, None
+            start = 0
+            cache = None
         if kv_cache and cache is None:
             cache = model.new_cache(B, min(config.block_size, context.size(1) + num_new - step))
         logits = model.next_logits(context[:, start:], start, cache)
@@ -618,17 +623,10 @@ def gumbel_noise(seed, samples, steps, vocab_size):
     return -torch.log(-torch.log1p(-uniform))
 
 
-def make_first_calls():
-    """Call a few functions on one number.
-
-    With Intel's MKL, PyTorch may compute these with few correct digits if the first call in a process runs on several
-    threads (pytorch issue 188792).
-    """
-    for function in (torch.cos, torch.sin, torch.log, torch.log1p):
-        function(torch.ones(1))
-
-
-make_first_calls()
+# With Intel's MKL, PyTorch may compute these with few correct digits if the first call in a process runs on several
+# threads (pytorch issue 188792). So we call them on one number first.
+for function in (torch.cos, torch.sin, torch.log, torch.log1p):
+    function(torch.ones(1))
 
 
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
@@ -699,18 +697,14 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path):
-    """Return a checkpoint, ours or nanoGPT's, as a dict. Runs no code that may be in the file.
+    """Return a checkpoint as a dict, and its "path" with it for messages. Runs no code that may be in the file.
 
-    Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, "chars" if the tokens are
-    characters, and for messages "path", and "names", what the file calls the weights. Raises FileNotFoundError, or
-    ValueError with one line that says what is wrong with the file.
+    Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, and "chars" if the tokens
+    are characters. Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
     if not path.is_file():
-        hint = "train one first (python train.py), or check the path"
-        if path.name.startswith("gpt2"):
-            hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
-        raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
+        raise FileNotFoundError(f"no checkpoint at {path}: train one first (python train.py), or check the path")
     try:
         if zipfile.is_zipfile(path):  # torch.load does not check the CRC-32
             with zipfile.ZipFile(path) as archive:
@@ -728,19 +722,7 @@ def load_checkpoint(path):
         raise ValueError(f"{path} is not a checkpoint of a GPT, or damaged ({type(error).__name__}: {why})") from None
     if not {"model", "model_args"} <= entries:  # a bare state_dict, or a file of Lightning
         raise ValueError(f"{path} has weights and no model_args: save both in one dict, as train.py does")
-    model_args = dict(checkpoint["model_args"])
-    if unknown := model_args.keys() - GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
-        raise ValueError(f"{path} is not a checkpoint of a GPT: unknown model_args: {', '.join(sorted(unknown))}")
-    # what DistributedDataParallel, torch.compile and FSDP add to the names of the weights that they wrap
-    wrappers = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-    names = {
-        ".".join(part for part in name.split(".") if part not in wrappers): name
-        for name in checkpoint["model"]
-        # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
-        if not name.endswith((".attn.bias", ".attn.masked_bias", "n_averaged"))
-    }
-    weights = {ours: checkpoint["model"][name] for ours, name in names.items()}
-    return checkpoint | dict(model=weights, model_args=model_args, path=path, names=names)
+    return {**checkpoint, "path": path}
 
 
 class SkipInit(TorchFunctionMode):
@@ -772,8 +754,6 @@ def build_model(checkpoint):
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
     except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
-        for ours, name in checkpoint.get("names", {}).items():
-            why = why.replace(f'"{ours}"', f'"{name}"')
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # loading gave head and embedding a matrix each
         model.transformer["wte"].weight = model.lm_head.weight
@@ -785,7 +765,8 @@ def build_model(checkpoint):
 
 def char_tokenizer(checkpoint):
     """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
-    path, vocab_size = checkpoint["path"], checkpoint["model_args"]["vocab_size"]
+    path = checkpoint["path"]
+    vocab_size = checkpoint["model_args"]["vocab_size"]
     if "chars" not in checkpoint:
         where = "nanoGPT keeps it in meta.pkl, so pass that as --meta (or --meta gpt2 if its tokens are GPT-2's)"
         if "tokenizer" in checkpoint:

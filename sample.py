@@ -85,7 +85,8 @@ def make_parser():
 def parse_args(parser):
     args, unknown = parser.parse_known_args()
     if unknown:
-        name, known = unknown[0].partition("=")[0], parser._option_string_actions
+        name = unknown[0].partition("=")[0]
+        known = parser._option_string_actions
         if name in EXTRAS_FLAGS:
             parser.error(f"{name} needs the folder extras of the repository, next to model.py")
         similar = difflib.get_close_matches(name, known, n=1)
@@ -202,7 +203,8 @@ def choose_num_new(args, lengths, block_size, unit):
     unit     what messages call tokens
     Raises ValueError for prompts that do not fit the context.
     """
-    asked, longest = args.max_new_tokens, max(lengths)
+    asked = args.max_new_tokens
+    longest = max(lengths)
     if args.overflow == "slide":
         return asked or 1000
     if longest >= block_size:
@@ -263,7 +265,8 @@ def write_texts(blocks, texts, ended):
     ended   B booleans: we set one to True when that text has reached a stop string
     Returns the seconds from the start to the arrival of each block.
     """
-    began, times = time.perf_counter(), []
+    began = time.perf_counter()
+    times = []
     written = sys.stdout.write(texts[0].settled())
     sys.stdout.flush()
     for block in blocks:
@@ -346,7 +349,8 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
     Returns a list of (row, same, line) with a line for each difference, up to the first that is not a near-tie: then
     `same` is False.
     """
-    T, device = idx.size(1), idx.device
+    T = idx.size(1)
+    device = idx.device
     new = [text.ids[T:] for text in texts]
     numbers = range(len(texts)) if numbers is None else numbers
     asked = sampling.num_new_tokens(T, num_new, model.config.block_size)
@@ -420,14 +424,22 @@ def report_speedup(name, cached, uncached):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
+def num_slots(T, num_new, block_size):
+    """Return how many slots the cache has for a prompt of T tokens and num_new new ones."""
+    kept = T if T <= block_size else max(1, block_size // 2)  # --overflow slide keeps the newest half
+    return min(block_size, kept + num_new)
+
+
 def plain_blocks(model, idx, num_new, sampling, kv_cache, shared):
     """Yield the new tokens of `generate`, `(B, 1)` per step.
 
     shared  whether all rows have the same prompt. Then they share its prefill, up to the last token
     """
-    (B, T), block_size, cache = idx.shape, model.config.block_size, None
+    B, T = idx.shape
+    block_size = model.config.block_size
+    cache = None
     if shared and kv_cache and B > 1 and 1 < T <= block_size:
-        cache = model.new_cache(1, min(block_size, T + num_new))
+        cache = model.new_cache(1, num_slots(T, num_new, block_size))
         model.next_logits(idx[:1, :-1], 0, cache)
         cache.select([0] * B)
     for new, _ in generate(model, idx, num_new, sampling, kv_cache, cache):
@@ -449,13 +461,16 @@ def main():
     args = parse_args(parser)
     if extras and extras.wanted(args, parser.error):
         return extras.main(args)
+    if args.ckpt and args.out_dir:
+        parser.error("--ckpt and --out_dir both say which model: pass one of them")
 
     # the model and the prompts
     try:
         path = find_checkpoint(args.ckpt, args.out_dir)
         if path.is_dir():
             return need_extras(extras, f"the Hugging Face folder {path}").main(args)
-        checkpoint = load_checkpoint(path)
+        read = extras.load_checkpoint if extras else load_checkpoint  # extras reads nanoGPT's files, too
+        checkpoint = read(path)
         if "tokenizer" in checkpoint:
             return need_extras(extras, f"{path}, whose tokens are not characters,").main(args)
         tokenizer = char_tokenizer(checkpoint)
@@ -484,7 +499,9 @@ def main():
     # report, and check
     size = "off"
     if args.kv_cache:
-        size = size_of_cache(model.config, model.cache.slots, len(rows), getattr(torch, args.dtype).itemsize)
+        slots = num_slots(T, num_new, model.config.block_size)
+        itemsize = getattr(torch, args.dtype).itemsize
+        size = size_of_cache(model.config, slots, len(rows), itemsize)
     report(texts, [T] * len(rows), times, size)
     if args.verify:
         torch.set_num_threads(all_threads)

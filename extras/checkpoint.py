@@ -28,10 +28,33 @@ def load_checkpoint(path, meta=None):
         if meta:
             raise ValueError(f"{path} has its own tokenizer: leave out --meta")
         return read_folder(path)
+    if path.name.startswith("gpt2") and not path.exists():
+        hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
+        raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
     if not meta:
-        return model.load_checkpoint(path)
+        return in_our_names(model.load_checkpoint(path))
     vocabulary = read_vocabulary(Path(meta))
-    checkpoint = model.load_checkpoint(path)
+    checkpoint = in_our_names(model.load_checkpoint(path))
     if any(name in checkpoint for name in ("chars", "tokenizer")):
         raise ValueError(f"{path} has its own vocabulary: leave out --meta")
     return checkpoint | vocabulary
+
+
+def in_our_names(checkpoint):
+    """Return a checkpoint, ours or nanoGPT's, with weights that have the names of model.py. Raises ValueError.
+
+    Whatever wraps a model puts its own name in front of those of the weights (DistributedDataParallel, Lightning) or
+    between them, with an underscore (torch.compile, FSDP).
+    """
+    if unknown := checkpoint["model_args"].keys() - model.GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"{checkpoint['path']} is not a checkpoint of a GPT: unknown model_args: {names}")
+    weights = {}
+    for name, weight in checkpoint["model"].items():
+        # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
+        if name.endswith((".attn.bias", ".attn.masked_bias", "n_averaged")):
+            continue
+        parts = [part for part in name.split(".") if not part.startswith("_")]
+        begin = next((i for i, part in enumerate(parts) if part in ("transformer", "lm_head")), 0)
+        weights[".".join(parts[begin:])] = weight
+    return checkpoint | {"model": weights}

@@ -12,11 +12,13 @@ import torch
 
 import sample
 from extras.checkpoint import load_checkpoint
-from extras.cores import share_cores  # noqa: F401  sample.py calls it
+from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
 from extras.text import PartialText
 from extras.tokenizer import build_tokenizer
 from model import Sampling, build_model
+
+__all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
 
 
 def add_flags(parser):
@@ -40,7 +42,7 @@ def wanted(args, error):
     need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": num_prompts > 1}
     if not args.kv_cache and any(need_cache.values()):
         error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
-    if args.meta is not None and not args.meta:
+    if args.meta == "":
         error("--meta is empty")
     if args.meta and not (args.ckpt or args.out_dir):
         error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
@@ -52,6 +54,8 @@ def wanted(args, error):
     for name, default in dict(draft=None, compile=False, meta=None, dtype="float32", weights="float32").items():
         if args.engine == "onnx" and getattr(args, name) != default:
             error(f"--{name} works with --engine torch, not with onnx")
+    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
+        error("--ckpt and --out_dir both say which model: pass one of them")
     flags = (args.draft, args.compile, args.engine == "onnx", args.weights != "float32", args.explain, args.meta)
     return any(flags) or num_prompts > 1
 
@@ -101,9 +105,7 @@ def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
     The blocks come from the plain loop, or from a Generation, which does the same for drafts, the C backend and several
     prompts. We choose the number of threads for it.
     """
-    block_size, T = model.config.block_size, max(map(len, prompts))
-    kept = min(T, block_size) if T <= block_size else max(1, block_size // 2)  # of a prompt that is too long
-    slots = min(block_size, kept + num_new)
+    slots = sample.num_slots(max(map(len, prompts)), num_new, model.config.block_size)
     if args.engine == "onnx":
         torch.set_num_threads(1)  # it has threads of its own
         idx = torch.stack(prompts)
@@ -143,7 +145,8 @@ def main(args):
     # generate
     text_class = PartialText if tokenizer.unit == "tokens" else sample.GeneratedText
     texts = [text_class(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
-    ended, all_threads = [False] * len(prompts), torch.get_num_threads()
+    ended = [False] * len(prompts)
+    all_threads = torch.get_num_threads()
     blocks, slots = open_blocks(args, model, ngrams, prompts, num_new, sampling, ended)
     times = sample.write_texts(blocks, texts, ended)
 
@@ -172,10 +175,13 @@ def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
     """
     engine = model if args.engine == "onnx" else None
     own_loop = args.draft or args.compile or len(args.prompt or ()) > 1
-    found, seconds, samples = [], 0.0, sampling.samples_of(len(prompts), "cpu").tolist()
+    found = []
+    seconds = 0.0
+    samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
-        idx, group = torch.stack([prompts[row] for row in rows]), [texts[row] for row in rows]
+        idx = torch.stack([prompts[row] for row in rows])
+        group = [texts[row] for row in rows]
         settings = replace(sampling, samples=[samples[row] for row in rows])
         for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
             began = time.perf_counter()

@@ -117,7 +117,6 @@ def test_what_needs_extras_and_an_unknown_flag_are_one_line(alone):
 DIFFERENT = {
     "main": "each script has its own",
     "parse_args": "each script has its own",
-    "pick_device": "only train.py has a GPU per process",
 }
 
 
@@ -129,7 +128,7 @@ def test_helpers_that_stand_in_several_files_are_equal():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found[node.name].append(ast.unparse(node).replace(file.name, "FILE"))  # messages begin with it
     twice = {name: copies for name, copies in found.items() if len(copies) > 1}
-    assert {"boolean", "note", *DIFFERENT} <= twice.keys()
+    assert {"boolean", *DIFFERENT} <= twice.keys()
     assert {name for name, copies in twice.items() if len({*copies}) > 1} == DIFFERENT.keys()
 
 

@@ -133,10 +133,13 @@ class Generation:
     """
 
     def __init__(self, decoder, prompts, max_new_tokens, sampling, ended=None):
-        self.decoder, self.model, self.sampling = decoder, decoder.model, sampling
+        self.decoder = decoder
+        self.model = decoder.model
+        self.sampling = sampling
         self.ended = ended or [False] * len(prompts)
         self.forwards = self.offered = self.accepted = 0
-        lengths, block_size = [len(prompt) for prompt in prompts], self.model.config.block_size
+        lengths = [len(prompt) for prompt in prompts]
+        block_size = self.model.config.block_size
         self.slides = sampling.overflow == "slide"
         if self.slides and len(set(lengths)) > 1:
             raise ValueError(
@@ -157,7 +160,9 @@ class Generation:
             self.slots = min(self.slots, int(self.goal.max()) + decoder.num_drafts)
 
     def __iter__(self):
-        state, goal, block_size = self.state, self.goal, self.model.config.block_size
+        state = self.state
+        goal = self.goal
+        block_size = self.model.config.block_size
         full = block_size + 1 if self.slides else block_size  # a sliding context gives one more token before it moves
         step = self._step_in_c if self.in_c else self._step_in_torch
         while True:
@@ -185,7 +190,8 @@ class Generation:
 
     def _step_in_c(self):
         """Run steps in C: a single one at first, to show a token soon, then many per call."""
-        state, decoder = self.state, self.decoder
+        state = self.state
+        decoder = self.decoder
         if self.forwards:
             work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
             counters = self.run(max(1, WORK_PER_CALL // work))
@@ -207,7 +213,9 @@ class Generation:
 
     @torch.inference_mode()
     def _step_in_torch(self):
-        model, state, num_drafts = self.model, self.state, self.decoder.num_drafts
+        model = self.model
+        state = self.state
+        num_drafts = self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
             self.cache = prefill(model, state, slots=self.slots)
         before = state.end.tolist()
@@ -256,15 +264,19 @@ def noise_window(model, state, seed, chunk):
 
     steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
     """
-    B, vocab_size, device = len(state.end), model.config.vocab_size, model.lm_head.weight.device
+    B = len(state.end)
+    vocab_size = model.config.vocab_size
+    device = model.lm_head.weight.device
     width = max(chunk, min(64, 2**22 // (B * vocab_size)))
-    first, noise = None, None  # the step where each row's window starts, and its noise
+    first = None
+    noise = None  # the step where each row's window starts, and its noise
 
     def noise_of(steps):
         nonlocal first, noise
         offsets = None if noise is None else (steps - first).tolist()
         if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
-            first, offsets = steps, [0] * B
+            first = steps
+            offsets = [0] * B
             window = (first[:, None] + torch.arange(width)).to(device)
             noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
         if len(set(offsets)) == 1:

@@ -15,7 +15,8 @@ class AttentionInputs(TorchFunctionMode):
 
     def __init__(self, seen):
         super().__init__()
-        self.seen, self.running = seen, False
+        self.seen = seen
+        self.running = False
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -88,19 +89,24 @@ def explain(model, tokenizer, idx, steps, sampling):
     steps     prefill and decode steps together, at most up to the end of the context
     sampling  a Sampling
     """
-    length, attn = idx.size(1), model.transformer["h"][0].attn
+    length = idx.size(1)
+    attn = model.transformer["h"][0].attn
     steps = min(steps, model.config.block_size - length)
-    text, unit = tokenizer.decode(idx[0].tolist()), tokenizer.unit
+    text = tokenizer.decode(idx[0].tolist())
+    unit = tokenizer.unit
     print(f"prompt {text!r}: {length} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # the shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, (new, _) in enumerate(generate(model, idx, steps, sampling)):
             q, k, mask, pos = (seen[name] for name in ("q", "k", "mask", "pos"))
-            weights, T = layer_weights(q, k, mask), len(pos)
-            first, last = pos[0].item(), pos[-1].item()
+            weights = layer_weights(q, k, mask)
+            T = len(pos)
+            first = pos[0].item()
+            last = pos[-1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
-            token, key_cache = tokenizer.show(new.item()), attn.heads[0].key_cache
+            token = tokenizer.show(new.item())
+            key_cache = attn.heads[0].key_cache
             print(f"{what}: idx {(1, T)}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),

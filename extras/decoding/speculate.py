@@ -46,7 +46,8 @@ class RaggedCache(KVCache):
     def update(self, layer, pos, k, v):
         if pos.dim() == 1:
             return super().update(layer, pos, k, v)
-        rows, t = torch.arange(len(k), device=pos.device)[:, None], self.length + k.size(2)
+        rows = torch.arange(len(k), device=pos.device)[:, None]
+        t = self.length + k.size(2)
         self.key[layer].transpose(1, 2)[rows, pos] = k.transpose(1, 2)
         self.value[layer].transpose(1, 2)[rows, pos] = v.transpose(1, 2)
         return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
@@ -108,8 +109,10 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
         draft_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
 
     # check: one forward picks a token after each fed token
-    device, starts = model.lm_head.weight.device, first.tolist()
-    fed, pos = chunk[:, :-1].to(device), slots[:, :-1].to(device)
+    device = model.lm_head.weight.device
+    starts = first.tolist()
+    fed = chunk[:, :-1].to(device)
+    pos = slots[:, :-1].to(device)
     if len(set(starts)) == 1:
         pos = pos[0]
     cache.length = max(starts)  # forget the draft tokens that were rejected
@@ -134,7 +137,8 @@ def draft_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after
     """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after another."""
     # the row of the table for the newest tokens: the context
     before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
-    text, row = state.tokens.gather(1, before.clamp(min=0)), torch.zeros_like(state.end)
+    text = state.tokens.gather(1, before.clamp(min=0))
+    row = torch.zeros_like(state.end)
     for i in range(MAX_ORDER):
         row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
     for i in range(1, chunk.size(1) - 1):
