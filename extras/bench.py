@@ -389,11 +389,10 @@ def parse_args():
 def models(args):
     """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
     if args.shapes:
-        recipe = TrainConfig(**RECIPES[args.recipe or "modern"])
-        network = {name: getattr(recipe, name) for name in ("bias", "activation", "pos_emb", "qk_norm")}
+        recipe = TrainConfig(**RECIPES[args.recipe or "modern"] | {"mlp_ratio": 4})
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
+            yield None, GPT(GPTConfig(**recipe.model_args() | sizes)).eval(), None
     else:
         for file in args.ckpt or [find_checkpoint(None, None)]:
             checkpoint = load_checkpoint(find_checkpoint(file, None))
