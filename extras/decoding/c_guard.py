@@ -41,7 +41,6 @@ REPEATED = {
     "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept"),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise"),
 }
-LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm)  # of PyTorch, that step.c computes
 
 
 def refuse_other_networks(model):
@@ -88,10 +87,16 @@ def refuse_other_settings(model):
             raise CompileError("the model has a layer that does not fit its config")
 
 
+def layers_of(config):
+    """Return the layers of PyTorch that step.c computes."""
+    return (nn.Linear, nn.Embedding, nn.LayerNorm)
+
+
 def refuse_unknown_layers(model):
     """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
     ours = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP)
-    known = (*ours, nn.ModuleDict, nn.ModuleList, *LAYERS)
+    layers = layers_of(model.config)
+    known = (*ours, nn.ModuleDict, nn.ModuleList, *layers)
     hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
     for module in model.modules():
         kind = type(module)
@@ -107,7 +112,7 @@ def refuse_unknown_layers(model):
         hooks += [module._forward_hooks, module._forward_pre_hooks]
     if any(hooks):
         raise CompileError("step.c cannot compute a model with forward hooks")
-    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in LAYERS)):
+    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in layers)):
         if not from_torch(code_of(getattr(kind, name))):
             raise CompileError(f"step.c cannot compute {kind.__name__}, because its {name} is not PyTorch's")
 
