@@ -117,8 +117,6 @@ def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
     [
         [],
         pytest.param(["--compile"], marks=needs_compiler),
-        pytest.param(["--draft", "ngram"], marks=pytest.mark.slow),
-        pytest.param(["--draft", "ngram", "--compile"], marks=[needs_compiler, pytest.mark.slow]),
         pytest.param(["--no-kv_cache"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -135,7 +133,7 @@ def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
 
 @pytest.mark.slow
 def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(gpt2):
-    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4", "--draft", "ngram"]
+    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4"]
     result = ok(sample(gpt2, *flags, "--verify"))
     assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
     model, tokenizer = load_model(gpt2)
@@ -149,7 +147,7 @@ def test_a_stop_text_ends_a_text_of_tokens(gpt2):
     whole = ok(sample(gpt2)).stdout
     for stop in (whole[20:22], whole[29:34]):
         at = whole.index(stop, len(PROMPT))
-        assert ok(sample(gpt2, "--stop", stop, "--draft", "ngram", "--verify")).stdout == whole[:at]
+        assert ok(sample(gpt2, "--stop", stop, "--verify")).stdout == whole[:at]
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
