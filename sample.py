@@ -87,12 +87,10 @@ def parse_args(parser):
     args, unknown = parser.parse_known_args()
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = parser._option_string_actions
         if name in EXTRAS_FLAGS:
             parser.error(f"{name} {NEEDS_EXTRAS}")
-        similar = difflib.get_close_matches(name, known, n=1)
-        hint = f": did you mean {similar[0]}?" if similar else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        names = [option.removeprefix("--") for option in parser._option_string_actions]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_miss(unknown, names)}")
     if args.verify and args.dtype != "float32":
         parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if "" in (args.ckpt, args.out_dir):
@@ -100,6 +98,15 @@ def parse_args(parser):
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     return args
+
+
+def near_miss(words, names):
+    """Return ", did you mean --NAME?" for the first word that resembles the name of a flag, or "" if none does."""
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and (close := difflib.get_close_matches(name, names, n=1)):
+            return f", did you mean --{close[0]}?"
+    return ""
 
 
 def boolean(text):
@@ -458,7 +465,7 @@ def main():
         if checkpoint is None or "tokenizer" in checkpoint:
             if extras:
                 return extras.main(args)
-            raise ValueError(f"{path} is no model of characters: it {NEEDS_EXTRAS}")
+            raise ValueError(f"{path} {NEEDS_EXTRAS}")
         tokenizer = char_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
         put_on_device(model, args.device, args.dtype)
