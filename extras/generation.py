@@ -72,6 +72,11 @@ def open_model(args):
         model.refuse_stale()
         return model, model.tokenizer, None
     checkpoint = load_checkpoint(sample.find_checkpoint(args.ckpt, args.out_dir), args.meta)
+    if args.draft and not checkpoint.get("ngrams"):
+        raise ValueError(
+            f"--draft ngram needs n-gram counts, and {checkpoint['path']} has none (train.py saves them for "
+            "vocabularies of up to 2,895 tokens): leave it out"
+        )
     tokenizer = build_tokenizer(checkpoint)
     model = build_model(checkpoint).eval()
     if args.weights == "int8":
