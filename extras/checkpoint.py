@@ -1,9 +1,6 @@
 """Models that model.py alone cannot read: with a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl."""
 
-import itertools
 from pathlib import Path
-
-import numpy as np
 
 from model import CharTokenizer, build, char_tokenizer, load
 
@@ -76,23 +73,6 @@ def make_tokenizer(name, vocab_size, training_text):
         if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
             return build_tokenizer(load(file))
     return tokenizer_from_state(read_vocabulary(path))
-
-
-def read_text(file, source):
-    """Return what a Dataset of train.py needs to evaluate a text file with the tokens of a checkpoint.
-
-    That is (tokenizer, train, val, sha256, val_bytes), with all of the text as the val split. Raises ValueError.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 (byte {error.start}): convert it first") from None
-    tokenizer = build_tokenizer(source)
-    pieces = tokenizer.encode_pieces([text]) if "tokenizer" in source else [tokenizer.encode(text)]
-    ids = np.fromiter(itertools.chain.from_iterable(pieces), np.uint32)
-    if len(ids) < 2:
-        raise ValueError(f"{file} has {len(ids)} {tokenizer.unit}, but a loss needs two")
-    return tokenizer, ids[:0], ids, {}, len(text.encode())
 
 
 def check_vocab_size(tokenizer, vocab_size, path):

@@ -45,6 +45,7 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
         "extras.bench": {"train", "sample"},
         "extras.export": {"train", "sample"},
         "extras.holdout": {"prepare", "train"},
+        "extras.loss": {"sample"},
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from extra_helpers import flags_of
 from extras.checkpoint import load_model
-from extras.nanogpt import ANY_CONFIG, CONFIGS, INSTEAD, read_meta
+from extras.nanogpt import CONFIGS, INSTEAD, read_meta
 from helpers import SAMPLE, assert_one_line, here, load, ok, plain_val_loss
 from model import GPT, GPTConfig, save
 from train import FLAGS
@@ -28,31 +28,6 @@ def test_settings_that_mean_nothing_here_are_no_flags_and_have_a_hint():
 def test_a_hint_names_flags_that_exist():
     named = re.findall(r"--\w+", " ".join([*INSTEAD.values(), *CONFIGS.values()]))
     assert named and {*named} <= flags_of("train.py", "sample.py")
-
-
-def test_every_unknown_flag_is_answered_at_once():
-    words = "config/mine.py --n_layer 3 --dataset openwebtext --decay_lr=True --n_layers 3 --wandb_log"
-    result = here(*words.split())
-    assert result.returncode == 2 and result.stdout == ""
-    *hints, rest = result.stderr.splitlines()
-    words = ("--dataset", "--decay_lr=True", "--wandb_log")
-    assert hints[0] == f"train.py: config/mine.py: {ANY_CONFIG}"
-    assert hints[1:] == [f"train.py: {word}: {INSTEAD[word.partition('=')[0]]}" for word in words]
-    assert "unrecognized arguments: --n_layers 3 (" in rest and "openwebtext" not in result.stderr
-
-
-def test_nanogpts_own_command_for_a_cpu_is_told_the_preset():
-    command = """config/train_shakespeare_char.py --device=cpu --compile=False --decay_lr=True --log_interval=1
-    --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000
-    --dropout=0.0"""
-    result = here(*command.split())
-    first, second = result.stderr.splitlines()
-    assert (
-        "config/train_shakespeare_char.py: " in first
-        and "on a CPU --out_dir out-shakespeare-char --preset nanogpt-cpu --recipe nanogpt" in first
-    )
-    assert "--decay_lr=True: leave it out" in second
-    assert result.returncode == 2 and result.stdout == ""
 
 
 @pytest.mark.parametrize("words", [["--init_from=resume"], ["--init_from", "resume"]], ids=str)
