@@ -143,12 +143,11 @@ def encode_characters(pieces, chars):
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def sha256_of(*files):
-    """Return the SHA-256 of the content of open binary files, one after the other."""
+def sha256_of(file):
+    """Return the SHA-256 of the content of an open binary file."""
     digest = hashlib.sha256()
-    for file in files:
-        for chunk in chunks(file):
-            digest.update(chunk)
+    for chunk in chunks(file):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -156,22 +155,20 @@ def sha256(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **more):
+def write(data_dir, vocabulary, size, train, val, source, val_bytes=None):
     """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none.
 
-    vocabulary   {"chars": the characters} or {"tokenizer": a tokenizer.json}
-    size         the number of tokens in it
-    train, val   the ids, in pieces: iterables of sequences
-    source       where the text comes from
-    text_sha256  the hash of its bytes
-    more         additional entries for meta.json
+    vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}
+    size        the number of tokens in it
+    train, val  the ids, in pieces: iterables of sequences
+    source      where the text comes from
+    val_bytes   the length of the val text in UTF-8, if tokens are not characters
     Returns {"train": the number of ids, "val": the same}. Raises OSError.
     """
     id_type = "<u2" if size <= 2**16 else "<u4"
+    meta = vocabulary | ({"val_bytes": val_bytes} if val_bytes else {})
+    hashes = {name: sha256(str(entry)) for name, entry in meta.items()}
     num_ids = {"train": 0, "val": 0}
-    hashes = {"text": text_sha256}
-    for name, content in (vocabulary | more).items():
-        hashes[name] = sha256(str(content))
     data_dir.mkdir(parents=True, exist_ok=True)
     temporary = {name: data_dir / f".{name}.tmp" for name in ("train.bin", "val.bin", "meta.json")}
     try:
@@ -181,7 +178,7 @@ def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **mo
                     file.write(np.asarray(ids, id_type).tobytes())
                     num_ids[split] += len(ids)
                 hashes[split] = sha256_of(file)
-        meta = vocabulary | {"source": source} | more | {"sha256": hashes}
+        meta |= {"source": source, "sha256": hashes}
         temporary["meta.json"].write_text(json.dumps(meta, indent=1), encoding="utf-8")
         for name, file in temporary.items():
             os.replace(file, data_dir / name)
@@ -248,8 +245,7 @@ def parse_args():
 def main():
     args = parse_args()
     meta, whole = prepared(args.data_dir)
-    has_corpus = whole and meta["sha256"].get("text") == CORPUS_SHA256
-    old_source = CORPUS_URL if has_corpus else meta.get("source")
+    old_source = meta.get("source")
     source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url
     if not args.input and not args.force:
         if whole and old_source == source and "chars" in meta and not args.tokenizer:
@@ -265,7 +261,7 @@ def main():
     if args.input:
         files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
     else:
-        files = open_corpus(source, stand_in=source == CORPUS_URL and not has_corpus)
+        files = open_corpus(source, stand_in=source == CORPUS_URL and old_source in (None, STAND_IN_SOURCE))
         source = files[0][0]
     chars, length = distinct_characters(read_text(files, "read"))
     if not length:
@@ -279,13 +275,13 @@ def main():
 
         tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, read_text(files, "learn", 0, split))
     vocabulary = tokenizer.state_dict() if tokenizer else {"chars": chars}
-    more = {}
+    val_bytes = None
     if "tokenizer" in vocabulary:
         encode = tokenizer.encode_pieces
         size = len(tokenizer.vocab)
         unit = "tokens"
         # with the bytes, losses can be compared across tokenizers
-        more["val_bytes"] = sum(len(piece.encode()) for piece in read_text(files, "count", split))
+        val_bytes = sum(len(piece.encode()) for piece in read_text(files, "count", split))
     else:
         if tokenizer:
             tokenizer.encode(chars)  # raises ValueError for characters that the model does not have
@@ -296,8 +292,7 @@ def main():
     # its ids
     train = encode(read_text(files, "encode", 0, split))
     val = encode(read_text(files, "encode", split))
-    text_sha256 = sha256_of(*(file for _, file in files))
-    num_ids = write(args.data_dir, vocabulary, size, train, val, source=source, text_sha256=text_sha256, **more)
+    num_ids = write(args.data_dir, vocabulary, size, train, val, source=source, val_bytes=val_bytes)
     counts = f"{length:,} characters, {size:,} {unit}; train {num_ids['train']:,}, val {num_ids['val']:,}"
     print(f"source: {source}\n{counts}: {args.data_dir}")
 
