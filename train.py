@@ -63,49 +63,27 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 # No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. RoPE has
 # no table of positions, so at a context of 256 a small modern network needs a wider MLP to be as large as nanoGPT's.
 
+# nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
+FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
+FINETUNE_OPTIMIZER = dict(optimizer="adamw", learning_rate=3e-5, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
+FINETUNE_SCHEDULE = dict(lr_decay="none", warmup_iters=0)
+
 PRESETS = {
     "cpu": {},
     "laptop": dict(max_iters=7000),
     "nanogpt-cpu": dict(block_size=64, batch_size=12, max_iters=2000),
     "lecture": dict(n_embd=64, block_size=32, mlp_ratio=4, batch_size=16, max_iters=5000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, mlp_ratio=4, batch_size=64, max_iters=2000, dropout=0.3),
-    # nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
-    "finetune": dict(
-        batch_size=1,
-        gradient_accumulation_steps=32,
-        max_iters=20,
-        eval_interval=5,
-        log_interval=1,
-        optimizer="adamw",
-        learning_rate=3e-5,
-        lr_decay="none",
-        warmup_iters=0,
-        weight_decay=0.1,
-        beta2=0.95,
-        grad_clip=1.0,
-    ),
+    "finetune": FINETUNE_LENGTH | FINETUNE_OPTIMIZER | FINETUNE_SCHEDULE,
 }
-RECIPES = {
-    "modern": {},
-    "nanogpt": dict(
-        pos_emb="learned",
-        qk_norm=False,
-        activation="gelu",
-        mlp_ratio=4,
-        zero_init=False,
-        ngram_targets=0.0,
-        mtp_weight=0.0,
-        optimizer="adamw",
-        learning_rate=1e-3,
-        beta2=0.99,
-        weight_decay=0.1,
-        grad_clip=1.0,
-        warmup_iters=100,
-        lr_decay="cosine",
-        lr_stable_frac=0.0,
-        min_lr=None,
-    ),
-}
+
+NANOGPT_NETWORK = dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
+NANOGPT_LOSS = dict(ngram_targets=0.0, mtp_weight=0.0)
+NANOGPT_OPTIMIZER = dict(optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
+NANOGPT_SCHEDULE = dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None)
+
+RECIPES = {"modern": {}, "nanogpt": NANOGPT_NETWORK | NANOGPT_LOSS | NANOGPT_OPTIMIZER | NANOGPT_SCHEDULE}
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EVAL_TOKENS = 2**17  # val tokens per evaluation, unless --eval_iters is set
 
@@ -453,23 +431,14 @@ class TrainingLoss(nn.Module):
         if ngram_probs is not None:
             targets = F.one_hot(y, logits.size(-1)).float().lerp(ngram_probs, ngram_weight)
             total = F.cross_entropy(logits, targets.flatten(0, 1))
-        for j, loss_ahead in enumerate(self.losses_ahead(hidden, targets), start=1):
-            total = total + mtp_weight / j * loss_ahead
-        return total, loss
-
-    def losses_ahead(self, hidden, targets):
-        """Return the losses for the tokens after the next: multi-token prediction (Gloeckle et al., arXiv:2404.19737).
-
-        Layer j predicts the hidden state j positions ahead, which lm_head maps to logits. The paper uses a block per
-        extra token, we use a matrix.
-        """
-        losses = []
+        # Multi-token prediction (Gloeckle et al., arXiv:2404.19737): layer j predicts the hidden state j positions
+        # ahead, which lm_head maps to logits. The paper uses a block per extra token, we use a matrix.
         for j, layer in enumerate(self.mtp, start=1):
             # a norm without weights; if you replace the model's norm, replace this one too
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
-            logits = self.model.unembed(ahead).flatten(0, 1).float()
-            losses.append(F.cross_entropy(logits, targets[:, j:].flatten(0, 1)))
-        return losses
+            logits_ahead = self.model.unembed(ahead).flatten(0, 1).float()
+            total = total + mtp_weight / j * F.cross_entropy(logits_ahead, targets[:, j:].flatten(0, 1))
+        return total, loss
 
 
 def loss_weights(step, config):
@@ -906,15 +875,10 @@ def train(config, data, state, metadata, bar, signals):
 
             # log, unless we stop: then the row is for the resumed run to write
             if not signum:
-                row = dict(
-                    step=step,
-                    seconds=round(time.perf_counter() - began, 3),
-                    train_loss=train_loss,
-                    val_loss=val_loss,
-                    lr=state.optimizers[0].param_groups[0]["lr"],
-                    tokens_per_s=round(tokens_per_s),
-                    grad_norm=None if grad_norm is None else grad_norm.item(),
-                )
+                row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=round(tokens_per_s))
+                row["seconds"] = round(time.perf_counter() - began, 3)
+                row["lr"] = state.optimizers[0].param_groups[0]["lr"]
+                row["grad_norm"] = None if grad_norm is None else grad_norm.item()
                 log_row(out_dir, bar, row, state.best_val_loss)
                 state.loss_sum.zero_()
                 state.num_unlogged = 0
@@ -1093,8 +1057,6 @@ def make_run(flags, has_extras):
     device = pick_training_device(config.device)
     if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
-    if init_from == "resume" and "meta" in flags:
-        raise ValueError("--meta is for a checkpoint of nanoGPT, and this run has its own vocabulary: leave it out")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     if WORLD_SIZE > 1:  # torchrun chooses
