@@ -725,13 +725,13 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
     block_size = model.config.block_size
     at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
     windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
-    ours = itertools.islice(windows, RANK, None, WORLD_SIZE)
     total = 0.0
     count = 0
     model.eval()
-    with state.autocast:
-        # a long evaluation has a bar of its own, which replaces the run's for a while
-        for window in tqdm(ours, desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR):
+    # a long evaluation has a bar of its own, which replaces the run's for a while
+    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
+    with state.autocast, bar:
+        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
             if signals:
                 break
             window = torch.from_numpy(window.astype(np.int64)).to(state.device)
@@ -739,6 +739,7 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
             _, loss = model(x, y)
             total += loss.item() * y.numel()
             count += y.numel()
+            bar.update(y.numel() * WORLD_SIZE)
     model.train()
     if all_reduce(len(signals), dist.ReduceOp.MAX):
         return None
