@@ -1,8 +1,8 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
 Read it from top to bottom. KVCache and Head are the cache: what we keep, and how attention reads it. Then comes the
-network, GPT-2's with a few modern options. stream_tokens is the loop: prefill, decode, slide. Then comes the sampler,
-whose noise is why a seed gives the same tokens on every path. Last is the checkpoint, the file that a model lives in.
+network, GPT-2's with a few modern options. generate is the loop: prefill, decode, slide. Then comes the sampler, whose
+noise is why a seed gives the same tokens on every path. Last is the checkpoint, the file that a model lives in.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
@@ -15,7 +15,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm layers
-    n_kv_head: int | None = None  # None: n_head; fewer: grouped-query attention; 1: multi-query attention
+    n_kv_head: int | None = None  # None becomes n_head; fewer: grouped-query attention; 1: multi-query attention
     mlp_ratio: float = 4  # width of the MLP's hidden layer, in units of n_embd
     activation: str = "gelu"  # "gelu" is exact; "gelu_tanh" is GPT-2's; "swiglu" is Shazeer's (arXiv:2002.05202)
     pos_emb: str = "learned"  # "learned" is GPT-2's table; "rope" is rotary (Su et al. 2021, arXiv:2104.09864)
@@ -53,6 +53,8 @@ class GPTConfig:
     qk_norm: bool = False  # LayerNorm on queries and keys (Henry et al. 2020, arXiv:2010.04245)
 
     def __post_init__(self):
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             require(self, name, getattr(self, name) >= 1, "must be at least 1")
         require(self, "dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
@@ -62,20 +64,13 @@ class GPTConfig:
         require(self, "n_head", self.n_embd % self.n_head == 0, f"must be a divisor of n_embd={self.n_embd}")
         pairs = self.pos_emb == "learned" or self.head_size % 2 == 0
         require(self, "n_embd", pairs, "rope rotates pairs of coordinates, so n_embd / n_head must be even")
-        divides = self.n_kv_head is None or (self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0)
+        divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
         require(self, "n_kv_head", divides, f"must be None or a divisor of n_head={self.n_head}")
 
     @property
     def head_size(self):
         return self.n_embd // self.n_head
 
-    @property
-    def num_kv_heads(self):
-        """n_kv_head with None replaced by n_head."""
-        return self.n_kv_head or self.n_head
-
-
-NO_CACHE = "the model is in train mode, where there is no cache: call model.eval() first"
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
@@ -83,102 +78,87 @@ NO_CACHE = "the model is in train mode, where there is no cache: call model.eval
 class KVCache:
     """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, slots, hs)`.
 
-    Make a cache for each generation, pass it to every forward, and drop it at the end. Two generations on one model
-    have two caches, so they cannot disturb each other.
+    Slot s holds the key or value of the token at position s. Attention is causal, so a later token never changes an
+    earlier slot, and we may keep them all: a new token adds one slot and reads every slot so far. Each generation has a
+    cache of its own, so two of them cannot disturb each other.
 
-    slots    the number of positions that it has room for; None: block_size
-    lengths  filled slots per row, as Python integers, so that no step waits for a GPU. Lower one to forget the slots
-             beyond it
+    slots   the number of positions that it has room for; None: block_size
+    length  the number of filled slots. Lower it to forget the slots beyond it
     """
 
     def __init__(self, config, batch_size, slots=None):
-        self.n_layer, self.slots = config.n_layer, slots or config.block_size
-        self.lengths = [0] * batch_size
-        self.key = self.value = None  # allocated by the first update, once dtype and device are known
-
-    @property
-    def length(self):
-        """The number of filled slots in the longest row."""
-        return max(self.lengths)
+        self.batch_size = batch_size
+        self.slots = slots or config.block_size
+        self.length = 0
+        self.key = []  # a tensor per layer, allocated by its first update, once dtype and device are known
+        self.value = []
 
     @contextmanager
-    def extend(self, starts, T):
-        """Make room for T tokens per row, from slot starts[i] on, for the forward inside the `with` that writes them.
+    def extend(self, start, batch_size, T):
+        """Count T more tokens per row, from position `start` on, once the forward inside the `with` has written them.
 
-        Slots beyond them are forgotten. Raises ValueError if slots before them are empty, because attention would read
-        zeros there, and if the cache is too short.
+        If that forward fails halfway, say because of Ctrl-C, the length stays as it was, and the next one overwrites
+        what some of the layers have written. Raises ValueError if the tokens are not the next ones, or do not fit.
         """
-        if len(starts) != len(self.lengths):
-            raise ValueError(f"the cache is for {len(self.lengths)} rows, but idx has {len(starts)}")
-        for row, (start, length) in enumerate(zip(starts, self.lengths)):
-            if start > length:
-                raise ValueError(
-                    f"pos starts at {start}, but the cache holds {length} positions of row {row}: "
-                    "prefill first, with pos from 0"
-                )
-            if start + T > self.slots:
-                raise ValueError(f"{start + T} positions do not fit into a cache of {self.slots} slots")
-        self.lengths = [start + T for start in starts]
-        try:
-            yield
-        except BaseException:  # Ctrl-C, for example: some layers have the new keys and values, and some do not
-            self.lengths = list(starts)  # so forget them
-            raise
+        if batch_size != self.batch_size:
+            raise ValueError(f"the cache is for {self.batch_size} rows, but idx has {batch_size}")
+        if start != self.length:
+            raise ValueError(
+                f"pos starts at {start}, but the cache holds {self.length} positions: "
+                "prefill from 0 first, feed the next position, or lower the length of the cache to go back"
+            )
+        if start + T > self.slots:
+            raise ValueError(f"{start + T} positions do not fit into a cache of {self.slots} slots")
+        yield
+        self.length = start + T
 
     def update(self, layer, pos, k, v):
-        """Write k and v `(B, nkv, T, hs)` of a layer at positions pos `(B, T)`. Returns all t slots of both."""
-        if self.key is None:
-            self.key, self.value = self._buffers(k), self._buffers(v)
-        key, value = self.key[layer], self.value[layer]
-        if len(k) == 1:  # a single operation; the general case takes several
-            key.index_copy_(2, pos[0], k)
-            value.index_copy_(2, pos[0], v)
-        else:
-            rows = torch.arange(len(k), device=pos.device)[:, None]
-            key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
-            value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
-        return key.narrow(2, 0, self.length), value.narrow(2, 0, self.length)
+        """Write k and v `(B, nkv, T, hs)` of a layer at positions pos `(T,)`, right after the filled slots.
 
-    def _buffers(self, x):
-        """Return an empty buffer per layer for keys or values like x `(B, nkv, T, hs)`, in its dtype.
+        Returns the keys and values of all positions so far, `(B, nkv, length + T, hs)` each.
+        """
+        if layer == len(self.key):
+            self.key.append(self._buffer(k))
+            self.value.append(self._buffer(v))
+        self.key[layer].index_copy_(2, pos, k)
+        self.value[layer].index_copy_(2, pos, v)
+        t = self.length + k.size(2)
+        return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
 
-        We allocate all slots at once, because growing with torch.cat would copy the cache at every step. We fill
-        it with zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
+    def mask(self, pos):
+        """Return which slots each query may see, `(T, length + T)` bool: those up to its own position. None: all."""
+        if len(pos) == 1:
+            return None
+        return torch.arange(self.length + len(pos), device=pos.device) <= pos[:, None]
+
+    def select(self, rows):
+        """Make row i a copy of row rows[i], for example to let several samples share the prefill of their prompt."""
+        with torch.inference_mode(False):  # as in _buffer
+            self.key = [key[rows] for key in self.key]
+            self.value = [value[rows] for value in self.value]
+        self.batch_size = len(rows)
+
+    def _buffer(self, x):
+        """Return a buffer of zeros for all slots of keys or values like x `(B, nkv, T, hs)`, in its dtype.
+
+        We allocate all slots at once, because growing with torch.cat would copy the cache at every step.
         """
         B, nkv, _, hs = x.shape
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-            return torch.zeros(self.n_layer, B, nkv, self.slots, hs, dtype=x.dtype, device=x.device).unbind()
-
-    def select(self, rows):
-        """Make row i a copy of row rows[i], so that the samples of a prompt can share its prefill."""
-        with torch.inference_mode(False):  # as above
-            self.key, self.value = ([x[rows] for x in layers] for layers in (self.key, self.value))
-        self.lengths = [self.lengths[row] for row in rows]
-
-    def mask(self, pos):
-        """Return what each query may see, `(B, 1, T, t)`: the slots up to its own position. None means all of them.
-
-        This one rule is right for a prefill, a chunk and a single token, and it hides the padding of shorter rows.
-        """
-        if pos.size(1) == 1 and min(self.lengths) == self.length:
-            return None
-        return (torch.arange(self.length, device=pos.device) <= pos[..., None])[:, None]
+            return torch.zeros(B, nkv, self.slots, hs, dtype=x.dtype, device=x.device)
 
 
-class Head(nn.Module):
-    """One key/value head of a layer, as two views of the KVCache that the model used last.
+class Head:
+    """One key/value head of a layer, as two views of the KVCache that the layer used last.
 
-    `key_cache` and `value_cache` are `(B, t, hs)`, or None while empty. Slot s holds the key or value of the token at
-    position s. Attention is causal, so a later token never changes an earlier slot, and we may keep them all: a new
-    token adds one slot and reads every slot so far.
-
-    A Head has no weights and computes nothing, because a layer computes all its heads in one batched call. For a Head
-    that computes attention with its own cache, see lesson/2_cache.py. There are n_layer * n_kv_head Heads.
+    `key_cache` and `value_cache` are `(B, t, hs)`, or None while empty. A Head computes nothing, because a layer
+    computes all its heads in one batched call. For a Head that computes attention with its own cache, see
+    lesson/2_cache.py.
     """
 
-    def __init__(self, layer, index):
-        super().__init__()
-        self.layer, self.index, self.cache = layer, index, None
+    def __init__(self, attn, index):
+        self.attn = attn
+        self.index = index
 
     @property
     def key_cache(self):
@@ -189,18 +169,19 @@ class Head(nn.Module):
         return self._view("value")
 
     def _view(self, kind):
-        if self.cache is None or self.cache.length == 0:
+        cache = self.attn.cache
+        if cache is None or cache.length == 0:
             return None
-        return getattr(self.cache, kind)[self.layer][:, self.index, : self.cache.length]
+        return getattr(cache, kind)[self.attn.layer][:, self.index, : cache.length]
 
 
 def clear_kv_cache(model):
-    """Empty the key_cache and value_cache of every Head in `model`, and forget the model's own cache.
+    """Empty the key_cache and value_cache of every Head, which frees the memory of the cache that was used last.
 
-    You only need it after changing weights in place in eval mode, which we cannot detect.
+    After changing weights in place in eval mode, which we cannot detect, this makes sure that they never meet old keys.
     """
     for module in model.modules():
-        if isinstance(module, (Head, GPT)):
+        if isinstance(module, CausalSelfAttention):
             module.cache = None
 
 
@@ -208,7 +189,7 @@ def clear_kv_cache(model):
 
 
 def rotate(x, cos, sin):
-    """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(B, 1, T, hs)` of GPT.rope.
+    """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(T, hs)` of GPT.rope.
 
     Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, so a
     rotation is x * cos + swapped * sin. In eager mode every operation costs time, so we want few.
@@ -219,12 +200,15 @@ def rotate(x, cos, sin):
 
 
 class CausalSelfAttention(nn.Module):
-    """All heads of a layer in one batched call. With n_kv_head < n_head, each Head serves several query heads."""
+    """All heads of a layer in one batched call."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.n_head, self.n_kv_head, self.head_size = config.n_head, config.num_kv_heads, config.head_size
+        self.cache = None  # the KVCache that was used last, for `heads` to show
+        self.n_head = config.n_head
+        self.n_kv_head = config.n_kv_head
+        self.head_size = config.head_size
         self.dropout = config.dropout
         self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_size, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -232,12 +216,17 @@ class CausalSelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(self.head_size, bias=config.bias)
             self.k_norm = nn.LayerNorm(self.head_size, bias=config.bias)
-        self.heads = nn.ModuleList(Head(layer, i) for i in range(self.n_kv_head))
+
+    @property
+    def heads(self):
+        """The Heads of this layer. With n_kv_head < n_head, each of them serves several query heads."""
+        return [Head(self, i) for i in range(self.n_kv_head)]
 
     def project(self, x, rope=None):
         """Return q `(B, nh, T, hs)`, k and v `(B, nkv, T, hs)` of x `(B, T, C)`. rope: cos and sin at x's positions."""
         B, T, C = x.shape
-        nh, nkv = self.n_head, self.n_kv_head
+        nh = self.n_head
+        nkv = self.n_kv_head
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         q, k, v = qkv.split_with_sizes((nh, nkv, nkv), dim=1)
         if self.qk_norm:
@@ -247,16 +236,17 @@ class CausalSelfAttention(nn.Module):
         return q, k, v
 
     def forward(self, x, rope=None, pos=None, mask=None, cache=None):
-        """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, x is at positions pos `(B, T)`, and mask is its mask."""
-        if self.training and cache is not None:
-            raise RuntimeError(NO_CACHE)
+        """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, x is at positions pos, and mask is its mask."""
         B, T, C = x.shape
         q, k, v = self.project(x, rope)
         gqa = self.n_kv_head != self.n_head
         if cache is None:  # causal attention within x
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
+        elif self.training:  # the weights are about to change, and with them all keys and values
+            raise RuntimeError("the model is in train mode, where there is no cache: call model.eval() first")
         else:  # write the new keys and values, then read all so far: (B, nkv, t, hs)
+            self.cache = cache
             k, v = cache.update(self.layer, pos, k, v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
@@ -314,7 +304,6 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.cache = None  # the model's own, for calls with pos but without a cache
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -346,7 +335,8 @@ class GPT(nn.Module):
         """Make the rotary table `(2, block_size, hs)`, cos and sin, in float32 whatever the dtype of the weights."""
         self.rope = None
         if self.config.pos_emb == "rope":
-            hs, device = self.config.head_size, self.lm_head.weight.device
+            hs = self.config.head_size
+            device = self.lm_head.weight.device
             frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
             angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
             sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
@@ -375,83 +365,76 @@ class GPT(nn.Module):
 
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
-        pos      None: positions 0 to T - 1, without a cache, so evaluation cannot fill one.
-                 Otherwise absolute positions, int64, (T,) for all rows or (B, T), rising by one. In eval mode the call
-                 then uses the cache: it writes at pos, each query sees the slots up to its own, and slots beyond the
-                 newest pos are forgotten. Such a call has no gradient. In train mode pos only places the tokens.
-        cache    the KVCache to use; None: the model's own, which starts empty at pos 0
-        Raises ValueError for positions beyond block_size, and for a pos that would leave a gap in the cache.
+        pos      (T,) int64, the positions of idx: the call uses the cache, and has no gradient. Each position comes
+                 right after those that the cache holds. None: positions 0 to T - 1 without a cache, so that an
+                 evaluation cannot fill one
+        cache    the KVCache to use; None: a new one if pos starts at 0, otherwise the one that was used last
+        Raises ValueError for positions beyond block_size or not next in the cache, and RuntimeError in train mode,
+        where there is no cache.
         """
-        B, T = idx.shape
-        if pos is not None:
-            pos, starts = self._check_pos(idx, pos)
-        elif cache is not None:
-            raise ValueError("a cache needs pos, the positions of the tokens in idx")
-        if pos is None or self.training:
-            logits = self.unembed(self.hidden_states(idx, pos))
+        if pos is None and cache is None:
+            logits = self.unembed(self.hidden_states(idx))
         else:
+            B, T = idx.shape
+            start = first_position(pos, T)
             if cache is None:
-                if self.cache is None or len(self.cache.lengths) != B or not any(starts):
-                    self.cache = self.new_cache(B)
-                cache = self.cache
-            with torch.no_grad(), cache.extend(starts, T):
+                cache = self.cache if start and self.cache else self.new_cache(B)
+            with torch.no_grad(), cache.extend(start, B, T):
                 logits = self.unembed(self.hidden_states(idx, pos, cache))
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
         return logits, loss
 
-    def _check_pos(self, idx, pos):
-        """Return pos as `(B, T)`, and the first position of each row as a list. Raises ValueError; see forward."""
+    @torch.inference_mode()
+    def next_logits(self, idx, start=0, cache=None):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, whose first token is at position `start`.
+
+        cache  the KVCache that holds the positions before, to which idx is added; None: idx is the whole context
+        Raises ValueError and RuntimeError as forward does.
+        """
         B, T = idx.shape
-        if pos.dtype != torch.int64 or pos.shape not in ((T,), (B, T)) or not pos.numel():
-            raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)} or {(B, T)}")
-        pos = pos.expand(B, T)
-        for row in pos.tolist():
-            if row != list(range(row[0], row[0] + T)):
-                raise ValueError(f"pos must rise by one along a row, got {row}")
-            if row[0] < 0 or row[-1] >= self.config.block_size:
-                raise ValueError(f"pos {row[0]}..{row[-1]} is outside 0..{self.config.block_size - 1} (block_size)")
-        return pos, pos[:, 0].tolist()
+        pos = torch.arange(start, start + T, device=idx.device)
+        with cache.extend(start, B, T) if cache else nullcontext():
+            return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
 
     def hidden_states(self, idx, pos=None, cache=None):
         """Return `(B, T, C)`: all of the network but lm_head.
 
-        pos    (B, T) int64, not checked; None: positions 0 to T - 1
-        cache  the KVCache to use, already extended to pos; None: attention within idx
+        pos    int64 positions of idx, (T,) or (B, T); None: 0 to T - 1
+        cache  the KVCache to write to at pos, and to read; None: attention within idx
         """
-        if pos is None and not 1 <= idx.size(1) <= self.config.block_size:
-            raise ValueError(f"{idx.size(1)} positions; this model accepts 1 to {self.config.block_size} (block_size)")
-        places = torch.arange(idx.size(1), device=idx.device)[None] if pos is None else pos  # (1 or B, T)
+        T = idx.size(1)
+        block_size = self.config.block_size
+        if not 1 <= T <= block_size:
+            raise ValueError(f"{T} positions; this model accepts 1 to {block_size} (block_size)")
+        if pos is None:
+            pos = torch.arange(T, device=idx.device)
         x = self.transformer["wte"](idx)
         rope = None
         if self.config.pos_emb == "learned":
-            x = x + self.transformer["wpe"](places)
+            x = x + self.transformer["wpe"](pos)
         else:
-            rope = self.rope[:, places][:, :, None]  # cos and sin, (B, 1, T, hs) each
+            rope = self.rope[:, pos].unsqueeze(-3)  # cos and sin, (1, T, hs) or (B, 1, T, hs) each
         if self.training:
             x = F.dropout(x, self.config.dropout)
-        mask = None
-        if cache is not None:
-            mask = cache.mask(pos)
-            self._show(cache)
+        mask = None if cache is None else cache.mask(pos)
         for block in self.transformer["h"]:
             x = block(x, rope, pos, mask, cache)
         return self.transformer["ln_f"](x) if self.config.norm_first else x
-
-    def _show(self, cache):
-        """Make key_cache and value_cache of all Heads views of this cache."""
-        heads = self.transformer["h"][0].attn.heads
-        if heads[0].cache is not cache:
-            for block in self.transformer["h"]:
-                for head in block.attn.heads:
-                    head.cache = cache
 
     def unembed(self, x):
         """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""
         return self.lm_head(x)
 
-    # -- generation ----------------------------------------------------------------------------------------------------
+    @property
+    def cache(self):
+        """The KVCache that was used last, or None."""
+        return self.transformer["h"][0].attn.cache
+
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
+        return KVCache(self.config, batch_size, slots)
 
     def generate(self, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
         """Return idx `(B, T)` and its continuation, one tensor.
@@ -461,84 +444,61 @@ class GPT(nn.Module):
         settings        those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
         Raises ValueError for invalid arguments, and RuntimeError in train mode, where there is no cache.
 
-        A small model, below about 4 million parameters, runs best on one thread: torch.set_num_threads(1). While
-        another program is busy, a second thread can make it many times slower.
+        The Heads show the cache until clear_kv_cache frees it. A small model, below about 4 million parameters, runs
+        best on one thread: torch.set_num_threads(1).
         """
-        blocks = list(self.stream(idx, max_new_tokens, *settings, kv_cache=kv_cache, **more_settings))
-        self._show(self.cache)  # so that the Heads do not keep the cache of this generation in memory
-        return torch.cat((idx, *blocks), dim=1)
-
-    def stream(self, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
-        """Yield the new tokens of `generate`, a block `(B, 1)` per step."""
-        return stream_tokens(self, idx, max_new_tokens, Sampling(*settings, **more_settings), kv_cache)
-
-    def new_cache(self, batch_size, slots=None):
-        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
-        return KVCache(self.config, batch_size, slots)
-
-    @torch.inference_mode()
-    def next_logits(self, idx, cache=None):
-        """Return the logits `(B, V)` of the token after idx `(B, T)`.
-
-        cache  a KVCache, to which idx is appended; None: idx is the whole context
-        Raises RuntimeError in train mode.
-        """
-        if self.training:
-            raise RuntimeError(NO_CACHE)
-        if cache is None:
-            return self.unembed(self.hidden_states(idx)[:, -1])
-        (B, T), start = idx.shape, cache.length
-        if B > 1 and T > 1 and start == 0 and bool((idx == idx[0]).all()):  # samples of one prompt share its prefill
-            one = self.new_cache(1, cache.slots)
-            logits = self.next_logits(idx[:1], one)
-            one.select([0] * B)
-            cache.key, cache.value, cache.lengths = one.key, one.value, one.lengths
-            return logits.expand(B, -1)
-        pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
-        with cache.extend([start] * B, T):
-            return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
+        sampling = Sampling(*settings, **more_settings)
+        new = [token[:, None] for token, _ in generate(self, idx, max_new_tokens, sampling, kv_cache)]
+        return torch.cat((idx, *new), dim=1)
 
 
-def stream_tokens(model, idx, max_new_tokens, sampling, kv_cache=True):
-    """Yield the continuation of idx `(B, T)`, a block of new tokens `(B, 1)` per step.
+def first_position(pos, T):
+    """Return the first of the positions in pos, an int. Raises TypeError or ValueError unless they are T in a row."""
+    if not isinstance(pos, torch.Tensor):
+        raise TypeError(f"pos is {pos!r}: pass the position of every token in idx, such as torch.arange({T})")
+    if pos.dtype != torch.int64 or pos.shape != (T,) or T == 0:
+        raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)}")
+    positions = pos.tolist()
+    if positions[0] < 0 or positions != list(range(positions[0], positions[0] + T)):
+        raise ValueError(f"pos must rise by one from a position of at least 0, got {positions}")
+    return positions[0]
 
-    This is the loop that samples one token per step, with or without the cache, for any model.
 
-    model     needs config.block_size, config.vocab_size, new_cache(B, slots) and next_logits(idx, cache), like GPT
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, forced=None):
+    """Yield the next token of every row, `(B,)`, and the logits that it was picked from, `(B, V)`, step by step.
+
+    model     a GPT, or what has its config, new_cache(B, slots) and next_logits(idx, start, cache)
+    idx       (B, T) int64, the prompts
     sampling  a Sampling
     kv_cache  False: recompute the whole context for every token
+    cache     a KVCache that holds the beginning of the prompts already; None: an empty one
+    forced    (B, max_new_tokens) int64: the text goes on with these tokens, whatever we pick
     Raises ValueError for a prompt that does not fit the context.
     """
-    (B, T), block_size = idx.shape, model.config.block_size
-    num_new = sampling.num_new_tokens(T, max_new_tokens, block_size)  # the cap: "stop" ends at a full context
-    noises = sampling.noise(sampling.noise_ids(B, idx.device), num_new, model.config.vocab_size)
-    with torch.inference_mode(False):  # so that the caller may leave inference mode between two steps
-        tokens = F.pad(idx, (0, num_new))
-    start, cache = 0, None  # start: index of the first token of the context
-    for end, noise in zip(range(T, T + num_new), noises):  # end: index of the new token
-        if end == T or end - start > block_size:
-            # prefill: feed the whole prompt at once. A full context slides: we cut it to its newest half, which starts
-            # at position 0 again, so its keys and values have to be recomputed
-            start = context_start(start, end, block_size)
-            cache = model.new_cache(B, min(block_size, T + num_new - start)) if kv_cache else None
-            logits = model.next_logits(tokens[:, start:end], cache)
-        elif kv_cache:
-            # decode: feed only the newest token, because the cache holds the keys and values of all earlier ones
-            logits = model.next_logits(tokens[:, end - 1 : end], cache)
-        else:
-            logits = model.next_logits(tokens[:, start:end])
+    B, T = idx.shape
+    config = model.config
+    num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
+    noises = sampling.noise(B, num_new, config.vocab_size, idx.device)
+    context = idx
+    start = cache.length if cache else 0  # of the tokens to feed: those before are in the cache
+    for step, noise in enumerate(noises):
+        if context.size(1) > config.block_size:
+            # slide: keep the newest half of a full context. It starts at position 0 again, so all of its keys and
+            # values change, and we prefill again, but only once every half context
+            context = context[:, -max(1, config.block_size // 2) :]
+            start = 0
+            cache = None
+        if kv_cache and cache is None:
+            cache = model.new_cache(B, min(config.block_size, context.size(1) + num_new - step))
+        logits = model.next_logits(context[:, start:], start, cache)
         new = sample_token(logits, noise, sampling)
-        tokens[:, end] = new
-        yield new[:, None]
-
-
-def context_start(start, end, block_size):
-    """Return the index of the first token that the model sees when it predicts token `end`.
-
-    A context keeps its start while it fits. A full one is cut to its newest half, so that we prefill again only once
-    every half context.
-    """
-    return start if end - start <= block_size else end - max(1, block_size // 2)
+        context = torch.cat((context, (new if forced is None else forced[:, step])[:, None]), dim=1)
+        if kv_cache:
+            start = context.size(1) - 1  # the first step was the prefill; the rest decode, and feed only the new token
+        yield new, logits
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------
@@ -553,15 +513,15 @@ class Sampling:
     top_k        sample from the k most likely tokens
     top_p        sample from the smallest set of most likely tokens whose probabilities add up to top_p
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
-    sample_ids   row i uses the noise of sample sample_ids[i]; None: of sample i
-    overflow     "stop" ends when the context is full, "slide" continues: see context_start
+    samples      row i uses the noise of sample samples[i]; None: of sample i
+    overflow     "stop" ends when the context is full, "slide" continues with its newest half
     """
 
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    sample_ids: Sequence[int] | None = None
+    samples: Sequence[int] | None = None
     overflow: str = "stop"
 
     def __post_init__(self):
@@ -580,26 +540,26 @@ class Sampling:
         require(self, "seed", 0 <= self.seed < 2**64, "must be at least 0 and below 2**64")
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
 
-    def noise_ids(self, B, device):
-        """Return `sample_ids` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
-        ids = range(B) if self.sample_ids is None else self.sample_ids
-        ids = torch.as_tensor(ids, device=device)
-        if B < 1 or ids.shape != (B,) or ids.is_floating_point():
-            raise ValueError(f"sample_ids is {ids.tolist()}: {B} prompts need a whole number each, and at least one")
-        return ids.long()
-
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""
         if T < 1 or (self.overflow == "stop" and T > block_size):
             raise ValueError(f"a prompt of {T} tokens; this model accepts 1 to {block_size} (block_size)")
         return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
 
-    def noise(self, noise_ids, steps, vocab_size):
-        """Yield the noise of steps 0, 1, ..., `(B, V)` each. We compute 64 steps at once, which is cheaper."""
-        at_once = max(1, min(64, 2**22 // (len(noise_ids) * vocab_size)))
+    def samples_of(self, B, device):
+        """Return `samples` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
+        samples = torch.as_tensor(range(B) if self.samples is None else self.samples, device=device)
+        if B < 1 or samples.shape != (B,) or samples.is_floating_point():
+            raise ValueError(f"samples is {samples.tolist()}: {B} rows need a whole number each, and at least one")
+        return samples.long()
+
+    def noise(self, B, steps, vocab_size, device):
+        """Yield the noise of steps 0, 1, ..., `(B, V)` each. We compute up to 64 steps at once, which is cheaper."""
+        samples = self.samples_of(B, device)
+        at_once = max(1, min(64, 2**22 // (B * vocab_size)))
         for first in range(0, steps, at_once):
-            some_steps = torch.arange(first, min(first + at_once, steps), device=noise_ids.device)
-            yield from gumbel_noise(self.seed, noise_ids, some_steps, vocab_size).unbind(1)
+            some_steps = torch.arange(first, min(first + at_once, steps), device=device)
+            yield from gumbel_noise(self.seed, samples, some_steps, vocab_size).unbind(1)
 
 
 def sample_token(logits, noise, sampling):
@@ -663,17 +623,10 @@ def gumbel_noise(seed, samples, steps, vocab_size):
     return -torch.log(-torch.log1p(-uniform))
 
 
-def make_first_calls():
-    """Call a few functions on one number.
-
-    With Intel's MKL, PyTorch may compute these with few correct digits if the first call in a process runs on several
-    threads (pytorch issue 188792).
-    """
-    for function in (torch.cos, torch.sin, torch.log, torch.log1p):
-        function(torch.ones(1))
-
-
-make_first_calls()
+# With Intel's MKL, PyTorch may compute these with few correct digits if the first call in a process runs on several
+# threads (pytorch issue 188792). So we call them on one number first.
+for function in (torch.cos, torch.sin, torch.log, torch.log1p):
+    function(torch.ones(1))
 
 
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
@@ -736,26 +689,22 @@ def write_atomically(files):
             path.unlink(missing_ok=True)
 
 
-def save(path, checkpoint):
+def save_checkpoint(path, checkpoint):
     """Write a checkpoint, a dict of tensors and plain values, atomically. Raises OSError."""
     buffer = io.BytesIO()  # because torch.save raises many kinds of errors on a full disk
     torch.save(checkpoint, buffer)
     write_atomically({Path(path): [buffer.getbuffer()]})
 
 
-def load(path):
-    """Return a checkpoint, ours or nanoGPT's, as a dict. Runs no code that may be in the file.
+def load_checkpoint(path):
+    """Return a checkpoint as a dict, and its "path" with it for messages. Runs no code that may be in the file.
 
-    Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, "chars" if the tokens are
-    characters, and for messages "path", and "names", what the file calls the weights. Raises FileNotFoundError, or
-    ValueError with one line that says what is wrong with the file.
+    Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, and "chars" if the tokens
+    are characters. Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
     if not path.is_file():
-        hint = "train one first (python train.py), or check the path"
-        if path.name.startswith("gpt2"):
-            hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
-        raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
+        raise FileNotFoundError(f"no checkpoint at {path}: train one first (python train.py), or check the path")
     try:
         if zipfile.is_zipfile(path):  # torch.load does not check the CRC-32
             with zipfile.ZipFile(path) as archive:
@@ -773,19 +722,7 @@ def load(path):
         raise ValueError(f"{path} is not a checkpoint of a GPT, or damaged ({type(error).__name__}: {why})") from None
     if not {"model", "model_args"} <= entries:  # a bare state_dict, or a file of Lightning
         raise ValueError(f"{path} has weights and no model_args: save both in one dict, as train.py does")
-    model_args = dict(checkpoint["model_args"])
-    if unknown := model_args.keys() - GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
-        raise ValueError(f"{path} is not a checkpoint of a GPT: unknown model_args: {', '.join(sorted(unknown))}")
-    # what DistributedDataParallel, torch.compile and FSDP add to the names of the weights that they wrap
-    wrappers = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-    names = {
-        ".".join(part for part in name.split(".") if part not in wrappers): name
-        for name in checkpoint["model"]
-        # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
-        if not name.endswith((".attn.bias", ".attn.masked_bias", "n_averaged"))
-    }
-    weights = {ours: checkpoint["model"][name] for ours, name in names.items()}
-    return checkpoint | dict(model=weights, model_args=model_args, path=path, names=names)
+    return {**checkpoint, "path": path}
 
 
 class SkipInit(TorchFunctionMode):
@@ -806,7 +743,7 @@ def blank_model(config):
         return GPT(config)
 
 
-def build(checkpoint):
+def build_model(checkpoint):
     """Return the GPT of a checkpoint, on the CPU. It uses the tensors without a copy, so it is never in memory twice.
 
     Raises ValueError if the weights do not fit "model_args", or are not finite.
@@ -817,8 +754,6 @@ def build(checkpoint):
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
     except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
-        for ours, name in checkpoint.get("names", {}).items():
-            why = why.replace(f'"{ours}"', f'"{name}"')
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # loading gave head and embedding a matrix each
         model.transformer["wte"].weight = model.lm_head.weight
@@ -830,7 +765,8 @@ def build(checkpoint):
 
 def char_tokenizer(checkpoint):
     """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
-    path, vocab_size = checkpoint["path"], checkpoint["model_args"]["vocab_size"]
+    path = checkpoint["path"]
+    vocab_size = checkpoint["model_args"]["vocab_size"]
     if "chars" not in checkpoint:
         where = "nanoGPT keeps it in meta.pkl, so pass that as --meta (or --meta gpt2 if its tokens are GPT-2's)"
         if "tokenizer" in checkpoint:
@@ -851,5 +787,5 @@ def load_model(path):
     Raises FileNotFoundError or ValueError, with one line. load_model in extras/checkpoint.py reads every other model:
     one with a tokenizer, a Hugging Face folder, and nanoGPT's, whose vocabulary is in a file of its own.
     """
-    checkpoint = load(path)
-    return build(checkpoint).eval(), char_tokenizer(checkpoint)
+    checkpoint = load_checkpoint(path)
+    return build_model(checkpoint).eval(), char_tokenizer(checkpoint)

@@ -46,7 +46,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT, CharTokenizer, GPTConfig, build, load, save, write_atomically
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    build_model,
+    char_tokenizer,
+    load_checkpoint,
+    save_checkpoint,
+    write_atomically,
+)
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -254,17 +263,10 @@ def parse_flags():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_miss(unknown, FLAGS)}")
+        similar = difflib.get_close_matches(unknown[0].partition("=")[0], [f"--{name}" for name in FLAGS], n=1)
+        hint = f": did you mean {similar[0]}?" if similar else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return vars(flags)
-
-
-def near_miss(words, names):
-    """Return ", did you mean --NAME?" for the first word that resembles the name of a flag, or "" if none does."""
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and (close := difflib.get_close_matches(name, names, n=1)):
-            return f", did you mean --{close[0]}?"
-    return ""
 
 
 def presets_and_recipes():
@@ -835,7 +837,7 @@ def train(config, data, state, metadata, bar, signals):
     def save_as(name, with_optimizers):
         state.seconds = round(time.perf_counter() - began, 3)
         if RANK == 0:
-            save(out_dir / name, metadata | state.state_dict(with_optimizers))
+            save_checkpoint(out_dir / name, metadata | state.state_dict(with_optimizers))
 
     def require_finite(loss):
         if not math.isfinite(loss):
@@ -943,7 +945,7 @@ def end_all_but_rank_0(exit_code=0):
         os._exit(exit_code)  # during a normal exit, a thread of gloo can abort the process
 
 
-def pick_training_device(name):
+def pick_device(name):
     """Return this process's torch.device for --device. "auto" is a GPU if there is one. Raises ValueError.
 
     With torchrun, every process gets a GPU of its own. A numbered GPU becomes PyTorch's current device, because pinned
@@ -991,38 +993,37 @@ def first_checkpoint(init_from, out_dir, meta):
         last = out_dir / "last.pt"
         if not last.exists():
             raise ValueError(f"nothing to resume: there is no {last}")
-        return load(last)
+        return load_checkpoint(last)
     path = Path(init_from)
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
-    if meta or path.is_dir():
-        from extras.checkpoint import load_checkpoint
-
-        return load_checkpoint(path, meta)
-    return load(path)
+    try:
+        from extras.checkpoint import load_checkpoint as load_any  # nanoGPT's files and Hugging Face folders, too
+    except ModuleNotFoundError:
+        if meta or path.is_dir():
+            raise
+        return load_checkpoint(path)
+    return load_any(path, meta)
 
 
 def check_vocabulary(data, data_dir, checkpoint, config):
     """Raise ValueError unless the Dataset has the vocabulary of the checkpoint, and for a resume, the same text."""
     path = checkpoint["path"]
-    tokenizer = data.tokenizer
-    if "chars" not in checkpoint and "tokenizer" not in checkpoint:
-        raise ValueError(f"{path} has no vocabulary: nanoGPT keeps it in meta.pkl, so pass that as --meta")
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    same = tokenizer.state_dict().items() <= checkpoint.items()
-    if not same and "tokenizer" in checkpoint and tokenizer.unit == "tokens":
-        same = tokenizer.gives_ids_of(checkpoint["tokenizer"], data.val)
+    if "tokenizer" in checkpoint:
+        from extras.tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(checkpoint)
+    else:
+        tokenizer = char_tokenizer(checkpoint)
+    same = data.tokenizer.state_dict() == tokenizer.state_dict()
+    if not same and data.tokenizer.unit == tokenizer.unit == "tokens":
+        same = data.tokenizer.gives_ids_of(checkpoint["tokenizer"], data.val)
     if not same:
-        command = f"python data/prepare.py --tokenizer {config.meta or path}"
-        raise ValueError(
-            f"the {tokenizer.unit} in {data_dir} are not those of the model in {path}: {command} prepares them"
-        )
-    vocab_size = checkpoint["model_args"]["vocab_size"]
-    padding = vocab_size - len(tokenizer.vocab)
-    if not 0 <= padding < (128 if "tokenizer" in checkpoint else 1):  # some models round up to a multiple of 128
-        raise ValueError(f"{path} has weights for {vocab_size} tokens, but {len(tokenizer.vocab)} {tokenizer.unit}")
+        what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
+        raise ValueError(f"{what}: python data/prepare.py --tokenizer {config.meta or path} prepares them")
 
 
 def make_model(config, checkpoint, vocab_size):
@@ -1037,7 +1038,7 @@ def make_model(config, checkpoint, vocab_size):
         positions = "transformer.wpe.weight"
         if positions in weights:  # a shorter context uses the first rows
             weights[positions] = weights[positions][: config.block_size].clone()
-        return build(checkpoint | dict(model=weights, model_args=asdict(model_config)))
+        return build_model(checkpoint | dict(model=weights, model_args=asdict(model_config)))
     model = GPT(model_config)
     if config.zero_init:
         model.zero_init()
@@ -1055,7 +1056,7 @@ def make_run(flags, has_extras):
     checkpoint = first_checkpoint(init_from, out_dir, flags.get("meta"))
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
-    device = pick_training_device(config.device)
+    device = pick_device(config.device)
     if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE and not config.eval_only:

@@ -271,7 +271,7 @@ def main():
     # its vocabulary
     tokenizer = None
     if args.tokenizer:
-        from extras.checkpoint import make_tokenizer
+        from extras.tokenizer import make_tokenizer
 
         tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, read_text(files, "learn", 0, split))
     vocabulary = tokenizer.state_dict() if tokenizer else {"chars": chars}

@@ -20,7 +20,7 @@ def transformers_run(model):
     """
     import transformers
 
-    from extras.interop.transformers import to_transformers
+    from extras.interop.hf_write import to_transformers
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)
@@ -79,14 +79,20 @@ def llama2c_run(config, folder):
     """
     if not folder or not Path(folder, "run.c").is_file():
         raise ValueError("--llama2c needs the folder of a clone of llama2.c, with run.c")
-    C, L, V, S = config.n_embd, config.n_layer, config.vocab_size, config.block_size
-    kv_width = config.num_kv_heads * config.head_size
+    C = config.n_embd
+    L = config.n_layer
+    V = config.vocab_size
+    S = config.block_size
+    kv_width = config.n_kv_head * config.head_size
     hidden = int(config.mlp_ratio * C * 2 / 3 / 8 + 0.999) * 8
     num_weights = V * C + L * (2 * C + 2 * C * C + 2 * C * kv_width + 3 * C * hidden) + C + S * config.head_size
-    header = torch.tensor([C, hidden, L, config.n_head, config.num_kv_heads, V, S], dtype=torch.int32)
+    header = torch.tensor([C, hidden, L, config.n_head, config.n_kv_head, V, S], dtype=torch.int32)
 
     with tempfile.TemporaryDirectory() as temporary:
-        source, compiled, program, weights = (Path(temporary) / name for name in ("loop.c", "loop.o", "loop.so", "bin"))
+        source = Path(temporary) / "loop.c"
+        compiled = Path(temporary) / "loop.o"
+        program = Path(temporary) / "loop.so"
+        weights = Path(temporary) / "weights.bin"
         source.write_text(LLAMA2C_LOOP, encoding="utf-8")
         flags = ["-Ofast", "-march=native", "-fopenmp", "-w", "-fPIC", f"-I{Path(folder).resolve()}"]
         subprocess.run(["cc", *flags, "-c", source, "-o", compiled], check=True)

@@ -4,7 +4,6 @@
     python -m extras.bench --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python -m extras.bench --shapes 6/8/256/256 --batch 16  random weights; a shape is layers/heads/width/context
     python -m extras.bench --shapes 12/12/768/1024/50257    ... or layers/heads/width/context/vocabulary (default: 65)
-    python -m extras.bench --busy                           measure again while train.py runs in another process
 
 Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
 the figures are medians. Our own variants must give the tokens of a forward without a cache, or bench.py fails. If a
@@ -15,36 +14,33 @@ import copy
 import io
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from extras.baselines import llama2c_run, transformers_run
+from extras.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.cores import share_cores
 from extras.decoding.compile import NotHereError
 from extras.decoding.decoder import NUM_DRAFTS, Decoder
 from extras.decoding.quantize import round_weights
-from extras.decoding.static import CompiledGPT
+from extras.decoding.torch_compile import CompiledGPT
 from model import (
     GPT,
     CharTokenizer,
     GPTConfig,
     Sampling,
-    build,
+    build_model,
+    generate,
     gumbel_noise,
     sample_token,
-    stream_tokens,
     write_atomically,
 )
-from sample import find_checkpoint, near_tie, num_threads, pick_device, read_checkpoint
+from sample import find_checkpoint, near_tie, num_threads, put_on_device
 from train import RECIPES, TrainConfig
 
 VARIANTS = {
@@ -68,7 +64,6 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
     "itl_p50_ms": ("ITL p50", "{:.3f}"),
     "itl_p99_ms": ("ITL p99", "{:.3f}"),
     "speedup_over_uncached": ("x uncached", "{:.2f}"),
-    "busy_share": ("busy", "{:.0%}"),
 }
 
 
@@ -82,8 +77,8 @@ def warm_runs(names, model, ngrams, llama2c, idx):
     """
     work = len(idx) * sum(p.numel() for p in model.parameters())  # multiply-adds that torch does per fed token
     makers = {
-        "uncached": lambda: recorded(partial(model.stream, kv_cache=False), work * model.config.block_size),
-        "eager": lambda: recorded(model.stream, work),
+        "uncached": lambda: recorded(plain_stream(model, kv_cache=False), work * model.config.block_size),
+        "eager": lambda: recorded(plain_stream(model), work),
         "compile": lambda: recorded(compiled_stream(model, len(idx))),
         "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, work * (NUM_DRAFTS + 1)),
         "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
@@ -118,13 +113,22 @@ def recorded(stream, multiply_adds=0):
     return run
 
 
+def plain_stream(model, kv_cache=True):
+    """Return the stream of the loop in model.py, for a GPT or whatever `generate` accepts as one."""
+
+    def stream(idx, steps, seed):
+        for token, _ in generate(model, idx, steps, Sampling(seed=seed), kv_cache):
+            yield token[:, None]
+
+    return stream
+
+
 def compiled_stream(model, batch_size):
     """Return the stream of --compile: the C backend, or torch.compile where that cannot run, such as on a GPU."""
     try:
         return Decoder(model, compile=True).stream
     except NotHereError:
-        compiled = CompiledGPT(model, batch_size)
-        return lambda idx, steps, seed: stream_tokens(compiled, idx, steps, Sampling(seed=seed))
+        return plain_stream(CompiledGPT(model, batch_size))
 
 
 def rounded(model):
@@ -140,8 +144,8 @@ def onnx_stream(model):
         file = Path(folder) / "model.onnx"
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
         write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
-        engine = OnnxGPT(file)
-    return lambda idx, steps, seed: stream_tokens(engine, idx.cpu(), steps, Sampling(seed=seed))
+        stream = plain_stream(OnnxGPT(file))
+    return lambda idx, steps, seed: stream(idx.cpu(), steps, seed)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -193,7 +197,8 @@ class Timing:
 
 def timed(run, idx, steps, seed):
     """Run a variant once. Returns its Timing and the new tokens `(B, steps)`."""
-    blocks, timing = [], Timing(idx.device)
+    blocks = []
+    timing = Timing(idx.device)
 
     def record(block):
         timing.record((block >= 0).sum().item() / len(block))  # -1 pads a row that was slower
@@ -216,26 +221,8 @@ def measure(runs, idx, steps, repeats):
     return results
 
 
-@contextmanager
-def busy_training():
-    """Run train.py on data/sample.txt in another process while the block runs."""
-    here, endless = Path(__file__).resolve().parent.parent, str(10**9)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        prepare = [sys.executable, "data/prepare.py", "--input", "data/sample.txt", "--data_dir", folder]
-        subprocess.run(prepare, cwd=here, check=True, capture_output=True)
-        train = [sys.executable, "train.py", "--device", "cpu", "--data_dir", folder, "--out_dir", folder]
-        train += ["--max_iters", endless, "--eval_interval", endless, "--log_interval", endless]
-        with subprocess.Popen(train, cwd=here, stdout=subprocess.PIPE, encoding="utf-8") as process:
-            try:
-                if not any(line.startswith("step") for line in process.stdout):  # until the first step is done
-                    fail("--busy: train.py ended early")
-                yield
-            finally:
-                process.kill()
-
-
 @torch.no_grad()
-def check_tokens(name, model, idx, tokens):
+def compare_tokens(name, model, idx, tokens):
     """Exit with one line unless the tokens of a variant are the picks of one forward without a cache.
 
     tokens  the new tokens `(B, steps)` of each seed
@@ -245,11 +232,11 @@ def check_tokens(name, model, idx, tokens):
         sampling = Sampling(seed=seed)
         logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, idx.size(1) - 1 :]
         samples, steps = (torch.arange(n, device=idx.device) for n in new.shape)
-        picks = sample_token(logits, gumbel_noise(seed, samples, steps, logits.size(-1)), sampling)
+        noise = gumbel_noise(seed, samples, steps, logits.size(-1))
+        picks = sample_token(logits, noise, sampling)
         for row, step in (picks != new).nonzero().tolist():
-            context = [*idx[row].tolist(), *new[row, :step].tolist()]
             pair = (new[row, step].item(), picks[row, step].item())
-            if not near_tie(model, context, row, step, pair, sampling):
+            if not near_tie(logits[row, step], noise[row, step], pair, sampling):
                 fail(f"DIFFERENT from a forward without a cache: {name}, seed {seed}, row {row}, new token {step}")
 
 
@@ -258,8 +245,10 @@ def bench(file, model, ngrams, idx, args):
 
     Returns its rows, a dict per variant.
     """
-    (B, T), config = idx.shape, model.config
-    shape, steps = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}", config.block_size - T
+    B, T = idx.shape
+    config = model.config
+    shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
+    steps = config.block_size - T
     note(f"measuring {shape} {f'of {file} ' if file else ''}..")
     runs = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
     if not runs:
@@ -269,21 +258,14 @@ def bench(file, model, ngrams, idx, args):
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():
         if name in ours:
-            check_tokens(name, rounded(model) if name == "int8" else model, idx, [new for _, new in results])
+            compare_tokens(name, rounded(model) if name == "int8" else model, idx, [new for _, new in results])
         rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
     if "uncached" in rows:
         for row in rows.values():
             row["speedup_over_uncached"] = row["tokens_per_s"] / rows["uncached"]["tokens_per_s"]
-    if args.busy:
-        with busy_training():
-            busy = measure(ours, idx, steps, args.repeats)
-        for name in ours:
-            rows[name]["busy_share"] = figures(busy[name], T)["tokens_per_s"] / rows[name]["tokens_per_s"]
 
     print(table(rows.values()))
     print(f"\nthe same tokens as a forward without a cache, up to rounding: {', '.join(ours) or 'not compared'}")
-    if args.busy:
-        print("busy: the speed while a default train.py is running, as a share of the speed alone")
     print(flush=True)
     return list(rows.values())
 
@@ -337,8 +319,10 @@ def plot(measured, format):
     figure = Figure(figsize=(10, 5 * len(measured)), layout="constrained")
     for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
         for row in rows:
-            name, times = row["variant"], list(row["ms_per_token"].values())
-            color, label = f"C{list(VARIANTS).index(name)}", f"{VARIANTS[name]}\n{row['tokens_per_s']:,.0f} tokens/s"
+            name = row["variant"]
+            times = list(row["ms_per_token"].values())
+            color = f"C{list(VARIANTS).index(name)}"
+            label = f"{VARIANTS[name]}\n{row['tokens_per_s']:,.0f} tokens/s"
             if times:
                 smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
                 axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
@@ -381,7 +365,6 @@ def parse_args():
     add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
-    add("--busy", action="store_true", help="measure our variants again while a training run uses the machine")
     add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
@@ -411,19 +394,21 @@ def models(args):
             yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
     else:
         for file in args.ckpt or [find_checkpoint(None, None)]:
-            checkpoint, _ = read_checkpoint(find_checkpoint(file, None))
-            yield str(file), build(checkpoint).eval(), checkpoint.get("ngrams")
+            checkpoint = load_checkpoint(find_checkpoint(file, None))
+            yield str(file), build_model(checkpoint).eval(), checkpoint.get("ngrams")
 
 
 def main():
     args = parse_args()
     share_cores()
     with one_line_errors():
-        device = pick_device(args.device)
         found = list(models(args))  # read every file before measuring, so that a bad one fails at once
+        for _, model, _ in found:
+            put_on_device(model, args.device, "float32")
 
+    device = found[0][1].lm_head.weight.device
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
-    measured = [bench(file, model.to(device), ngrams, idx, args) for file, model, ngrams in found]
+    measured = [bench(file, model, ngrams, idx, args) for file, model, ngrams in found]
     if args.json:
         rows = [row for rows in measured for row in rows]
         write(args.json, (json.dumps(rows, indent=1) + "\n").encode())

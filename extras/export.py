@@ -11,10 +11,12 @@ both with PyTorch's.
 
 from pathlib import Path
 
+from extras.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, need, one_line_errors, path, run_main
 from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
-from model import build
-from sample import find_checkpoint, read_checkpoint
+from extras.tokenizer import build_tokenizer
+from model import build_model
+from sample import find_checkpoint
 from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -45,8 +47,9 @@ def main():
     args = parse_args()
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
-        checkpoint, tokenizer = read_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
-        model = build(checkpoint).eval()
+        checkpoint = load_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
+        tokenizer = build_tokenizer(checkpoint)
+        model = build_model(checkpoint).eval()
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     if (args.onnx or args.format == "onnx") and not fits_one_file(model):
@@ -60,7 +63,7 @@ def main():
         if args.format == "onnx":
             export_onnx(model, tokenizer, folder)
         elif args.format == "hf":
-            from extras.interop.transformers import export_hf
+            from extras.interop.hf_write import export_hf
 
             export_hf(model, tokenizer, folder, checkpoint.get("special_tokens"), args.onnx)
         else:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from extras.checkpoint import load_model
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
-from sample import find_checkpoint, pick_device
+from sample import find_checkpoint, put_on_device
 
 
 def read_text(file):
@@ -73,7 +73,7 @@ def main():
         ckpt = find_checkpoint(args.ckpt, None)
         model, tokenizer = load_model(ckpt, args.meta)
         ids = encode(tokenizer, text)
-        device = pick_device(args.device)
+        put_on_device(model, args.device, "float32")
     unit = tokenizer.unit
     block_size = model.config.block_size
     stride = args.stride or block_size
@@ -81,7 +81,7 @@ def main():
         fail(f"{args.text} has {len(ids)} {unit}, but a loss needs two")
     if stride > block_size:
         fail(f"--stride {stride} is above the context of {block_size}")
-    loss = mean_loss(model.to(device), ids.to(device), stride)
+    loss = mean_loss(model, ids.to(model.lm_head.weight.device), stride)
     bits_per_byte = loss / math.log(2) * len(ids) / len(text.encode())
     print(
         f"loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {bits_per_byte:.4f} bits per byte): "

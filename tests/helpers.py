@@ -19,9 +19,9 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from model import GPT, CharTokenizer, GPTConfig, Head, Sampling, load_model, save
+from model import GPT, CharTokenizer, GPTConfig, Sampling, generate, gumbel_noise, load_model, save_checkpoint
 from prepare import distinct_characters, encode_characters, write
-from sample import near_tie, text_context_start
+from sample import near_tie
 from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,7 +356,13 @@ def random_model(config, seed=0):
 
 
 def heads_of(model):
-    return [module for module in model.modules() if isinstance(module, Head)]
+    return [head for block in model.transformer["h"] for head in block.attn.heads]
+
+
+def stream(model, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
+    """Yield the new tokens of model.generate with these arguments, `(B, 1)` per step."""
+    for new, _ in generate(model, idx, max_new_tokens, Sampling(*settings, **more_settings), kv_cache):
+        yield new[:, None]
 
 
 V, CONTEXT = 23, 16
@@ -400,15 +406,19 @@ def assert_train_mode_is_refused(way):
 
 def tokens_differ(model, ours, theirs, T, samples, seed, filters):
     """Where two generations differ by more than a near-tie: the first (row, step), or None."""
-    sampling = Sampling(seed=seed, **filters)
-    for row, (a, b) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True)):
-        assert len(a) == len(b)
-        step = next((i for i in range(len(a) - T) if a[T + i] != b[T + i]), None)
-        if step is None:
-            continue
-        context = a[text_context_start(model.config.block_size, T, T + step) : T + step]
-        if not near_tie(model, context, samples[row], step, (a[T + step], b[T + step]), sampling):
-            return row, step
+    assert ours.shape == theirs.shape
+    if torch.equal(ours, theirs):
+        return None
+    sampling, steps, same = Sampling(seed=seed, overflow="slide", **filters), ours.size(1) - T, set(range(len(ours)))
+    rerun = generate(model, ours[:, :T], steps, sampling, kv_cache=False, forced=ours[:, T:])
+    for step, (_, logits) in enumerate(rerun):
+        for row in sorted(same):
+            picks = ours[row, T + step].item(), theirs[row, T + step].item()
+            noise = gumbel_noise(seed, torch.tensor([samples[row]]), torch.tensor([step]), logits.size(-1))[0, 0]
+            if picks[0] != picks[1]:
+                same.remove(row)
+                if not near_tie(logits[row], noise, picks, sampling):
+                    return row, step
     return None
 
 
@@ -426,4 +436,4 @@ def tiny(**network):
 def save_model(folder, model, chars=CHARS, ngrams=None):
     """Write ckpt.pt with what the scripts need of a checkpoint."""
     content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars, ngrams=ngrams)
-    save(folder / "ckpt.pt", content)
+    save_checkpoint(folder / "ckpt.pt", content)

@@ -8,11 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model
-from helpers import CHARS, ok, random_model, run, same, saved, tiny
-from model import GPT, GPTConfig, blank_model, build, load_model, save
-from model import load as load_file
-from oracles import per_head_logits
-from sample import read_checkpoint
+from helpers import ok, random_model, run, same, saved
+from model import GPT, GPTConfig, blank_model, build_model, load_checkpoint, load_model, save_checkpoint
 
 ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
 CONTENT = {
@@ -25,14 +22,14 @@ CONTENT = {
     "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0), "step": torch.tensor(7.0)}}},
     "config": {"learning_rate": 1e-3, "device": "cpu"},
 }
-WHOLE, NAMES = saved(CONTENT), {name: name for name in CONTENT["model"]}
+WHOLE = saved(CONTENT)
 
 
 def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     path = tmp_path / "ckpt.pt"
-    save(path, CONTENT)
-    assert same(load_file(path), CONTENT | {"path": path, "names": NAMES})
-    assert same(build(load_file(path)).state_dict(), CONTENT["model"])
+    save_checkpoint(path, CONTENT)
+    assert same(load_checkpoint(path), CONTENT | {"path": path})
+    assert same(build_model(load_checkpoint(path)).state_dict(), CONTENT["model"])
     model, tokenizer = load_model(path)
     assert same(model.state_dict(), CONTENT["model"])
     assert tokenizer.state_dict() == {"chars": CONTENT["chars"]} and not model.training
@@ -55,21 +52,20 @@ def test_a_blank_model_is_a_gpt_without_its_random_numbers(tied):
 @pytest.mark.slow
 def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     """torch._dynamo alone takes longer than the rest of a short run."""
-    script = "import sys, sample; sample.read_checkpoint(sample.PRETRAINED); print(*sys.modules)"
+    script = "import sys, sample; sample.load_checkpoint(sample.PRETRAINED); print(*sys.modules)"
     loaded = ok(run("-c", script)).stdout.split()
     foreign = ("torch._dynamo", "extras", "tokenizers")
     assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
 
 
-@pytest.mark.parametrize("load_model", [model.load_model, lambda path: read_checkpoint(path)])
-def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(load_model, tmp_path):
-    save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
+def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(tmp_path):
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS})
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")
 
 
 def test_model_py_says_who_loads_a_model_with_a_tokenizer_and_that_a_folder_is_no_checkpoint(tmp_path):
-    save(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
     with pytest.raises(ValueError, match=r"no vocabulary of characters: .*extras/checkpoint\.py"):
         model.load_model(tmp_path / "ckpt.pt")
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {re.escape(str(tmp_path))}"):
@@ -88,72 +84,8 @@ def test_a_damaged_checkpoint_loads_as_it_was_or_not_at_all(tmp_path_factory, pl
         damaged[place] ^= change
     path.write_bytes(damaged)
     try:
-        got = load_file(path)
+        got = load_checkpoint(path)
     except ValueError as error:
         assert "\n" not in str(error) and "ckpt.pt" in str(error)
     else:
-        assert same(got, CONTENT | {"path": path, "names": NAMES})
-
-
-@pytest.mark.parametrize(
-    "prefix, bias",
-    [
-        ("", True),
-        ("_orig_mod.", False),
-        ("module.", True),
-        ("_orig_mod.module.", True),
-        ("module._orig_mod.", False),
-        ("_fsdp_wrapped_module.", True),
-        ("module._fsdp_wrapped_module._checkpoint_wrapped_module._orig_mod.", False),
-    ],
-)
-def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
-    """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
-    args = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=bias, vocab_size=31, dropout=0.1)
-    g = torch.Generator().manual_seed(1)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=g) * 0.4
-
-    state = {"transformer.wte.weight": random(31, 16), "transformer.wpe.weight": random(12, 16)}
-    for i in range(2):
-        sizes = {"attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
-        for name, size in {**sizes, "ln_1": (16,), "ln_2": (16,)}.items():
-            state[f"transformer.h.{i}.{name}.weight"] = random(*size)
-            if bias:
-                state[f"transformer.h.{i}.{name}.bias"] = random(size[0])
-        state[f"transformer.h.{i}.attn.bias"] = torch.tril(torch.ones(1, 1, 12, 12))
-    state["transformer.ln_f.weight"] = random(16)
-    if bias:
-        state["transformer.ln_f.bias"] = random(16)
-    state["lm_head.weight"] = state["transformer.wte.weight"]
-    ckpt = {"model": {prefix + key: value for key, value in state.items()}, "model_args": args, "iter_num": 5}
-    torch.save({**ckpt, "optimizer": {}, "best_val_loss": torch.tensor(1.5), "config": {}}, tmp_path / "ckpt.pt")
-    loaded = load_file(tmp_path / "ckpt.pt")
-    ids = torch.randint(31, (1, 12), generator=g)
-    expected = per_head_logits(state, args, ids[0].tolist())
-    torch.testing.assert_close(build(loaded).eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_weights_whose_parts_were_wrapped_are_those_of_the_model(tmp_path):
-    """The average of a model whose MLPs are wrapped. "submodule" is no wrapper."""
-    network = tiny()
-    averaged = torch.optim.swa_utils.AveragedModel(network)
-    names = {name: name.replace(".mlp.", ".mlp._checkpoint_wrapped_module.") for name in averaged.state_dict()}
-    weights = {names[name]: tensor for name, tensor in averaged.state_dict().items()}
-    content = dict(model=weights, model_args=vars(network.config).copy(), chars=CHARS)
-    save(tmp_path / "ckpt.pt", content)
-    loaded = load_model(tmp_path / "ckpt.pt")[0].state_dict()
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in network.state_dict().items())
-    for name in ("transformer.submodule.x", "ema.module.x"):
-        save(tmp_path / "ckpt.pt", content | dict(model=weights | {name: torch.zeros(2)}))
-        with pytest.raises(ValueError, match=f'"{re.escape(name)}"'):  # as the file has it
-            load_model(tmp_path / "ckpt.pt")
-
-
-def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):
-    """llama2.c's file has model_args too."""
-    args = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=32, multiple_of=32, max_seq_len=32)
-    save(tmp_path / "ckpt.pt", {"model": {}, "model_args": args})
-    with pytest.raises(ValueError, match=r"not a checkpoint of a GPT.*unknown model_args: dim, .*n_layers"):
-        load_file(tmp_path / "ckpt.pt")
+        assert same(got, CONTENT | {"path": path})

@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, here, load, log, ok, run, same
-from model import save
+from model import save_checkpoint
 from prepare import write
 
 FILES = ("model.py", "train.py", "sample.py", "data/prepare.py", "data/sample.txt")
@@ -70,7 +70,7 @@ def alone(tmp_path_factory):
         shutil.copy(ROOT / name, folder / name)
     (folder / "folder" / "config.json").write_text("{}", encoding="utf-8")
     write(folder / "tokens", {"tokenizer": "{}"}, 3, [[0, 1]], [[2]], "a test")
-    save(folder / "tokens" / "ckpt.pt", {"model": {}, "model_args": {}, "tokenizer": "{}"})
+    save_checkpoint(folder / "tokens" / "ckpt.pt", {"model": {}, "model_args": {}, "tokenizer": "{}"})
     commands = [
         ["data/prepare.py", "--input", SAMPLE],
         ["train.py", *MODERN, "--max_iters", 10],
@@ -133,7 +133,7 @@ def test_helpers_that_stand_in_several_files_are_equal():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found[node.name].append(ast.unparse(node).replace(file.name, "FILE"))  # messages begin with it
     twice = {name: copies for name, copies in found.items() if len(copies) > 1}
-    assert {"boolean", "note", *DIFFERENT} <= twice.keys()
+    assert {"boolean", *DIFFERENT} <= twice.keys()
     assert {name for name, copies in twice.items() if len({*copies}) > 1} == DIFFERENT.keys()
 
 

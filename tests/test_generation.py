@@ -20,9 +20,10 @@ from helpers import (
     heads_of,
     prompts,
     random_model,
+    stream,
     tokens_differ,
 )
-from model import GPT, GPTConfig, clear_kv_cache, gumbel_noise
+from model import GPTConfig, KVCache, Sampling, clear_kv_cache, generate, gumbel_noise
 from oracles import per_head_logits
 
 
@@ -88,53 +89,30 @@ def test_a_text_of_any_length_costs_one_prefill_every_half_context():
     assert set(widths) == {1, 5, again}
 
 
-@given(a_model, st.lists(st.integers(1, 6), min_size=1, max_size=CONTEXT), st.sampled_from([1, 3]), st.booleans())
-def test_any_split_into_chunks_gives_the_logits_of_the_whole(model, sizes, batch, per_row):
+@given(a_model, st.lists(st.integers(1, 6), min_size=1, max_size=CONTEXT), st.sampled_from([1, 3]))
+def test_any_split_into_chunks_gives_the_logits_of_the_whole(model, sizes, batch):
     ends = [end for end in itertools.accumulate(sizes) if end <= CONTEXT] or [CONTEXT]
     idx = prompts(batch, ends[-1])
     expected, _ = model(idx)
     clear_kv_cache(model)
     parts = []
     for begin, end in zip([0, *ends], ends):
-        pos = torch.arange(begin, end)
-        parts.append(model(idx[:, begin:end], pos=pos.repeat(batch, 1) if per_row else pos)[0])
+        parts.append(model(idx[:, begin:end], pos=torch.arange(begin, end))[0])
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-5, rtol=1e-5)
-    clear_kv_cache(model)
-
-
-@given(a_model, st.lists(st.integers(1, CONTEXT - 5), min_size=2, max_size=4), st.data())
-def test_rows_of_different_lengths_in_one_batch_see_only_their_own_tokens(model, lengths, data):
-    """Padding on the right fills slots beyond a row's end; `slot <= pos` must hide them until they are overwritten."""
-    batch, steps = len(lengths), 4
-    idx = prompts(batch, CONTEXT, data.draw(st.integers(0, 99)))
-    rows = torch.arange(batch)
-    expected = [model(idx[i : i + 1, : n + steps])[0][0] for i, n in enumerate(lengths)]
-    clear_kv_cache(model)
-    padded = idx[:, : max(lengths)].clone()
-    for i, n in enumerate(lengths):
-        padded[i, n:] = 7
-    logits, _ = model(padded, pos=torch.arange(max(lengths)).repeat(batch, 1))
-    for i, n in enumerate(lengths):
-        torch.testing.assert_close(logits[i, :n], expected[i][:n], atol=2e-5, rtol=1e-5)
-    for step in range(steps):
-        at = torch.tensor(lengths) + step
-        logits, _ = model(idx[rows, at][:, None], pos=at[:, None])
-        for i in range(batch):
-            torch.testing.assert_close(logits[i, 0], expected[i][at[i]], atol=2e-5, rtol=1e-5)
     clear_kv_cache(model)
 
 
 @given(a_model, st.integers(2, 8), st.integers(1, 5), st.integers(1, 5))
 def test_going_back_forgets_what_came_after(model, length, back, redo):
     """A rejected draft token is overwritten; what lay beyond it must be neither visible nor taken for cached."""
-    back = min(back, length)
     idx, other = prompts(1, length), prompts(1, 8, seed=5)
     model(idx, pos=torch.arange(length))
-    start = length - back
-    logits, _ = model(other[:, :redo], pos=torch.arange(start, start + redo))
+    start = length - min(back, length)
+    model.cache.length = start
+    logits, _ = model(other[:, :redo], pos=torch.arange(start, start + redo), cache=model.cache)
     expected, _ = model(torch.cat((idx[:, :start], other[:, :redo]), dim=1))
     torch.testing.assert_close(logits, expected[:, start:], atol=2e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="prefill first"):
+    with pytest.raises(ValueError, match="prefill from 0 first"):
         model(other[:, :1], pos=torch.tensor([start + redo + 1]))
     clear_kv_cache(model)
 
@@ -145,7 +123,7 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, length, batc
     """An evaluation, eval-train-eval, a cleared cache, a cached call, a generation running or abandoned."""
     idx = prompts(batch, length)
     expected = model.generate(idx, CONTEXT, seed=seed, kv_cache=False, **filters)
-    others = [model.stream(prompts(2, 3, s), CONTEXT, seed=s) for s in range(2)]
+    others = [stream(model, prompts(2, 3, s), CONTEXT, seed=s) for s in range(2)]
 
     def evaluate():
         model(prompts(4, 9), targets=prompts(4, 9))
@@ -170,7 +148,7 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, length, batc
         lambda: new[-1].zero_(),
     ]
     new, got = [], []
-    for block in model.stream(idx, CONTEXT, seed=seed, **filters):
+    for block in stream(model, idx, CONTEXT, seed=seed, **filters):
         new.append(block)
         got.append(block.clone())
         data.draw(st.sampled_from(disturbances))()
@@ -185,12 +163,12 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, length, batc
 @given(a_model, st.integers(1, 12), st.integers(0, 2**40), a_filter, a_seed)
 def test_row_k_of_a_batch_is_sample_k_alone_and_prompts_keep_their_own_tokens(model, length, sample, filters, seed):
     idx = prompts(1, length).repeat(3, 1)
-    together = model.generate(idx, 6, seed=seed, sample_ids=[0, 1, sample], **filters)
+    together = model.generate(idx, 6, seed=seed, samples=[0, 1, sample], **filters)
     for row, k in enumerate((0, 1, sample)):
-        alone = model.generate(idx[:1], 6, seed=seed, sample_ids=[k], **filters)
+        alone = model.generate(idx[:1], 6, seed=seed, samples=[k], **filters)
         assert tokens_differ(model, together[row : row + 1], alone, length, [k], seed, filters) is None
     different = torch.cat((prompts(1, length, 1), prompts(1, length, 2)))
-    both = model.generate(different, 6, seed=seed, sample_ids=[0, 0], **filters)
+    both = model.generate(different, 6, seed=seed, samples=[0, 0], **filters)
     for row in range(2):
         alone = model.generate(different[row : row + 1], 6, seed=seed, **filters)
         assert tokens_differ(model, both[row : row + 1], alone, length, [0], seed, filters) is None
@@ -199,7 +177,7 @@ def test_row_k_of_a_batch_is_sample_k_alone_and_prompts_keep_their_own_tokens(mo
 def test_a_stream_gives_a_block_per_step_that_together_are_the_continuation():
     idx = prompts(3, 5)
     for kv_cache in (True, False):
-        blocks = list(MODELS[0].stream(idx, 7, seed=2, kv_cache=kv_cache))
+        blocks = list(stream(MODELS[0], idx, 7, seed=2, kv_cache=kv_cache))
         assert [block.shape for block in blocks] == [(3, 1)] * 7
         assert torch.equal(torch.cat((idx, *blocks), dim=1), MODELS[0].generate(idx, 7, seed=2, kv_cache=kv_cache))
 
@@ -223,25 +201,64 @@ def test_the_prefill_runs_once_and_then_one_token_a_step():
 
 
 def test_train_mode_is_refused_at_any_step_and_the_text_goes_on_in_eval_mode():
-    assert_train_mode_is_refused(GPT.stream)
+    assert_train_mode_is_refused(stream)
 
 
 def test_a_stream_may_be_left_and_taken_up_outside_of_inference_mode():
     model, idx = MODELS[0], prompts(2, 5)
-    stream = model.stream(idx, 6, 0.8, None, None, 1)
+    blocks = stream(model, idx, 6, 0.8, None, None, 1)
     with torch.inference_mode():
-        blocks = [idx, next(stream)]
-    assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
+        first = [idx, next(blocks)]
+    assert torch.equal(torch.cat([*first, *blocks], dim=1), model.generate(idx, 6, seed=1))
 
 
-def test_no_head_keeps_the_cache_of_a_generation():
-    """It can take gigabytes."""
+def test_generate_leaves_its_cache_to_be_inspected_until_it_is_cleared():
     model = random_model(MODELS[0].config)
-    model.generate(prompts(2, 5), 3)
-    assert all(head.cache is None for head in heads_of(model))
-    model(prompts(1, 4), pos=torch.arange(4))  # the model's own stays
-    model.generate(prompts(2, 5), 3)
-    assert heads_of(model)[0].key_cache.shape[:2] == (1, 4)
+    out = model.generate(prompts(2, 5), 3, seed=1)
+    shown = [(head.key_cache, head.value_cache) for head in heads_of(model)]
+    assert all(key.shape == value.shape == (2, 7, 8) for key, value in shown)  # nothing has fed the last token
+    cache = KVCache(model.config, 2)
+    model(out[:, :7], pos=torch.arange(7), cache=cache)
+    for (key, value), head in zip(shown, heads_of(model), strict=True):
+        torch.testing.assert_close(key, head.key_cache, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value, head.value_cache, atol=1e-5, rtol=1e-5)
+    clear_kv_cache(model)
+    assert model.cache is None and heads_of(model)[0].key_cache is None
+
+
+def test_forced_tokens_take_the_place_of_picks_and_the_logits_are_those_of_the_text():
+    """As --verify compares: the loop goes on with the given tokens, and says what it would have picked."""
+    model, text = MODELS[0], prompts(2, CONTEXT)
+    expected = model(text)[0]
+    for kv_cache in (True, False):
+        steps = list(generate(model, text[:, :4], 99, Sampling(temperature=0), kv_cache, forced=text[:, 4:]))
+        assert len(steps) == CONTEXT - 4
+        for i, (new, logits) in enumerate(steps):
+            torch.testing.assert_close(logits, expected[:, 3 + i], atol=2e-5, rtol=1e-5)
+            assert torch.equal(new, logits.argmax(-1))
+
+
+def test_a_prompt_may_be_in_the_cache_already(model):
+    """Several samples of one prompt share its prefill."""
+    idx, cache = prompts(1, 6), model.new_cache(1)
+    expected = model.generate(idx.repeat(3, 1), CONTEXT, seed=4)
+    model.next_logits(idx[:, :5], 0, cache)
+    cache.select([0, 0, 0])
+    new = [new[:, None] for new, _ in generate(model, idx.repeat(3, 1), CONTEXT, Sampling(seed=4), cache=cache)]
+    assert torch.equal(torch.cat((idx.repeat(3, 1), *new), 1), expected)
+
+
+def test_a_generation_whose_cache_somebody_else_has_used_is_refused(model):
+    """Never continued with a foreign token in the cache."""
+    for disturb in (
+        lambda: model(prompts(2, 1), pos=torch.tensor([6])),  # goes on where the generation stands
+        lambda: setattr(model.cache, "length", 3),
+    ):
+        steps = generate(model, prompts(2, 5), CONTEXT, Sampling(seed=1))
+        next(steps), next(steps)
+        disturb()
+        with pytest.raises(ValueError, match="pos starts at 6, but the cache holds"):
+            next(steps)
 
 
 @pytest.mark.parametrize("kind", [dict(), dict(pos_emb="rope"), dict(pos_emb="rope", n_kv_head=2)], ids=str)
@@ -250,7 +267,7 @@ def test_under_autocast_the_cache_is_bfloat16_and_the_tokens_are_those_of_a_cach
     model = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32, **kind))
     text, steps, held = prompts(2, 5), CONTEXT - 5, []
     with torch.autocast("cpu", torch.bfloat16):
-        for block in model.stream(text, CONTEXT, seed=1, temperature=1.0):
+        for block in stream(model, text, CONTEXT, seed=1, temperature=1.0):
             held = [tensor.clone() for head in heads_of(model) for tensor in (head.key_cache, head.value_cache)]
             assert all(tensor.dtype == torch.bfloat16 and tensor.shape == (2, text.size(1), 8) for tensor in held)
             text = torch.cat((text, block), dim=1)
@@ -296,7 +313,7 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
         dict(top_p=float("nan")),
         dict(seed=-1),
         dict(seed=2**64),
-        dict(sample_ids=[1, 2]),
+        dict(samples=[1, 2]),
         dict(temperature=1e38),
         dict(overflow="wrap"),
     ],
@@ -304,7 +321,7 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
 )
 def test_impossible_arguments_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        next(MODELS[0].stream(prompts(1, 3), 2, **bad))
+        next(stream(MODELS[0], prompts(1, 3), 2, **bad))
 
 
 def test_without_a_seed_torchs_generator_decides():
@@ -336,24 +353,22 @@ def test_a_generation_keeps_its_cache_whatever_else_the_model_does(model):
     disturbances = (
         lambda: model(prompts(2, 5, 9), pos=torch.arange(5)),
         lambda: model.generate(prompts(2, 5), 3, seed=9),
-        lambda: next(model.stream(prompts(2, 5), 3, seed=9)),
+        lambda: next(stream(model, prompts(2, 5), 3, seed=9)),
         lambda: clear_kv_cache(model),
         lambda: (model.train(), model.eval()),
     )
-    stream, blocks = model.stream(prompts(2, 5), CONTEXT, seed=1), []
-    for i, block in enumerate(stream):
-        blocks.append(block)
+    steps, blocks = generate(model, prompts(2, 5), CONTEXT, Sampling(seed=1)), []
+    for i, (new, _) in enumerate(steps):
+        blocks.append(new[:, None])
         disturbances[i % len(disturbances)]()
-        cache = inspect.getgeneratorlocals(stream)["cache"]
-        assert cache.lengths == [5 + i] * 2
+        assert inspect.getgeneratorlocals(steps)["cache"].length == 5 + i
     assert torch.equal(torch.cat((prompts(2, 5), *blocks), dim=1), expected)
 
 
 def test_heads_show_the_cache_that_was_used_last(model):
     """During a generation you can look at its keys and values."""
     idx = prompts(2, 5)
-    stream = model.stream(idx, 4, seed=1)
-    text = torch.cat((idx, *stream), dim=1)
+    text = torch.cat((idx, *stream(model, idx, 4, seed=1)), dim=1)
     held = [(head.key_cache.clone(), head.value_cache.clone()) for head in heads_of(model)]
     clear_kv_cache(model)
     assert all(head.key_cache is None and head.value_cache is None for head in heads_of(model))
@@ -364,7 +379,7 @@ def test_heads_show_the_cache_that_was_used_last(model):
     cache = model.new_cache(1)
     model(idx[:1], pos=torch.arange(5), cache=cache)
     assert all(head.key_cache.shape == (1, 5, 8) for head in heads_of(model))
-    assert model.cache.lengths == [8, 8] and cache.lengths == [5]
+    assert model.cache is cache and cache.length == 5
 
 
 def test_two_caches_of_one_model_hold_two_texts(model):
@@ -377,7 +392,7 @@ def test_two_caches_of_one_model_hold_two_texts(model):
             torch.testing.assert_close(logits, right[:, begin:end], atol=2e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="the cache is for 1 rows, but idx has 2"):
         model(prompts(2, 1), pos=torch.tensor([3]), cache=caches[0])
-    with pytest.raises(ValueError, match="a cache needs pos"):
+    with pytest.raises(TypeError, match="pos is None"):
         model(ours, cache=caches[0])
 
 
@@ -394,8 +409,8 @@ def test_settings_may_come_in_order_as_in_nanogpts_own_call(model):
 def test_a_cache_is_as_long_as_the_text(model):
     """But no longer than the context."""
     for steps, slots in ((1, 6), (4, 9), (99, CONTEXT)):
-        list(model.stream(prompts(2, 5), steps, seed=1))
-        cache = heads_of(model)[0].cache
+        list(stream(model, prompts(2, 5), steps, seed=1))
+        cache = model.cache
         assert cache.slots == slots and cache.key[0].size(2) == slots, steps
     with pytest.raises(ValueError, match="7 positions do not fit into a cache of 6 slots"):
         model(prompts(1, 7), pos=torch.arange(7), cache=model.new_cache(1, slots=6))
@@ -409,7 +424,7 @@ def test_a_forward_that_fails_leaves_no_half_written_cache(call, place, model):
 
     def feed(begin, end):
         if call == "next_logits":
-            return model.next_logits(idx[:, begin:end], cache)
+            return model.next_logits(idx[:, begin:end], begin, cache)
         return model(idx[:, begin:end], pos=torch.arange(begin, end), cache=cache)
 
     def interrupt(*_):
@@ -420,9 +435,9 @@ def test_a_forward_that_fails_leaves_no_half_written_cache(call, place, model):
     with pytest.raises(KeyboardInterrupt):
         feed(4, 5)
     hook.remove()
-    assert cache.lengths == [4]
+    assert cache.length == 4
     feed(4, 5)
-    torch.testing.assert_close(model.next_logits(idx[:, 5:], cache), model.next_logits(idx))
+    torch.testing.assert_close(model.next_logits(idx[:, 5:], 5, cache), model.next_logits(idx))
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import CPU, ROOT, assert_one_line, here, ok
-from model import build, load
+from model import build_model, load_checkpoint
 from sample import PRETRAINED
 from train import TrainConfig, TrainState, evaluate, load_dataset
 
@@ -15,8 +15,8 @@ NOTE = f"no checkpoint in out: using the pretrained {PRETRAINED.name}"
 
 def test_it_is_small_and_has_no_state_of_its_training():
     assert PRETRAINED.stat().st_size <= 4e6
-    checkpoint = load(PRETRAINED)
-    model = build(checkpoint).eval()
+    checkpoint = load_checkpoint(PRETRAINED)
+    model = build_model(checkpoint).eval()
     weights = sum(p.nbytes for p in model.parameters())
     ngrams = checkpoint["ngrams"]
     assert ngrams["order"] == 4 and 0 < ngrams["codes"].nbytes + ngrams["counts"].nbytes <= weights / 8
@@ -26,14 +26,14 @@ def test_it_is_small_and_has_no_state_of_its_training():
 
 @pytest.mark.slow
 def test_its_val_loss_is_the_one_in_the_file():
-    checkpoint = load(PRETRAINED)
+    checkpoint = load_checkpoint(PRETRAINED)
     try:
         data = load_dataset(ROOT / "data", checkpoint["model_args"]["block_size"])
     except ValueError:
         pytest.skip("needs the corpus: python data/prepare.py")
     if data.sha256 != checkpoint["data_sha256"]:
         pytest.skip("data/ does not hold tiny Shakespeare")
-    loss = evaluate(TrainState(build(checkpoint), TrainConfig(), CPU, torch.float32), data.val)
+    loss = evaluate(TrainState(build_model(checkpoint), TrainConfig(), CPU, torch.float32), data.val)
     assert loss == pytest.approx(checkpoint["best_val_loss"], abs=1e-4) and loss < 1.45
 
 

@@ -11,7 +11,7 @@ import torch
 
 import model
 from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, texts_of, unix
-from model import GPTConfig, KVCache, save
+from model import GPTConfig, KVCache, save_checkpoint
 from sample import PRETRAINED, report
 
 
@@ -43,10 +43,10 @@ def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
 
 
 def test_the_figures_are_those_computed_by_hand(capsys):
-    """Two rows of four new tokens in gaps of 4, 10 and 10 ms. A stop string has taken the last token of each."""
-    args = SimpleNamespace(kv_cache=False)
-    report(args, None, 9, [0.010, 0.014, 0.024, 0.034], 4, [[7, 0, 1, 2]] * 2, [[7]] * 2)
-    line = "sample.py: 6 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 176 tokens/s\n"
+    """Two rows of four new tokens in gaps of 4, 10 and 10 ms."""
+    texts = [SimpleNamespace(ids=[7, 0, 1, 2, 3])] * 2
+    report(texts, [1, 1], [0.010, 0.014, 0.024, 0.034], "off")
+    line = "\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
 
 
@@ -141,14 +141,14 @@ def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
     chars = "abcdefghijklmnopqrstuvw"
     args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
     content = {"model": random_model(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
-    save(tmp_path / "ckpt.pt", content)
+    save_checkpoint(tmp_path / "ckpt.pt", content)
     flags = ["--prompt", "cache", "--verify", flag]
     assert f"match the run {how} the cache (1 of 1 samples)" in ok(sample(tmp_path, *flags)).stderr
     update = KVCache.update
 
     def forgetful(cache, layer, pos, k, v):
         views = update(cache, layer, pos, k, v)
-        if pos[0, 0] > 0:
+        if pos[0] > 0:
             cache.value[layer][:, :, 0] = 100
         return views
 
@@ -169,15 +169,17 @@ def test_verify_of_a_text_that_ends_early_exits_1(flags, tmp_path, monkeypatch):
     network = random_model(GPTConfig(**args))
     with torch.no_grad():
         network.lm_head.weight[-1] = 0  # rarely a stop string
-    save(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
-    stream = model.stream_tokens
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
+    generate = model.generate
 
-    def early(gpt, idx, max_new_tokens, sampling, kv_cache=True):
-        return stream(gpt, idx, max_new_tokens - (3 if kv_cache else 0), sampling, kv_cache)
+    def early(gpt, idx, max_new_tokens, sampling, kv_cache=True, cache=None, forced=None):
+        return generate(gpt, idx, max_new_tokens - (3 if kv_cache else 0), sampling, kv_cache, cache, forced)
 
-    monkeypatch.setattr(model, "stream_tokens", early)
+    monkeypatch.setattr(model, "generate", early)
     result = sample(tmp_path, "--prompt", "cache", "--max_new_tokens", "9", "--verify", *flags)
-    assert result.returncode == 1 and "DIFFERENT at row 0, new token 6:" in result.stderr, result.stderr
+    assert result.returncode == 1 and "DIFFERENT at row 0: it ends after 6 of 9 new tokens" in result.stderr, (
+        result.stderr
+    )
 
 
 @pytest.mark.slow
@@ -208,8 +210,8 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--promt", "x"], ["--promt"]),
         (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
-        (["--ckpt="], ["--ckpt, --out_dir or --meta is empty"]),
-        (["--out_dir", ""], ["--ckpt, --out_dir or --meta is empty"]),
+        (["--ckpt="], ["--ckpt or --out_dir is empty"]),
+        (["--out_dir", ""], ["--ckpt or --out_dir is empty"]),
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),
         (["--explain", "--num_samples", "2"], ["--explain"]),

@@ -6,9 +6,12 @@ step.c. This is the loop around them.
 
 import torch
 
+from extras.cli import note
+from extras.decoding.compile import CompileError, NotHereError, compile_step
 from extras.decoding.ngrams import ngram_table
 from extras.decoding.speculate import BatchState, prefill, rows_by_prompt, speculative_step
-from model import FILTERS, Sampling, context_start, gumbel_noise
+from extras.decoding.torch_compile import CompiledGPT
+from model import FILTERS, Sampling, generate, gumbel_noise
 
 WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -18,8 +21,7 @@ MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer whe
 class Decoder:
     """Continues prompts with a model.
 
-    draft    None: one token per step. "ngram": draft tokens from `ngrams`, the counts in a checkpoint (see
-             count_ngrams), or from the text so far if there are no counts
+    draft    None: one token per step. "ngram": draft tokens from `ngrams`, the counts in a checkpoint (count_ngrams)
     compile  use the C backend, or raise CompileError if that is impossible. It copies the weights, so make a new
              Decoder after you change them
     weights  "int8": the C backend reads int8, for a model whose weights were rounded by round_weights
@@ -30,16 +32,13 @@ class Decoder:
             raise ValueError(f"draft={draft!r}: must be None or 'ngram'")
         if weights not in ("float32", "int8") or (weights == "int8" and not compile):
             raise ValueError(f"weights={weights!r}: must be 'float32', or 'int8' with compile=True")
+        if draft and ngrams is None:
+            raise ValueError("draft='ngram' needs n-gram counts, which train.py saves for small vocabularies")
         self.model = model
         self.num_drafts = min(MOST_DRAFTS if compile else NUM_DRAFTS, model.config.block_size - 1) if draft else 0
-        has_table = self.num_drafts and ngrams is not None and len(ngrams["codes"])
-        self.table = ngram_table(ngrams, model.config.vocab_size) if has_table else None
+        self.table = ngram_table(ngrams, model.config.vocab_size) if self.num_drafts else None
         self.num_params = sum(p.numel() for p in model.parameters())
-        self.program = None
-        if compile:
-            from extras.decoding.compile import compile_step
-
-            self.program = compile_step(model, self.num_drafts, self.table, weights)
+        self.program = compile_step(model, self.num_drafts, self.table, weights) if compile else None
 
     def generate(self, prompts, max_new_tokens, *settings, **more_settings):
         """Return the prompts and their continuations, in the form of the prompts, which may differ in length.
@@ -49,7 +48,6 @@ class Decoder:
         """
         rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
         blocks = list(Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings)))
-        self.model._show(self.model.cache)  # so that the Heads do not keep the cache of this generation in memory
         rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
@@ -61,6 +59,41 @@ class Decoder:
         """Return a Generation, which yields the new tokens of `generate` step by step."""
         rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
         return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
+
+
+def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams, compile, weights, threads):
+    """Return a Generation, or where the C backend cannot run, perhaps the plain loop with torch.compile.
+
+    A note on stderr says what the C backend could not do.
+    prompts, num_new, sampling, ended  those of Generation
+    draft, ngrams, compile, weights    those of Decoder
+    threads                            how many torch shall use; the C backend has its own
+    """
+    if compile:
+        try:
+            if names := filters_beyond_c(sampling):
+                raise CompileError(f"step.c has no {' and no '.join(names)}")
+            decoder = Decoder(model, draft, ngrams, compile=True, weights=weights)
+            torch.set_num_threads(1)
+            return decoder.generation(prompts, num_new, sampling, ended)
+        except CompileError as error:
+            torch.set_num_threads(threads)
+            one_length = len({len(prompt) for prompt in prompts}) == 1
+            if isinstance(error, NotHereError) and not draft and one_length:
+                note(f"{error}: compiling with torch.compile instead, which can take a minute")
+                try:
+                    return compiled_blocks(CompiledGPT(model, len(prompts)), torch.stack(prompts), num_new, sampling)
+                except RuntimeError as failed:
+                    error = failed
+            note(f"{error}: decoding without --compile")
+    torch.set_num_threads(threads)
+    return Decoder(model, draft, ngrams).generation(prompts, num_new, sampling, ended)
+
+
+def compiled_blocks(model, idx, num_new, sampling):
+    """Yield the new tokens of the plain loop with a CompiledGPT, `(B, 1)` per step."""
+    for new, _ in generate(model, idx, num_new, sampling):
+        yield new[:, None]
 
 
 def filters_beyond_c(sampling):
@@ -100,17 +133,21 @@ class Generation:
     """
 
     def __init__(self, decoder, prompts, max_new_tokens, sampling, ended=None):
-        self.decoder, self.model, self.sampling = decoder, decoder.model, sampling
+        self.decoder = decoder
+        self.model = decoder.model
+        self.sampling = sampling
         self.ended = ended or [False] * len(prompts)
         self.forwards = self.offered = self.accepted = 0
-        lengths, block_size = [len(prompt) for prompt in prompts], self.model.config.block_size
+        lengths = [len(prompt) for prompt in prompts]
+        block_size = self.model.config.block_size
         self.slides = sampling.overflow == "slide"
         if self.slides and len(set(lengths)) > 1:
             raise ValueError(
                 f"prompts of {sorted(set(lengths))} tokens cannot slide together: overflow='slide' needs equal lengths"
             )
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
-        contexts = [prompt[context_start(0, len(prompt), block_size) :] for prompt in prompts]
+        half = max(1, block_size // 2)
+        contexts = [prompt if len(prompt) <= block_size else prompt[-half:] for prompt in prompts]
         self.state = new_state(contexts, sampling, self.model.config)
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
         self.cache = None  # for steps in PyTorch; the first one makes it
@@ -123,7 +160,9 @@ class Generation:
             self.slots = min(self.slots, int(self.goal.max()) + decoder.num_drafts)
 
     def __iter__(self):
-        state, goal, block_size = self.state, self.goal, self.model.config.block_size
+        state = self.state
+        goal = self.goal
+        block_size = self.model.config.block_size
         full = block_size + 1 if self.slides else block_size  # a sliding context gives one more token before it moves
         step = self._step_in_c if self.in_c else self._step_in_torch
         while True:
@@ -142,7 +181,7 @@ class Generation:
                 return
 
             # slide: keep the newest half of every context, which the next step feeds again
-            shift = context_start(0, full, block_size)
+            shift = full - max(1, block_size // 2)
             state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
             state.first_new -= shift
             for end in (state.end, goal):
@@ -151,7 +190,8 @@ class Generation:
 
     def _step_in_c(self):
         """Run steps in C: a single one at first, to show a token soon, then many per call."""
-        state, decoder = self.state, self.decoder
+        state = self.state
+        decoder = self.decoder
         if self.forwards:
             work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
             counters = self.run(max(1, WORK_PER_CALL // work))
@@ -173,7 +213,9 @@ class Generation:
 
     @torch.inference_mode()
     def _step_in_torch(self):
-        model, state, num_drafts = self.model, self.state, self.decoder.num_drafts
+        model = self.model
+        state = self.state
+        num_drafts = self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
             self.cache = prefill(model, state, slots=self.slots)
         before = state.end.tolist()
@@ -199,7 +241,7 @@ def new_state(contexts, sampling, config):
         cached=torch.zeros_like(end),
         limit=end.clone(),
         first_new=end.clone(),
-        sample=sampling.noise_ids(len(contexts), "cpu"),
+        sample=sampling.samples_of(len(contexts), "cpu"),
         seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]),
         temperature=torch.tensor(float(sampling.temperature)),
         top_k=None if sampling.top_k is None else torch.tensor(sampling.top_k),
@@ -222,15 +264,19 @@ def noise_window(model, state, seed, chunk):
 
     steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
     """
-    B, vocab_size, device = len(state.end), model.config.vocab_size, model.lm_head.weight.device
+    B = len(state.end)
+    vocab_size = model.config.vocab_size
+    device = model.lm_head.weight.device
     width = max(chunk, min(64, 2**22 // (B * vocab_size)))
-    first, noise = None, None  # the step where each row's window starts, and its noise
+    first = None
+    noise = None  # the step where each row's window starts, and its noise
 
     def noise_of(steps):
         nonlocal first, noise
         offsets = None if noise is None else (steps - first).tolist()
         if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
-            first, offsets = steps, [0] * B
+            first = steps
+            offsets = [0] * B
             window = (first[:, None] + torch.arange(width)).to(device)
             noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
         if len(set(offsets)) == 1:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from model import stream_tokens
+from model import generate
 
 
 class AttentionInputs(TorchFunctionMode):
@@ -15,7 +15,8 @@ class AttentionInputs(TorchFunctionMode):
 
     def __init__(self, seen):
         super().__init__()
-        self.seen, self.running = seen, False
+        self.seen = seen
+        self.running = False
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -33,7 +34,7 @@ def watch(model, layer=0):
     """Yield a dict that every forward inside the block fills with the tensors of one layer.
 
     "wte", "c_attn", "attention", "mlp" and "lm_head" are outputs. "q" `(B, nh, T, hs)`, "k" and "v" `(B, nkv, t, hs)`
-    and "mask" `(B, 1, T, t)` or None are what attention really computes with. "pos" `(B, T)` are the positions.
+    and "mask" `(T, t)` or None are what attention really computes with. "pos" `(T,)` are the positions.
     """
     block = model.transformer["h"][layer]
     modules = {
@@ -88,19 +89,24 @@ def explain(model, tokenizer, idx, steps, sampling):
     steps     prefill and decode steps together, at most up to the end of the context
     sampling  a Sampling
     """
-    length, attn = idx.size(1), model.transformer["h"][0].attn
+    length = idx.size(1)
+    attn = model.transformer["h"][0].attn
     steps = min(steps, model.config.block_size - length)
-    text, unit = tokenizer.decode(idx[0].tolist()), tokenizer.unit
+    text = tokenizer.decode(idx[0].tolist())
+    unit = tokenizer.unit
     print(f"prompt {text!r}: {length} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # the shape of a Head's key_cache before the step
     with watch(model) as seen:
-        for step, block in enumerate(stream_tokens(model, idx, steps, sampling)):
+        for step, (new, _) in enumerate(generate(model, idx, steps, sampling)):
             q, k, mask, pos = (seen[name] for name in ("q", "k", "mask", "pos"))
-            weights, T = layer_weights(q, k, mask), pos.size(1)
-            first, last = pos[0, 0].item(), pos[0, -1].item()
+            weights = layer_weights(q, k, mask)
+            T = len(pos)
+            first = pos[0].item()
+            last = pos[-1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
-            token, key_cache = tokenizer.show(block.item()), attn.heads[0].key_cache
+            token = tokenizer.show(new.item())
+            key_cache = attn.heads[0].key_cache
             print(f"{what}: idx {(1, T)}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),
@@ -114,7 +120,7 @@ def explain(model, tokenizer, idx, steps, sampling):
                 ("attention", seen["attention"], "weights times values, heads side by side, through c_proj"),
                 ("mlp", seen["mlp"], ""),
                 ("lm_head", seen["lm_head"], f"logits, of the last {unit[:-1]} only"),
-                ("sampled", block[:, 0], f"{token!r}, fed at the next step" if step + 1 < steps else repr(token)),
+                ("sampled", new, f"{token!r}, fed at the next step" if step + 1 < steps else repr(token)),
             ):
                 shape = "none" if value is None else str(tuple(value.shape))
                 print(f"    {name:14}{shape:20}{remark}".rstrip())

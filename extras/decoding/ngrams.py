@@ -74,7 +74,6 @@ def ngram_distributions(ids, vocab_size, device):
 
 MAX_ORDER = 4  # tokens of the longest context; with a million characters of text, longer ones predict no better
 TABLE_SIZE = 2**23  # entries of the table of contexts and tokens: at most 32 MB for each of its two arrays
-LOOK_UP_ORDER = 3  # without counts: tokens of the longest match with the text so far
 
 
 def count_ngrams(ids, vocab_size, limit):

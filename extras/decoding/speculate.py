@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from extras.decoding.ngrams import LOOK_UP_ORDER, MAX_ORDER
-from model import sample_token
+from extras.decoding.ngrams import MAX_ORDER
+from model import KVCache, sample_token
 
 
 @dataclass
@@ -35,21 +35,43 @@ class BatchState:
     top_p: torch.Tensor | None  # () float32
 
 
+class RaggedCache(KVCache):
+    """A KVCache whose rows may be at different positions: pos is `(B, T)`.
+
+    Shorter rows hold padding or rejected draft tokens beyond their own positions, up to `length`, that of the longest
+    row. A query sees the slots up to its own position, which hides them. Where all rows are at the same position, pos
+    is `(T,)`, as in a KVCache.
+    """
+
+    def update(self, layer, pos, k, v):
+        if pos.dim() == 1:
+            return super().update(layer, pos, k, v)
+        rows = torch.arange(len(k), device=pos.device)[:, None]
+        t = self.length + k.size(2)
+        self.key[layer].transpose(1, 2)[rows, pos] = k.transpose(1, 2)
+        self.value[layer].transpose(1, 2)[rows, pos] = v.transpose(1, 2)
+        return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
+
+    def mask(self, pos):
+        if pos.dim() == 1:
+            return super().mask(pos)
+        return (torch.arange(self.length + pos.size(1), device=pos.device) <= pos[..., None])[:, None]  # (B, 1, T, t)
+
+
 def prefill(model, state, slots):
-    """Return a KVCache of `slots` slots with the known tokens of all rows, except the newest of each.
+    """Return a RaggedCache of `slots` slots with the known tokens of all rows, except the newest of each.
 
     Rows with the same tokens share one prefill. Sets state.cached.
     """
     prompts = rows_by_prompt(state)
     firsts = [rows[0] for rows in prompts]
-    lengths = (state.end[firsts] - 1).tolist()
-    if max(lengths) == 0:
-        return model.new_cache(len(state.end), slots)
-    fed = state.tokens[firsts, : max(lengths)].to(model.lm_head.weight.device)
-    cache = model.new_cache(len(firsts), slots)
-    with cache.extend([0] * len(firsts), max(lengths)):
-        model.hidden_states(fed, torch.arange(max(lengths), device=fed.device).expand(len(firsts), -1), cache)
-    cache.lengths = lengths  # shorter rows were padded on the right
+    longest = int(state.end[firsts].max()) - 1
+    cache = RaggedCache(model.config, len(firsts), slots)
+    fed = state.tokens[firsts, :longest].to(model.lm_head.weight.device)
+    if longest == 0:  # a dummy token allocates the buffers; the first step overwrites it
+        fed = state.tokens[firsts, :1].to(fed.device)
+    with cache.extend(0, len(firsts), fed.size(1)):
+        model.hidden_states(fed, torch.arange(fed.size(1), device=fed.device), cache)
     if len(firsts) < len(state.end):
         prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
         cache.select([prompt_of[row] for row in range(len(state.end))])
@@ -72,8 +94,8 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
     the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not
     change.
 
-    cache     the KVCache of the rows
-    table     from ngram_table; None: draft from the text so far
+    cache     the RaggedCache of the rows
+    table     from ngram_table; needed for draft tokens
     noise_of  noise_of(steps) is the noise `(B, num_drafts + 1, V)` from each row's own step on
     Returns the slot of the first fed token of each row.
     """
@@ -83,15 +105,18 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
     chunk = state.tokens.gather(1, slots)
     known = slots[:, 1:] < state.end[:, None]
     noise = noise_of(first + 1 - state.first_new)
-    if num_drafts and table is not None:
+    if num_drafts:
         draft_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
-    elif num_drafts:
-        draft_from_text(state, slots, chunk, known)
 
     # check: one forward picks a token after each fed token
-    fed, pos = (x.to(model.lm_head.weight.device) for x in (chunk[:, :-1], slots[:, :-1]))
+    device = model.lm_head.weight.device
     starts = first.tolist()
-    with cache.extend(starts, num_drafts + 1):
+    fed = chunk[:, :-1].to(device)
+    pos = slots[:, :-1].to(device)
+    if len(set(starts)) == 1:
+        pos = pos[0]
+    cache.length = max(starts)  # forget the draft tokens that were rejected
+    with cache.extend(cache.length, len(starts), num_drafts + 1):
         logits = model.unembed(model.hidden_states(fed, pos, cache))
     picks = sample_token(logits, noise, sampling).cpu()
 
@@ -112,28 +137,11 @@ def draft_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after
     """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after another."""
     # the row of the table for the newest tokens: the context
     before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
-    text, row = state.tokens.gather(1, before.clamp(min=0)), torch.zeros_like(state.end)
+    text = state.tokens.gather(1, before.clamp(min=0))
+    row = torch.zeros_like(state.end)
     for i in range(MAX_ORDER):
         row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
     for i in range(1, chunk.size(1) - 1):
         token = sample_token(logits[row], noise[:, i - 1], sampling)
         chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], token)
         row = after[row, chunk[:, i]]
-
-
-def draft_from_text(state, slots, chunk, known):
-    """Fill the unknown tokens of chunk[:, 1:-1] with the continuation of an earlier match of the newest tokens.
-
-    The longest match of up to LOOK_UP_ORDER tokens wins, and among equally long ones the latest. This is prompt lookup
-    decoding (Saxena 2023).
-    """
-    text, end = state.tokens, state.end[:, None]
-    slot = torch.arange(text.size(1))
-    same, length = slot < end, 0  # length of the match that ends before each slot
-    for back in range(1, LOOK_UP_ORDER + 1):
-        newest = text.gather(1, (end - back).clamp(min=0))
-        same = same & (slot >= back) & (end >= back) & (text.roll(back, dims=1) == newest)
-        length = length + same
-    best = torch.where(slot < end, length * text.size(1) + slot, -1).argmax(1, keepdim=True)
-    draft = text.gather(1, (best + slots[:, 1:-1] - end).clamp(0, text.size(1) - 1))
-    chunk[:, 1:-1] = torch.where(known[:, :-1], chunk[:, 1:-1], draft)

@@ -44,7 +44,6 @@ the registers of the chip. */
 #define V PAD(VOCAB_SIZE)
 
 #define MAX_TOKENS 64     /* per forward, so that the activations of a small model stay in the cache of a core */
-#define LOOK_UP_DRAFTS 3 /* per match in the text so far: we do not know how likely they are to be right */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -576,35 +575,16 @@ static int context_row(const Table *table, const int64_t *text, int end) {
     return row;
 }
 
-/* The slot after the longest earlier match of the newest tokens, the latest of equally long ones. 0 if fewer than two
- * tokens match: then we draft nothing, while speculate.py always does. */
-static int find_in_text(const int64_t *text, int end) {
-    int best = 0, longest = 2;
-    for (int slot = 0; slot < end; slot++) {
-        int length = 0;
-        while (length < LOOK_UP_ORDER && length < slot && text[slot - 1 - length] == text[end - 1 - length]) length++;
-        if (length >= longest) best = slot, longest = length;
-    }
-    return best;
-}
-
 /* The draft tokens of one row in a forward. */
 typedef struct {
     int most, context; /* how many at most, and the row of the n-gram table after those so far */
-    int found;         /* without a table: the slot whose token is the next draft token */
     float chance;      /* that all of them so far are right */
 } Draft;
 
 /* Prepare to draft up to `room` tokens after the `end` known ones. */
 static Draft start_draft(const Worker *w, const int64_t *text, int end, int room) {
     Draft g = {.most = room, .chance = 1};
-    if (!g.most) return g;
-    if (w->table) {
-        g.context = context_row(w->table, text, end);
-    } else {
-        g.found = find_in_text(text, end);
-        g.most = !g.found ? 0 : g.most < LOOK_UP_DRAFTS ? g.most : LOOK_UP_DRAFTS;
-    }
+    if (g.most) g.context = context_row(w->table, text, end);
     return g;
 }
 
@@ -612,10 +592,6 @@ static Draft start_draft(const Worker *w, const int64_t *text, int end, int room
 static int draft_next(const Worker *w, Draft *g, int row, int64_t *text, int pos) {
     const State *s = w->state;
     const Table *table = w->table;
-    if (!table) {
-        text[pos] = text[g->found++];
-        return 1;
-    }
     /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it too:
      * see docs/speed.md */
     float margin;

@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import warnings
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,11 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from extras.checkpoint import check_vocab_size, tokenizer_from_state
 from extras.cli import first_line, need
-from extras.interop.check import compare, own_text
-from extras.interop.checksums import check_folder, write_tree
-from model import GPTConfig, Sampling, build, load, stream_tokens
+from extras.interop.compare import compare_with_pytorch, own_text
+from extras.interop.folder import write_tree
+from extras.tokenizer import check_vocab_size, tokenizer_from_state
+from model import GPTConfig, Sampling, build_model, generate, load_checkpoint
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -36,14 +37,15 @@ class ConcatCache:
     """
 
     def __init__(self, past, mask):
-        self.pairs, self.the_mask = list(past), mask
+        self.pairs = list(past)
+        self.the_mask = mask
 
     def mask(self, pos):
         return self.the_mask
 
     def update(self, layer, pos, k, v):
         key, value = self.pairs[layer]
-        self.pairs[layer] = torch.cat((key, k), dim=2), torch.cat((value, v), dim=2)
+        self.pairs[layer] = (torch.cat((key, k), dim=2), torch.cat((value, v), dim=2))
         return self.pairs[layer]
 
 
@@ -52,7 +54,8 @@ class GPTWithPast(nn.Module):
 
     def __init__(self, model, queries=False):
         super().__init__()
-        self.model, self.queries = model, queries
+        self.model = model
+        self.queries = queries
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values):
         """Return the logits `(B, T, V)` and n_layer pairs (key, value), `(B, nkv, past + T, hs)` each.
@@ -103,17 +106,16 @@ def write_onnx(model, tokenizer, file, queries=False):
     # example inputs, names and dynamic axes; no example size is 1, which the exporter would treat as a constant
     config = model.config
     batch, length, past = "batch_size", "sequence_length", "past_sequence_length"
-    past_shape = (2, config.num_kv_heads, 5, config.head_size)
+    past_shape = (2, config.n_kv_head, 5, config.head_size)
     pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
-    ids, places = torch.zeros(2, 3, dtype=torch.int64), torch.arange(5, 8).repeat(2, 1)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    positions = torch.arange(5, 8).repeat(2, 1)
     slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
-    # export, without warnings that are for people who write graphs by hand
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings(action="ignore"):
+    with without_warnings():
         proto = torch.onnx.export(
             GPTWithPast(model, queries).eval(),
-            (ids, torch.ones(2, 8, dtype=torch.int64), places, pairs),
+            (ids, torch.ones(2, 8, dtype=torch.int64), positions, pairs),
             input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{slot}" for slot in slots)],
             output_names=[
                 "logits",
@@ -130,7 +132,6 @@ def write_onnx(model, tokenizer, file, queries=False):
             dynamo=True,
             verbose=False,
         ).model_proto
-    logging.disable(logging.NOTSET)
 
     # clear the metadata of nodes, whose stack traces contain local paths
     for node in proto.graph.node:
@@ -141,6 +142,17 @@ def write_onnx(model, tokenizer, file, queries=False):
     for key, value in (tokenizer.state_dict() | metadata).items():
         proto.metadata_props.add(key=key, value=value)
     file.write_bytes(proto.SerializeToString())
+
+
+@contextmanager
+def without_warnings():
+    """Leave out those of the exporter, which are for people who write graphs by hand."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def weights_sha256(model):
@@ -197,8 +209,6 @@ class OnnxGPT:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
         try:
-            for folder in file.parents[:2]:  # the SHA256SUMS of --format hf is one folder up
-                check_folder(folder)
             content = file.read_bytes()
             small = len(content) < 2**24  # as in sample.py, a second thread does not help a small step
             options.intra_op_num_threads = 1 if small else torch.get_num_threads()
@@ -220,7 +230,7 @@ class OnnxGPT:
 
     def exported_from(self, checkpoint, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
-        model = build(checkpoint).eval()
+        model = build_model(checkpoint).eval()
         if weights_sha256(model) != self.weights_sha256:
             raise ValueError(f"{self.file} was not exported from {checkpoint['path']}: {hint}")
         return model
@@ -233,30 +243,30 @@ class OnnxGPT:
         for folder in self.file.resolve().parents[:3]:
             file = next((folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()), None)
             if file and self.weights_sha256:
-                self.exported_from(load(file), "export again, or move it out of the folder of that run")
+                self.exported_from(load_checkpoint(file), "export again, or move it out of the folder of that run")
                 return
 
     def new_cache(self, batch_size, slots=None):
         """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""
-        empty = np.zeros((batch_size, self.config.num_kv_heads, 0, self.config.head_size), np.float32)
+        empty = np.zeros((batch_size, self.config.n_kv_head, 0, self.config.head_size), np.float32)
         return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
 
-    def next_logits(self, idx, cache=None):
-        """Return the logits `(B, V)` of the token after idx, the last of `logits`."""
-        return self.logits(idx, cache)[:, -1]
+    def next_logits(self, idx, start=0, cache=None):
+        """Return the logits `(B, V)` of the token after idx, as GPT.next_logits does."""
+        return self.logits(idx, start, cache)[:, -1]
 
-    def logits(self, idx, cache=None):
-        """Return the logits `(B, T, V)` of idx `(B, T)` int64, which continues the text in the cache.
+    def logits(self, idx, start=0, cache=None):
+        """Return the logits `(B, T, V)` of idx `(B, T)` int64, whose first token is at position `start`.
 
-        It is appended to the cache. Without a cache, idx is the whole text.
+        cache  from new_cache; it holds the positions before, and idx is added. None: idx is the whole text
         """
         B, T = idx.shape
         cache = cache or self.new_cache(B)
-        end = cache.length + T
+        end = start + T
         inputs = {
             "input_ids": idx.numpy(),
             "attention_mask": np.ones((B, end), np.int64),
-            "position_ids": np.arange(cache.length, end)[None].repeat(B, axis=0),
+            "position_ids": np.arange(start, end)[None].repeat(B, axis=0),
         }
         inputs = {name: self.to_ort(array) for name, array in inputs.items()} | dict(zip(self.past_inputs, cache.past))
         logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
@@ -265,12 +275,15 @@ class OnnxGPT:
 
 
 def compare_onnx(file, model, ids):
-    """Run an ONNX file through its cache and `compare` it: a prefill, a chunk, then single tokens."""
-    onnx, T = OnnxGPT(file), ids.size(1)
-    cache, cuts = onnx.new_cache(len(ids)), sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
-    logits = [onnx.logits(ids[:, begin:end], cache) for begin, end in itertools.pairwise(cuts)]
+    """Run an ONNX file through its cache and compare it: a prefill, a chunk, then single tokens."""
+    onnx = OnnxGPT(file)
+    T = ids.size(1)
+    cache = onnx.new_cache(len(ids))
+    cuts = sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
+    logits = [onnx.logits(ids[:, begin:end], begin, cache) for begin, end in itertools.pairwise(cuts)]
 
     def greedy(prompt):
-        return torch.cat((prompt, *stream_tokens(onnx, prompt, T, Sampling(temperature=0))), dim=1)[0].tolist()
+        new = [token[:, None] for token, _ in generate(onnx, prompt, T, Sampling(temperature=0))]
+        return torch.cat((prompt, *new), dim=1)[0].tolist()
 
-    compare(file.name, model, ids, torch.cat(logits, dim=1), greedy)
+    compare_with_pytorch(file.name, model, ids, torch.cat(logits, dim=1), greedy)

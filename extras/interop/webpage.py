@@ -1,6 +1,7 @@
 """The web page: the model and ONNX Runtime for browsers, as files for any static server."""
 
 import gzip
+import hashlib
 import json
 import re
 import tempfile
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 
 from extras.cli import fail
-from extras.interop.check import own_text
-from extras.interop.checksums import read_tree, sha256, write_tree
+from extras.interop.compare import own_text
+from extras.interop.folder import read_tree, write_tree
 from extras.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 
 WEB = Path(__file__).resolve().parent.parent / "web"
@@ -47,7 +48,7 @@ def export_web(model, tokenizer, folder):
         block_size=config.block_size,
         n_layer=config.n_layer,
         n_head=config.n_head,
-        n_kv_head=config.num_kv_heads,
+        n_kv_head=config.n_kv_head,
         head_size=config.head_size,
         pos_emb=config.pos_emb,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -82,20 +83,23 @@ def with_modules(html, files):
 def with_versions(html, files):
     """Add a hash to the address of each file that the page fetches, so that no browser mixes two exports."""
     fetched = r'(?<=href=")[^"]+(?=" as="fetch")'
-    return re.sub(fetched, lambda name: f"{name[0]}?{sha256(files[name[0]])[:8]}", html)
+    return re.sub(fetched, lambda name: f"{name[0]}?{hashlib.sha256(files[name[0]]).hexdigest()[:8]}", html)
 
 
 def opening(onnx, model, prompt, temperature, seed, new, layer, head):
     """Return what the page shows before its model has arrived: START, in a single layer and head, rounded."""
-    config, chars = model.config, onnx.tokenizer.state_dict()["chars"]
-    layer, head = min(layer, config.n_layer - 1), min(head, config.n_head - 1)
-    kv_head = head * config.num_kv_heads // config.n_head
+    config = model.config
+    chars = onnx.tokenizer.state_dict()["chars"]
+    layer = min(layer, config.n_layer - 1)
+    head = min(head, config.n_head - 1)
+    kv_head = head * config.n_kv_head // config.n_head
     steps = min(new, -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
     prompt = [chars.index(char) for char in prompt]
     ids = model.generate(torch.tensor([prompt]), steps, temperature=temperature, seed=seed)[0].tolist()
     fed = len(ids) - 1
-    inputs = {name: np.zeros((1, config.num_kv_heads, 0, config.head_size), np.float32) for name in onnx.past_inputs}
-    inputs["input_ids"], inputs["position_ids"] = np.array([ids[:-1]]), np.arange(fed)[None]
+    inputs = {name: np.zeros((1, config.n_kv_head, 0, config.head_size), np.float32) for name in onnx.past_inputs}
+    inputs["input_ids"] = np.array([ids[:-1]])
+    inputs["position_ids"] = np.arange(fed)[None]
     inputs["attention_mask"] = np.ones((1, fed), np.int64)
     names = [output.name for output in onnx.session.get_outputs()]
     outputs = dict(zip(names, onnx.session.run(names, inputs)))

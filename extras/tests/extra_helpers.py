@@ -38,7 +38,6 @@ TEXT = np.random.default_rng(0).choice(V, 3000, p=np.arange(V, 0, -1) / (V * (V 
 NGRAMS = count_ngrams(TEXT, V, 1000)
 DRAFTS = {
     "one token per step": dict(draft=None),
-    "look-up": dict(draft="ngram"),
     "n-grams": dict(draft="ngram", ngrams=NGRAMS),
 }
 a_draft = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
@@ -50,7 +49,7 @@ a_way = st.sampled_from(sorted(WAYS)).map(WAYS.get)
 def assert_same_as_alone(model, got, ragged, steps, samples, seed, filters, **more):
     """Assert that each row of `got` equals GPT.generate on its prompt alone, without the cache, up to a near-tie."""
     for ours, prompt, i in zip(got, ragged, samples, strict=True):
-        theirs = model.generate(prompt[None], steps, kv_cache=False, sample_ids=[i], seed=seed, **filters, **more)
+        theirs = model.generate(prompt[None], steps, kv_cache=False, samples=[i], seed=seed, **filters, **more)
         assert tokens_differ(model, ours[None], theirs, len(prompt), [i], seed, filters) is None
 
 

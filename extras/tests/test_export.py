@@ -3,7 +3,6 @@
 import contextlib
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 
 from extra_helpers import POST_LN, STABLELM, assert_tells_no_paths, full_disk
 from extras.checkpoint import load_checkpoint, load_model
+from extras.interop.hf_write import GRAPH
 from extras.interop.onnx import OnnxGPT, write_onnx
-from extras.interop.transformers import GRAPH
 from helpers import PROMPT, assert_one_line, here, ok, run, sample, save_model, tiny, tree, unix
-from model import GPT, build
+from model import GPT, build_model
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +25,8 @@ def exported(trained, tmp_path_factory):
     return folder
 
 
-def assert_sums_fit(folder):
-    """By sha256sum, where there is one."""
-    if shutil.which("sha256sum"):
-        result = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, encoding="utf-8")
-        assert result.returncode == 0, result.stdout + result.stderr
-        files = {name for name, raw in tree(folder).items() if raw is not None}
-        assert {line.split(": ")[0] for line in result.stdout.splitlines()} == files - {"SHA256SUMS"}
-
-
 @pytest.mark.slow
 def test_the_engine_gives_the_text_of_pytorch(exported, tmp_path):
-    assert_sums_fit(exported / "onnx")
     flags = ["--prompt", PROMPT, "--num_samples", "2", "--seed", "9"]
     theirs = sample(exported, *flags).stdout
     result = ok(sample(exported, *flags, "--engine", "onnx", "--verify"))
@@ -85,25 +74,18 @@ def test_the_files_of_a_hugging_face_folder_are_of_one_model(trained, tmp_path):
     result = ok(here(*flags, "--onnx", script="extras/export.py"))
     assert len(re.findall(r"greedy text: (\d+) of \1 tokens match", result.stdout)) == 2
     folder = tmp_path / "hf"
-    assert_sums_fit(folder)
     assert_tells_no_paths((path for path in folder.rglob("*") if path.is_file()), tmp_path)
     model, tokenizer = load_model(trained / "ckpt.pt")
     back = load_checkpoint(folder)
     ids = torch.arange(32)[None] % len(tokenizer.vocab)
     with torch.no_grad():
         logits = model(ids)[0]
-        assert back["chars"] == tokenizer.vocab and torch.equal(build(back).eval()(ids)[0], logits)
+        assert back["chars"] == tokenizer.vocab and torch.equal(build_model(back).eval()(ids)[0], logits)
         torch.testing.assert_close(OnnxGPT(folder).logits(ids), logits, atol=1e-4, rtol=0)
-    damaged = bytearray((folder / GRAPH).read_bytes())
-    damaged[len(damaged) // 2] ^= 64
-    (folder / GRAPH).write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"model\.onnx has changed since export.py wrote it"):
-        OnnxGPT(folder / GRAPH)
     with pytest.raises(ValueError, match="has its own tokenizer: leave out --meta"):
         load_checkpoint(folder, tmp_path / "meta.pkl")
     again = ok(here(*flags, script="extras/export.py"))  # a graph of older weights must not stay
     assert "removing" in again.stderr and not (folder / GRAPH).exists()
-    assert_sums_fit(folder)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from helpers import (
     same,
     start,
 )
-from model import build
+from model import build_model
 
 PROMPT = "The cat sat né"
 BPE = tokenizer_from_json(bpe())
@@ -101,7 +101,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
 
 def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
     checkpoint = load_checkpoint(gpt2)
-    model = build(checkpoint)
+    model = build_model(checkpoint)
     assert model.lm_head.weight is model.transformer["wte"].weight
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names)) == len(checkpoint["model"]) - 1

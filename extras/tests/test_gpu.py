@@ -10,7 +10,7 @@ import torch
 
 from extra_helpers import DRAFTS
 from extras.decoding.decoder import Decoder
-from extras.decoding.static import CompiledGPT
+from extras.decoding.torch_compile import CompiledGPT
 from helpers import (
     FILTERS,
     KINDS,
@@ -27,7 +27,7 @@ from helpers import (
     sample,
     tokens_differ,
 )
-from model import GPT, GPTConfig, Sampling, stream_tokens
+from model import GPT, GPTConfig, Sampling, generate
 from train import pick_dtype
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
@@ -85,7 +85,7 @@ def test_a_resume_continues_the_run(dtype, data_dir, tmp_path):
 def assert_tokens_of_the_cpu(model, got, ragged, steps, seed, filters):
     """model is on the CPU. Equality is up to near-ties, because a GPU rounds logarithms and sums in other ways."""
     for i, (ours, prompt) in enumerate(zip(got, ragged, strict=True)):
-        theirs = model.generate(prompt[None], steps, kv_cache=False, sample_ids=[i], seed=seed, **filters)
+        theirs = model.generate(prompt[None], steps, kv_cache=False, samples=[i], seed=seed, **filters)
         assert tokens_differ(model, ours.cpu()[None], theirs, len(prompt), [i], seed, filters) is None
 
 
@@ -122,9 +122,11 @@ def test_a_compiled_step_with_a_static_cache_computes_the_same(dtype):
     for steps, overflow in ((33, "stop"), (60, "slide"), (33, "stop")):
         sampling = Sampling(seed=steps, overflow=overflow)
         if dtype == "float32":
-            blocks = list(stream_tokens(compiled, idx, steps, sampling))
-            assert torch.equal(torch.cat([idx, *blocks], 1), model.generate(idx, steps, seed=steps, overflow=overflow))
+            tokens = [token for token, _ in generate(compiled, idx, steps, sampling)]
+            expected = model.generate(idx, steps, seed=steps, overflow=overflow)
+            assert torch.equal(torch.stack(tokens, dim=1), expected[:, idx.size(1) :])
     caches, text = (compiled.new_cache(2, 40), model.new_cache(2)), prompts(2, 40).to(DEVICE)
     for begin, end in ((0, 7), *((i, i + 1) for i in range(7, 40))):
-        ours, theirs = (each.next_logits(text[:, begin:end], cache) for each, cache in zip((compiled, model), caches))
+        chunk = text[:, begin:end]
+        ours, theirs = (m.next_logits(chunk, begin, cache) for m, cache in zip((compiled, model), caches))
         torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-4 if dtype == "float32" else 0.3, rtol=0.02)

@@ -1,6 +1,6 @@
 """The folder of export.py --format hf, read by transformers.js and by Optimum: the text is that of our own model.
 
-transformers itself is in extras/tests/interop/test_huggingface.py. vLLM has been run by hand, see docs/interop.md.
+transformers itself is in extras/tests/interop/test_hf.py. vLLM has been run by hand, see docs/interop.md.
 """
 
 import json

@@ -8,12 +8,12 @@ import graphlib
 
 from helpers import ROOT, imported_names
 
-SCRIPTS = {"train", "sample", "prepare", "draw"}
+SCRIPTS = {"train", "sample", "prepare"}
 
 
 def source_files():
     """Every .py file of the project but the tests, as {module name: path}."""
-    files = {file.stem: file for folder in (ROOT, ROOT / "data", ROOT / "assets") for file in folder.glob("*.py")}
+    files = {file.stem: file for folder in (ROOT, ROOT / "data") for file in folder.glob("*.py")}
     for file in [*(ROOT / "extras").rglob("*.py"), *(ROOT / "check_cache").glob("*.py")]:
         if "tests" in file.parts:
             continue
@@ -44,7 +44,6 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
     assert {name: found & SCRIPTS for name, found in IMPORTS.items() if found & SCRIPTS} == {
         "extras.bench": {"train", "sample"},
         "extras.export": {"train", "sample"},
-        "extras.holdout": {"prepare", "train"},
         "extras.loss": {"sample"},
     }
 

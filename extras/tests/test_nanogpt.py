@@ -1,51 +1,16 @@
-"""For people who come from nanoGPT: hints for its flags, its meta.pkl, and its checkpoints."""
+"""For people who come from nanoGPT: its checkpoints, and its meta.pkl."""
 
 import pickle
-import re
 
 import numpy as np
 import pytest
 import torch
 
-from extra_helpers import flags_of
-from extras.checkpoint import load_model
-from extras.nanogpt import CONFIGS, INSTEAD, read_meta
-from helpers import SAMPLE, assert_one_line, here, load, ok, plain_val_loss
-from model import GPT, GPTConfig, save
-from train import FLAGS
-
-# -- flags -------------------------------------------------------------------------------------------------------------
-
-NANOGPT_ONLY = """dataset always_save_checkpoint decay_lr backend wandb_log wandb_project
-wandb_run_name""".split()  # settings of nanoGPT that mean nothing here
-
-
-def test_settings_that_mean_nothing_here_are_no_flags_and_have_a_hint():
-    assert not FLAGS.keys() & set(NANOGPT_ONLY)
-    assert not [name for name in NANOGPT_ONLY if f"--{name}" not in INSTEAD]
-
-
-def test_a_hint_names_flags_that_exist():
-    named = re.findall(r"--\w+", " ".join([*INSTEAD.values(), *CONFIGS.values()]))
-    assert named and {*named} <= flags_of("train.py", "sample.py")
-
-
-@pytest.mark.parametrize("words", [["--init_from=resume"], ["--init_from", "resume"]], ids=str)
-def test_nanogpts_resume_is_the_run_in_out_dir(words, trained):
-    flags = ["--out_dir", trained, "--device", "cpu", "--max_new_tokens", 5]
-    assert ok(here(*flags, *words, script="sample.py")).stdout == ok(here(*flags, script="sample.py")).stdout
-    result = here(*flags, *words, "--bogus", script="sample.py")
-    assert_one_line(result, "unrecognized arguments: --bogus (", code=2)
-
-
-def test_sample_py_is_told_where_gpt2_is():
-    result = here("--init_from=gpt2-xl", script="sample.py")
-    download = "hf download openai-community/gpt2-xl --local-dir gpt2-xl downloads it"
-    assert_one_line(result, "--init_from=gpt2-xl: type --ckpt gpt2-xl; ", download, code=2)
-    assert result.stdout == ""
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+from extras.checkpoint import load_checkpoint, load_model
+from extras.nanogpt import read_meta
+from helpers import CHARS, SAMPLE, assert_one_line, here, load, ok, plain_val_loss, tiny
+from model import GPT, GPTConfig, build_model, save_checkpoint
+from oracles import per_head_logits
 
 
 def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared_for_it(tmp_path):
@@ -79,7 +44,7 @@ def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
 
 def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl_here_too(tmp_path):
     config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5)
-    save(tmp_path / "ckpt.pt", {"model": GPT(config).state_dict(), "model_args": vars(config)})
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": GPT(config).state_dict(), "model_args": vars(config)})
     with pytest.raises(ValueError, match="--meta"):
         load_model(tmp_path / "ckpt.pt")
 
@@ -101,3 +66,73 @@ def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(met
     else:
         with pytest.raises(ValueError, match=chars):
             read_meta(tmp_path / "meta.pkl")
+
+
+# -- the names of weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prefix, bias",
+    [
+        ("", True),
+        ("_orig_mod.", False),
+        ("module.", True),
+        ("_orig_mod.module.", True),
+        ("module._orig_mod.", False),
+        ("_fsdp_wrapped_module.", True),
+        ("module._fsdp_wrapped_module._checkpoint_wrapped_module._orig_mod.", False),
+        ("model.", True),
+        ("_forward_module.module.net.", False),
+        ("student.gpt.", True),
+    ],
+)
+def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
+    """nanoGPT saves seven model_args, compiled key prefixes, tied weights twice and, before flash, mask buffers."""
+    args = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=bias, vocab_size=31, dropout=0.1)
+    g = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g) * 0.4
+
+    state = {"transformer.wte.weight": random(31, 16), "transformer.wpe.weight": random(12, 16)}
+    for i in range(2):
+        sizes = {"attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
+        for name, size in {**sizes, "ln_1": (16,), "ln_2": (16,)}.items():
+            state[f"transformer.h.{i}.{name}.weight"] = random(*size)
+            if bias:
+                state[f"transformer.h.{i}.{name}.bias"] = random(size[0])
+        state[f"transformer.h.{i}.attn.bias"] = torch.tril(torch.ones(1, 1, 12, 12))
+    state["transformer.ln_f.weight"] = random(16)
+    if bias:
+        state["transformer.ln_f.bias"] = random(16)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    ckpt = {"model": {prefix + key: value for key, value in state.items()}, "model_args": args, "iter_num": 5}
+    torch.save({**ckpt, "optimizer": {}, "best_val_loss": torch.tensor(1.5), "config": {}}, tmp_path / "ckpt.pt")
+    loaded = load_checkpoint(tmp_path / "ckpt.pt")
+    ids = torch.randint(31, (1, 12), generator=g)
+    expected = per_head_logits(state, args, ids[0].tolist())
+    torch.testing.assert_close(build_model(loaded).eval()(ids)[0][0].double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_whose_parts_were_wrapped_are_those_of_the_model(tmp_path):
+    """The average of a model whose MLPs are wrapped."""
+    network = tiny()
+    averaged = torch.optim.swa_utils.AveragedModel(network)
+    names = {name: name.replace(".mlp.", ".mlp._checkpoint_wrapped_module.") for name in averaged.state_dict()}
+    weights = {names[name]: tensor for name, tensor in averaged.state_dict().items()}
+    content = dict(model=weights, model_args=vars(network.config).copy(), chars=CHARS)
+    save_checkpoint(tmp_path / "ckpt.pt", content)
+    loaded = load_model(tmp_path / "ckpt.pt")[0].state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in network.state_dict().items())
+    content["model"] = weights | {"transformer.submodule.x": torch.zeros(2)}
+    save_checkpoint(tmp_path / "ckpt.pt", content)
+    with pytest.raises(ValueError, match='"transformer.submodule.x"'):
+        load_model(tmp_path / "ckpt.pt")
+
+
+def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):
+    """llama2.c's file has model_args too."""
+    args = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=32, multiple_of=32, max_seq_len=32)
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": {}, "model_args": args})
+    with pytest.raises(ValueError, match=r"not a checkpoint of a GPT.*unknown model_args: dim, .*n_layers"):
+        load_checkpoint(tmp_path / "ckpt.pt")

@@ -15,7 +15,7 @@ from transformers import GPT2Tokenizer
 
 from extra_helpers import TOKENIZER, bpe
 from extras.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
-from extras.checkpoint import check_vocab_size, tokenizer_from_state
+from extras.tokenizer import check_vocab_size, tokenizer_from_state
 from helpers import CHARS, SAMPLE, ok, run
 
 TEXT = SAMPLE.read_text(encoding="utf-8")

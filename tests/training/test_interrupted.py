@@ -18,7 +18,7 @@ SETTINGS = dict(
     max_iters=9, eval_interval=4, save_interval=3, log_interval=2, eval_iters=1, gradient_accumulation_steps=2
 )
 SETTINGS |= dict(dropout=0.1, optimizer="muon", mtp_weight=0.3, learning_rate=1e-2, warmup_iters=3)
-EVENTS = ("train_step", "evaluate", "save", "log_row")  # what a run does, and may be disturbed before
+EVENTS = ("train_step", "evaluate", "save_checkpoint", "log_row")  # what a run does, and may be disturbed before
 
 
 class Killed(BaseException):
@@ -142,7 +142,14 @@ def test_a_cut_evaluation_comes_first_in_the_resumed_run_and_a_finished_run_does
     assert go(tmp_path, stop)[0] == signal.SIGINT
     last = load(tmp_path / "last.pt")
     assert (last["iter_num"], last["num_unlogged"]) == (4, 1)
-    assert go(tmp_path)[1][:6] == ["evaluate", "evaluate", "save", "log_row", "save", "train_step"]
+    assert go(tmp_path)[1][:6] == [
+        "evaluate",
+        "evaluate",
+        "save_checkpoint",
+        "log_row",
+        "save_checkpoint",
+        "train_step",
+    ]
     last = load(tmp_path / "last.pt")
     assert (last["iter_num"], last["num_unlogged"]) == (9, 0)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -1,16 +1,12 @@
 """The compiled step gives the tokens of model.py for every network, and needs one program per shape."""
 
-import functools
-import importlib.util
 import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model as model_py
-from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler, without_minus_one
+from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_compiler, without_minus_one
+from extras.decoding import c_build, c_library, c_pack
 from extras.decoding import compile as compiling
 from extras.decoding.compile import CompileError
 from extras.decoding.decoder import Decoder
+from extras.decoding.ngrams import count_ngrams
 from extras.decoding.quantize import round_weights
 from extras.decoding.speculate import BatchState
 from helpers import (
@@ -42,7 +40,7 @@ from helpers import (
     run,
     unix,
 )
-from model import GPT, MLP, GPTConfig
+from model import GPT, GPTConfig
 
 pytestmark = needs_compiler
 
@@ -60,8 +58,9 @@ def test_every_network_gets_its_tokens(network):
     config = GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)
     model = random_model(config)
     idx = torch.randint(config.vocab_size, (2, config.block_size // 2), generator=torch.Generator().manual_seed(1))
+    ngrams = count_ngrams(TEXT % config.vocab_size, config.vocab_size, 1000)
     for draft in (None, "ngram"):
-        decoder = Decoder(model, draft, compile=True)
+        decoder = Decoder(model, draft, ngrams, compile=True)
         for seed, filters in enumerate(FILTERS):
             got = decoder.generate(idx, config.block_size, seed=seed, **filters)
             assert_same_as_alone(model, got, idx, config.block_size, range(2), seed, filters)
@@ -143,8 +142,8 @@ def patched_step(tmp_path, monkeypatch):
 
     def patch(replacements):
         copy_of_step(tmp_path, replacements)
-        monkeypatch.setattr(compiling, "FLAGS", ["-O1", *compiling.FLAGS[1:]])  # compiles faster
-        monkeypatch.setattr(compiling, "SOURCE", tmp_path / "step.c")
+        monkeypatch.setattr(c_build, "FLAGS", ["-O1", *c_build.FLAGS[1:]])  # compiles faster
+        monkeypatch.setattr(c_build, "SOURCE", tmp_path / "step.c")
         monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
 
     with num_threads(3):
@@ -155,9 +154,8 @@ def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
     patched_step(A_SLEEP)
     model = random_model(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
     ragged = [prompts(1, n, n)[0] for n in (50, 70)]
-    for draft in ("look-up", "n-grams"):
-        got = Decoder(model, **DRAFTS[draft], compile=True).generate(ragged, 80, seed=3)
-        assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
+    got = Decoder(model, "ngram", NGRAMS, compile=True).generate(ragged, 80, seed=3)
+    assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
 
 
 def test_too_little_memory_is_an_error_of_its_own(patched_step):
@@ -200,18 +198,18 @@ def test_a_decoder_has_copied_all_weights_and_a_new_one_takes_the_new(network, w
 
 def test_the_state_goes_to_step_c_by_its_names():
     values = {name: torch.zeros(i + 1) for i, name in enumerate(BatchState.__annotations__)}
-    backwards = compiling.State(**dict(reversed(values.items())))
+    backwards = c_library.State(**dict(reversed(values.items())))
     for name, tensor in values.items():
         assert getattr(backwards, name) == tensor.data_ptr()
-    assert compiling.State(**values | {"top_k": None}).top_k is None
+    assert c_library.State(**values | {"top_k": None}).top_k is None
     for wrong in (values | {"more": None}, {"tokens": None}, values | {"end": torch.zeros(2, 2).T}):
         with pytest.raises(TypeError):
-            compiling.State(**wrong)
+            c_library.State(**wrong)
 
 
 def test_a_structure_of_another_size_is_an_error(patched_step):
     patched_step([("const float *bias;  /* NULL: no bias */", "const float *bias, *more;")])
-    with pytest.raises(TypeError, match=r"Model has \d+ bytes in compile.py and \d+ in step.c"):
+    with pytest.raises(TypeError, match=r"Model has \d+ bytes in c_library.py and \d+ in step.c"):
         Decoder(MODELS[0], compile=True)
 
 
@@ -307,7 +305,7 @@ PLANTED = {  # races that ThreadSanitizer must find
 def sanitizer(tmp_path_factory):
     """The command of a compiler whose programs ThreadSanitizer can watch here."""
     program = tmp_path_factory.mktemp("sanitizer") / "program"
-    command = [*compiling.find_compiler()[0][0], "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    command = [*c_build.find_compiler()[0][0], "-O1", "-g", "-fsanitize=thread", "-pthread"]
     compiled = subprocess.run([*command, "-x", "c", "-", "-o", program], input=b"int main(void) { return 0; }")
     if compiled.returncode or subprocess.run([program], capture_output=True).returncode:
         pytest.skip("needs a compiler with -fsanitize=thread")
@@ -320,84 +318,13 @@ def test_threads_never_write_what_others_read(fault, sanitizer, tmp_path):
     copy_of_step(tmp_path, [PLANTED[fault]] if PLANTED[fault] else [])
     network = dict(n_embd=40, n_head=4, n_kv_head=2, activation="swiglu", pos_emb="rope", qk_norm=True)
     model = GPT(GPTConfig(block_size=24, vocab_size=V, n_layer=2, **network))
-    macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, compiling.panels).items()]
+    macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, c_pack.panels).items()]
     harness = Path(__file__).with_name("step_race.c")
     subprocess.run([*sanitizer, *macros, "-I", tmp_path, harness, "-o", tmp_path / "race", "-lm"], check=True)
     done = subprocess.run([tmp_path / "race"], capture_output=True, text=True, timeout=100)
     races = done.stderr.count("WARNING: ThreadSanitizer: data race")
     assert (races > 0) == (fault != "nothing"), done.stderr
     assert fault != "nothing" or (done.returncode, done.stdout) == (0, "")
-
-
-# -- step.c belongs to one model.py ------------------------------------------------------------------------------------
-
-EDITS = {  # valid edits of model.py, after which step.c would generate different text, or none
-    "window": (
-        "if pos.size(1) == 1 and min(self.lengths) == self.length:",
-        "if pos.size(1) == 1 and min(self.lengths) == self.length < 8:",
-    ),
-    "gelu": ("F.gelu(x, approximate=self.approximate)", 'F.gelu(x, approximate="tanh")'),
-    "eps": ("self.ln_1 = nn.LayerNorm(config.n_embd, bias", "self.ln_1 = nn.LayerNorm(config.n_embd, 1e-4, bias"),
-    "norm": ("self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)", "self.ln_2 = nn.RMSNorm(config.n_embd)"),
-    "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
-    "sampler": ("score = logits + sampling.temperature * noise", "score = logits + 2 * sampling.temperature * noise"),
-    "cache": (
-        "pos = torch.arange(start, start + T, device=idx.device).expand(B, T)",
-        "pos = torch.arange(start, start + T, device=idx.device).expand(B, T) + (start > 0)",
-    ),
-    "constructor": ('"tanh" if config.activation == "gelu_tanh" else "none"', '"tanh"'),
-}
-
-
-def edited_functions():
-    """The functions of model.py, or of the edited copy, whose source is not the one that step.c belongs to."""
-    found = {name: attrgetter(name)(compiling.model_py) for name in compiling.REPEATED}
-    return [name for name, function in found.items() if compiling.source_hash(function) != compiling.REPEATED[name]]
-
-
-def test_step_c_belongs_to_this_model_py():
-    """If this fails, you have edited model.py. Make step.c compute the same, then put the new hash into compile.py."""
-    Decoder(MODELS[0], compile=True)  # the message has the hash
-    assert edited_functions() == []
-
-
-def edited_model_py(folder, monkeypatch, *replacements):
-    """Let step.c be compared with an edited copy of model.py."""
-    text = (ROOT / "model.py").read_text(encoding="utf-8")
-    for old, new in replacements:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    file = folder / "edited_model.py"
-    file.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(compiling, "model_py", module)
-    return module
-
-
-@pytest.mark.parametrize("edit", [None, *EDITS])
-def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monkeypatch):
-    module = edited_model_py(tmp_path, monkeypatch, *([EDITS[edit]] if edit else []))
-    model = module.GPT(module.GPTConfig(block_size=70, vocab_size=V, n_layer=2, **NETWORKS[0])).eval()
-    with pytest.raises(CompileError) if edit else nullcontext():
-        Decoder(model, compile=True)
-
-
-def test_an_edit_of_a_function_that_step_c_repeats_is_seen_and_named(tmp_path, monkeypatch):
-    """Comments count too, because the message says what to do."""
-    edited_model_py(tmp_path, monkeypatch, ("def _make_rope(self):", "def _make_rope(self):\n        print()"))
-    assert edited_functions() == []
-    for name, old, new in (
-        ("rotate", "# rotate in float32, whatever the dtype of x", "# é"),
-        ("GPT.unembed", "def unembed(self, x):", 'def unembed(self, x, y="é"):'),
-        ("GPT.next_logits", "cache.extend([start] * B, T)", "cache.extend([start] * B, T + 0)"),
-        ("keep_top_k", "< sampling.top_k", "<= sampling.top_k"),
-    ):
-        edited_model_py(tmp_path, monkeypatch, (old, new))
-        assert edited_functions() == [name]
-        with pytest.raises(CompileError, match=rf"^{name} in model\.py has changed.* is [0-9a-f]{{16}}\)$"):
-            Decoder(MODELS[0], compile=True)
 
 
 def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_rest_in_c(monkeypatch):
@@ -413,7 +340,7 @@ def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_r
     monkeypatch.setitem(model_py.FILTERS, "min_p", keep_min_p)
     for module in (model_py, sys.modules[Decoder.__module__]):
         monkeypatch.setattr(module, "Sampling", WithMinP)
-    decoder, idx = Decoder(MODELS[0], "ngram", compile=True), prompts(2, 3)
+    decoder, idx = Decoder(MODELS[0], "ngram", NGRAMS, compile=True), prompts(2, 3)
     texts = {}
     for min_p in (None, 0.2):
         generation = decoder.stream(idx, 12, seed=1, min_p=min_p)
@@ -421,95 +348,6 @@ def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_r
         texts[min_p] = without_minus_one(idx, list(generation))
         assert_same_as_alone(MODELS[0], texts[min_p], idx, 12, range(2), 1, {}, min_p=min_p)
     assert not all(map(torch.equal, *texts.values()))
-
-
-def global_hook(model):
-    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-
-
-def own_forward(model):
-    mlp = model.transformer["h"][1].mlp
-    mlp.forward = lambda x: 0 * x
-
-
-def drop_a_layer(model):
-    del model.transformer["h"][1]
-
-
-def norm_with(**settings):
-    def change(model):
-        model.transformer["h"][1].ln_2 = torch.nn.LayerNorm(model.config.n_embd, **settings)
-
-    return change
-
-
-def set_weight(path, *shape, dtype=torch.float32):
-    def change(model):
-        model.get_submodule(path).weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-
-    return change
-
-
-def set_attribute(path, name, value):
-    return lambda model: setattr(model.get_submodule(path), name, value)
-
-
-REFUSED = {
-    "hook": (lambda model: model.transformer["h"][0].mlp.register_forward_hook(lambda *_: None), "hooks"),
-    "hook on all modules": (global_hook, "hooks"),
-    "method of an instance": (own_forward, "MLP with a patched forward"),
-    "another layer": (lambda model: model.transformer.update({"ln_f": torch.nn.RMSNorm(32)}), "RMSNorm"),
-    "parametrization": (lambda m: torch.nn.utils.parametrizations.weight_norm(m.lm_head), "ParametrizedLinear"),
-    "eps": (norm_with(eps=1e-6), "eps"),
-    "norm without weight": (norm_with(elementwise_affine=False), "a weight"),
-    "max_norm": (set_attribute("transformer.wte", "max_norm", 1.0), "max_norm"),
-    "a layer less": (drop_a_layer, "1 layers.*n_layer=2"),
-    "smaller head": (set_weight("lm_head", V - 1, 32), "22, 32.*23, 32"),
-    "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
-    "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
-    "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
-    "another activation": (set_attribute("transformer.h.1.mlp", "approximate", "tanh"), "fit its config"),
-}
-
-
-@pytest.mark.parametrize("change", REFUSED)
-def test_what_the_source_does_not_tell_is_refused(change):
-    model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=4, n_embd=32, tie_weights=False))
-    Decoder(model, compile=True)
-    function, words = REFUSED[change]
-    handle = function(model)
-    try:
-        with pytest.raises(CompileError, match=words) as refused:
-            Decoder(model, compile=True)
-        assert "\n" not in str(refused.value)
-    finally:
-        if change == "hook on all modules":
-            handle.remove()
-
-
-@functools.wraps(MLP.forward)  # inspect.getsource shows what it wraps
-def wrapped(self, x):
-    return 0 * x
-
-
-def made_by_exec():
-    scope = {}
-    exec("def forward(self, x): return x", scope)
-    return scope["forward"]
-
-
-@pytest.mark.parametrize("patch", [wrapped, made_by_exec(), lambda self, x: x, abs, functools.partial(wrapped)])
-@pytest.mark.parametrize("kind", [MLP, torch.nn.LayerNorm])
-def test_a_method_patched_into_a_class_is_refused(kind, patch, monkeypatch):
-    monkeypatch.setattr(kind, "forward", patch)
-    with pytest.raises(CompileError) as refused:
-        Decoder(MODELS[0], compile=True)
-    assert "\n" not in str(refused.value)
-
-
-def test_other_numbers_than_float32_are_refused():
-    with pytest.raises(CompileError, match=r"float32.*bfloat16"):
-        Decoder(GPT(GPTConfig(8, 7, 1, 1, 8)).bfloat16(), compile=True)
 
 
 # -- which program is kept where ---------------------------------------------------------------------------------------
@@ -522,14 +360,15 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
     """A stale program would run older code, and a damaged one could do anything."""
     copy_of_step(tmp_path)
     source = tmp_path / "step.c"
-    monkeypatch.setattr(compiling, "SOURCE", source)
-    monkeypatch.setattr(compiling, "FLAGS", ["-O0", *compiling.FLAGS[1:]])  # compiles faster
+    monkeypatch.setattr(c_build, "SOURCE", source)
+    monkeypatch.setattr(c_build, "FLAGS", ["-O0", *c_build.FLAGS[1:]])  # compiles faster
 
     def compiles(n_embd=8, seed=0, draft=None, rows=1, top_k=None):
-        compiling.find_compiler.cache_clear()
+        c_build.find_compiler.cache_clear()
         model = random_model(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=n_embd), seed)
         idx = torch.tensor([[1, 2]])
-        got = Decoder(model, draft, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
+        ngrams = count_ngrams(TEXT % 5, 5, 100)
+        got = Decoder(model, draft, ngrams, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
         assert torch.equal(got[0][None], model.generate(idx, 6, seed=1, top_k=top_k))
         stderr = capfd.readouterr().err
         assert stderr.count("\n") == stderr.count("--compile: compiled the C backend in")
@@ -558,7 +397,7 @@ def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anyth
 
 # -- compilers and chips -----------------------------------------------------------------------------------------------
 
-CC, TEXT = os.environ.get("CC", "cc"), dict(capture_output=True, text=True)
+CC = os.environ.get("CC", "cc")
 x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
 
 
@@ -570,10 +409,10 @@ def use_compiler(monkeypatch):
         if not shutil.which(command.split()[0]):
             pytest.skip(f"needs {command}")
         monkeypatch.setenv("CC", command)
-        compiling.find_compiler.cache_clear()
+        c_build.find_compiler.cache_clear()
 
     yield use
-    compiling.find_compiler.cache_clear()
+    c_build.find_compiler.cache_clear()
 
 
 @pytest.mark.slow
@@ -586,15 +425,15 @@ def test_shorter_vectors_and_clang_give_the_same_tokens(command, use_compiler):
     model, idx = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2])), prompts(9, 5)
     for weights in ("float32", "int8"):
         model = round_weights(model) if weights == "int8" else model
-        got = Decoder(model, "ngram", compile=True, weights=weights).generate(idx, 30, seed=1)
+        got = Decoder(model, "ngram", NGRAMS, compile=True, weights=weights).generate(idx, 30, seed=1)
         assert_same_as_alone(model, got, idx, 30, range(9), 1, {})
 
 
 SHAPES = [
-    (NETWORKS[2], compiling.int8_panels),
-    (NETWORKS[3], compiling.panels),
-    (NETWORKS[0], compiling.panels),
-    (dict(n_embd=4, n_head=4), compiling.panels),  # heads of one number
+    (NETWORKS[2], c_pack.int8_panels),
+    (NETWORKS[3], c_pack.panels),
+    (NETWORKS[0], c_pack.panels),
+    (dict(n_embd=4, n_head=4), c_pack.panels),  # heads of one number
 ]
 COMPILERS = ["cc", "clang", "aarch64-linux-gnu-gcc", "arm-linux-gnueabihf-gcc", "riscv64-linux-gnu-gcc"]
 COMPILERS += [pytest.param(f"{CC} {flag}", marks=x86) for flag in ("-mavx2 -mfma", "-mavx512f")]
@@ -606,12 +445,18 @@ def test_no_compiler_warns(command, tmp_path):
     command = command.split()
     if not shutil.which(command[0]):
         pytest.skip(f"needs {command[0]}")
-    flags = ["-O1", *compiling.FLAGS[1:-1], "-static" if "mingw" in command[0] else "-fPIC"]  # -O3 takes longer
+    flags = ["-O1", *c_build.FLAGS[1:-1], "-static" if "mingw" in command[0] else "-fPIC"]  # -O3 takes longer
     flags += ["-Wall", "-Wextra", "-Werror"]
     for network, layout in SHAPES if command[0] == "cc" else SHAPES[:1]:
         model = GPT(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
         macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, layout).items()]
-        ok(subprocess.run([*command, *flags, *macros, compiling.SOURCE, "-o", tmp_path / "step", "-lm"], **TEXT))
+        ok(
+            subprocess.run(
+                [*command, *flags, *macros, c_build.SOURCE, "-o", tmp_path / "step", "-lm"],
+                capture_output=True,
+                text=True,
+            )
+        )
 
 
 def whose_assembler_refuses(flag, folder):

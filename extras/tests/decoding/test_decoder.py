@@ -4,13 +4,15 @@ import contextlib
 import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extra_helpers import WAYS, a_draft, a_way, assert_same_as_alone, without_minus_one
+from extra_helpers import NGRAMS, WAYS, a_draft, a_way, assert_same_as_alone, without_minus_one
+from extras import generation
 from extras.decoding.decoder import Decoder
 from helpers import (
     CONTEXT,
@@ -20,12 +22,12 @@ from helpers import (
     a_model,
     a_seed,
     assert_train_mode_is_refused,
-    heads_of,
     prompts,
     random_model,
+    stream,
 )
 from model import CharTokenizer, GPTConfig, Sampling, clear_kv_cache
-from sample import verify
+from sample import GeneratedText
 
 
 @settings(max_examples=20)
@@ -35,7 +37,7 @@ def test_prompts_of_any_lengths_get_the_tokens_that_each_gets_alone(model, draft
     samples = data.draw(st.lists(st.integers(0, 2**40), min_size=len(lengths), max_size=len(lengths)))
     ragged = [prompts(1, n, seed % 997 + n)[0] for n in lengths]
     decoder = Decoder(model, **draft)
-    got = decoder.generate(ragged, steps, seed=seed, sample_ids=samples, **filters)
+    got = decoder.generate(ragged, steps, seed=seed, samples=samples, **filters)
     assert [len(row) for row in got] == [min(n + steps, CONTEXT) for n in lengths]
     assert_same_as_alone(model, got, ragged, steps, samples, seed, filters)
 
@@ -56,10 +58,8 @@ def test_a_prompt_is_read_once_for_all_of_its_samples(draft):
     a, b = prompts(1, 7, 1)[0], prompts(1, 5, 2)[0]
     handle = model.transformer["wte"].register_forward_hook(lambda module, args, out: fed.append(args[0].shape))
     try:
-        next(iter(Decoder(model, draft).stream([a, b, a, a], 3, seed=1)))
+        next(iter(Decoder(model, draft, NGRAMS).stream([a, b, a, a], 3, seed=1)))
         assert fed.pop(0) == (2, 6)
-        next(iter(model.stream(a.repeat(4, 1), 3, seed=1)))
-        assert fed[-1] == (1, 7)
     finally:
         handle.remove()
         clear_kv_cache(model)
@@ -89,7 +89,7 @@ def test_whatever_happens_between_two_steps_changes_no_token(model, draft, filte
     ragged = [prompts(1, n, n)[0] for n in (2, 5)]
     decoder = Decoder(model, **draft)
     others = [iter(decoder.stream(prompts(2, 3, s), CONTEXT, seed=s)) for s in range(2)]
-    plain = model.stream(prompts(2, 4), CONTEXT, seed=3)
+    plain = stream(model, prompts(2, 4), CONTEXT, seed=3)
     disturbances = [
         lambda: None,
         lambda: model(prompts(4, 9), targets=prompts(4, 9)),
@@ -175,8 +175,8 @@ def test_threads_that_share_a_decoder_get_their_own_texts():
         (([prompts(1, 3)[0], prompts(1, 0)[0]], 5, {}), "a prompt of 0 tokens"),
         (([prompts(1, CONTEXT + 1)[0]], 5, {}), f"a prompt of {CONTEXT + 1} tokens"),
         (([], 5, {}), "a prompt of 0 tokens"),
-        (([prompts(1, 3)[0]], 5, dict(sample_ids=[1, 2])), "sample_ids"),
-        (([prompts(1, 3)[0]], 5, dict(sample_ids=[1.5])), "sample_ids"),
+        (([prompts(1, 3)[0]], 5, dict(samples=[1, 2])), "samples"),
+        (([prompts(1, 3)[0]], 5, dict(samples=[1.5])), "samples"),
         (([prompts(1, 3)[0]], 5, dict(top_p=0.0)), "top_p"),
         (([torch.tensor([1, V])], 5, {}), "tokens outside"),
         (([torch.tensor([-1, 1])], 5, {}), "tokens outside"),
@@ -257,34 +257,56 @@ def test_a_decoders_stream_may_be_left_and_taken_up_outside_of_inference_mode():
     assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
 
 
-def test_no_head_keeps_the_cache_of_a_decoder():
-    model = random_model(MODELS[0].config)
-    Decoder(model).generate(prompts(2, 5), 3)
-    assert all(head.cache is None for head in heads_of(model))
-
-
 # -- --verify ----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_takes_each_row_for_its_own_sample_and_prompt():
+def test_verify_takes_each_row_for_its_own_sample_and_prompt(capsys):
     """Rows are compared in groups of one length, so a mix-up would compare a row with the noise of another sample."""
-    model, sampling = MODELS[3], Sampling(seed=5, sample_ids=[4, 0, 9, 4])
+    model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
     tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
     ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
-    texts = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
-    for kv_cache in (True, False):
-        same, lines = verify(model, ragged, texts, 6, kv_cache, sampling, tokenizer)
-        assert same and lines == [
-            f"OK, 24 tokens match the run {'with' if kv_cache else 'without'} the cache (4 of 4 samples)"
-        ]
-        for row, step in ((0, 0), (1, 5), (2, 2), (3, 4)):
-            place = len(ragged[row]) + step
-            wrong = [list(text) for text in texts]
-            wrong[row][place] = (wrong[row][place] + 1) % V
-            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
-            picks = f"{tokenizer.show(wrong[row][place])!r}, but {tokenizer.show(texts[row][place])!r}"
-            assert not same and f"DIFFERENT at row {row}, new token {step}: {picks} " in lines[-1]
-            assert lines[-1].endswith(". The logits agree, so the two sampled differently")
-            wrong[row] = texts[row][:place]  # a text that ends too early
-            same, lines = verify(model, ragged, wrong, 6, kv_cache, sampling, tokenizer)
-            assert not same and f"DIFFERENT at row {row}, new token {step}:" in lines[-1]
+    ids = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
+    args = SimpleNamespace(kv_cache=True, engine="torch", draft=None, compile=True)
+
+    def verify(rows):
+        texts = [GeneratedText(row, tokenizer) for row in rows]
+        same, _ = generation.verify(args, model, model, ragged, texts, 6, sampling, tokenizer)
+        return same, capsys.readouterr().err.splitlines()
+
+    same, lines = verify(ids)
+    assert (
+        same and len(lines) == 1 and lines[0].endswith("OK, 24 tokens match the run without the cache (4 of 4 samples)")
+    )
+    for row, step in ((0, 0), (1, 5), (2, 2), (3, 4)):
+        place = len(ragged[row]) + step
+        wrong = [list(text) for text in ids]
+        wrong[row][place] = (wrong[row][place] + 1) % V
+        same, lines = verify(wrong)
+        picks = f"{tokenizer.show(wrong[row][place])!r}, but {tokenizer.show(ids[row][place])!r}"
+        assert not same and all(f"DIFFERENT at row {row}, new token {step}: {picks} " in line for line in lines)
+        assert all(line.endswith(". The logits agree, so the two sampled differently") for line in lines)
+        wrong[row] = ids[row][:place]  # a text that ends too early
+        same, lines = verify(wrong)
+        assert not same and f"DIFFERENT at row {row}: it ends after {step} of 6 new tokens" in lines[0]
+
+
+def test_verify_sees_a_broken_cache_that_a_decoder_does_not_use(monkeypatch, capsys):
+    """README's edit puts each decode step one position too far. A Decoder has positions of its own."""
+    model, sampling = MODELS[3], Sampling(seed=5, samples=[0])
+    tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
+    prompt = prompts(1, 4)[0]
+    texts = [GeneratedText(Decoder(model).generate(prompt[None], 9, seed=5)[0].tolist(), tokenizer)]
+    args = SimpleNamespace(kv_cache=True, engine="torch", draft=None, compile=True)
+    assert generation.verify(args, model, model, [prompt], texts, 9, sampling, tokenizer)[0]
+    arange = torch.arange
+
+    @torch.inference_mode()
+    def next_logits(self, idx, start=0, cache=None):
+        pos = arange(start, start + idx.size(1)) + (start > 0)
+        with cache.extend(start, *idx.shape) if cache else contextlib.nullcontext():
+            return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
+
+    monkeypatch.setattr(type(model), "next_logits", next_logits)
+    capsys.readouterr()
+    assert not generation.verify(args, model, model, [prompt], texts, 9, sampling, tokenizer)[0]
+    assert "with the cache" in capsys.readouterr().err

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extra_helpers import DRAFTS, assert_same_as_alone, needs_compiler
-from extras.decoding import compile as compiling
+from extra_helpers import DRAFTS, TEXT, assert_same_as_alone, needs_compiler
+from extras.decoding.c_pack import int8_panels
 from extras.decoding.decoder import Decoder
+from extras.decoding.ngrams import count_ngrams
 from extras.decoding.quantize import BLOCK, quantize, round_weights
 from helpers import PROMPT, V, a_filter, a_model, a_seed, ok, prompts, random_model, sample
 from model import GPTConfig
@@ -71,7 +72,7 @@ def test_more_rows_than_are_rounded_at_a_time():
     layer = torch.nn.Linear(3, 5000)
     weight, rest = layer.weight.detach().clone(), torch.nn.Linear(3, 5000 - 4096)
     rest.weight.data = weight[4096:]
-    packed, packed_rest = compiling.int8_panels(layer, 16)[0], compiling.int8_panels(rest, 16)[0]
+    packed, packed_rest = int8_panels(layer, 16)[0], int8_panels(rest, 16)[0]
     assert torch.equal(packed[4096 // 16 :], packed_rest)
     round_weights(layer)
     assert torch.equal(layer.weight.double(), expanded(*quantize(weight), 3))
@@ -92,7 +93,8 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
     """The step in int8 adds the same numbers in the same order as the one in float32, so the texts are equal."""
     model = round_weights(random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)))
     idx = prompts(9, 3)[:, : model.config.block_size] % model.config.vocab_size
-    decoders = [Decoder(model, "ngram", compile=True, weights=weights) for weights in ("int8", "float32")]
+    ngrams = count_ngrams(TEXT % model.config.vocab_size, model.config.vocab_size, 1000)
+    decoders = [Decoder(model, "ngram", ngrams, compile=True, weights=weights) for weights in ("int8", "float32")]
     ours, floats = (decoder.generate(idx, 65, seed=1) for decoder in decoders)
     assert torch.equal(ours, floats)
     assert_same_as_alone(model, ours[:1], idx[:1], 65, [0], 1, {})

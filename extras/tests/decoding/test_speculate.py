@@ -80,7 +80,7 @@ def test_every_token_is_a_forwards_own_or_an_accepted_draft_token(model, draft, 
 
 @needs_compiler
 def test_the_c_backend_drafts_as_much_as_pays():
-    """Much where the table is sure and right, less where it is often wrong, and by look-up nothing before a match."""
+    """Much where the table is sure and right, less where it is often wrong."""
     model = constant_model(4, context=64)
     decoder = Decoder(model, "ngram", count_ngrams(np.full(100, 4), V, 100), compile=True)
     row, generation = generated(decoder, prompts(1, 3), 40, temperature=0)
@@ -92,11 +92,6 @@ def test_the_c_backend_drafts_as_much_as_pays():
     decoder = Decoder(model, "ngram", count_ngrams(text, V, 10**4), compile=True)
     _, generation = generated(decoder, prompts(1, 3), 60, seed=1)
     assert generation.offered < 0.7 * MOST_DRAFTS * generation.forwards
-
-    decoder = Decoder(model, "ngram", compile=True)  # without counts: by looking up the text so far
-    row, generation = generated(decoder, torch.tensor([[1, 2, 3, 5]]), 40, temperature=0)
-    assert generation.forwards + generation.accepted == 40 and generation.accepted > 20
-    assert generation.offered <= 3 * (generation.forwards - 3)  # the first steps find no two tokens again
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extra_helpers import POST_LN, STABLELM, TOKENIZER
-from extras.interop.check import own_text
+from extras.interop.compare import own_text
 from extras.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 from helpers import CHARS, SIZE, ok, run, same, tiny, unix
-from model import Sampling, stream_tokens
+from model import Sampling, generate
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -49,7 +49,7 @@ def feed(session, ids, past, mask=None, positions=None):
 def nothing(model, B):
     """A past of no positions."""
     config = model.config
-    return [np.zeros((B, config.n_kv_head or 4, 0, 8), np.float32) for _ in range(2 * config.n_layer)]
+    return [np.zeros((B, config.n_kv_head, 0, 8), np.float32) for _ in range(2 * config.n_layer)]
 
 
 def test_the_graph_has_the_names_and_axes_that_others_expect(exported):
@@ -59,7 +59,7 @@ def test_the_graph_has_the_names_and_axes_that_others_expect(exported):
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import if not entry.domain] == [("", 20)]
     assert not any(tensor.external_data for tensor in proto.graph.initializer)
-    heads, whole = model.config.n_kv_head or 4, "past_sequence_length + sequence_length"
+    heads, whole = model.config.n_kv_head, "past_sequence_length + sequence_length"
     axes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in (*proto.graph.input, *proto.graph.output)
@@ -89,7 +89,7 @@ def test_any_split_of_any_batch_gives_the_logits_of_one_forward(exported, data):
         logits.append(some)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(logits, 1), model(ids)[0], atol=1e-4, rtol=0)
-    assert all(each.shape == (B, model.config.n_kv_head or 4, T, 8) for each in past)
+    assert all(each.shape == (B, model.config.n_kv_head, T, 8) for each in past)
 
 
 def test_padding_on_the_left_changes_nothing(exported):
@@ -139,13 +139,14 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
         top_k=data.draw(st.sampled_from([None, 1, 5])),
         top_p=data.draw(st.sampled_from([None, 0.9])),
         overflow=data.draw(st.sampled_from(["stop", "slide"])),
-        sample_ids=[7 + row for row in range(B)],
+        samples=[7 + row for row in range(B)],
     )
     steps = data.draw(st.integers(0, 2 * CONTEXT))
-    new = list(stream_tokens(engine, idx, steps, sampling, kv_cache=data.draw(st.booleans())))
-    assert all(block.shape == (B, 1) for block in new)
-    theirs = list(stream_tokens(model, idx, steps, sampling))
-    assert torch.equal(torch.cat((idx, *new), dim=1), torch.cat((idx, *theirs), dim=1))
+    ours = list(generate(engine, idx, steps, sampling, kv_cache=data.draw(st.booleans())))
+    theirs = list(generate(model, idx, steps, sampling))
+    for (token, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
+        assert torch.equal(token, expected)
+        torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

@@ -13,38 +13,42 @@ from model import KVCache
 
 
 class StaticCache(KVCache):
-    """A KVCache that always reads all its slots."""
+    """A KVCache that always reads all its slots, so that no shape depends on its length."""
 
-    @property
-    def length(self):
-        return self.slots
+    def update(self, layer, pos, k, v):
+        if layer == len(self.key):
+            super().update(layer, pos, k, v)
+        self.key[layer].index_copy_(2, pos, k)
+        self.value[layer].index_copy_(2, pos, v)
+        return self.key[layer], self.value[layer]
 
     def mask(self, pos):
-        return (torch.arange(self.slots, device=pos.device) <= pos[..., None])[:, None]
+        return torch.arange(self.slots, device=pos.device) <= pos[:, None]
 
-    def _buffers(self, x):
-        buffers = [buffer.clone() for buffer in super()._buffers(x)]
-        for buffer in buffers:
-            torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
-        return buffers
+    def _buffer(self, x):
+        buffer = super()._buffer(x)
+        torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
+        return buffer
 
 
 class CompiledGPT:
-    """A GPT whose decode step is compiled, for stream_tokens: one generation at a time, with batch_size rows.
+    """A GPT whose decode step is compiled, for `generate`: one generation at a time, with batch_size rows.
 
     Raises RuntimeError if there is no working compiler.
     """
 
     def __init__(self, model, batch_size):
-        self.model, self.config, device = model, model.config, model.lm_head.weight.device
+        self.model = model
+        self.config = model.config
         self.cache = StaticCache(model.config, batch_size)
+        device = model.lm_head.weight.device
         self.step = torch.compile(self.forward, mode="reduce-overhead" if device.type == "cuda" else "default")
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="TensorFloat32")  # it would change tokens
                 for _ in range(3):  # allocate the cache, compile the step, record the CUDA graph
-                    self.cache.lengths = [0] * batch_size
-                    self.next_logits(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), self.cache)
+                    self.cache.length = 0
+                    self.next_logits(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), 0, self.cache)
         except Exception as error:  # a missing compiler raises many kinds of errors
             raise RuntimeError(f"torch.compile does not work here ({type(error).__name__})") from error
 
@@ -53,15 +57,14 @@ class CompiledGPT:
 
     def new_cache(self, batch_size, slots):
         """Empty the cache and return it. It is the same one each time, because the graph writes to its memory."""
-        self.cache.lengths = [0] * batch_size
+        self.cache.length = 0
         return self.cache
 
     @torch.inference_mode()
-    def next_logits(self, idx, cache):
-        (B, T), start = idx.shape, cache.lengths[0]
-        pos = torch.arange(start, start + T, device=idx.device).expand(B, T)
-        self.model._show(cache)
-        step = self.step if T == 1 and cache.key is not None else self.forward  # the first forward allocates the cache
+    def next_logits(self, idx, start, cache):
+        B, T = idx.shape
+        pos = torch.arange(start, start + T, device=idx.device)
+        step = self.step if T == 1 and cache.key else self.forward  # the first forward allocates the cache
         idx = idx.clone(memory_format=torch.contiguous_format)  # other strides would compile the step again
-        with cache.extend([start] * B, T):
+        with cache.extend(start, B, T):
             return step(idx, pos, cache).clone()

@@ -1,6 +1,7 @@
-"""extras/interop/huggingface.py and transformers.py: folders as transformers itself reads and writes them."""
+"""extras/interop/hf_read.py and hf_write.py: folders as transformers itself reads and writes them."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from transformers import (
 
 from extra_helpers import GPT2, STABLELM, TOKENIZER, bpe, write_gpt2
 from extras.bpe import tokenizer_from_json
-from extras.checkpoint import build_tokenizer, load_checkpoint, load_model
-from extras.interop.transformers import export_hf, hf_settings, write_folder
+from extras.checkpoint import load_checkpoint, load_model
+from extras.interop.hf_write import export_hf, hf_settings, write_folder
+from extras.tokenizer import build_tokenizer
 from helpers import CHARS, SAMPLE, SIZE, assert_one_line, here, ok, tiny, tree
-from model import build
+from model import GPTConfig, build_model
 
 CONTEXT = SIZE["block_size"]
 
@@ -59,7 +61,7 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     back = load_checkpoint(tmp_path)
     assert back["chars"] == CHARS and back["path"] == tmp_path
     with torch.no_grad():
-        assert torch.equal(build(back).eval()(ids)[0], model(ids)[0])
+        assert torch.equal(build_model(back).eval()(ids)[0], model(ids)[0])
 
 
 def test_a_stablelm_with_a_tokenizer_comes_back(tmp_path):
@@ -148,7 +150,7 @@ def born(folder, **settings):
 def test_a_model_that_was_born_in_transformers_comes_in(settings, tmp_path):
     born(tmp_path, **settings)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ours, ids = build(load_checkpoint(tmp_path)).eval(), torch.arange(CONTEXT)[None] % len(CHARS)
+    ours, ids = build_model(load_checkpoint(tmp_path)).eval(), torch.arange(CONTEXT)[None] % len(CHARS)
     assert ours.config.tie_weights == settings.get("tie_word_embeddings", True)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], hf(ids).logits, atol=1e-4, rtol=0)
@@ -247,7 +249,9 @@ def test_an_export_has_the_special_tokens_of_its_folder_that_the_vocabulary_has(
 
     checkpoint = load_checkpoint(first)
     capsys.readouterr()  # the progress bar of write_gpt2
-    export_hf(build(checkpoint).eval(), build_tokenizer(checkpoint), tmp_path / "hf", checkpoint["special_tokens"])
+    export_hf(
+        build_model(checkpoint).eval(), build_tokenizer(checkpoint), tmp_path / "hf", checkpoint["special_tokens"]
+    )
     err = capsys.readouterr().err
     assert len(err.splitlines()) == len(notes) and all(note in err for note in notes), err
     hf, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -274,3 +278,18 @@ def test_an_export_has_the_special_tokens_of_its_folder_that_the_vocabulary_has(
 def test_a_network_that_no_class_computes_is_refused_by_name(network, word):
     with pytest.raises(ValueError, match=word):
         hf_settings(tiny(**network))
+
+
+def test_a_setting_that_the_export_does_not_know_must_have_its_default():
+    """As after somebody has added a field to GPTConfig."""
+
+    @dataclass
+    class WithNorm(GPTConfig):
+        norm: str = "layer"
+
+    model = tiny()
+    model.config = WithNorm(**vars(model.config))
+    hf_settings(model)
+    model.config.norm = "rms"
+    with pytest.raises(ValueError, match=r"^norm=rms: .*gpt2.* only has norm=layer$"):
+        hf_settings(model)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read a GPT-2 or a StableLM as our GPT, and map their weights to ours.
+"""Read a Hugging Face folder with a GPT-2 or a StableLM as our GPT. hf_write.py writes such folders.
 
 GPT-2's class has learned positions and GELU. StableLM's has rotary positions and SwiGLU, with or without normalized
 queries and keys, and any number of key/value heads.
@@ -13,7 +13,6 @@ import torch
 
 from extras.bpe import read_tokenizer, tokenizer_from_json
 from extras.cli import first_line, need
-from extras.interop.checksums import check_folder
 from model import GPTConfig, blank_model
 
 # Our settings and theirs.
@@ -50,14 +49,15 @@ WITH_ID = ("bos", "eos", "pad")  # the special tokens that have an id in config.
 
 def their_parts(model):
     """Return {name in transformers: a view of our weights}. A tied head has no entry."""
-    config, parts = model.config, {}
+    config = model.config
+    parts = {}
     if config.pos_emb == "learned":  # nanoGPT's names are GPT-2's, which transposes the matrices of its layers
         for name, p in model.state_dict().items():
             parts[name] = p.t() if name.startswith("transformer.h.") and p.dim() == 2 else p
     else:
         parts["model.embed_tokens.weight"] = model.transformer["wte"].weight
         for i, block in enumerate(model.transformer["h"]):
-            kv_rows = config.num_kv_heads * config.head_size
+            kv_rows = config.n_kv_head * config.head_size
             q, k, v = block.attn.c_attn.weight.split([config.n_embd, kv_rows, kv_rows])
             gate, up = block.mlp.c_fc.weight.chunk(2)
             layer = {
@@ -74,7 +74,7 @@ def their_parts(model):
             if config.qk_norm:  # StableLM has a norm per head, we share one, so each gets a copy
                 for head in range(config.n_head):
                     layer[f"self_attn.q_layernorm.norms.{head}"] = block.attn.q_norm.weight
-                for head in range(config.num_kv_heads):
+                for head in range(config.n_kv_head):
                     layer[f"self_attn.k_layernorm.norms.{head}"] = block.attn.k_norm.weight
             parts |= {f"model.layers.{i}.{name}.weight": p for name, p in layer.items()}
         parts["model.norm.weight"] = model.transformer["ln_f"].weight
@@ -88,15 +88,14 @@ def their_parts(model):
 
 
 def read_folder(folder):
-    """Return the checkpoint of a folder with a GPT-2, or with a StableLM as we export it: see load in model.py.
+    """Return the checkpoint of a folder with a GPT-2, or a StableLM as we export it: see load_checkpoint in model.py.
 
-    We read the files without transformers, and refuse a network that model.py does
-    not compute exactly. Raises ValueError, with one line that says why, for such a network and for a bad folder.
+    We read the files without transformers. Raises ValueError, with one line that says why, for a bad folder, and for a
+    network that model.py does not compute exactly.
     """
     try:
-        check_folder(folder)
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        check_settings(settings)
+        refuse_other_networks(settings)
         tensors = tensor_readers(folder)
         config = GPTConfig(**read_config(settings, tensors))
         weights = from_transformers(tensors, config)
@@ -148,9 +147,10 @@ def flat_settings(settings):
     return {"partial_rotary_factor": 0.25} | settings | (settings.get("rope_parameters") or {})
 
 
-def check_settings(settings):
+def refuse_other_networks(settings):
     """Raise ValueError unless model.py has the network that config.json describes."""
-    kind, other = settings["model_type"], "only transformers can run it"
+    kind = settings["model_type"]
+    other = "only transformers can run it"
     if kind not in SETTINGS:
         raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; {other}")
     flat = flat_settings(settings)
@@ -228,7 +228,7 @@ def read_config(settings, tensors):
 
 @torch.no_grad()
 def from_transformers(tensors, config):
-    """Return the state_dict of a GPT from the tensors of transformers: the inverse of to_transformers.
+    """Return the state_dict of a GPT from the tensors of transformers: the inverse of to_transformers in hf_write.py.
 
     Raises KeyError for a missing tensor, ValueError for one that does not fit the network.
     """

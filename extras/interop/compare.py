@@ -14,7 +14,7 @@ def own_text(model):
 
 
 @torch.no_grad()
-def compare(name, model, ids, logits, greedy):
+def compare_with_pytorch(name, model, ids, logits, greedy):
     """Print how far the logits of an exported model are from those of `model`. Exit with one line if they differ.
 
     name    what to call the exported model
@@ -22,12 +22,14 @@ def compare(name, model, ids, logits, greedy):
     logits  the exported model's for ids, `(2, block_size, V)`
     greedy  a function that continues a prompt `(1, T)` with the exported model: a list of block_size ids
     """
-    block_size, T = model.config.block_size, max(1, model.config.block_size // 16)
+    block_size = model.config.block_size
+    T = max(1, block_size // 16)  # tokens of the prompt
     difference = (model(ids)[0] - logits).abs().max().item()
 
     # each token of its text must have PyTorch's largest logit, up to rounding
     text = torch.tensor([greedy(ids[:1, :T])])
-    ours, new = model(text[:, :-1])[0][0, T - 1 :], text[0, T:]
+    ours = model(text[:, :-1])[0][0, T - 1 :]
+    new = text[0, T:]
     behind = (ours.amax(1) - ours.gather(1, new[:, None])[:, 0]).tolist()
     same = sum(gap <= NEAR_TIE for gap in behind)
     print(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import assert_each_row_stops, assert_one_line, ok, sample, text_before, texts_of
 from model import CharTokenizer
-from sample import SEPARATOR, Sequence, num_undecided, write_stream
+from sample import SEPARATOR, GeneratedText, write_texts
 
 NAMES = "abc"
 TOKENIZER = CharTokenizer(NAMES)
@@ -21,35 +21,29 @@ some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
 @given(a_text, a_text, some_stops)
 def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
     """And not before the last one, nor because of one that is in the prompt or begins there."""
-    row = Sequence(TOKENIZER.encode(prompt), TOKENIZER, stops).add(TOKENIZER.encode(text))
-    assert row.update() == TOKENIZER.decode(row.ids) == prompt + text_before(text, stops)
-    assert row.ended == (text_before(text, stops) != text)
-
-
-@given(a_text, some_stops, st.lists(st.integers(1, 4), min_size=30))
-@example("abcab", ["abca", "b"], [4] * 30)  # one stop text inside another
-def test_a_text_ends_at_the_same_place_in_blocks_of_any_size(text, stops, sizes):
-    """Drafts bring several characters at once, and must not carry a text past the place where single ones end it."""
-    ids, row = TOKENIZER.encode(text), Sequence([], TOKENIZER, stops)
-    for size in sizes:
-        block, ids = ids[:size], ids[size:]
-        if row.add(block).ended:
+    row = GeneratedText(TOKENIZER.encode(prompt), TOKENIZER, stops)
+    for token in TOKENIZER.encode(text):
+        row.add(token)
+        if row.ended:
             break
-    assert row.update() == TOKENIZER.decode(row.ids) == text_before(text, stops)
+    assert row.text == prompt + text_before(text, stops)
+    assert row.ended == (text_before(text, stops) != text)
+    assert (prompt + text).startswith(TOKENIZER.decode(row.ids)) and TOKENIZER.decode(row.ids).startswith(row.text)
 
 
 @given(a_text, some_stops)
 @example("b", ["a", "baa"])
+@example("abcab", ["abca", "b"])  # one stop text inside another
 def test_what_is_printed_early_is_never_taken_back(text, stops):
-    """No character of a stop text is shown, and no text waits although nothing can follow that would stop it."""
-    whole = text_before(text, stops)
-    for end in range(len(text) + 1):
-        if len(text_before(text[:end], stops)) < end:
+    """No character of a stop text is shown, and only what may be the beginning of one waits."""
+    row, shown = GeneratedText([], TOKENIZER, stops), ""
+    for token in TOKENIZER.encode(text):
+        if row.ended:
             break
-        wait = num_undecided(text[:end], stops)
-        assert whole.startswith(text[: end - wait])
-        if wait:  # some continuation does stop here
-            assert any(text_before(text[:end] + stop[wait:], stops) == text[: end - wait] for stop in stops)
+        row.add(token)
+        assert row.settled().startswith(shown) and text_before(text, stops).startswith(row.settled())
+        shown, waits = row.settled(), row.text[len(row.settled()) :]
+        assert not waits or any(stop.startswith(waits) for stop in stops)
 
 
 def test_a_stream_is_written_as_it_comes_until_every_row_has_ended(monkeypatch):
@@ -62,12 +56,11 @@ def test_a_stream_is_written_as_it_comes_until_every_row_has_ended(monkeypatch):
             seen.append((terminal.getvalue(), *ended))
             yield torch.tensor(block)
 
-    rows = [Sequence([2], TOKENIZER, ["bab", "bb"]), Sequence([1], TOKENIZER, ["bb"])]
-    num_new, times = write_stream(stream(), rows, ended)
-    assert [row.ids for row in rows] == [[2, 0], [1, 2, 2]]
+    rows = [GeneratedText([2], TOKENIZER, ["bab", "bb"]), GeneratedText([1], TOKENIZER, ["bb"])]
+    times = write_texts(stream(), rows, ended)
+    assert [row.text for row in rows] == ["ca", "bcc"]
     assert terminal.getvalue() == f"ca{SEPARATOR}bcc".encode()
     assert seen == [(b"c", False, False), (b"ca", False, False), (b"ca", True, False)] and ended == [True, True]
-    assert num_new == 4  # in the longer row, with its stop string
     assert len(times) == 3 and 0 <= times[0] and times == sorted(times)
 
 

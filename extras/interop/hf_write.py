@@ -1,18 +1,21 @@
-"""Write a model as the class of transformers that computes the same."""
+"""Write a model as a Hugging Face folder, of the class of transformers that computes the same."""
 
 import json
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from extras.bpe import to_json
 from extras.cli import fail, note, one_line_errors
-from extras.interop.check import compare, own_text
-from extras.interop.checksums import read_tree, write_tree
-from extras.interop.huggingface import ACTIVATIONS, ROPE, SETTINGS, WITH_ID, known_ids, their_parts
+from extras.interop.compare import compare_with_pytorch, own_text
+from extras.interop.folder import read_tree, write_tree
+from extras.interop.hf_read import ACTIVATIONS, ROPE, SETTINGS, WITH_ID, known_ids, their_parts
 from extras.interop.onnx import compare_onnx, write_onnx
 
+# fields of GPTConfig that hf_settings exports; whatever is neither here nor in SETTINGS must have its default
+EXPORTED = ("vocab_size", "tie_weights", "dropout", "bias", "activation", "mlp_ratio", "pos_emb")
 GRAPH = "onnx/model.onnx"  # inside a folder, where transformers.js and Optimum look for it
 
 
@@ -21,12 +24,18 @@ def hf_settings(model):
 
     Raises ValueError, with field and value, if no class of transformers does.
     """
-    config, hidden = model.config, model.transformer["h"][0].mlp.c_proj.in_features
+    config = model.config
+    hidden = model.transformer["h"][0].mlp.c_proj.in_features
     if config.pos_emb == "learned":
-        kind, kv_heads = "gpt2", (None, config.n_head)
-        allowed = dict(norm_first=(True,), activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=kv_heads)
+        kind = "gpt2"
+        allowed = dict(
+            norm_first=(True,), activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=(config.n_head,)
+        )
     else:
-        kind, allowed = "stablelm", dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
+        kind = "stablelm"
+        allowed = dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
+    known = {*SETTINGS[kind], *EXPORTED}
+    allowed |= {field.name: (field.default,) for field in fields(config) if field.name not in known | allowed.keys()}
     for name, values in allowed.items():
         if getattr(config, name) not in values:
             nearest = f"the closest class of transformers, {kind}, only has {name}={values[-1]}"
@@ -41,8 +50,8 @@ def hf_settings(model):
         settings |= {f"{place}_pdrop": config.dropout for place in ("resid", "embd", "attn")}
         theirs = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
         return settings | dict(n_inner=hidden, activation_function=theirs[config.activation])
-    settings |= dict(num_key_value_heads=config.num_kv_heads, intermediate_size=hidden)
-    return settings | dict(hidden_dropout=config.dropout, attention_dropout=config.dropout) | ROPE
+    settings |= dict(intermediate_size=hidden, hidden_dropout=config.dropout, attention_dropout=config.dropout)
+    return settings | ROPE
 
 
 @torch.no_grad()
@@ -66,7 +75,8 @@ def write_folder(model, tokenizer, folder, special_tokens=None):
     special_tokens  ids and names, as known_special_tokens returns them; None: there are none
     Raises ValueError if no class of transformers computes what this model does.
     """
-    block_size, hf = model.config.block_size, to_transformers(model)
+    block_size = model.config.block_size
+    hf = to_transformers(model)
     hf.generation_config.max_length = block_size  # otherwise a pipeline adds 256 tokens to any prompt
     ids, names = special_tokens or ({}, {})
     for role, value in ids.items():
@@ -84,7 +94,8 @@ def known_special_tokens(found, tokenizer):
     found  special_tokens of a checkpoint: {"eos": id or ids, "eos_token": name, ...}
     transformers writes id 50256 into the folder of every GPT-2 whose maker set none, whatever its vocabulary.
     """
-    ids, names, size = {}, {}, len(tokenizer.vocab)
+    ids, names = {}, {}
+    size = len(tokenizer.vocab)
     special = {t["id"]: t["content"] for t in json.loads(to_json(tokenizer))["added_tokens"] if t["special"]}
     for role in WITH_ID:
         value = found.get(role, [])
@@ -135,7 +146,8 @@ def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows cannot delete a mapped file
         # the folder of transformers
-        made, ids = Path(made), own_text(model)
+        made = Path(made)
+        ids = own_text(model)
         print(f"{folder}: writing it for transformers", flush=True)
         special_ids, names = known_special_tokens(special_tokens or {}, tokenizer)
         with one_line_errors():
@@ -159,7 +171,7 @@ def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
             return hf.generate(prompt, attention_mask=everything, max_length=ids.size(1), do_sample=False)[0].tolist()
 
         with torch.no_grad():
-            compare(f"{folder}, {type(hf).__name__}", model, ids, hf(ids).logits, greedy)
+            compare_with_pytorch(f"{folder}, {type(hf).__name__}", model, ids, hf(ids).logits, greedy)
 
         # the graph
         if with_graph:

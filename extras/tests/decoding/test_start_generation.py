@@ -1,4 +1,4 @@
-"""extras/decoding/choose.py: --compile falls back to what can run here, says so, and changes no token."""
+"""start_generation: --compile falls back to what can run here, says so, and changes no token."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import model as model_py
-from extra_helpers import assert_same_as_alone, needs_compiler, without_minus_one
-from extras.decoding import choose
-from extras.decoding.choose import choose_stream
+from extra_helpers import NGRAMS, assert_same_as_alone, needs_compiler, without_minus_one
+from extras.decoding import decoder as decoder_py
 from extras.decoding.compile import CompileError, NotHereError
-from extras.decoding.decoder import NUM_DRAFTS, Decoder, Generation
+from extras.decoding.decoder import NUM_DRAFTS, Decoder, Generation, start_generation
 from helpers import CONTEXT, MODELS, num_threads, prompts
 from model import Sampling
 
@@ -19,9 +18,9 @@ RAGGED = [prompts(1, n, n)[0] for n in (3, 5, 3)]
 
 
 def chosen(rows, num_new, sampling=None, draft=None, threads=2):
-    """Return what choose_stream gives for --compile."""
-    how = dict(draft=draft, ngrams=None, compile=True, weights="float32", threads=threads)
-    return choose_stream(MODEL, rows, num_new, sampling or Sampling(seed=1), None, **how)
+    """Return what start_generation gives for --compile."""
+    how = dict(draft=draft, ngrams=NGRAMS, compile=True, weights="float32", threads=threads)
+    return start_generation(MODEL, rows, num_new, sampling or Sampling(seed=1), None, **how)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def no_c(monkeypatch):
         def compile_step(*_):
             raise error
 
-        monkeypatch.setattr("extras.decoding.compile.compile_step", compile_step)
+        monkeypatch.setattr(decoder_py, "compile_step", compile_step)
 
     return no_c
 
@@ -101,7 +100,7 @@ def test_where_c_cannot_run_torch_compile_takes_the_plain_loop_if_it_can(works, 
             return getattr(self.model, name)
 
     no_c(NotHereError("no C compiler works here"))
-    monkeypatch.setattr(choose, "CompiledGPT", Compiled)
+    monkeypatch.setattr(decoder_py, "CompiledGPT", Compiled)
     rows = RAGGED[::2]
     got = without_minus_one(rows, list(chosen(rows, 9)))
     said = capsys.readouterr().err
@@ -125,6 +124,6 @@ def test_the_c_backend_has_its_own_threads_and_gives_up_nothing(capsys):
 def test_a_cache_has_room_for_the_longest_text_and_its_drafts(draft, more):
     """The report of sample.py counts the slots. They are those of the cache, and no more than the context."""
     for steps, slots in ((4, 5 + 4 + more), (99, CONTEXT)):
-        generation = Decoder(MODEL, draft).stream(RAGGED, steps, seed=1)
+        generation = Decoder(MODEL, draft, NGRAMS).stream(RAGGED, steps, seed=1)
         list(generation)
         assert generation.slots == generation.cache.slots == slots

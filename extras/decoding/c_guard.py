@@ -1,0 +1,156 @@
+"""Does step.c compute what this model.py computes?
+
+step.c is a few functions of model.py rewritten in C. Comparing outputs could not prove that the two agree, because a
+difference may show only late in the text. So step.c belongs to one version of each function, whose hash stands here.
+If one has changed, or the model has a layer that step.c does not know, we decode in PyTorch.
+"""
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import os
+import textwrap
+import types
+from functools import cache
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+import model as model_py
+from extras.decoding.c_library import CompileError, NotHereError
+
+# Function of model.py: its hash, and what computes the same in step.c. Once you have changed step.c to match, put in
+# the hash that the message names. Comments, docstrings and the layout of the code do not count.
+REPEATED = {
+    "KVCache.extend": ("ca294b86775f9ebe", "plan, accept"),
+    "KVCache.update": ("9487d4d5f80b43d5", "forward"),
+    "KVCache.mask": ("c311860223dddbd5", "forward"),
+    "rotate": ("67c046e513b3b9a3", "rotate"),
+    "CausalSelfAttention.project": ("47430a1b3e37d2b0", "forward"),
+    "CausalSelfAttention.forward": ("180c5eaaaad09ccf", "forward, attend"),
+    "MLP.forward": ("9636203636806965", "forward, activate"),
+    "Block.forward": ("6f1e8935893f8ee3", "forward, layer_norm"),
+    "GPT.hidden_states": ("55eaee2fa3348de8", "forward"),
+    "GPT.unembed": ("48aa09133aec1053", "forward"),
+    "GPT.next_logits": ("d587930f364334cf", "work, plan"),
+    "generate": ("dbd632f341b30c0d", "work"),
+    "sample_token": ("ce085451bf0db103", "sample_token"),
+    "keep_top_k": ("1fa1e091a09d3f8b", "best_of_kept"),
+    "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept"),
+    "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise"),
+}
+LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
+
+
+def refuse_other_networks(model):
+    """Raise CompileError unless step.c computes what this model computes. pack_weights checks the shapes."""
+    for p in model.parameters():
+        if p.device.type != "cpu" or p.dtype != torch.float32:
+            found = f"{p.dtype} on {p.device.type}"
+            raise NotHereError(f"the C backend runs in float32 on the CPU, and this model is in {found}")
+    refuse_changed_code()
+    refuse_unknown_layers(model)
+    refuse_other_settings(model)
+
+
+def refuse_changed_code():
+    """Raise CompileError if a function of model.py that step.c repeats has changed."""
+    for name, (expected, in_c) in REPEATED.items():
+        found = source_hash(attrgetter(name)(model_py))
+        if found != expected:
+            raise CompileError(
+                f"{name} in model.py has changed, and step.c computes the old version in {in_c} (once step.c computes "
+                f"the new one, its hash in c_guard.py is {found})"
+            )
+
+
+def refuse_other_settings(model):
+    """Raise CompileError unless every layer is what the config says, which is all that step.c knows."""
+    config = model.config
+    blocks = model.transformer["h"]
+    if len(blocks) != config.n_layer:
+        raise CompileError(f"the model has {len(blocks)} layers, but its config says n_layer={config.n_layer}")
+    for block in blocks:
+        attn, mlp = block.attn, block.mlp
+        fits = (
+            block.norm_first == config.norm_first
+            and attn.n_head == config.n_head
+            and attn.n_kv_head == config.n_kv_head
+            and attn.head_size == config.head_size
+            and attn.qk_norm == config.qk_norm
+            and mlp.gated == (config.activation == "swiglu")
+            and mlp.approximate == ("tanh" if config.activation == "gelu_tanh" else "none")
+        )
+        if not fits:
+            raise CompileError("the model has a layer that does not fit its config")
+
+
+def refuse_unknown_layers(model):
+    """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
+    known = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP, *LAYERS)
+    hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    for module in model.modules():
+        kind = type(module)
+        if kind not in known:
+            raise CompileError(f"step.c cannot compute {kind.__name__}, which is not in model.py")
+        methods = [name for name in vars(module) if callable(getattr(kind, name, None))]
+        if methods:
+            raise CompileError(f"step.c cannot compute a {kind.__name__} with a patched {methods[0]}")
+        if kind is nn.LayerNorm and (module.eps != 1e-5 or module.weight is None):
+            raise CompileError(f"step.c cannot compute {module}: it needs eps=1e-05 and a weight")
+        if kind is nn.Embedding and module.max_norm is not None:
+            raise CompileError(f"step.c cannot compute {module}: it does not implement max_norm")
+        hooks += [module._forward_hooks, module._forward_pre_hooks]
+    if any(hooks):
+        raise CompileError("step.c cannot compute a model with forward hooks")
+    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in LAYERS[:3])):
+        if not from_torch(code_of(getattr(kind, name))):
+            raise CompileError(f"step.c cannot compute {kind.__name__}, because its {name} is not PyTorch's")
+
+
+# -- the hash of a function --------------------------------------------------------------------------------------------
+
+
+def source_hash(function):
+    """Return a hash of the code of a function. Raises CompileError if its source is unknown."""
+    try:
+        return code_hash(code_of(function))
+    except (OSError, SyntaxError):  # SyntaxError: of a lambda, getsource returns the lines around it
+        raise CompileError(f"step.c cannot compute {function.__qualname__}, whose source is unknown") from None
+
+
+@cache  # it takes a millisecond
+def code_hash(code):
+    source = textwrap.dedent(inspect.getsource(code))
+    return hashlib.sha256(canonical(ast.parse(source)).encode()).hexdigest()[:16]
+
+
+def canonical(node):
+    """Return an ast as text without docstrings, the same in every version of Python.
+
+    ast.dump and ast.unparse differ between versions: in empty fields, in new ones, in the quotes of f-strings.
+    """
+    if isinstance(node, list):
+        return f"[{', '.join(map(canonical, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = node.body[1:]
+    return f"{type(node).__name__}({', '.join(f'{name}={canonical(fields[name])}' for name in sorted(fields))})"
+
+
+def code_of(function):
+    """Return the code that a call of `function` runs. Raises CompileError if it is not written in Python."""
+    if not isinstance(function, types.FunctionType):
+        raise CompileError(f"step.c cannot compute {function!r:.100}, which has no source")
+    known_wrapper = from_torch(function.__code__) or function.__code__.co_filename == contextlib.__file__
+    if known_wrapper and hasattr(function, "__wrapped__"):  # by torch.inference_mode or contextmanager
+        return code_of(function.__wrapped__)
+    return function.__code__  # a wrapper's own code, while inspect.getsource shows what it wraps
+
+
+def from_torch(code):
+    return code.co_filename.startswith(os.path.dirname(torch.__file__))

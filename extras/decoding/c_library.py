@@ -1,0 +1,144 @@
+"""step.c as Python sees it: its errors, the structures that it reads, and its threads."""
+
+import ctypes
+import os
+import threading
+import weakref
+from functools import lru_cache
+
+import torch
+
+
+class CompileError(RuntimeError):
+    """The C backend does not compile here, or would compute a different network. The message is one line."""
+
+
+class NotHereError(CompileError):
+    """It needs float32, a CPU and a C compiler."""
+
+
+def open_library(file):
+    """Return the compiled step.c with the types of its functions."""
+    library = ctypes.CDLL(str(file))
+    library.start_threads.restype = ctypes.c_void_p  # an int would lose half of the address
+    library.stop_threads.argtypes = [ctypes.c_void_p]
+    library.run_steps.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    return library
+
+
+# -- the structures: the same names in the same order as in step.c -----------------------------------------------------
+
+
+class Struct(ctypes.Structure):
+    """A structure in C, made from the values of all its fields: see as_c. Keeps the tensors among them alive."""
+
+    def __init__(self, **values):
+        names = [name for name, _ in self._fields_]
+        if sorted(names) != sorted(values):  # ctypes itself accepts any names
+            raise TypeError(f"{type(self).__name__} has the fields {names}, not {list(values)}")
+        super().__init__(**{name: as_c(x) for name, x in values.items()})
+        self.values = values
+
+
+def as_c(x):
+    """Return the address of a tensor, an array for a list of Structs, and anything else unchanged. None is NULL."""
+    if isinstance(x, torch.Tensor):
+        if not x.is_contiguous():
+            raise TypeError("step.c does not know strides: the tensor must be contiguous")
+        return x.data_ptr()
+    if isinstance(x, list):
+        return (type(x[0]) * len(x))(*x)
+    return x
+
+
+def addresses(names):
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+class Params(Struct):
+    _fields_ = addresses("weight bias")
+
+
+class Layer(Struct):
+    _fields_ = [(name, Params) for name in "c_attn q_norm k_norm attn_proj c_fc mlp_proj".split()]
+
+
+class Cache(Struct):
+    _fields_ = addresses("key value")
+
+
+class State(Struct):
+    _fields_ = addresses("tokens end cached limit first_new sample seed temperature top_k top_p")
+
+
+class Table(Struct):
+    _fields_ = addresses("logits after")
+
+
+@lru_cache
+def model_struct(n_layer):
+    class Model(Struct):
+        _fields_ = [
+            *addresses("wte wpe cos sin"),
+            ("lm_head", Params),
+            ("norm", Params * (2 * n_layer + 1)),
+            ("layer", Layer * n_layer),
+        ]
+
+    return Model
+
+
+def check_struct_sizes(library, *structs):
+    """Raise TypeError if a structure differs in size from its counterpart in step.c, which would read past its end."""
+    theirs = list((ctypes.c_size_t * len(structs)).in_dll(library, "struct_sizes"))
+    for struct, size in zip(structs, theirs):
+        if ctypes.sizeof(struct) != size:
+            raise TypeError(f"{struct.__name__} has {ctypes.sizeof(struct)} bytes in c_library.py and {size} in step.c")
+
+
+# -- the threads -------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """The threads of a Decoder in this process. They end with it or with the interpreter, whichever comes first.
+
+    Raises CompileError if the system does not let us start them.
+    """
+
+    def __init__(self, library, threads):
+        self.library = library
+        self.threads = threads
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.address = library.start_threads(threads)
+        if not self.address:
+            raise CompileError("the system does not let us start the threads of the C backend")
+        weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
+
+    def run_steps(self, *, net, layers, state, table, rows, threads, by_rows, max_steps, num_drafts):
+        """Call `run_steps` of step.c. Returns the numbers of steps, and of draft tokens offered and accepted."""
+        counters = (ctypes.c_int64 * 3)()
+        with self.lock:  # the threads serve one call at a time
+            failed = self.library.run_steps(
+                self.address,
+                ctypes.byref(net),
+                layers,
+                ctypes.byref(state),
+                table and ctypes.byref(table),
+                rows,
+                threads,
+                int(by_rows),
+                max_steps,
+                num_drafts,
+                counters,
+            )
+        if failed:
+            raise MemoryError("the C backend ran out of memory")
+        return list(counters)
+
+
+def end_threads(library, address, lock, pid):
+    """End the threads once no call uses them. A daemon thread may still be in a call while the interpreter exits."""
+    if pid == os.getpid():  # a child of os.fork() has no such threads
+        lock.acquire()  # and never release it: a later call would find no threads, so it waits until the process exits
+        library.stop_threads(address)

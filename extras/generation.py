@@ -1,0 +1,187 @@
+"""What sample.py does with the flags of this folder, with several prompts, and with tokens that are not characters.
+
+sample.py adds the flags to its parser with add_flags, and calls main if `wanted` says so.
+"""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import sample
+from extras.checkpoint import load_checkpoint
+from extras.cores import share_cores
+from extras.decoding.decoder import NUM_DRAFTS, start_generation
+from extras.text import PartialText
+from extras.tokenizer import build_tokenizer
+from model import Sampling, build_model
+
+__all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
+
+
+def add_flags(parser):
+    add = parser.add_argument
+    add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
+    compile_help = "decode with the C backend, which takes a second to compile (default: False)"
+    boolean = dict(type=sample.boolean, nargs="?", const=True, default=False, metavar="True|False")
+    add("--compile", **boolean, help=compile_help)
+    engine_help = "onnx: ONNX Runtime, with a file from extras.export (default: torch)"
+    add("--engine", choices=("torch", "onnx"), default="torch", help=engine_help)
+    weights_help = "int8: round the weights, which makes --compile faster but changes the text (default: float32)"
+    add("--weights", choices=("float32", "int8"), default="float32", help=weights_help)
+    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
+    add("--meta", metavar="FILE", help=meta_help)
+    add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
+
+
+def wanted(args, error):
+    """Return whether a flag of this folder is given, or several prompts. Calls error(message) if flags contradict."""
+    num_prompts = len(args.prompt or [""])
+    need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": num_prompts > 1}
+    if not args.kv_cache and any(need_cache.values()):
+        error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
+    if args.meta == "":
+        error("--meta is empty")
+    if args.meta and not (args.ckpt or args.out_dir):
+        error("--meta is for a checkpoint of nanoGPT: add --ckpt FILE")
+    if args.ckpt and Path(args.ckpt).suffix == ".onnx" and args.engine == "torch":
+        error(f"--ckpt {args.ckpt} needs --engine onnx")
+    not_plain = (args.draft, args.compile, args.verify, args.stop, args.overflow != "stop", args.engine != "torch")
+    if args.explain and (any(not_plain) or args.num_samples > 1 or num_prompts > 1 or not args.kv_cache):
+        error("--explain shows one prompt with the plain cache: leave out flags that change that")
+    for name, default in dict(draft=None, compile=False, meta=None, dtype="float32", weights="float32").items():
+        if args.engine == "onnx" and getattr(args, name) != default:
+            error(f"--{name} works with --engine torch, not with onnx")
+    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
+        error("--ckpt and --out_dir both say which model: pass one of them")
+    flags = (args.draft, args.compile, args.engine == "onnx", args.weights != "float32", args.explain, args.meta)
+    return any(flags) or num_prompts > 1
+
+
+def open_model(args):
+    """Return (model, tokenizer, ngrams): the last are the n-gram counts for --draft, or None.
+
+    Raises FileNotFoundError or ValueError with one line.
+    """
+    if args.engine == "onnx":
+        from extras.interop.onnx import OnnxGPT
+
+        model = OnnxGPT(args.ckpt or args.out_dir or "out")
+        model.refuse_stale()
+        return model, model.tokenizer, None
+    checkpoint = load_checkpoint(sample.find_checkpoint(args.ckpt, args.out_dir), args.meta)
+    tokenizer = build_tokenizer(checkpoint)
+    model = build_model(checkpoint).eval()
+    if args.weights == "int8":
+        from extras.decoding.quantize import round_weights
+
+        round_weights(model)
+    sample.put_on_device(model, args.device, args.dtype)
+    return model, tokenizer, checkpoint.get("ngrams")
+
+
+def read_prompts(args, tokenizer, config):
+    """Return (prompts, num_new): the ids of each prompt, and how many new tokens to ask for. Raises ValueError."""
+    prompts = [sample.encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
+    sample.check_stops(args.stop, tokenizer)
+    lengths = [len(prompt) for prompt in prompts]
+    equal = "--overflow slide" if args.overflow == "slide" else "--engine onnx" if args.engine == "onnx" else None
+    if equal and len(set(lengths)) > 1:
+        counts = " and ".join(str(n) for n in sorted(set(lengths)))
+        raise ValueError(f"{equal} needs prompts of equal length in a batch, but these have {counts} {tokenizer.unit}")
+    return prompts, sample.choose_num_new(args, lengths, config.block_size, tokenizer.unit)
+
+
+def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
+    """Return (blocks, slots): an iterator over new tokens `(B, n)`, and the slots of its cache.
+
+    The blocks come from the plain loop, or from a Generation, which does the same for drafts, the C backend and several
+    prompts. We choose the number of threads for it.
+    """
+    slots = sample.num_slots(max(map(len, prompts)), num_new, model.config.block_size)
+    if args.engine == "onnx":
+        torch.set_num_threads(1)  # it has threads of its own
+        idx = torch.stack(prompts)
+        return sample.plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=False), slots
+    fed = NUM_DRAFTS + 1 if args.draft else 1
+    threads = sample.num_threads(fed * sample.multiply_adds(model, len(prompts), args.kv_cache))
+    if args.draft or args.compile or len(args.prompt or ()) > 1:
+        how = dict(draft=args.draft, ngrams=ngrams, compile=args.compile, weights=args.weights, threads=threads)
+        blocks = start_generation(model, prompts, num_new, sampling, ended, **how)
+        return blocks, getattr(blocks, "slots", slots)
+    torch.set_num_threads(threads)
+    idx = torch.stack(prompts)
+    return sample.plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=True), slots
+
+
+def main(args):
+    """Generate and report as sample.py does. Exits with its code."""
+    # the model and the prompts
+    try:
+        model, tokenizer, ngrams = open_model(args)
+        reference = model  # what --verify compares with
+        if args.verify and args.engine == "onnx":
+            reference = model.exported_from(load_checkpoint(sample.find_checkpoint(None, args.out_dir)))
+        encoded, num_new = read_prompts(args, tokenizer, model.config)
+        samples = list(range(args.num_samples)) * len(encoded)
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+    except (ValueError, OSError) as error:
+        sys.exit(f"sample.py: {error}")
+    device = model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")
+    prompts = [torch.tensor(ids, device=device) for ids in encoded for _ in range(args.num_samples)]
+    if args.explain:
+        from extras.decoding.explain import explain
+
+        explain(model, tokenizer, prompts[0][None], min(3, num_new), sampling)
+        return
+
+    # generate
+    text_class = PartialText if tokenizer.unit == "tokens" else sample.GeneratedText
+    texts = [text_class(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
+    ended = [False] * len(prompts)
+    all_threads = torch.get_num_threads()
+    blocks, slots = open_blocks(args, model, ngrams, prompts, num_new, sampling, ended)
+    times = sample.write_texts(blocks, texts, ended)
+
+    # report, and check
+    itemsize = getattr(torch, args.dtype).itemsize
+    size = sample.size_of_cache(model.config, slots, len(prompts), itemsize) if args.kv_cache else "off"
+    sample.report(texts, [len(prompt) for prompt in prompts], times, size)
+    if args.draft and blocks.offered:
+        sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
+    if args.verify:
+        torch.set_num_threads(all_threads)
+        same, seconds = verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
+        if same and len(times) > 1:
+            cached, uncached = (times[-1], seconds) if args.kv_cache else (seconds, times[-1])
+            plain = not (args.draft or args.compile or args.engine == "onnx")
+            sample.report_speedup("with the cache" if plain else "this way", cached, uncached)
+        sys.exit(0 if same else 1)
+
+
+def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer):
+    """Compare the texts with the plain loop, as sample.py does, for prompts of any length.
+
+    A decoder that computes positions of its own can be right where the cache of model.py is broken. So we compare it
+    with the plain loop in both ways, without the cache and with it.
+    Returns (same, seconds): whether they agree, and the time of the plain loop, without the cache if it ran both ways.
+    """
+    engine = model if args.engine == "onnx" else None
+    own_loop = args.draft or args.compile or len(args.prompt or ()) > 1
+    found = []
+    seconds = 0.0
+    samples = sampling.samples_of(len(prompts), "cpu").tolist()
+    for T in sorted({len(prompt) for prompt in prompts}):
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
+        idx = torch.stack([prompts[row] for row in rows])
+        group = [texts[row] for row in rows]
+        settings = replace(sampling, samples=[samples[row] for row in rows])
+        for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
+            began = time.perf_counter()
+            found += sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows)
+        seconds += time.perf_counter() - began
+    count = sum(len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts))
+    their_way, _ = sample.which_run(not args.kv_cache, engine)
+    return sample.report_differences(found, texts, count, their_way), seconds

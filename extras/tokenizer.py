@@ -1,0 +1,61 @@
+"""The tokenizer of a checkpoint: characters, or those of a tokenizer.json."""
+
+from pathlib import Path
+
+from extras.bpe import read_tokenizer, tokenizer_from_json, train_bpe
+from extras.nanogpt import read_meta
+from model import CharTokenizer, char_tokenizer, load_checkpoint
+
+
+def build_tokenizer(checkpoint):
+    """Return the tokenizer of a checkpoint. Raises ValueError if there is none, or if it does not fit the weights."""
+    if "tokenizer" not in checkpoint:
+        return char_tokenizer(checkpoint)
+    try:
+        tokenizer = tokenizer_from_state(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint['path']}: {error}") from None
+    check_vocab_size(tokenizer, checkpoint["model_args"]["vocab_size"], checkpoint["path"])
+    return tokenizer
+
+
+def tokenizer_from_state(state):
+    """Return the tokenizer for a dict with "tokenizer" or "chars". Raises ValueError, or KeyError if it has neither."""
+    if "tokenizer" in state:
+        return tokenizer_from_json(state["tokenizer"])
+    return CharTokenizer(state["chars"])
+
+
+def check_vocab_size(tokenizer, vocab_size, path):
+    """Raise ValueError unless the weights from `path`, with vocab_size tokens, fit this tokenizer.
+
+    Some models pad the vocabulary of their weights to a multiple of 128.
+    """
+    padding = 0 if tokenizer.unit == "characters" else 127
+    if not 0 <= vocab_size - len(tokenizer.vocab) <= padding:
+        raise ValueError(
+            f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
+            f"{tokenizer.unit}: they do not belong together"
+        )
+
+
+def read_vocabulary(path):
+    """Return {"chars": ...} from nanoGPT's meta.pkl, or {"tokenizer": ...} from a tokenizer. Raises ValueError."""
+    if path.suffix == ".pkl":
+        return {"chars": read_meta(path)}
+    return tokenizer_from_json(read_tokenizer(path)).state_dict()  # as prepare.py writes it
+
+
+def make_tokenizer(name, vocab_size, training_text):
+    """Return the tokenizer for prepare.py --tokenizer. Raises ValueError.
+
+    name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
+    training_text  the text in pieces, from which a BPE of vocab_size tokens learns
+    """
+    if name == "bpe":
+        return tokenizer_from_json(train_bpe(training_text, vocab_size))
+    path = Path(name)
+    for file in (path, path / "ckpt.pt", path / "last.pt"):
+        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
+            return build_tokenizer(load_checkpoint(file))
+    return tokenizer_from_state(read_vocabulary(path))
