@@ -204,8 +204,10 @@ def resolve_config(flags, checkpoint=None, on_gpu=False):
     if flags.get("preset") == "finetune" and checkpoint is None:
         raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
 
-    is_folder = checkpoint and checkpoint["path"].is_dir()
-    preset = flags.get("preset", "finetune" if is_folder else "gpu" if on_gpu else "cpu")
+    default = "gpu" if on_gpu else "cpu"
+    if checkpoint and checkpoint["path"].is_dir():
+        default = "finetune"
+    preset = flags.get("preset", default)
     recipe = flags.get("recipe", "modern")
     settings = RECIPES[recipe] | PRESETS[preset]
     if checkpoint:
@@ -981,7 +983,7 @@ def pick_dtype(name, device):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
-def first_checkpoint(init_from, out_dir, meta):
+def initial_checkpoint(init_from, out_dir, meta):
     """Return the checkpoint to resume or to start from, or None for a run from scratch.
 
     meta  for a nanoGPT checkpoint: the file of its vocabulary
@@ -1053,7 +1055,7 @@ def make_run(flags, has_extras):
     # settings
     init_from = flags.get("init_from", TrainConfig.init_from)
     out_dir = Path(flags.get("out_dir", TrainConfig.out_dir))
-    checkpoint = first_checkpoint(init_from, out_dir, flags.get("meta"))
+    checkpoint = initial_checkpoint(init_from, out_dir, flags.get("meta"))
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
     device = pick_device(config.device)
