@@ -87,12 +87,17 @@ def alone(tmp_path_factory):
 
 
 def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tmp_path):
-    """The same model, optimizer and logged losses. The checkpoints differ in paths and in n-grams for --draft."""
+    """The same model, optimizer and logged losses as without n-gram targets, which are in extras.
+
+    The checkpoints differ in paths and in n-grams for --draft.
+    """
     folder, results = alone
     assert [code for code, _, _ in results[:3]] == [0] * 3, results[:3]
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (folder / "data" / name).read_bytes() == (data_dir / name).read_bytes()
-    ok(here(*MODERN, "--max_iters", 20, "--data_dir", data_dir, "--out_dir", tmp_path))
+    assert results[1][1].startswith("training without n-gram targets, which need the folder extras")
+    flags = [*MODERN, "--ngram_targets", 0, "--max_iters", 20]
+    ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     ours, theirs = load(folder / "out" / "last.pt"), load(tmp_path / "last.pt")
     for name in ("model", "optimizer", "mtp", "scaler", "iter_num", "best_val_loss", "model_args", "chars"):
         assert same(ours[name], theirs[name]), name
