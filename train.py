@@ -11,14 +11,16 @@
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 
-If the folder extras is present, it adds two things without a flag: threads yield on a busy machine (extras/cores.py),
-and checkpoints contain the n-gram counts for sample.py --draft (extras/decoding/ngrams.py).
+If the folder extras is present, it adds three things without a flag: threads yield on a busy machine (extras/cores.py),
+the modern recipe trains on n-gram targets, and checkpoints contain the n-gram counts for sample.py --draft (both in
+extras/decoding/ngrams.py).
 """
 
 # Read it from top to bottom: settings, data, batches, the loss, the optimizers, a step, evaluation, the loop, main.
 
 import argparse
 import csv
+import difflib
 import hashlib
 import itertools
 import json
@@ -30,7 +32,7 @@ import signal
 import sys
 import textwrap
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -44,13 +46,22 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT, CharTokenizer, GPTConfig, build_model, load_checkpoint, save_checkpoint, write_atomically
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    build_model,
+    char_tokenizer,
+    load_checkpoint,
+    save_checkpoint,
+    write_atomically,
+)
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-RANK, LOCAL_RANK, WORLD_SIZE = (
-    (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if TORCHRUN else (0, 0, 1)
-)
+RANK = int(os.environ["RANK"]) if TORCHRUN else 0
+LOCAL_RANK = int(os.environ["LOCAL_RANK"]) if TORCHRUN else 0
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and nothing elsewhere
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -61,23 +72,28 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 # No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. RoPE has
 # no table of positions, so at a context of 256 a small modern network needs a wider MLP to be as large as nanoGPT's.
 
+# nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
+FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
+FINETUNE_OPTIMIZER = dict(optimizer="adamw", learning_rate=3e-5, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
+FINETUNE_SCHEDULE = dict(lr_decay="none", warmup_iters=0)
+
 PRESETS = {
     "cpu": {},
     "laptop": dict(max_iters=7000),
     "nanogpt-cpu": dict(block_size=64, batch_size=12, max_iters=2000),
     "lecture": dict(n_embd=64, block_size=32, mlp_ratio=4, batch_size=16, max_iters=5000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, mlp_ratio=4, batch_size=64, max_iters=2000, dropout=0.3),
-    # nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
-    "finetune": dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
-    | dict(optimizer="adamw", learning_rate=3e-5, lr_decay="none", warmup_iters=0, weight_decay=0.1, beta2=0.95)
-    | dict(grad_clip=1.0),
+    "finetune": FINETUNE_LENGTH | FINETUNE_OPTIMIZER | FINETUNE_SCHEDULE,
 }
-RECIPES = {
-    "modern": {},
-    "nanogpt": dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
-    | dict(ngram_targets=0.0, mtp_weight=0.0, optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1)
-    | dict(grad_clip=1.0, warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
-}
+
+NANOGPT_NETWORK = dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
+NANOGPT_LOSS = dict(ngram_targets=0.0, mtp_weight=0.0)
+NANOGPT_OPTIMIZER = dict(optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
+NANOGPT_SCHEDULE = dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None)
+
+RECIPES = {"modern": {}, "nanogpt": NANOGPT_NETWORK | NANOGPT_LOSS | NANOGPT_OPTIMIZER | NANOGPT_SCHEDULE}
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 EVAL_TOKENS = 2**17  # val tokens per evaluation, unless --eval_iters is set
 
 
@@ -90,21 +106,13 @@ def flag(default, help, choices=None, least=None):
 class TrainConfig:
     """All settings of a run, which are also the flags. Raises ValueError for a number outside its range."""
 
-    preset: str = flag(
-        "auto",
-        "size and length; auto: finetune for a Hugging Face folder, gpu on a GPU, else cpu",
-        choices=("auto", *PRESETS),
-    )
+    preset: str = flag("auto", "size; auto: finetune for a folder, gpu on a GPU, else cpu", choices=("auto", *PRESETS))
     recipe: str = flag("modern", "network and optimizer: ours, or nanoGPT's", choices=tuple(RECIPES))
-    init_from: str = flag(
-        "scratch", "scratch; resume: last.pt in --out_dir; or a checkpoint, run or Hugging Face folder"
-    )
+    init_from: str = flag("scratch", "scratch, resume (last.pt in --out_dir), or a checkpoint, run or model folder")
     meta: str | None = flag(None, "for a nanoGPT checkpoint in --init_from: its meta.pkl")
     data_dir: str | None = flag(None, "folder that data/prepare.py wrote; None: data, next to train.py")
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
     eval_only: bool = flag(False, "print the val loss of the model in --init_from, and stop")
-    text: str | None = flag(None, "with --eval_only: read this text file instead of the val split")
-    stride: int | None = flag(None, "with --eval_only: tokens from window to window; None: block_size", least=1)
     eval_interval: int = flag(250, "steps between evaluations", least=1)
     eval_iters: int | None = flag(None, f"batches per evaluation; None: up to {EVAL_TOKENS:,} tokens", least=1)
     save_interval: int = flag(250, "steps between writes of last.pt; an evaluation writes it too", least=1)
@@ -146,20 +154,17 @@ class TrainConfig:
     # system
     seed: int = flag(1337, "seed of weights, batches and dropout", least=0)
     device: str = flag("auto", "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")
-    dtype: str = flag(
-        "auto",
-        "dtype of the forward; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 on a CPU",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    dtype: str = flag("auto", "dtype of the forward; auto: half precision on a GPU, float32 on a CPU", choices=DTYPES)
     threads: int | None = flag(None, "CPU threads, kept by a resume; None: PyTorch's choice", least=1)
     compile: bool = flag(False, "torch.compile the training step")
 
     def __post_init__(self):
         for f in fields(self):
-            value, least = getattr(self, f.name), f.metadata["least"]
+            value = getattr(self, f.name)
+            least = f.metadata["least"]
             if value == "":
                 raise ValueError(f"--{f.name} is empty")
-            if None not in (value, least) and not value >= least:  # NaN, too
+            if least is not None and value is not None and not value >= least:  # NaN, too
                 raise ValueError(f"--{f.name} {value} is not at least {least}")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise ValueError(f"--min_lr {self.min_lr} is above --learning_rate {self.learning_rate}: lower it")
@@ -178,41 +183,56 @@ class TrainConfig:
 
 FLAGS = {f.name: f for f in fields(TrainConfig)}
 MODEL_FLAGS = {f.name for f in fields(GPTConfig) if f.name in FLAGS}
+NETWORK_FLAGS = MODEL_FLAGS - {"dropout"}  # what the weights of a checkpoint fix
+REMOVED_FLAGS = {"text", "stride"}  # older checkpoints have them in their config; python -m extras.loss has them now
 
 
-def resolve_config(flags, source=None, on_gpu=False):
+def resolve_config(flags, checkpoint=None, on_gpu=False):
     """Return the TrainConfig of a run.
 
-    flags    {name: value} of the given flags
-    source   the checkpoint of the run to resume, or of the model to start from; None: from scratch
-    on_gpu   whether preset "auto" means "gpu"
-    Raises ValueError for flags that contradict `source` or each other, and for a checkpoint that cannot be resumed.
+    flags       {name: value} of the given flags
+    checkpoint  that of the run to resume, or of the model to start from; None: from scratch
+    on_gpu      whether preset "auto" means "gpu"
+    Raises ValueError for flags that contradict the checkpoint or each other, and for a checkpoint that cannot be
+    resumed.
     """
-    flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
-    if flags.get("preset") == "finetune" and source is None:
-        raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
+    flags = dict(flags)
+    if flags.get("preset") == "auto":
+        del flags["preset"]
     if flags.get("init_from") == "resume":
-        try:
-            earlier, _ = TrainConfig(**source["config"]), source["optimizer"]
-        except (KeyError, TypeError):  # a ckpt.pt has no optimizer, and nanoGPT's config has other settings
-            raise ValueError(f"{source['path']} is not a last.pt of this train.py: start a new run from it") from None
-        fixed = MODEL_FLAGS - {"dropout"} | {"preset", "recipe", "optimizer", "mtp_weight"}
-        refuse_changes(flags, vars(earlier), fixed, f"the run in {source['path'].parent}")
-        return replace(earlier, **(dict(out_dir=TrainConfig.out_dir) | flags))  # its folder may have a new name
+        return resume_config(flags, checkpoint)
+    if flags.get("preset") == "finetune" and checkpoint is None:
+        raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
 
-    is_folder = source and source["path"].is_dir()
-    preset = flags.get("preset", "finetune" if is_folder else "gpu" if on_gpu else "cpu")
+    default = "gpu" if on_gpu else "cpu"
+    if checkpoint and checkpoint["path"].is_dir():
+        default = "finetune"
+    preset = flags.get("preset", default)
     recipe = flags.get("recipe", "modern")
     settings = RECIPES[recipe] | PRESETS[preset]
-    if source:
+    if checkpoint:
         # the network comes from the checkpoint; only its context may shrink
-        network = vars(GPTConfig(**source["model_args"]))  # nanoGPT saves only some of the fields
-        settings |= {name: network[name] for name in MODEL_FLAGS - {"dropout"}}
+        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
+        settings |= {name: network[name] for name in NETWORK_FLAGS}
         settings["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))
-        refuse_changes(flags, settings, MODEL_FLAGS - {"dropout"}, f"the model in {source['path']}")
+        refuse_changes(flags, settings, NETWORK_FLAGS, f"the model in {checkpoint['path']}")
         # a trained model knows more than n-grams do, so both auxiliary targets are off unless you ask for them
         settings |= dict(ngram_targets=0.0, mtp_weight=0.0)
     return TrainConfig(**(settings | flags | dict(preset=preset, recipe=recipe)))
+
+
+def resume_config(flags, checkpoint):
+    """Return the TrainConfig of the run that a checkpoint continues: the run's own, and what the flags change."""
+    path = checkpoint["path"]
+    try:
+        saved = {name: value for name, value in checkpoint["config"].items() if name not in REMOVED_FLAGS}
+        config = TrainConfig(**saved)
+        checkpoint["optimizer"]
+    except (KeyError, TypeError):  # a ckpt.pt has no optimizer, and nanoGPT's config has other settings
+        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it") from None
+    fixed = NETWORK_FLAGS | {"preset", "recipe", "optimizer", "mtp_weight"}
+    refuse_changes(flags, asdict(config), fixed, f"the run in {path.parent}")
+    return replace(config, **(dict(out_dir=TrainConfig.out_dir) | flags))  # its folder may have a new name
 
 
 def refuse_changes(flags, settings, fixed, what):
@@ -233,19 +253,21 @@ def parse_flags():
     # one line, without the usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     for name, f in FLAGS.items():
-        kind, choices = next(iter(get_args(f.type)), f.type), f.metadata["choices"]  # int, for int | None
-        options = dict(type=kind, choices=choices, metavar=None if choices else name.split("_")[-1].upper())
+        kind = get_args(f.type)[0] if get_args(f.type) else f.type  # int, for int | None
+        choices = f.metadata["choices"]
         if kind is bool:
             options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
+        elif choices:
+            options = dict(type=kind, choices=choices)
+        else:
+            options = dict(type=kind, metavar=name.split("_")[-1].upper())
         help = f"{f.metadata['help']} (default: {f.default})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags, unknown = parser.parse_known_args()
     if unknown:
-        with suppress(ModuleNotFoundError):  # hints for people who come from nanoGPT
-            from extras.nanogpt import refuse_unknown
-
-            unknown = refuse_unknown(parser, unknown)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        similar = difflib.get_close_matches(unknown[0].partition("=")[0], [f"--{name}" for name in FLAGS], n=1)
+        hint = f": did you mean {similar[0]}?" if similar else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return vars(flags)
 
 
@@ -276,7 +298,7 @@ class Dataset:
     train, val  arrays of ids
     sha256      the hashes of train.bin and val.bin, by split
     val_bytes   the length of the val text in UTF-8; None if tokens are characters, which need no such number
-    source      where the text is from
+    origin      the file or URL of the text
     """
 
     tokenizer: object
@@ -284,14 +306,14 @@ class Dataset:
     val: np.ndarray
     sha256: dict
     val_bytes: int | None = None
-    source: str = ""
+    origin: str = ""
 
     def bits_per_byte(self, loss):
         """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
         val_bytes = self.val_bytes
         if not val_bytes:
-            lengths = [len(char.encode()) for char in self.tokenizer.vocab]
-            val_bytes = np.bincount(self.val, minlength=len(lengths)) @ lengths
+            bytes_of = [len(char.encode()) for char in self.tokenizer.vocab]
+            val_bytes = np.bincount(self.val, minlength=len(bytes_of)) @ bytes_of
         return loss / math.log(2) * len(self.val) / val_bytes
 
 
@@ -301,14 +323,15 @@ def load_dataset(data_dir, min_train):
     Raises ValueError if a file is missing or damaged, if train has fewer than min_train tokens, or val fewer than two.
     """
     meta_file = data_dir / "meta.json"
+    hashes = {}
     try:
         meta = json.loads(meta_file.read_bytes())
-        entries = {name: str(meta[name]) for name in ("chars", "tokenizer", "val_bytes") if name in meta}
-        hashes = {name: hashlib.sha256(entry.encode()).hexdigest() for name, entry in entries.items()}
-        recorded = {name: value for name, value in meta["sha256"].items() if name != "text"}
+        for name in {"chars", "tokenizer", "val_bytes"} & meta.keys():
+            hashes[name] = hashlib.sha256(str(meta[name]).encode()).hexdigest()
         for split in ("train", "val"):
             with open(data_dir / f"{split}.bin", "rb") as file:
                 hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
+        recorded = {name: value for name, value in meta["sha256"].items() if name != "text"}
         changed = sorted(name for name, _ in recorded.items() ^ hashes.items())
     except OSError as error:
         hint = "run python data/prepare.py first, or pass a different --data_dir"
@@ -324,9 +347,10 @@ def load_dataset(data_dir, min_train):
         tokenizer = tokenizer_from_json(meta["tokenizer"])
     else:
         tokenizer = CharTokenizer(meta["chars"])
-    id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
     # the files may be larger than memory, and prepare.py may replace them meanwhile without changing what we map
-    train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in ("train", "val"))
+    id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
+    train = np.asarray(np.memmap(data_dir / "train.bin", id_type, "r"))
+    val = np.asarray(np.memmap(data_dir / "val.bin", id_type, "r"))
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
@@ -355,15 +379,14 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
     A batch depends only on the seed and its number. So resuming needs no saved random state, and the batches are the
     same for any number of processes.
     """
-    batch_size, block_size = config.batch_size, config.block_size
-    windows_per_epoch = (len(ids) - 1) // block_size
+    windows_per_epoch = (len(ids) - 1) // config.block_size
     starts = []
-    for i in range(number * batch_size + rank, (number + 1) * batch_size, world_size):
-        epoch = window_starts(len(ids), block_size, config.seed, i // windows_per_epoch)
+    for i in range(number * config.batch_size + rank, (number + 1) * config.batch_size, world_size):
+        epoch = window_starts(len(ids), config.block_size, config.seed, i // windows_per_epoch)
         # if the offset leaves one window fewer, the epoch repeats its first window
         starts.append(epoch[i % windows_per_epoch % len(epoch)])
-    windows = torch.from_numpy(ids[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int64))
-    windows = to_device(windows, device)
+    windows = ids[np.array(starts)[:, None] + np.arange(config.block_size + 1)]
+    windows = to_device(torch.from_numpy(windows.astype(np.int64)), device)
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -390,7 +413,8 @@ class TrainingLoss(nn.Module):
     def __init__(self, model, config):
         super().__init__()
         self.model = model
-        C, count = model.config.n_embd, min(NUM_AHEAD, config.block_size - 1) if config.mtp_weight else 0
+        C = model.config.n_embd
+        count = min(NUM_AHEAD, config.block_size - 1) if config.mtp_weight else 0
         self.mtp = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(count))
         for layer in self.mtp:
             nn.init.eye_(layer.weight)
@@ -401,32 +425,24 @@ class TrainingLoss(nn.Module):
         x, y          (B, T) int64: tokens, and the next token of each
         mtp_weight    0-d tensor: weight of the loss for the token after the next; that of layer j is divided by j
         ngram_weight  0-d tensor: weight of ngram_probs in the targets
-        ngram_probs   (B, T, V): the n-gram distribution of the next token; None: targets are the text alone
+        ngram_probs   (B, T, V): the n-gram distribution of the next token; None: the target is the next token alone
         """
         hidden = self.model.hidden_states(x)  # (B, T, C)
         logits = self.model.unembed(hidden).flatten(0, 1).float()
         total = F.cross_entropy(logits, y.flatten())
-        loss, targets = total.detach(), y  # targets: (B, T), or distributions (B, T, V)
+        loss = total.detach()
+        targets = y  # (B, T), or distributions (B, T, V)
         if ngram_probs is not None:
             targets = F.one_hot(y, logits.size(-1)).float().lerp(ngram_probs, ngram_weight)
             total = F.cross_entropy(logits, targets.flatten(0, 1))
-        for j, loss_ahead in enumerate(self.losses_ahead(hidden, targets), start=1):
-            total = total + mtp_weight / j * loss_ahead
-        return total, loss
-
-    def losses_ahead(self, hidden, targets):
-        """Return the losses for the tokens after the next: multi-token prediction (Gloeckle et al., arXiv:2404.19737).
-
-        Layer j predicts the hidden state j positions ahead, which lm_head maps to logits. The paper uses a block per
-        extra token, we use a matrix.
-        """
-        losses = []
+        # Multi-token prediction (Gloeckle et al., arXiv:2404.19737): layer j predicts the hidden state j positions
+        # ahead, which lm_head maps to logits. The paper uses a block per extra token, we use a matrix.
         for j, layer in enumerate(self.mtp, start=1):
             # a norm without weights; if you replace the model's norm, replace this one too
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
-            logits = self.model.unembed(ahead).flatten(0, 1).float()
-            losses.append(F.cross_entropy(logits, targets[:, j:].flatten(0, 1)))
-        return losses
+            logits_ahead = self.model.unembed(ahead).flatten(0, 1).float()
+            total = total + mtp_weight / j * F.cross_entropy(logits_ahead, targets[:, j:].flatten(0, 1))
+        return total, loss
 
 
 def loss_weights(step, config):
@@ -438,67 +454,6 @@ def loss_weights(step, config):
     left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
     ngram_weight = config.ngram_targets * (NGRAM_END + (1 - NGRAM_END) * left)
     return torch.tensor([config.mtp_weight * left, ngram_weight])
-
-
-# The next character of the text is one sample of what could follow, so its gradient is noisy. The average over all
-# places where the same few characters come before is less noisy. But an n-gram sees only those few, so its weight
-# falls during training. Malagutti et al. 2024 (arXiv:2403.17240) regularize with n-grams too; the decay is ours.
-
-NGRAM_ORDER = 7  # characters of context; most longer ones occur once, so there is nothing to average
-DISCOUNT = 0.9  # subtracted from each follower's count, in favour of the next shorter context
-STRENGTH = 1.0  # pseudo-counts given to the next shorter context
-MIN_ORDER = 3  # shorter contexts are not worth using
-MAX_ENTRIES = 2**25  # in the table: 128 MiB
-MAX_LENGTH = 2**24  # tokens of text; more would take minutes and gigabytes
-
-
-def ngram_distributions(ids, vocab_size, device):
-    """Return (table, rows): table[rows[i]] is the n-gram distribution of token i + 1 of the text.
-
-    ids    (N,) integers below vocab_size
-    table  (contexts, V) float32, on the device
-    rows   (N,) int64: the row of the context that ends with token i
-    Returns None for text that is too long or has too many distinct tokens.
-    The longest context has NGRAM_ORDER tokens, or fewer if the table would be too large. Distributions are those of
-    Kneser and Ney (1995), interpolated as in Teh (2006). With n counts of m distinct followers,
-
-        P(w) = (count(w) - DISCOUNT + (DISCOUNT m + STRENGTH) P_shorter(w)) / (n + STRENGTH)
-
-    where a follower that never occurs has neither count nor discount. In a shorter context we do not count how often a
-    follower occurs, but how many distinct tokens precede the two.
-    """
-    if len(ids) > MAX_LENGTH:
-        return None
-    ids = ids.astype(np.int64)
-
-    # number the contexts of each length, from short to long
-    rows = np.zeros(len(ids), np.int64)
-    parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
-    for k in range(1, NGRAM_ORDER + 1):  # add the token k - 1 back; at the start of the text it comes from the end
-        found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
-        if len(found) * vocab_size > MAX_ENTRIES:
-            if k <= MIN_ORDER:
-                return None
-            break
-        rows = longer
-        parents.append(found // vocab_size)
-
-    # count the followers, from long to short
-    pairs, counts = np.unique(rows[:-1] * vocab_size + ids[1:], return_counts=True)  # (context, follower)
-    followers = [(pairs, counts)]
-    for parent in parents[:0:-1]:
-        pairs, counts = np.unique(parent[pairs // vocab_size] * vocab_size + pairs % vocab_size, return_counts=True)
-        followers.append((pairs, counts))
-
-    # average, from short to long; in place, because a table can be 128 MiB large
-    table = np.full((1, vocab_size), 1 / vocab_size, np.float32)
-    for parent, (pairs, counts) in zip(parents, reversed(followers)):
-        row, follower = divmod(pairs, vocab_size)
-        total = STRENGTH + np.bincount(row, counts, len(parent))
-        table = table[parent]
-        table *= ((STRENGTH + DISCOUNT * np.bincount(row, minlength=len(parent))) / total)[:, None]
-        table[row, follower] += (counts - DISCOUNT) / total[row]
-    return torch.from_numpy(table).to(device), rows
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------------
@@ -519,7 +474,8 @@ def orthogonalize(x):
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
-    gram, factor, product = wide @ wide.mT, None, None
+    gram = wide @ wide.mT
+    factor = product = None
     for a, b, c in POLYNOMIALS:
         if factor is not None:  # the gram of factor @ x, because all factors commute
             gram = factor @ (gram @ factor)
@@ -569,18 +525,21 @@ def configure_optimizers(training_loss, config, device):
     group["peak_lr"] is the learning rate that the schedule scales. Weight decay applies to AdamW's matrices and
     embeddings, but not to biases and norms, and not to Muon.
     """
-    muon = []
-    if config.optimizer == "muon":
-        muon = [Muon(muon_groups(training_loss.model, config.muon_learning_rate), lr=config.muon_learning_rate)]
-    of_muon = {id(p) for optimizer in muon for group in optimizer.param_groups for p in group["params"]}
+    muon_params = muon_groups(training_loss.model, config.muon_learning_rate) if config.optimizer == "muon" else []
+    of_muon = {id(p) for group in muon_params for p in group["params"]}
     rest = [p for p in training_loss.parameters() if id(p) not in of_muon]
-    peak_lr = config.learning_rate
-    groups = [
-        dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=peak_lr),
-        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak_lr=peak_lr),
+    matrices = [p for p in rest if p.dim() >= 2]
+    vectors = [p for p in rest if p.dim() < 2]
+    adamw_params = [
+        dict(params=matrices, weight_decay=config.weight_decay, peak_lr=config.learning_rate),
+        dict(params=vectors, weight_decay=0.0, peak_lr=config.learning_rate),
     ]
-    betas, fused = (config.beta1, config.beta2), device.type in ("cpu", "cuda")
-    return [torch.optim.AdamW(groups, lr=peak_lr, betas=betas, fused=fused), *muon]
+    betas = (config.beta1, config.beta2)
+    fused = device.type in ("cpu", "cuda")
+    optimizers = [torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=betas, fused=fused)]
+    if muon_params:
+        optimizers.append(Muon(muon_params, lr=config.muon_learning_rate))
+    return optimizers
 
 
 def muon_groups(model, peak_lr):
@@ -588,12 +547,15 @@ def muon_groups(model, peak_lr):
     by_parts = {}
     for block in model.transformer["h"]:
         kv = block.attn.n_kv_head * block.attn.head_size
-        for p in (p for p in block.parameters() if p.dim() == 2):
-            parts = (len(p),)
+        for p in block.parameters():
+            if p.dim() != 2:
+                continue
             if p is block.attn.c_attn.weight:
                 parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
             elif p is block.mlp.c_fc.weight and block.mlp.gated:
-                parts = (len(p) // 2,) * 2  # gate, up
+                parts = (len(p) // 2, len(p) // 2)  # gate, up
+            else:
+                parts = (len(p),)
             by_parts.setdefault(parts, []).append(p)
     return [dict(params=params, peak_lr=peak_lr, parts=parts) for parts, params in by_parts.items()]
 
@@ -612,8 +574,8 @@ def lr_multiplier(step, config):
     if config.lr_decay == "none" or config.lr_stable_frac >= 1:
         return 1.0
     remaining = max(1, (config.lr_decay_iters or config.max_iters) - config.warmup_iters)
-    stable = config.lr_stable_frac
-    progress = min(1.0, max(0.0, ((step - config.warmup_iters) / remaining - stable) / (1 - stable)))
+    progress = ((step - config.warmup_iters) / remaining - config.lr_stable_frac) / (1 - config.lr_stable_frac)
+    progress = min(1.0, max(0.0, progress))
     if config.lr_decay == "cosine":
         progress = 0.5 - 0.5 * math.cos(math.pi * progress)
     return floor + (1 - progress) * (1 - floor)
@@ -621,59 +583,70 @@ def lr_multiplier(step, config):
 
 # -- a step ------------------------------------------------------------------------------------------------------------
 
-# what a checkpoint holds besides weights and optimizers, and its value at the start of a run
-COUNTERS = dict(
-    iter_num=0,  # steps done
-    seconds=0.0,  # so far, including evaluations and saves
-    num_unlogged=0,  # steps since the last row of log.csv; loss_sum is the sum of their losses
-    best_val_loss=math.inf,
-    evals_since_best=0,  # evaluations
-)
+COUNTERS = ("iter_num", "seconds", "num_unlogged", "best_val_loss", "evals_since_best")  # of TrainState, in checkpoints
 
 
 class TrainState:
-    """The weights and everything else that changes from step to step: COUNTERS, and
+    """The weights, and everything else that changes from step to step.
 
     model          the GPT, for evaluation and checkpoints
     training_loss  the TrainingLoss of the same GPT; main may compile or wrap it
     optimizers     AdamW, or AdamW and Muon
-    ngrams         (table, rows) of ngram_distributions, or None
+    ngrams         (table, rows) of ngram_distributions in extras/decoding/ngrams.py, or None
     """
 
     def __init__(self, model, config, device, dtype):
-        self.model, self.training_loss = model, TrainingLoss(model, config).to(device)
+        self.model = model
+        self.training_loss = TrainingLoss(model, config).to(device)
         self.mtp = self.training_loss.mtp  # for checkpoints, because a wrapper adds a prefix to its names
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.optimizers = configure_optimizers(self.training_loss, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
         self.ngrams = None
-        self.loss_sum = torch.zeros((), device=device)
-        vars(self).update(COUNTERS)
+        self.iter_num = 0  # steps done
+        self.seconds = 0.0  # so far, including evaluations and saves
+        self.num_unlogged = 0  # steps since the last row of log.csv
+        self.loss_sum = torch.zeros((), device=device)  # of their losses
+        self.best_val_loss = math.inf
+        self.evals_since_best = 0  # evaluations
+
+    def mean_loss(self):
+        """Return the mean loss of the steps since the last row of log.csv, over all processes."""
+        # each process keeps the mean over all, so that any number of them can resume
+        self.loss_sum.fill_(all_reduce(self.loss_sum.item()) / WORLD_SIZE)
+        return self.loss_sum.item() / self.num_unlogged
 
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
         with_optimizers  needed to resume; without them the file is half the size
         """
-        state = dict(model=self.model.state_dict()) | {name: getattr(self, name) for name in COUNTERS}
+        state = dict(model=self.model.state_dict())
+        for name in COUNTERS:
+            state[name] = getattr(self, name)
         if with_optimizers:
             state["optimizer"] = [optimizer.state_dict() for optimizer in self.optimizers]
-            state |= dict(scaler=self.scaler.state_dict(), mtp=self.mtp.state_dict(), loss_sum=self.loss_sum)
+            state["scaler"] = self.scaler.state_dict()
+            state["mtp"] = self.mtp.state_dict()
+            state["loss_sum"] = self.loss_sum
         return state
 
     def resume(self, saved):
         """Continue the run of a checkpoint, whose weights are in the model already."""
         for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
             # keep our settings, because a resume may change --weight_decay or --beta2, and the learning rate so far
-            ours = optimizer.state_dict()["param_groups"]
-            groups = [group | dict(lr=saved_group["lr"]) for group, saved_group in zip(ours, state["param_groups"])]
+            groups = optimizer.state_dict()["param_groups"]
+            for group, saved_group in zip(groups, state["param_groups"]):
+                group["lr"] = saved_group["lr"]
             optimizer.load_state_dict(dict(state=state["state"], param_groups=groups))
         self.mtp.load_state_dict(saved["mtp"])
         if self.scaler.is_enabled() and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         self.loss_sum.copy_(saved["loss_sum"])
-        vars(self).update({name: saved[name] for name in COUNTERS})
+        for name in COUNTERS:
+            setattr(self, name, saved[name])
 
 
 def train_step(config, data, state):
@@ -682,14 +655,16 @@ def train_step(config, data, state):
     Returns the norm of the gradients, a tensor, or None if we do not clip them.
     """
     # forward and backward
-    micro_steps, mean_loss = config.gradient_accumulation_steps, 0.0
+    micro_steps = config.gradient_accumulation_steps
+    mean_loss = 0.0
     for micro_step in range(micro_steps):
         number = state.iter_num * micro_steps + micro_step
         x, y = get_batch(data.train, config, number, state.device)
         ngram_probs = None
         if state.ngrams:
             table, rows = state.ngrams
-            ngram_probs = table[get_batch(rows, config, number, state.device)[0]]
+            batch_rows, _ = get_batch(rows, config, number, state.device)
+            ngram_probs = table[batch_rows]
         if config.dropout:  # like the batches, the masks depend only on the seed and the step
             sequence = np.random.SeedSequence((config.seed, state.iter_num, micro_step, RANK))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -725,41 +700,37 @@ def train_step(config, data, state):
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def eval_windows(ids, block_size, num_tokens, at_once, stride):
+def eval_windows(ids, block_size, num_tokens, at_once):
     """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
 
-    One starts every `stride` tokens, and together they cover `ids`; the last one may be shorter. If they overlap, each
-    predicts its last `stride` tokens, and a first window the beginning of `ids`. If that is more than num_tokens, we
+    They stand side by side and together cover `ids`; the last one may be shorter. If that is more than num_tokens, we
     take fewer windows, spread evenly over `ids`. They are the same in every evaluation.
     """
-    overlap = block_size - stride
-    starts = stride * np.arange(max(0, len(ids) - 1 - overlap) // stride)
-    rest = ids[len(starts) * stride :]
+    starts = block_size * np.arange((len(ids) - 1) // block_size)
+    rest = ids[len(starts) * block_size :]
     if num_tokens < len(ids) - 1 and len(starts):
-        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // stride)).astype(int)]
+        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // block_size)).astype(int)]
         rest = rest[:0]
-    elif overlap:
-        yield ids[None, : overlap + 1]
     for i in range(0, len(starts), at_once):
         yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
-    if len(rest) > 1 + overlap:
+    if len(rest) > 1:
         yield rest[None]
 
 
 @torch.no_grad()
-def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
+def evaluate(state, ids, num_tokens=math.inf, signals=()):
     """Return the mean cross-entropy in nats over every token of `ids` but the first. The processes share the work.
 
     We draw no random numbers, so evaluating more often does not change a run.
     num_tokens  read at most this many
     signals     a list of catch_signals; once that of a process has one, we return None
-    stride      tokens from window to window; None: block_size, so that windows do not overlap
     """
-    model, block_size = state.model, state.model.config.block_size
-    stride = stride or block_size
-    most = min(2**13, 2**27 // model.config.vocab_size)  # tokens per forward; their logits take at most 512 MB
-    windows = eval_windows(ids, block_size, num_tokens, max(1, most // block_size), stride)
-    total, count, printed = 0.0, 0, time.perf_counter()
+    model = state.model
+    block_size = model.config.block_size
+    at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
+    windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
+    total = 0.0
+    count = 0
     model.eval()
     # a long evaluation has a bar of its own, which replaces the run's for a while
     bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
@@ -768,17 +739,11 @@ def evaluate(state, ids, num_tokens=math.inf, signals=(), stride=None):
             if signals:
                 break
             window = torch.from_numpy(window.astype(np.int64)).to(state.device)
-            x, y = window[:, :-1], window[:, 1:].clone()
-            if x.size(1) > block_size - stride:
-                y[:, : block_size - stride] = -1  # the loss ignores what the window before has predicted
+            x, y = window[:, :-1], window[:, 1:]
             _, loss = model(x, y)
-            predicted = (y >= 0).sum().item()
-            total += loss.item() * predicted
-            count += predicted
-            bar.update(predicted * WORLD_SIZE)
-            if bar.disable and RANK == 0 and time.perf_counter() - printed > 10:
-                printed = time.perf_counter()
-                print(f"evaluate: {count * WORLD_SIZE:,} of {bar.total:,}", file=sys.stderr, flush=True)
+            total += loss.item() * y.numel()
+            count += y.numel()
+            bar.update(y.numel() * WORLD_SIZE)
     model.train()
     if all_reduce(len(signals), dist.ReduceOp.MAX):
         return None
@@ -809,27 +774,31 @@ def lock_folder(folder, name=".lock"):
 
 
 def begin_log(out_dir, state):
-    """Trim log.csv to the step of a resume. At step 0, move an earlier run out of the way: no checkpoint is lost.
+    """Begin log.csv, or for a resume, trim it to the step of the checkpoint. An earlier run moves out of the way.
 
     Raises ValueError if the log is damaged.
     """
-    files = [out_dir / name for name in ("log.csv", "ckpt.pt", "last.pt")]  # last.pt is the last to go
-    if not state.iter_num and any(file.exists() for file in files[1:]):
+    log = out_dir / "log.csv"
+    best = out_dir / "ckpt.pt"
+    last = out_dir / "last.pt"
+    if not state.iter_num and (best.exists() or last.exists()):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
-        for file in filter(Path.exists, files):
-            file.rename(previous / file.name)
+        for file in (log, best, last):  # last.pt is the last to go, so an interrupted move is not taken for a new run
+            if file.exists():
+                file.rename(previous / file.name)
         print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
     # A killed run has rows newer than its last.pt, which we will write again. A full disk can cut the last row short.
-    log = out_dir / "log.csv"
-    lines = log.read_bytes().splitlines(keepends=True)[1:] if state.iter_num and log.exists() else []
+    rows = []
     newest = state.iter_num - state.num_unlogged
+    if state.iter_num and log.exists():
+        _, *rows = log.read_bytes().splitlines(keepends=True)
     try:
-        lines = [line for line in lines if line.endswith(b"\n") and int(line.split(b",")[0]) <= newest]
+        rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[0]) <= newest]
     except ValueError:
         raise ValueError(f"{log} is damaged: remove it to start a new one") from None
-    write_atomically({log: [",".join(COLUMNS).encode() + b"\r\n", *lines]})
+    write_atomically({log: [",".join(COLUMNS).encode() + b"\r\n", *rows]})
 
 
 def log_row(out_dir, bar, row, best_val_loss):
@@ -852,22 +821,25 @@ def log_row(out_dir, bar, row, best_val_loss):
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
-def train(config, data, state, header, bar, signals):
+def train(config, data, state, metadata, bar, signals):
     """Train from state.iter_num until max_iters, a stop signal, or until patience runs out.
 
-    header   the part of a checkpoint that stays the same during the run
-    bar      a tqdm bar; if it is disabled, because stderr is not a terminal, we print lines instead
-    signals  a list from catch_signals
+    metadata  the entries of a checkpoint that stay the same during the run
+    bar       a tqdm bar; if it is disabled, because stderr is not a terminal, we print lines instead
+    signals   a list from catch_signals
     Returns the number of the stop signal, or 0. Exits rather than save weights whose loss is not finite.
     """
-    out_dir, signum, grad_norm = Path(config.out_dir), 0, None
-    row_began, row_step = time.perf_counter(), state.iter_num
+    out_dir = Path(config.out_dir)
+    signum = 0
+    grad_norm = None
+    row_began = time.perf_counter()  # row: what the next row of log.csv is about
+    row_step = state.iter_num
     began = row_began - state.seconds
 
-    def save_as(name, with_optimizers=True):
+    def save_as(name, with_optimizers):
         state.seconds = round(time.perf_counter() - began, 3)
         if RANK == 0:
-            save_checkpoint(out_dir / name, header | state.state_dict(with_optimizers))
+            save_checkpoint(out_dir / name, metadata | state.state_dict(with_optimizers))
 
     def require_finite(loss):
         if not math.isfinite(loss):
@@ -877,55 +849,58 @@ def train(config, data, state, header, bar, signals):
             )
 
     while True:
-        # Evaluate, log and save at the top of the loop, as nanoGPT does. We also save before an evaluation: if it is
-        # cut short, a nonzero num_unlogged makes the resumed run begin with it.
+        # We evaluate, log and save before a step, as nanoGPT does. So a run that was stopped before its evaluation or
+        # its row of log.csv begins with that when it resumes. If no step is unlogged, there is nothing to do.
         step = state.iter_num
         ending = step >= config.max_iters
         evaluating = ending or step % config.eval_interval == 0
         saving = evaluating or step % config.save_interval == 0
         logging = saving or step % config.log_interval == 0
 
-        # check the losses before we save
         if state.num_unlogged and (logging or signum):
-            speed = round((step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began))
-            # the mean over the processes, so that any number of them can resume
-            state.loss_sum.fill_(all_reduce(state.loss_sum.item()) / WORLD_SIZE)
-            train_loss = state.loss_sum.item() / state.num_unlogged
+            tokens_per_s = (step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began)
+            train_loss = state.mean_loss()
             require_finite(train_loss)
-            if saving or signum:  # train_loss predates the last update, so test the new weights too
+            if saving or signum:  # train_loss is from before the last update, so try the new weights too
                 require_finite(evaluate(state, data.val[: config.block_size + 1]))
-            if evaluating or signum:
-                save_as("last.pt")
-        if signum:
-            return signum
 
-        # evaluate and log
-        if state.num_unlogged and logging:
+            # evaluate
             val_loss = None
-            if evaluating:
+            if evaluating and not signum:
                 val_loss = evaluate(state, data.val, config.eval_tokens(), signals)
                 if val_loss is None:
-                    return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
+                    signum = stop_signal(signals)
+            if val_loss is not None:
                 require_finite(val_loss)
                 state.evals_since_best += 1
                 if val_loss < state.best_val_loss:
-                    state.best_val_loss, state.evals_since_best = val_loss, 0
+                    state.best_val_loss = val_loss
+                    state.evals_since_best = 0
                     save_as("ckpt.pt", with_optimizers=False)
-            row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=speed)
-            row |= dict(seconds=round(time.perf_counter() - began, 3), lr=state.optimizers[0].param_groups[0]["lr"])
-            row |= dict(grad_norm=None if grad_norm is None else grad_norm.item())
-            log_row(out_dir, bar, row, state.best_val_loss)
-            state.loss_sum.zero_()
-            state.num_unlogged = 0
-            if saving:
-                save_as("last.pt")
-            row_began, row_step = time.perf_counter(), step
-        if ending or (config.patience and state.evals_since_best >= config.patience):
-            return 0
 
+            # log, unless we stop: then the row is for the resumed run to write
+            if not signum:
+                row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=round(tokens_per_s))
+                row["seconds"] = round(time.perf_counter() - began, 3)
+                row["lr"] = state.optimizers[0].param_groups[0]["lr"]
+                row["grad_norm"] = None if grad_norm is None else grad_norm.item()
+                log_row(out_dir, bar, row, state.best_val_loss)
+                state.loss_sum.zero_()
+                state.num_unlogged = 0
+
+            # save
+            if saving or signum:
+                save_as("last.pt", with_optimizers=True)
+            row_began = time.perf_counter()
+            row_step = step
+
+        if signum or ending or (config.patience and state.evals_since_best >= config.patience):
+            return signum
+
+        # step
         grad_norm = train_step(config, data, state)
         bar.update()
-        signum = int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))  # all processes stop after this step
+        signum = stop_signal(signals)
 
 
 # -- processes and devices ---------------------------------------------------------------------------------------------
@@ -958,7 +933,12 @@ def catch_signals():
     return received
 
 
-def disconnect(exit_code=0):
+def stop_signal(signals):
+    """Return the number of a signal that any process has received, or 0. All processes get the same answer."""
+    return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
+
+
+def end_all_but_rank_0(exit_code=0):
     """Wait for all processes, and end all but rank 0."""
     if WORLD_SIZE > 1:
         dist.barrier()
@@ -1003,7 +983,7 @@ def pick_dtype(name, device):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
-def load_source(init_from, out_dir, meta=None):
+def initial_checkpoint(init_from, out_dir, meta):
     """Return the checkpoint to resume or to start from, or None for a run from scratch.
 
     meta  for a nanoGPT checkpoint: the file of its vocabulary
@@ -1012,75 +992,75 @@ def load_source(init_from, out_dir, meta=None):
     if init_from == "scratch":
         return None
     if init_from == "resume":
-        if not (out_dir / "last.pt").exists():
-            raise ValueError(f"nothing to resume: there is no {out_dir / 'last.pt'}")
-        return load_checkpoint(out_dir / "last.pt")
+        last = out_dir / "last.pt"
+        if not last.exists():
+            raise ValueError(f"nothing to resume: there is no {last}")
+        return load_checkpoint(last)
     path = Path(init_from)
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
-    if meta or path.is_dir():
-        from extras import checkpoint
+    try:
+        from extras.checkpoint import load_checkpoint as load_any  # nanoGPT's files and Hugging Face folders, too
+    except ModuleNotFoundError:
+        if meta or path.is_dir():
+            raise
+        return load_checkpoint(path)
+    return load_any(path, meta)
 
-        return checkpoint.load_checkpoint(path, meta)
-    return load_checkpoint(path)
 
-
-def check_text(data, data_dir, source, config):
-    """Raise ValueError unless the Dataset has the vocabulary of `source`, and for a resume, the same text."""
-    path, vocab_size, unit = source["path"], source["model_args"]["vocab_size"], data.tokenizer.unit
-    if "chars" not in source and "tokenizer" not in source:
-        raise ValueError(f"{path} has no vocabulary: nanoGPT keeps it in meta.pkl, so pass that as --meta")
-    if config.init_from == "resume" and source["data_sha256"] != data.sha256:
+def check_vocabulary(data, data_dir, checkpoint, config):
+    """Raise ValueError unless the Dataset has the vocabulary of the checkpoint, and for a resume, the same text."""
+    path = checkpoint["path"]
+    if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    same = data.tokenizer.state_dict().items() <= source.items()
-    if not same and "tokenizer" in source and unit == "tokens":
-        same = data.tokenizer.gives_ids_of(source["tokenizer"], data.val)
+    if "tokenizer" in checkpoint:
+        from extras.tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(checkpoint)
+    else:
+        tokenizer = char_tokenizer(checkpoint)
+    same = data.tokenizer.state_dict() == tokenizer.state_dict()
+    if not same and data.tokenizer.unit == tokenizer.unit == "tokens":
+        same = data.tokenizer.gives_ids_of(checkpoint["tokenizer"], data.val)
     if not same:
-        command = f"python data/prepare.py --tokenizer {config.meta or path}"
-        raise ValueError(f"the {unit} in {data_dir} are not those of the model in {path}: {command} prepares them")
-    padding = vocab_size - len(data.tokenizer.vocab)
-    if not 0 <= padding < (128 if "tokenizer" in source else 1):  # some models round their size up to a multiple of 128
-        raise ValueError(f"{path} has weights for {vocab_size} tokens, but {len(data.tokenizer.vocab)} {unit}")
+        what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
+        raise ValueError(f"{what}: python data/prepare.py --tokenizer {config.meta or path} prepares them")
 
 
-def make_model(config, source, vocab_size):
+def make_model(config, checkpoint, vocab_size):
     """Return the GPT to train: a new one, or that of the checkpoint that we start from. Raises ValueError."""
     try:
         model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
     except ValueError as error:  # it starts with the name of a field, which is also a flag
         raise ValueError(f"--{error}") from None
     torch.manual_seed(config.seed)
-    if source:
-        weights, positions = dict(source["model"]), "transformer.wpe.weight"
+    if checkpoint:
+        weights = dict(checkpoint["model"])
+        positions = "transformer.wpe.weight"
         if positions in weights:  # a shorter context uses the first rows
             weights[positions] = weights[positions][: config.block_size].clone()
-        return build_model(source | dict(model=weights, model_args=asdict(model_config)))
+        return build_model(checkpoint | dict(model=weights, model_args=asdict(model_config)))
     model = GPT(model_config)
     if config.zero_init:
         model.zero_init()
     return model
 
 
-def setup(flags):
-    """Return (config, data, state, header): header is the part of a checkpoint that stays the same during the run.
+def make_run(flags, has_extras):
+    """Return (config, data, state, metadata): metadata holds the entries of a checkpoint that stay the same.
 
     Raises ValueError or OSError with one line for the user.
     """
     # settings
-    init_from, out_dir = flags.get("init_from", "scratch"), Path(flags.get("out_dir", "out"))
-    source = load_source(init_from, out_dir, flags.get("meta"))
+    init_from = flags.get("init_from", TrainConfig.init_from)
+    out_dir = Path(flags.get("out_dir", TrainConfig.out_dir))
+    checkpoint = initial_checkpoint(init_from, out_dir, flags.get("meta"))
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
-    config = resolve_config(flags, source, on_gpu)
+    config = resolve_config(flags, checkpoint, on_gpu)
     device = pick_device(config.device)
-    if (config.eval_only or config.meta) and not source:
+    if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
-    if init_from == "resume" and "meta" in flags:
-        raise ValueError("--meta is for a checkpoint of nanoGPT, and this run has its own vocabulary: leave it out")
-    if ((config.text or config.stride) and not config.eval_only) or {"text", "data_dir"} <= flags.keys():
-        raise ValueError("--text and --stride need --eval_only, and --text replaces --data_dir")
-    if config.stride and config.stride > config.block_size:
-        raise ValueError(f"--stride {config.stride} is above the context of {config.block_size}")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     if WORLD_SIZE > 1:  # torchrun chooses
@@ -1092,86 +1072,101 @@ def setup(flags):
 
     # text and weights
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-    if config.text:
-        from extras.checkpoint import read_text
-
-        data = Dataset(*read_text(config.text, source))
-    else:
-        data = load_dataset(data_dir, 1 if config.eval_only else config.block_size + 1)
-        if source:
-            check_text(data, data_dir, source, config)
-    vocab_size = source["model_args"]["vocab_size"] if source else len(data.tokenizer.vocab)
-    model = make_model(config, source, vocab_size).to(device)
+    data = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
+    vocab_size = len(data.tokenizer.vocab)
+    if checkpoint:
+        check_vocabulary(data, data_dir, checkpoint, config)
+        vocab_size = checkpoint["model_args"]["vocab_size"]
+    model = make_model(config, checkpoint, vocab_size).to(device)
     state = TrainState(model, config, device, pick_dtype(config.dtype, device))
     if init_from == "resume":
-        state.resume(source)
-        if not (out_dir / "ckpt.pt").exists():
-            state.best_val_loss, state.evals_since_best = math.inf, 0  # so the next evaluation saves new weights
-    header = dict(model_args=asdict(model.config), config=asdict(config), data_sha256=data.sha256)
-    header |= data.tokenizer.state_dict() | dict(special_tokens=source.get("special_tokens") if source else None)
+        state.resume(checkpoint)
+        if not (out_dir / "ckpt.pt").exists():  # so the next evaluation saves new weights
+            state.best_val_loss = math.inf
+            state.evals_since_best = 0
+    if config.ngram_targets and not has_extras and not config.eval_only:
+        if init_from == "resume" or "ngram_targets" in flags:
+            hint = "put it next to train.py, or pass --ngram_targets 0 to train without them"
+            raise ValueError(f"--ngram_targets {config.ngram_targets} needs the folder extras: {hint}")
+        config.ngram_targets = 0.0  # for a resume, with extras or without
+        print("training without n-gram targets, which need the folder extras: the val loss will be about 0.03 higher")
+    metadata = dict(
+        model_args=asdict(model.config),
+        config=asdict(config),
+        data_sha256=data.sha256,
+        special_tokens=checkpoint.get("special_tokens") if checkpoint else None,
+        **data.tokenizer.state_dict(),
+    )
     if WORLD_SIZE > 1:  # waits until all processes have joined
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return config, data, state, header
+    return config, data, state, metadata
 
 
 def main():
     # what the folder extras adds without a flag
     try:
         from extras.cores import share_cores
-        from extras.decoding.ngrams import count_ngrams
-    except ModuleNotFoundError:
-        share_cores = count_ngrams = lambda *args: None
-    share_cores()
+        from extras.decoding import ngrams
 
-    # settings, text and weights
+        share_cores()
+    except ModuleNotFoundError:
+        ngrams = None
+
     flags = parse_flags()
     try:
-        config, data, state, header = setup(flags)
+        config, data, state, metadata = make_run(flags, has_extras=ngrams is not None)
         out_dir = Path(config.out_dir)
         if RANK == 0 and not config.eval_only:
             lock = lock_folder(out_dir)
             begin_log(out_dir, state)
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
-    unit, vocab_size = data.tokenizer.unit, state.model.config.vocab_size
+    unit = data.tokenizer.unit
     if config.eval_only:
-        read = min(len(data.val) - 1, config.eval_tokens() if "eval_iters" in flags else math.inf)
-        loss = evaluate(state, data.val, read, stride=config.stride)
-        disconnect()
-        least = config.block_size + 1 - (config.stride or config.block_size)
+        num_tokens = config.eval_tokens() if "eval_iters" in flags else math.inf
+        loss = evaluate(state, data.val, num_tokens)
+        end_all_but_rank_0()
         print(
             f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {data.bits_per_byte(loss):.4f} bits per byte): "
-            f"{config.init_from}, {read:,} {unit} of {config.text or 'the val split'}\n"
-            f"each is predicted from {least} to {config.block_size} {unit} before it, fewer near the beginning"
+            f"{config.init_from}, {min(num_tokens, len(data.val) - 1):,} {unit} of the val split"
         )
         return
 
-    # train
+    # n-grams
+    vocab_size = state.model.config.vocab_size
     num_params = sum(p.numel() for p in state.model.parameters())
-    # for sample.py --draft: at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
-    header["ngrams"] = None if RANK else count_ngrams(data.train, vocab_size, num_params // 16)
-    if config.ngram_targets:
-        state.ngrams = ngram_distributions(data.train, vocab_size, state.device)
+    metadata["ngrams"] = None
+    if ngrams and RANK == 0:  # for sample.py --draft: at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
+        metadata["ngrams"] = ngrams.count_ngrams(data.train, vocab_size, num_params // 16)
+    if ngrams and config.ngram_targets:
+        state.ngrams = ngrams.ngram_distributions(data.train, vocab_size, state.device)
         if not state.ngrams:
             print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
+
+    # train
+    recipe = config.recipe
+    if "ngram_targets" not in RECIPES[recipe] and not state.ngrams:
+        recipe += " without n-gram targets"
     print(
-        f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
+        f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {recipe}, on "
         f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
         f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "
-        f"from {data.source}",
+        f"from {data.origin}",
         flush=True,
     )
     if config.compile:
         state.training_loss = torch.compile(state.training_loss)
     if WORLD_SIZE > 1:
         state.training_loss = DistributedDataParallel(state.training_loss)
-    first_step, seconds_before = state.iter_num, state.seconds
+    first_step = state.iter_num
+    seconds_before = state.seconds
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
-    size = dict(total=config.max_iters, initial=first_step, ncols=ncols, nrows=nrows)
-    with tqdm(**size, unit="step", mininterval=1.0, disable=NO_BAR) as bar:  # a notebook keeps every update
-        signum = train(config, data, state, header, bar, catch_signals())
-    disconnect(128 + signum if signum else 0)
+    steps = dict(total=config.max_iters, initial=first_step, unit="step")
+    # a notebook keeps every update, so there is at most one a second
+    with tqdm(**steps, ncols=ncols, nrows=nrows, mininterval=1.0, disable=NO_BAR) as bar:
+        signum = train(config, data, state, metadata, bar=bar, signals=catch_signals())
+    end_all_but_rank_0(128 + signum if signum else 0)
 
     # report
     lock.close()  # a notebook, which may keep our variables, can resume

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-STAND_IN, STAND_IN_SOURCE = HERE / "sample.txt", "sample.txt (offline stand-in)"
+STAND_IN = HERE / "sample.txt"
+STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 TIMEOUT = 30  # seconds, to connect and between two chunks of the response
 PIECE = 2**20  # bytes per read, so that the text may be larger than memory
 
@@ -77,38 +79,40 @@ def open_corpus(url, stand_in):
 # -- from text to ids --------------------------------------------------------------------------------------------------
 
 
-def read_text(files, task):
-    """Yield the text of the files in pieces, with a progress bar if that takes long.
+def chunks(file):
+    """Yield the content of an open binary file from its beginning, PIECE bytes at a time."""
+    file.seek(0)
+    while chunk := file.read(PIECE):
+        yield chunk
+
+
+def read_text(files, task, begin=0, end=sys.maxsize):
+    """Yield characters `begin` to `end` of the text in the files, in pieces, with a progress bar if that takes long.
 
     files  [(name, open binary file), ...]
     task   what the bar says
-    Line ends become "\\n", as when Python opens a file in text mode. Raises ValueError if a file is not UTF-8.
+    Line ends become "\n", as when Python opens a file in text mode. Raises ValueError if a file is not UTF-8.
     """
     size = sum(os.fstat(file.fileno()).st_size for _, file in files)
+    position = 0  # characters so far
     with tqdm(total=size, unit="B", unit_scale=True, desc=task, disable=None, delay=1) as bar:
         for name, file in files:
             if not file.seekable():
                 raise ValueError(f"{name} is a pipe, but we read the text several times: write it to a file first")
-            file.seek(0)
             decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-            for raw in itertools.chain(iter(lambda: file.read(PIECE), b""), [b""]):  # noqa: B023
+            for chunk in itertools.chain(chunks(file), [b""]):
                 try:
-                    yield decoder.decode(raw, final=not raw)
+                    piece = decoder.decode(chunk, final=not chunk)
                 except UnicodeDecodeError as error:
                     why = f"byte {file.tell() - len(error.object) + error.start}: {error.reason}"
                     if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                         why = "it looks like UTF-16"
                     raise ValueError(f"{name} is not UTF-8 ({why}); convert it first") from None
-                bar.update(len(raw))
-
-
-def part(pieces, begin, end):
-    """Yield characters `begin` to `end` of the text in `pieces`."""
-    for piece in pieces:
-        yield piece[max(0, begin) : max(0, end)]
-        begin, end = begin - len(piece), end - len(piece)
-        if end <= 0:
-            return
+                yield piece[max(0, begin - position) : max(0, end - position)]
+                position += len(piece)
+                if position >= end:
+                    return
+                bar.update(len(chunk))
 
 
 def code_points(text):
@@ -117,7 +121,8 @@ def code_points(text):
 
 def distinct_characters(pieces):
     """Return (chars, length): the distinct characters of the text in order, and its number of characters."""
-    seen, length = np.zeros(sys.maxunicode + 1, bool), 0
+    seen = np.zeros(sys.maxunicode + 1, bool)
+    length = 0
     for piece in pieces:
         seen[code_points(piece)] = True
         length += len(piece)
@@ -138,13 +143,11 @@ def encode_characters(pieces, chars):
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def sha256_of(*files):
-    """Return the SHA-256 of the content of open binary files, one after the other."""
+def sha256_of(file):
+    """Return the SHA-256 of the content of an open binary file."""
     digest = hashlib.sha256()
-    for file in files:
-        file.seek(0)
-        while chunk := file.read(PIECE):
-            digest.update(chunk)
+    for chunk in chunks(file):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -152,33 +155,30 @@ def sha256(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write(data_dir, vocabulary, size, train, val, source, text_sha256=None, **more):
+def write(data_dir, vocabulary, size, train, val, source, val_bytes=None):
     """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none.
 
-    vocabulary   {"chars": the characters} or {"tokenizer": a tokenizer.json}
-    size         the number of tokens in it
-    train, val   the ids, in pieces: iterables of sequences
-    source       where the text comes from
-    text_sha256  the hash of its bytes
-    more         additional entries for meta.json
+    vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}
+    size        the number of tokens in it
+    train, val  the ids, in pieces: iterables of sequences
+    source      where the text comes from
+    val_bytes   the length of the val text in UTF-8, if tokens are not characters
     Returns {"train": the number of ids, "val": the same}. Raises OSError.
     """
     id_type = "<u2" if size <= 2**16 else "<u4"
-    hashes, num_ids = {"text": text_sha256}, {"train": 0, "val": 0}
-    hashes |= {name: sha256(str(content)) for name, content in (vocabulary | more).items()}
+    meta = vocabulary | ({"val_bytes": val_bytes} if val_bytes else {})
+    hashes = {name: sha256(str(entry)) for name, entry in meta.items()}
+    num_ids = {"train": 0, "val": 0}
     data_dir.mkdir(parents=True, exist_ok=True)
     temporary = {name: data_dir / f".{name}.tmp" for name in ("train.bin", "val.bin", "meta.json")}
     try:
         for split, pieces in (("train", train), ("val", val)):
-            digest = hashlib.sha256()
-            with open(temporary[f"{split}.bin"], "wb") as file:
+            with open(temporary[f"{split}.bin"], "wb+") as file:
                 for ids in pieces:
-                    content = np.asarray(ids, id_type).tobytes()
-                    file.write(content)
-                    digest.update(content)
+                    file.write(np.asarray(ids, id_type).tobytes())
                     num_ids[split] += len(ids)
-            hashes[split] = digest.hexdigest()
-        meta = vocabulary | {"source": source} | more | {"sha256": hashes}
+                hashes[split] = sha256_of(file)
+        meta |= {"source": source, "sha256": hashes}
         temporary["meta.json"].write_text(json.dumps(meta, indent=1), encoding="utf-8")
         for name, file in temporary.items():
             os.replace(file, data_dir / name)
@@ -244,51 +244,55 @@ def parse_args():
 
 def main():
     args = parse_args()
-    there, whole = prepared(args.data_dir)
-    has_corpus = whole and there["sha256"].get("text") == CORPUS_SHA256
-    source, old_source = args.url, CORPUS_URL if has_corpus else there.get("source")
-    if args.input:
-        source = ", ".join(map(os.path.abspath, args.input))
-    elif whole and old_source == source and "chars" in there and not (args.tokenizer or args.force):
-        print(f"{args.data_dir} already holds all of {there['source']}: nothing to do (--force does it again)")
-        return
-    elif there and old_source not in (source, CORPUS_URL, STAND_IN_SOURCE) and not args.force:
-        hint = "--force replaces it, a different --data_dir keeps both"
-        raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
+    meta, whole = prepared(args.data_dir)
+    old_source = meta.get("source")
+    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url
+    if not args.input and not args.force:
+        if whole and old_source == source and "chars" in meta and not args.tokenizer:
+            print(f"{args.data_dir} already holds all of {meta['source']}: nothing to do (--force does it again)")
+            return
+        if meta and old_source not in (source, CORPUS_URL, STAND_IN_SOURCE):
+            hint = "--force replaces it, a different --data_dir keeps both"
+            raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
     args.data_dir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=args.data_dir).close()  # raises OSError before we download what we cannot write
 
-    # the text and its vocabulary
+    # the text
     if args.input:
         files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
     else:
-        files = open_corpus(source, stand_in=source == CORPUS_URL and not has_corpus)
+        files = open_corpus(source, stand_in=source == CORPUS_URL and old_source in (None, STAND_IN_SOURCE))
         source = files[0][0]
     chars, length = distinct_characters(read_text(files, "read"))
     if not length:
         raise ValueError(f"{source} is empty")
-    split, tokenizer, more = int(0.9 * length), None, {}  # where the val split begins
+    split = int(0.9 * length)  # where the val split begins
+
+    # its vocabulary
+    tokenizer = None
     if args.tokenizer:
         from extras.tokenizer import make_tokenizer
 
-        training_text = part(read_text(files, "learn"), 0, split)
-        tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, training_text)
+        tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, read_text(files, "learn", 0, split))
     vocabulary = tokenizer.state_dict() if tokenizer else {"chars": chars}
-    if "tokenizer" in vocabulary:  # with the bytes, losses can be compared across tokenizers
-        more["val_bytes"] = sum(len(piece.encode()) for piece in part(read_text(files, "count"), split, length))
-    elif tokenizer:
-        tokenizer.encode(chars)  # raises ValueError for characters that the model does not have
-        chars = tokenizer.vocab
+    val_bytes = None
+    if "tokenizer" in vocabulary:
+        encode = tokenizer.encode_pieces
+        size = len(tokenizer.vocab)
+        unit = "tokens"
+        # with the bytes, losses can be compared across tokenizers
+        val_bytes = sum(len(piece.encode()) for piece in read_text(files, "count", split))
+    else:
+        if tokenizer:
+            tokenizer.encode(chars)  # raises ValueError for characters that the model does not have
+        encode = partial(encode_characters, chars=vocabulary["chars"])
+        size = len(vocabulary["chars"])
+        unit = "distinct"
 
-    # the ids
-    def encode(begin, end):
-        pieces = part(read_text(files, "encode"), begin, end)
-        return tokenizer.encode_pieces(pieces) if "tokenizer" in vocabulary else encode_characters(pieces, chars)
-
-    size, unit = (len(tokenizer.vocab), "tokens") if "tokenizer" in vocabulary else (len(chars), "distinct")
-    text_sha256 = sha256_of(*(file for _, file in files))
-    ids = encode(0, split), encode(split, length)
-    num_ids = write(args.data_dir, vocabulary, size, *ids, source, text_sha256, **more)
+    # its ids
+    train = encode(read_text(files, "encode", 0, split))
+    val = encode(read_text(files, "encode", split))
+    num_ids = write(args.data_dir, vocabulary, size, train, val, source=source, val_bytes=val_bytes)
     counts = f"{length:,} characters, {size:,} {unit}; train {num_ids['train']:,}, val {num_ids['val']:,}"
     print(f"source: {source}\n{counts}: {args.data_dir}")
 

@@ -11,6 +11,7 @@ import pytest
 from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, here, load, log, ok, run, same
 from model import save_checkpoint
 from prepare import write
+from sample import EXTRAS_FLAGS
 
 FILES = ("model.py", "train.py", "sample.py", "data/prepare.py", "data/sample.txt")
 MODERN = [*TINY, "--recipe", "modern", "--eval_interval", 10, "--lr_decay_iters", 20]
@@ -34,7 +35,10 @@ NEED_EXTRAS = [
     "train.py --data_dir tokens",
     "data/prepare.py --input data/sample.txt --tokenizer bpe",
 ]
-MISTAKES = [(command, "the folder extras of the repository", 1) for command in NEED_EXTRAS]
+MISTAKES = [
+    (command, "the folder extras of the repository", 2 if any(flag in command for flag in EXTRAS_FLAGS) else 1)
+    for command in NEED_EXTRAS
+]
 MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2) for name in ("train", "sample")]
 
 # one process for all commands, because most of the time of each would be the import of torch
@@ -83,12 +87,17 @@ def alone(tmp_path_factory):
 
 
 def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tmp_path):
-    """The same model, optimizer and logged losses. The checkpoints differ in paths and in n-grams for --draft."""
+    """The same model, optimizer and logged losses as without n-gram targets, which are in extras.
+
+    The checkpoints differ in paths and in n-grams for --draft.
+    """
     folder, results = alone
     assert [code for code, _, _ in results[:3]] == [0] * 3, results[:3]
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (folder / "data" / name).read_bytes() == (data_dir / name).read_bytes()
-    ok(here(*MODERN, "--max_iters", 20, "--data_dir", data_dir, "--out_dir", tmp_path))
+    assert results[1][1].startswith("training without n-gram targets, which need the folder extras")
+    flags = [*MODERN, "--ngram_targets", 0, "--max_iters", 20]
+    ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     ours, theirs = load(folder / "out" / "last.pt"), load(tmp_path / "last.pt")
     for name in ("model", "optimizer", "mtp", "scaler", "iter_num", "best_val_loss", "model_args", "chars"):
         assert same(ours[name], theirs[name]), name

@@ -64,6 +64,23 @@ def test_an_unknown_flag_or_impossible_value_is_one_line_that_names_it(words, co
     assert result.stdout == "" and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        ("--max_iter 3", "max_iters"),
+        ("--n-layer=3", "n_layer"),
+        ("--learning_rat 1 --max_iters 5", "learning_rate"),
+        ("max_iter 3", "max_iters"),
+        ("stray --datadir x", None),
+        ("--wandb_log", None),
+    ],
+)
+def test_a_near_miss_of_a_flag_gets_a_hint(words, name):
+    result = here(*words.split())
+    assert_one_line(result, f"unrecognized arguments: {words.split()[0]}", code=2)
+    assert (f": did you mean --{name}? (" in result.stderr) == ("did you mean" in result.stderr) == (name is not None)
+
+
 # -- presets and recipes -----------------------------------------------------------------------------------------------
 
 FROM_SCRATCH = [preset for preset in PRESETS if preset != "finetune"]
@@ -118,13 +135,13 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
-    source = dict(path=Path("out/hf"), model={}, model_args=asdict(args), chars="abcdefg")
-    config = resolve_config(dict(init_from="out/hf", dropout=0.1), source=source)
+    checkpoint = dict(path=Path("out/hf"), model={}, model_args=asdict(args), chars="abcdefg")
+    config = resolve_config(dict(init_from="out/hf", dropout=0.1), checkpoint=checkpoint)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.ngram_targets == config.mtp_weight == 0.0
-    assert resolve_config(dict(init_from="out/hf", mtp_weight=0.3), source=source).mtp_weight == 0.3
+    assert resolve_config(dict(init_from="out/hf", mtp_weight=0.3), checkpoint=checkpoint).mtp_weight == 0.3
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with the model in out.hf \(n_embd 16\)"):
-        resolve_config(dict(init_from="out/hf", n_embd=32), source=source)
+        resolve_config(dict(init_from="out/hf", n_embd=32), checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -132,20 +149,20 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe, tmp_path,
     """Those of its config/finetune_shakespeare.py, and of its train.py where that is silent, whatever the recipe."""
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    source = dict(path=Path("gpt2"), model={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
+    checkpoint = dict(path=Path("gpt2"), model={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
     for flags in ({}, {"preset": "finetune"}):
-        config = resolve_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, source=source)
+        config = resolve_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, checkpoint=checkpoint)
         expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)
         expected |= dict(optimizer="adamw", learning_rate=3e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
         expected |= dict(dropout=0.0, n_layer=12, activation="gelu_tanh", pos_emb="learned", preset="finetune")
         assert {name: getattr(config, name) for name in expected} == expected
         assert {lr_multiplier(step, config) for step in range(20)} == {1.0}
         assert not config.mtp_weight and not config.ngram_targets
-    file = source | dict(path=Path("model.pth"))  # a checkpoint under any name is not a folder
-    assert resolve_config(dict(init_from="model.pth"), source=file).preset == "cpu"
-    config = resolve_config(dict(init_from="gpt2", block_size=256), source=source)
+    file = checkpoint | dict(path=Path("model.pth"))  # a checkpoint under any name is not a folder
+    assert resolve_config(dict(init_from="model.pth"), checkpoint=file).preset == "cpu"
+    config = resolve_config(dict(init_from="gpt2", block_size=256), checkpoint=checkpoint)
     assert config.block_size == 256
     with pytest.raises(ValueError, match="--block_size 2048 conflicts with the model in gpt2"):
-        resolve_config(dict(init_from="gpt2", block_size=2048), source=source)
+        resolve_config(dict(init_from="gpt2", block_size=2048), checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"--preset finetune starts from a trained model: .* --init_from"):
         resolve_config(dict(preset="finetune"))

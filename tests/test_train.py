@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import train
 from helpers import (
     BROKEN,
-    CPU,
     HEADER,
     SMALL,
     STATEFUL,
@@ -27,6 +26,7 @@ from helpers import (
     here,
     load,
     log,
+    ngram_table,
     ok,
     progress,
     same,
@@ -35,7 +35,7 @@ from helpers import (
     unix,
 )
 from model import GPT, GPTConfig
-from train import catch_signals, ngram_distributions, train_step
+from train import catch_signals, train_step
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ def test_a_compiled_step_is_the_plain_step():
     weights, losses = [], []
     for compiled in (False, True):
         config, data, state = tiny_run(gradient_accumulation_steps=2, ngram_targets=0.5, mtp_weight=0.3)
-        state.ngrams = ngram_distributions(data.train, len(data.tokenizer.vocab), CPU)
+        state.ngrams = ngram_table(data.train, len(data.tokenizer.vocab))
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()

@@ -1,7 +1,76 @@
-"""N-grams of the training text: counted by train.py, saved in the checkpoint, used as a draft model."""
+"""N-grams of the training text: training targets for train.py, and a draft model for sample.py.
+
+train.py calls ngram_distributions for the targets of the modern recipe, and count_ngrams for what it saves in the
+checkpoint, from which --draft builds an ngram_table.
+"""
 
 import numpy as np
 import torch
+
+# -- training targets --------------------------------------------------------------------------------------------------
+
+# The next character of the text is one sample of what could follow, so its gradient is noisy. The average over all
+# places where the same few characters come before is less noisy. But an n-gram sees only those few, so its weight
+# falls during training. Malagutti et al. 2024 (arXiv:2403.17240) regularize with n-grams too; the decay is ours.
+
+TARGET_ORDER = 7  # tokens of context; most longer ones occur once, so there is nothing to average
+MIN_TARGET_ORDER = 3  # shorter contexts are not worth using
+DISCOUNT = 0.9  # subtracted from each follower's count, in favour of the next shorter context
+STRENGTH = 1.0  # pseudo-counts given to the next shorter context
+TARGET_TABLE_SIZE = 2**25  # entries: 128 MiB
+MAX_TARGET_TEXT = 2**24  # tokens; more would take minutes and gigabytes
+
+
+def ngram_distributions(ids, vocab_size, device):
+    """Return (table, rows): table[rows[i]] is the n-gram distribution of token i + 1 of the text.
+
+    ids    (N,) integers below vocab_size
+    table  (contexts, V) float32, on the device
+    rows   (N,) int64: the row of the context that ends with token i
+    Returns None for text that is too long or has too many distinct tokens.
+    The longest context has TARGET_ORDER tokens, or fewer if the table would be too large. Distributions are those of
+    Kneser and Ney (1995), interpolated as in Teh (2006). With n counts of m distinct followers,
+
+        P(w) = (count(w) - DISCOUNT + (DISCOUNT m + STRENGTH) P_shorter(w)) / (n + STRENGTH)
+
+    where a follower that never occurs has neither count nor discount. In a shorter context we do not count how often a
+    follower occurs, but how many distinct tokens precede the two.
+    """
+    if len(ids) > MAX_TARGET_TEXT:
+        return None
+    ids = ids.astype(np.int64)
+
+    # number the contexts of each length, from short to long
+    rows = np.zeros(len(ids), np.int64)
+    parents = [np.zeros(1, np.int64)]  # per length: the row of every context without its oldest token
+    for k in range(1, TARGET_ORDER + 1):  # add the token k - 1 back; at the start of the text it comes from the end
+        found, longer = np.unique(rows * vocab_size + np.roll(ids, k - 1), return_inverse=True)
+        if len(found) * vocab_size > TARGET_TABLE_SIZE:
+            if k <= MIN_TARGET_ORDER:
+                return None
+            break
+        rows = longer
+        parents.append(found // vocab_size)
+
+    # count the followers, from long to short
+    pairs, counts = np.unique(rows[:-1] * vocab_size + ids[1:], return_counts=True)  # (context, follower)
+    followers = [(pairs, counts)]
+    for parent in parents[:0:-1]:
+        pairs, counts = np.unique(parent[pairs // vocab_size] * vocab_size + pairs % vocab_size, return_counts=True)
+        followers.append((pairs, counts))
+
+    # average, from short to long; in place, because a table can be 128 MiB large
+    table = np.full((1, vocab_size), 1 / vocab_size, np.float32)
+    for parent, (pairs, counts) in zip(parents, reversed(followers)):
+        row, follower = divmod(pairs, vocab_size)
+        total = STRENGTH + np.bincount(row, counts, len(parent))
+        table = table[parent]
+        table *= ((STRENGTH + DISCOUNT * np.bincount(row, minlength=len(parent))) / total)[:, None]
+        table[row, follower] += (counts - DISCOUNT) / total[row]
+    return torch.from_numpy(table).to(device), rows
+
+
+# -- the draft model ---------------------------------------------------------------------------------------------------
 
 MAX_ORDER = 4  # tokens of the longest context; with a million characters of text, longer ones predict no better
 TABLE_SIZE = 2**23  # entries of the table of contexts and tokens: at most 32 MB for each of its two arrays

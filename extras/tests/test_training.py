@@ -6,9 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from extra_helpers import write_gpt2
 from extras.checkpoint import load_model
 from helpers import SAMPLE, STATEFUL, assert_one_line, assert_same_run, here, load, log, ok, plain_val_loss, progress
 from train import load_dataset
@@ -40,63 +38,11 @@ def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     assert written.startswith("\n") and len(tokenizer.encode(written)) > 1
     said = ok(here("--eval_only", "--init_from", whole / "last.pt", "--data_dir", data, "--device", "cpu")).stdout
     loss, bits_said, num = re.fullmatch(
-        r"val loss ([\d.]+) \(perplexity [\d.]+, ([\d.]+) bits per byte\): .*, ([\d,]+) tokens of the val split\n.*\n",
+        r"val loss ([\d.]+) \(perplexity [\d.]+, ([\d.]+) bits per byte\): .*, ([\d,]+) tokens of the val split\n",
         said,
     ).groups()
     assert [float(loss), float(bits_said)] == pytest.approx([nats, bits], abs=1e-4)
     assert num == f"{len(val) - 1:,}"
-
-
-SAID = re.compile(r"val loss ([\d.]+) \(perplexity ([\d.]+), ([\d.]+) bits per byte\): (.*)\n(.*)\n")
-
-
-@pytest.mark.parametrize("stride", [None, 16])
-def test_the_loss_on_a_text_file_is_that_of_transformers(stride, tmp_path):
-    """Theirs counts a target of -100 as context only, which is how the recipes for strided perplexity use it."""
-    hf, text = write_gpt2(tmp_path / "gpt2"), SAMPLE.read_text(encoding="utf-8")[:900] + "né\r\n"
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    flags = ["--init_from", tmp_path / "gpt2", "--eval_only", "--text", tmp_path / "a.txt", "--device", "cpu"]
-    said = ok(here(*flags, *(["--stride", stride] if stride else []))).stdout
-    loss, perplexity, bits, what, context = SAID.fullmatch(said).groups()
-
-    text, step = text.replace("\r\n", "\n"), stride or 48
-    ids = AutoTokenizer.from_pretrained(tmp_path / "gpt2")(text, return_tensors="pt")["input_ids"]
-    sums, end = [], 0
-    for begin in range(0, ids.size(1) - 1, step):
-        window = ids[:, begin : begin + 49]
-        fresh = window.size(1) - 1 - (end - begin if begin else 0)
-        end = begin + window.size(1) - 1
-        if fresh > 0:
-            labels = window[:, 1:].clone()
-            labels[:, : labels.size(1) - fresh] = -100
-            logits = hf(window[:, :-1]).logits
-            sums += [torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum").item()]
-    expected = sum(sums) / (ids.size(1) - 1)
-    assert float(loss) == pytest.approx(expected, abs=1e-4)
-    assert float(perplexity) == pytest.approx(math.exp(expected), rel=1e-3)
-    assert float(bits) == pytest.approx(expected / math.log(2) * ids.size(1) / len(text.encode()), abs=1e-4)
-    assert f"{ids.size(1) - 1} tokens of {tmp_path / 'a.txt'}" in what
-    assert f"from {33 if stride else 1} to 48 tokens" in context
-
-
-def test_a_text_for_evaluation_needs_two_tokens_that_the_model_has(trained, tmp_path):
-    file, flags = tmp_path / "a.txt", ["--init_from", trained / "ckpt.pt", "--device", "cpu", "--text"]
-    file.write_text("ab", encoding="utf-8")
-    model, tokenizer = load_model(trained / "ckpt.pt")
-    said = ok(here(*flags, file, "--eval_only")).stdout
-    assert float(SAID.fullmatch(said)[1]) == pytest.approx(
-        plain_val_loss(model, torch.tensor(tokenizer.encode("ab")), 32), abs=1e-4
-    )
-    for content, more, words in (
-        (b"a", [], ["a.txt has 1 characters"]),
-        (b"a\xff", [], ["a.txt is not UTF-8 (byte 1)"]),
-        ("a中".encode(), [], ["'中' is not in the vocabulary"]),
-        (b"ab", ["--eval_only", "False"], ["--text and --stride need --eval_only"]),
-        (b"ab", ["--stride", 33], ["--stride 33 is above the context of 32"]),
-    ):
-        file.write_bytes(content)
-        assert_one_line(here(*flags, file, "--eval_only", *more), *words, code=1)
-    assert_one_line(here(*flags, tmp_path / "none.txt", "--eval_only"), "none.txt", code=1)
 
 
 @pytest.mark.slow

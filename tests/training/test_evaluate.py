@@ -39,7 +39,7 @@ from train import eval_windows, evaluate
 
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), at_once=st.integers(1, 9))
 def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, at_once):
-    chunks = list(eval_windows(np.arange(length), block_size, most, at_once, block_size))
+    chunks = list(eval_windows(np.arange(length), block_size, most, at_once))
     windows = [window.tolist() for chunk in chunks for window in chunk]
     assert all(len(chunk) <= at_once for chunk in chunks)
     assert all(b == a + 1 for window in windows for a, b in itertools.pairwise(window))
@@ -52,30 +52,6 @@ def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, 
         gaps = [b[0] - a[0] for a, b in itertools.pairwise(windows)]
         assert not gaps or max(gaps) - min(gaps) <= block_size
         assert windows[0][0] == 0 and (len(windows) == 1 or windows[-1][-1] > length - 1 - block_size)
-
-
-@given(length=st.integers(2, 300), block_size=st.integers(1, 20), stride=st.integers(1, 20))
-def test_overlapping_windows_predict_each_token_once_from_most_of_a_context(length, block_size, stride):
-    """The oracle predicts token after token, from the start of the first window that reaches it."""
-    stride = min(stride, block_size)
-    _, _, state = tiny_run(block_size=block_size)
-    ids = np.random.default_rng(0).integers(20, size=length).astype("<u2")
-    state.model.eval()
-    losses = []
-    for i in range(1, length):
-        window = max(0, -(-(i - block_size) // stride))
-        context = torch.from_numpy(ids[window * stride : i].astype(np.int64))[None]
-        assert window == 0 or context.size(1) > block_size - stride
-        losses.append(-state.model(context)[0][0, -1].log_softmax(-1)[ids[i]].item())
-    assert evaluate(state, ids, stride=stride) == pytest.approx(np.mean(losses), rel=1e-4)
-
-
-@given(length=st.integers(50, 300), block_size=st.integers(1, 20), stride=st.integers(1, 20), count=st.integers(1, 9))
-def test_a_part_of_the_overlapping_windows_predicts_as_many_tokens_as_asked(length, block_size, stride, count):
-    stride = min(stride, block_size)
-    windows = list(eval_windows(np.arange(length), block_size, count * stride, 4, stride))
-    predicted = sum(len(window) * min(stride, window.shape[1] - 1) for window in windows)
-    assert predicted == min(count * stride, length - 1) or count * stride >= length - 1
 
 
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), world=st.integers(1, 4))
@@ -105,7 +81,7 @@ def test_eval_iters_is_in_batches(data_dir, tmp_path):
     val = np.fromfile(data_dir / "val.bin", "<u2")
     assert 3 * 4 * 32 < len(val) - 1
     model, _ = load_model(tmp_path / "ckpt.pt")
-    chunks = np.concatenate(list(eval_windows(val, 32, 3 * 4 * 32, 99, 32)))
+    chunks = np.concatenate(list(eval_windows(val, 32, 3 * 4 * 32, 99)))
     x = torch.from_numpy(chunks.astype(np.int64))
     assert x.shape == (3 * 4, 33)
     best = min(float(row["val_loss"]) for row in log(tmp_path) if row["val_loss"])
@@ -127,7 +103,7 @@ def long_run(tmp_path_factory):
     ids = tokenizer.encode(text)
     write(folder / "data", tokenizer.state_dict(), len(tokenizer.vocab), [ids], [ids] * 40, "a test")
     flags = [*STATEFUL, "--data_dir", folder / "data", "--eval_interval", 2, "--max_iters", 4, "--log_interval", 1]
-    flags += ["--eval_iters", 10**6]
+    flags += ["--eval_iters", 10**6, "--save_interval", 1]  # last.pt of step 1 tells that step 2 is about to begin
     ok(here(*flags, "--out_dir", folder / "whole"))
     return flags, folder / "whole"
 
@@ -135,16 +111,17 @@ def long_run(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_an_evaluation_that_is_stopped_is_done_again_and_the_run_is_the_same(name, long_run, tmp_path):
-    """Evaluations of minutes obey Ctrl-C, and a kill costs no step: last.pt is written before."""
+    """Evaluations of minutes obey Ctrl-C. A kill costs the steps since the last save."""
     flags, whole = long_run
     out = tmp_path / "out"
     process = start(*flags, "--out_dir", out)
     while not (out / "last.pt").exists():
         time.sleep(0.01)
-    time.sleep(0.2)
+    time.sleep(0.4)
     process.send_signal(getattr(signal, name))
     said, _ = process.communicate(timeout=60)
-    assert not (out / "ckpt.pt").exists() and load(out / "last.pt")["iter_num"] == 2
+    assert not (out / "ckpt.pt").exists()
+    assert load(out / "last.pt")["iter_num"] == (2 if name == "SIGINT" else 1)
     assert process.returncode == (130 if name == "SIGINT" else -signal.SIGKILL)
     assert ("stopped at step 2 of 4 and saved" in said) == (name == "SIGINT")
     ok(here("--init_from", "resume", "--out_dir", out))
@@ -159,7 +136,7 @@ def test_a_run_stopped_in_an_evaluation_may_go_on_with_other_intervals(long_run,
     process = start(*flags, "--out_dir", tmp_path)
     while not (tmp_path / "last.pt").exists():
         time.sleep(0.01)
-    time.sleep(0.2)
+    time.sleep(0.4)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     ok(here("--init_from", "resume", "--out_dir", tmp_path, "--eval_interval", 3, "--max_iters", 5))
@@ -181,7 +158,7 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         flags = ["--eval_only", "--data_dir", data_dir, "--out_dir", tmp_path / "out", "--device", "cpu"]
         said = ok(here("--init_from", trained / source, *flags)).stdout
         assert contents(trained) == before and not (tmp_path / "out").exists()
-        numbers = re.match(r"val loss ([\d.]+) \(perplexity ([\d.]+), ([\d.]+) bits per byte\): .*\n", said).groups()
+        numbers = re.match(r"val loss ([\d.]+) \(perplexity ([\d.]+), ([\d.]+) bits per byte\): ", said).groups()
         loss, perplexity, bits = map(float, numbers)
         model, tokenizer = load_model(trained / file)
         expected = plain_val_loss(model, val, 32)
@@ -191,8 +168,6 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
         flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
         assert_one_line(here(*flags), "need a model: pass it as --init_from", code=1)
-    resume = ["--init_from", "resume", "--out_dir", tmp_path / "young"]
-    assert_one_line(here(*resume, "--meta", "meta.pkl"), "--meta is for a checkpoint of nanoGPT", code=1)
 
 
 def test_eval_only_of_a_run_reads_the_whole_val_split_whatever_the_run_read(data_dir, tmp_path):

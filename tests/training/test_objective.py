@@ -1,4 +1,4 @@
-"""train.py: the loss of a step against its definition, n-gram targets, and the evaluation."""
+"""train.py: the loss of a step against its definition, and the evaluation."""
 
 import numpy as np
 import pytest
@@ -12,26 +12,21 @@ from helpers import (
     CPU,
     SMALL,
     assert_refused,
-    assert_same_run,
     batch,
     here,
     load,
+    ngram_table,
     ok,
     plain_val_loss,
     tiny_run,
-    write_ids,
 )
-from model import GPT, CharTokenizer, GPTConfig
+from model import GPT, GPTConfig
 from train import (
-    DISCOUNT,
-    NGRAM_ORDER,
     NUM_AHEAD,
-    STRENGTH,
     TrainConfig,
     TrainState,
     evaluate,
     loss_weights,
-    ngram_distributions,
 )
 
 # -- the loss of a step ------------------------------------------------------------------------------------------------
@@ -53,8 +48,8 @@ def test_a_step_descends_the_training_loss_and_reports_the_plain_loss(ngrams, mt
     settings = dict(mtp_weight=mtp, gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0, max_iters=40)
     config, data, state = tiny_run(**settings, ngram_targets=ngrams)
     V, state.iter_num = len(data.tokenizer.vocab), 10
-    state.ngrams = ngram_distributions(data.train, V, CPU) if ngrams else None
-    table, rows = state.ngrams or (None, None)
+    table, rows = ngram_table(data.train, V)
+    state.ngrams = (table, rows) if ngrams else None
     gradients = {}
     for name, p in state.training_loss.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
@@ -106,54 +101,6 @@ def test_a_short_context_has_fewer_tokens_after_the_next(block_size, data_dir, t
     flags = [*SMALL, "--data_dir", data_dir, "--mtp_weight", 0.5, "--block_size", block_size, "--max_iters", 2]
     ok(here(*flags, "--out_dir", tmp_path / "out"))
     assert len(load(tmp_path / "out" / "last.pt")["mtp"]) == block_size - 1
-
-
-# -- n-gram targets ----------------------------------------------------------------------------------------------------
-
-
-def expected(text, i, V, order):
-    """The distribution after text[: i + 1], by counting. The text goes round: its end comes before its beginning."""
-    after = [1 / V] * V
-    for k in range(order + 1):
-        context = [text[(i - j) % len(text)] for j in range(k)]
-        places = [p for p in range(len(text) - 1) if [text[(p - j) % len(text)] for j in range(k)] == context]
-        followers = [text[p + 1] for p in places]
-        if k < order:  # one count per distinct token before the context
-            followers = [w for w, _ in {(text[p + 1], text[(p - k) % len(text)]) for p in places}]
-        counts = [followers.count(v) for v in range(V)]
-        shorter = STRENGTH + DISCOUNT * sum(c > 0 for c in counts)
-        after = [(max(c - DISCOUNT, 0) + shorter * p) / (len(followers) + STRENGTH) for c, p in zip(counts, after)]
-    return after
-
-
-@given(st.integers(1, 4), st.data())
-def test_the_targets_are_those_of_plain_counting(V, data):
-    text = data.draw(st.lists(st.integers(0, V - 1), min_size=2, max_size=40))
-    table, rows = ngram_distributions(np.array(text, dtype="<u2"), V, CPU)
-    assert table.dtype == torch.float32
-    for i in range(len(text)):
-        assert table[rows[i]].tolist() == pytest.approx(expected(text, i, V, NGRAM_ORDER), abs=1e-6)
-
-
-def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch):
-    text = np.random.default_rng(0).integers(0, 5, 400).astype("<u2")
-    monkeypatch.setattr(train, "MAX_ENTRIES", 130 * 5)  # at most 125 contexts of three
-    table, rows = ngram_distributions(text, 5, CPU)
-    assert len(table) <= 125
-    for i in (0, 1, 200, 399):
-        assert table[rows[i]].tolist() == pytest.approx(expected(text.tolist(), i, 5, 3), abs=1e-6)
-    monkeypatch.setattr(train, "MAX_ENTRIES", 26 * 5)  # 25 contexts of two
-    assert ngram_distributions(text, 5, CPU) is None
-
-
-def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
-    """6,000 distinct characters: even contexts of three would need a table of 36 million entries."""
-    text = "".join(map(chr, range(0x4E00, 0x4E00 + 6000)))
-    write_ids(tmp_path / "data", CharTokenizer(text), text + text[:1000])
-    flags = [*SMALL, "--data_dir", tmp_path / "data", "--max_iters", 2, "--out_dir"]
-    assert "training without" in ok(here(*flags, tmp_path / "a", "--ngram_targets", 1)).stdout
-    ok(here(*flags, tmp_path / "b"))
-    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
