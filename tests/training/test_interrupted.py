@@ -4,6 +4,7 @@ In this process, with the settings of a tiny run that does all that a run can do
 test_dist.py send real signals to real processes.
 """
 
+import math
 import signal
 from contextlib import suppress
 from types import SimpleNamespace
@@ -172,6 +173,16 @@ def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(tmp_path)
             go(tmp_path / str(n), kill, **settings)
         go(tmp_path / str(n), **settings)
         assert_undisturbed(tmp_path / "whole", tmp_path / str(n))
+
+
+def test_a_val_loss_that_is_not_finite_is_neither_logged_nor_saved(tmp_path, monkeypatch):
+    """The first window of the val split may be fine where the rest is not."""
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda state, ids, *more: math.nan if more else evaluate(state, ids))
+    with pytest.raises(SystemExit, match="stopped at step 4: the loss is nan"):
+        go(tmp_path)
+    assert [row[0] for row in progress(tmp_path)] == ["2", "3"]
+    assert load(tmp_path / "last.pt")["iter_num"] == 3 and not (tmp_path / "ckpt.pt").exists()
 
 
 @pytest.mark.parametrize("cut", ["train_step", "evaluate"])

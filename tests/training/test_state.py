@@ -145,6 +145,16 @@ def test_a_checkpoint_that_no_run_of_this_train_py_has_left_is_refused(out):
         assert_refused(out, words=[f"{out / 'last.pt'} is not a last.pt of this train.py: start a new run from it"])
 
 
+def test_a_run_of_an_older_train_py_goes_on(out):
+    """Its config has two flags that are now those of extras.loss, and n_kv_head None for as many as n_head."""
+    ckpt = load(out / "last.pt")
+    ckpt["config"] |= {"text": None, "stride": None, "n_kv_head": None}
+    ckpt["model_args"] |= {"n_kv_head": None}
+    torch.save(ckpt, out / "last.pt")
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
+    assert load(out / "last.pt")["iter_num"] == 61
+
+
 def test_a_damaged_last_checkpoint_is_refused(out):
     raw = (out / "last.pt").read_bytes()
     (out / "last.pt").write_bytes(raw[: len(raw) // 2])
