@@ -18,7 +18,7 @@ NEEDED = ("full", "new", "step")
 # what an adapter may do with its cache, and the method of a cache that does it otherwise
 METHODS = dict(crop="crop", reorder="reorder_cache", reset="reset")
 METHODS |= dict(repeat="batch_repeat_interleave", select="batch_select_indices")
-PARTS = (*NEEDED, *METHODS, "fork", "generate", "vocab_size", "context", "window", "pad")
+PARTS = (*NEEDED, *METHODS, "fork", "generate", "vocab_size", "context", "window", "pad", "weights")
 
 
 def adapter_of(model, parts, inputs):
@@ -49,6 +49,45 @@ def copies_of(model, setup=lambda model, rows, length: None):
     return MethodType(new, model)  # so that we find the model
 
 
+def tensor_of(array):
+    """Return an array of any framework as a tensor of its own. Anything else comes back as it is."""
+    if isinstance(array, torch.Tensor) or not (hasattr(array, "__array__") or hasattr(array, "__dlpack__")):
+        return array
+    try:
+        tensor = torch.from_dlpack(array)
+    except Exception:  # a variable, an array that cannot be written, or one on another device
+        tensor = torch.as_tensor(array.__array__())
+    return tensor.to(torch.get_default_device(), copy=True)
+
+
+class Weights(nn.Module):
+    """Arrays of another framework as parameters, so that we can perturb them.
+
+    We write them back into arrays that can be changed. Functions that take `weights` get all of them in a dict.
+    """
+
+    def __init__(self, arrays, taken):
+        super().__init__()
+        self.arrays, self.taken = arrays, taken
+        copies = [tensor_of(array).clone() for array in arrays.values()]
+        self.copies = nn.ParameterList(nn.Parameter(copy, requires_grad=False) for copy in copies)
+        self.dtypes = [copy.dtype for copy in copies]
+
+    def current(self):
+        """Return {name: tensor}, or a NumPy array for what is no tensor."""
+        current = {name: copy.to(dtype) for name, copy, dtype in zip(self.arrays, self.copies, self.dtypes)}
+        return {k: x if isinstance(self.arrays[k], torch.Tensor) else x.numpy(force=True) for k, x in current.items()}
+
+    def write(self):
+        for (name, new), array in zip(self.current().items(), self.arrays.values()):
+            try:
+                array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
+            except (TypeError, ValueError, AttributeError) as error:  # an array of JAX, for example
+                if not self.taken:
+                    text = f"weights[{name!r}] cannot be changed in place, so `full` and `step` have to take `weights`"
+                    raise TypeError(f"{text}: {first_line(error)}") from None
+
+
 class Adapter:
     """A decoder given as functions, or as an object with these methods."""
 
@@ -57,8 +96,13 @@ class Adapter:
         self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
         self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
+        self.numpy = False  # whether the functions want NumPy arrays
+        self.weights = None
+        if "weights" in parts:
+            self.weights = Weights(parts["weights"], all(self.takes(part, "weights") for part in ("full", "step")))
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
+            tensor = tensor_of(tensor)
             if len(tensor) != ROWS:
                 raise ValueError(f"inputs[{name!r}]: must have one entry for each of the {ROWS} sequences")
             # rows 3 to 5 begin like rows 0 to 2
@@ -74,9 +118,14 @@ class Adapter:
     def call(self, part, *needed, rows=None, **optional):
         """Pass the arguments that are needed in order, and by name the inputs and those that the function has."""
         function = self.parts[part]
+        if self.weights:
+            optional["weights"] = self.weights.current() if self.takes(part, "weights") else None
         known = {name: value for name, value in optional.items() if self.takes(part, name)}
         if rows is not None:
             known |= {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
+        if self.numpy:
+            array = lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x  # noqa: E731
+            needed, known = [*map(array, needed)], {name: array(value) for name, value in known.items()}
         try:
             inspect.signature(function).bind(*needed, **known)
         except TypeError as error:
@@ -89,7 +138,7 @@ class Adapter:
 
     def full(self, ids, rows):
         output = self.call("full", ids, rows=rows)
-        logits = output[0] if isinstance(output, tuple) and output else output
+        logits = tensor_of(output[0] if isinstance(output, tuple) and output else output)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
             self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
         return logits
@@ -98,6 +147,7 @@ class Adapter:
         """Return the logits (B, T or 1, V) of the next tokens, and the cache."""
         output = self.call("step", ids, cache, rows=rows, mask=mask, pos=pos, lengths=lengths)
         logits, held = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+        logits = tensor_of(logits)
         if isinstance(logits, torch.Tensor) and logits.dim() == 2:
             logits = logits[:, None]  # some decoders only return those of the last token
         B, T = ids.shape
@@ -109,7 +159,7 @@ class Adapter:
         """Return `count` tokens or fewer per row, perhaps after the prompt."""
         if mask is not None and not self.takes("generate", "mask"):
             raise NotImplementedError("generate takes no mask")
-        output = self.call("generate", ids, count, use_cache, rows=rows, mask=mask, eos=eos)
+        output = tensor_of(self.call("generate", ids, count, use_cache, rows=rows, mask=mask, eos=eos))
         shaped = isinstance(output, torch.Tensor) and output.dim() == 2 and len(output) == len(ids)
         if not shaped or output.size(1) == 0 or torch.equal(output, ids):
             self.complain("generate", f"{count} new tokens per row, a tensor ({len(ids)}, {count})", output)
@@ -140,16 +190,31 @@ class Adapter:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
     def find_called_modules(self):
-        """Add to `modules` those that `full` and `step` call, however they reach them. Return the logits of `full`."""
-        called, logits, ids, row = {}, None, torch.zeros(1, 2, dtype=torch.long), torch.arange(1)
-        hook = register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module))
-        with hook, suppress(Exception, SystemExit):  # it will raise again, where we report it
-            logits = self.full(ids, row)
-            self.step(ids, self.call("new", 1, 2, kind=self.kinds[0]), None, torch.arange(2)[None], row, None)
+        """Add to `modules` those that `full` and `step` call, however they reach them. Return the logits of `full`.
+
+        Functions of another framework may not read tensors: then they get NumPy arrays.
+        """
+        called, ids, row = {}, torch.zeros(1, 2, dtype=torch.long), torch.arange(1)
+        runs = (
+            lambda: self.full(ids, row),
+            lambda: self.step(ids, self.call("new", 1, 2, kind=self.kinds[0]), None, torch.arange(2)[None], row, None),
+        )
+        outputs = {}
+        for self.numpy in (False, True):
+            outputs[self.numpy] = found = []
+            for run in runs:
+                hook = register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module))
+                with hook, suppress(Exception, SystemExit):  # it will raise again, where we report it
+                    found.append(run())
+            if len(found) == len(runs):
+                break
+        self.numpy = len(outputs.get(True, ())) > len(outputs[False])
         self.modules = [*dict.fromkeys((*self.modules, *called))]
+        if self.weights:
+            self.modules.append(self.weights)
         if self.modules:
             self.modules.append(self.inputs)
-        return logits
+        return next((logits for logits in outputs[self.numpy] if isinstance(logits, torch.Tensor)), None)
 
 
 def asks_for(function, name):
@@ -159,8 +224,8 @@ def asks_for(function, name):
 def kind_of(output):
     if isinstance(output, tuple):
         return f"({', '.join(map(kind_of, output))})"
-    if isinstance(output, torch.Tensor):
-        return f"a tensor {tuple(output.shape)}"
+    if hasattr(output, "shape"):
+        return f"a {'tensor' if isinstance(output, torch.Tensor) else type(output).__name__} {tuple(output.shape)}"
     return f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
 
 

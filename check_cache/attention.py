@@ -7,8 +7,11 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from check_cache.adapters import tensor_of
+
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+ACTIVE = []  # the Watch of the moment
 WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 
@@ -49,6 +52,14 @@ class Watch(TorchFunctionMode):
         self.reads, self.calls, self.stop = [], 0, stop
         self.product = None  # the operands of the newest product, and its shape
 
+    def __enter__(self):
+        ACTIVE.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        ACTIVE.remove(self)
+        return super().__exit__(*error)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.calls += 1
@@ -73,6 +84,16 @@ class Watch(TorchFunctionMode):
                 if weights.shape[-2:] == newest.weights.shape[-2:]:
                     newest.weights, newest.value = weights, value  # after dropout, if any
         return result
+
+
+def show_attention(weights, query=None, key=None, value=None):
+    """Show what attention reads where we cannot see it: in another framework, or a kernel of your own.
+
+    weights (B, heads, T, slots) after the softmax, query (B, heads, T, size), key and value (B, heads, slots, size).
+    Outside a check, this does nothing, so the call may stay in your code.
+    """
+    if ACTIVE:
+        ACTIVE[-1].reads.append(Read(*map(tensor_of, (weights, query, key, value))))
 
 
 def operands_of(function, args):

@@ -34,6 +34,7 @@ def check_cache(
     context: int | None = None,
     window: int | None = None,
     pad: int | None = None,
+    weights: dict[str, object] | None = None,
     inputs: dict[str, Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -51,6 +52,8 @@ def check_cache(
     full, new, step, and those up to pad
                or an adapter as functions and facts. README.md describes them. If we cannot find the module from them,
                pass it as `model`: we perturb its weights and restore them afterwards
+    weights    {name: array}, of a decoder that is not PyTorch's: we perturb them, in place or through functions that
+               take `weights`, and restore them afterwards
     inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
@@ -80,11 +83,12 @@ def check_cache(
     beyond = [f"more than {length} tokens or {ROWS} rows", "most sizes of chunks"]
     beyond += [f"caches other than {' and '.join(kinds)}", "other dtypes", "scenarios combined"]
     if not decoder.modules:
-        beyond.append("perturbed weights and float64, because we found no module with weights: pass it as model=")
+        lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
+        beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
-    named = decoder.modules[:1] if model is None else [model]
-    name = type(named[0]).__name__ if named else "a decoder"
+    named = decoder.modules[:1] if model is None and not decoder.weights else [model]
+    name = type(named[0]).__name__ if named and named[0] is not None else "a decoder"
     title = f"{name}: {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     return Report(title, results, ", ".join(beyond))
 
@@ -103,10 +107,11 @@ def prepared(decoder, dtype, device, seed):
     with torch.random.fork_rng(generators), torch.no_grad(), where:
         with changed(decoder.modules, lambda tensor: tensor.data.to(device)):
             logits = decoder.find_called_modules()
-        if dtype and not decoder.modules:
+        if dtype and (decoder.weights or not decoder.modules):
             raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
         draw = torch.Generator().manual_seed(seed)
-        dtype = dtype or (torch.float32 if decoder.modules or logits is None else logits.dtype)
+        ours = decoder.modules and not decoder.weights
+        dtype = dtype or (torch.float32 if ours or logits is None else logits.dtype)
         with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
             torch.manual_seed(seed)
             for module in decoder.modules:

@@ -72,8 +72,11 @@ class Stream:
     def fail(self, at):
         """Feed a token, but stop the step at call number `at` of torch."""
         ids, _, pos, mask = self.next(1)
+        if self.decoder.numpy:
+            raise NotImplementedError("we can only interrupt PyTorch")
         with suppress(Interruption), Watch(stop=at):
             self.decoder.step(ids, self.cache, mask, pos, self.rows, None)
+            raise NotImplementedError("the step calls no function of torch, so we cannot interrupt it")
 
     def crop(self, count):
         """Take back the newest `count` tokens."""

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
-from check_cache import check_cache, copies_of
+from check_cache import check_cache, copies_of, show_attention
 from check_cache.__main__ import main
 from check_cache.adapters import METHODS
 from test_families import family
@@ -260,6 +261,90 @@ def test_a_step_may_overwrite_its_ids():
         return ids[:, -count:].clone() + ids.zero_()[:, :1]
 
     check_cache(**functions(model, full=full, generate=generate), scenarios=["decode", "generate"]).assert_correct()
+
+
+# -- arrays of any framework -------------------------------------------------------------------------------------------
+
+
+class NumPy:
+    """A decoder and its cache without torch, which reads nothing but NumPy arrays."""
+
+    def __init__(self, seed=0):
+        draw, size = (
+            np.random.default_rng(seed),
+            dict(wte=(50, 16), wpe=(64, 16), q=(16, 16), k=(16, 16), head=(16, 50)),
+        )
+        self.weights = {name: draw.normal(size=shape, scale=0.3).astype("float32") for name, shape in size.items()}
+
+    def run(self, ids, cache, pos, weights=None, shows=False):
+        assert isinstance(ids, np.ndarray) and isinstance(pos, np.ndarray)
+        w = self.weights if weights is None else weights
+        x = w["wte"][ids] + w["wpe"][pos]
+        q, k = x @ w["q"], np.concatenate((*cache, x @ w["k"]), 1)
+        cache[:] = [self.keep(k)]
+        T, t = q.shape[1], k.shape[1]
+        scores = np.exp(np.where(np.tri(T, t, t - T, bool), q @ k.swapaxes(1, 2), -np.inf))
+        scores = scores / scores.sum(-1, keepdims=True)
+        if shows:
+            show_attention(*(part[:, None] for part in (scores, q, k, k)))
+        return (x + scores @ k) @ w["head"]
+
+    def keep(self, keys):
+        return keys
+
+    def adapter(self, **more):
+        full = lambda ids, **options: self.run(ids, [], np.arange(ids.shape[1]), **options)  # noqa: E731
+        step = lambda ids, cache, pos, **options: self.run(ids, cache, pos, **options)  # noqa: E731
+        if "weights" in more:
+            full, step = (lambda ids, weights: self.run(ids, [], np.arange(ids.shape[1]), weights)), self.step
+        return dict(full=full, new=lambda rows, length: [], step=step, context=64, length=48) | more
+
+    def step(self, ids, cache, pos, weights):
+        return self.run(ids, cache, pos, weights)
+
+
+def test_a_decoder_without_torch_gets_numpy_arrays_and_its_weights_are_perturbed():
+    model = NumPy()
+    check_cache(**model.adapter()).assert_correct(require=["decode", "chunks that double", "two caches at once"])
+
+    seen = set()
+    full = lambda ids: seen.add(model.weights["k"].sum()) or model.run(ids, [], np.arange(ids.shape[1]))  # noqa: E731
+    step = lambda ids, cache, pos: model.run(ids, cache, pos)  # noqa: E731
+    before = {name: array.copy() for name, array in model.weights.items()}
+    model.weights["head"][:] = 0  # hides everything before it, unless we perturb it
+    report = check_cache(**model.adapter() | dict(full=full, step=step, weights=model.weights))
+    report.assert_correct(require="decode")
+    assert len(seen) > 1 and before["k"].sum() in seen and not model.weights["head"].any()
+    assert report.title.startswith("a decoder: 48 tokens") and "perturbed weights" not in report.beyond
+    assert all((model.weights[name] == before[name]).all() for name in before if name != "head")
+
+
+def test_weights_that_cannot_be_changed_in_place_are_passed_to_functions():
+    """As those of JAX."""
+    model = NumPy()
+    for array in model.weights.values():
+        array.flags.writeable = False
+    check_cache(**model.adapter(weights=model.weights)).assert_correct(require="decode")
+    with pytest.raises(
+        TypeError, match=r"weights\['wte'\] cannot be changed in place, so `full` and `step` have to take"
+    ):
+        check_cache(**NumPy().adapter() | dict(weights=model.weights))
+    with pytest.raises(ValueError, match="we found no module to convert"):
+        check_cache(**model.adapter(weights=model.weights), dtype="bfloat16")
+
+
+def test_a_decoder_without_torch_can_show_its_attention():
+    class Broken(NumPy):
+        def keep(self, keys):
+            keys = keys.copy()
+            keys[:, 7:8] = 0
+            return keys
+
+    model = Broken()
+    full, step = (lambda ids: model.run(ids, [], np.arange(ids.shape[1]), shows=True)), model.run
+    adapter = model.adapter() | dict(full=full, step=lambda ids, cache, pos: step(ids, cache, pos, shows=True))
+    (result,) = check_cache(**adapter, scenarios="decode", skip="from").results
+    assert "layer 0: slot 7 should hold the key and value of row 0, position 7, but holds zeros" in result.why, result
 
 
 # -- what "correct" covers --------------------------------------------------------------------------------------------
@@ -569,7 +654,11 @@ CALLED = "cannot be called as README.md says: "
             LOGITS + r"a tensor \(3, 2, 7\)",
         ),
         (dict(step=lambda ids, cache, hidden: None), f"step {CALLED}missing a required argument: 'hidden'"),
-        (dict(full=lambda ids: ids.numpy()), r"full must return .*, a tensor \(., 24, V\), but returned a ndarray"),
+        (
+            dict(full=lambda ids: ids.numpy()),
+            r"full must return .*, a tensor \(., 24, V\), but returned a ndarray \(., 24\)",
+        ),
+        (dict(full=lambda ids: ids.tolist()), r"full must return .*, a tensor \(., 24, V\), but returned a list"),
         (dict(full=lambda ids, extra: ids), f"full {CALLED}missing a required argument: 'extra'"),
         (dict(new=lambda rows: Cache()), f"new {CALLED}too many positional arguments"),
         (dict(reorder=lambda cache: None), f"reorder {CALLED}too many positional arguments"),
