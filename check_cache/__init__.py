@@ -4,6 +4,7 @@ from check_cache.adapters import copies_of
 from check_cache.attention import show_attention
 from check_cache.check import check_cache
 from check_cache.report import Report, Result
+from check_cache.scenarios import scenario
 
 __version__ = "0.2.0"
-__all__ = ["Report", "Result", "check_cache", "copies_of", "show_attention"]
+__all__ = ["Report", "Result", "check_cache", "copies_of", "scenario", "show_attention"]

@@ -11,6 +11,8 @@ from check_cache.adapters import tensor_of
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+# what hides attention from us, and its name in a report
+HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
 ACTIVE = []  # the Watch of the moment
 WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
@@ -37,6 +39,12 @@ def shaped(read, B, T, front):
     return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
 
 
+def joined(reads):
+    """Return one read of all rows, from one per row."""
+    parts = zip(*((read.weights, read.query, read.key, read.value) for read in reads))
+    return Read(*(None if any(x is None for x in part) else torch.cat(part) for part in parts))
+
+
 class Interruption(Exception):
     """Stands for whatever stops a step: no memory, a refused id, Ctrl-C."""
 
@@ -49,7 +57,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, stop=None):
         super().__init__()
-        self.reads, self.calls, self.stop = [], 0, stop
+        self.reads, self.calls, self.stop, self.hidden = [], 0, stop, None
         self.product = None  # the operands of the newest product, and its shape
 
     def __enter__(self):
@@ -67,6 +75,11 @@ class Watch(TorchFunctionMode):
             raise Interruption
         result = function(*args, **kwargs)
         if function not in WATCHED:
+            if name := HIDING.get(getattr(function, "__name__", None)):
+                self.hidden = f"{name} hides it"
+                if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):
+                    why = "replaces your mask by one that is causal from slot 0, so a token sees the first slots alone"
+                    self.hidden = f"nn.MultiheadAttention(need_weights=False, is_causal=True) {why}"
             return result
         if function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention

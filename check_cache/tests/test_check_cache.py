@@ -315,7 +315,10 @@ def test_a_decoder_without_torch_gets_numpy_arrays_and_its_weights_are_perturbed
     report = check_cache(**model.adapter() | dict(full=full, step=step, weights=model.weights))
     report.assert_correct(require="decode")
     assert len(seen) > 1 and before["k"].sum() in seen and not model.weights["head"].any()
-    assert report.title.startswith("a decoder: 48 tokens") and "perturbed weights" not in report.beyond
+    assert (
+        re.match(r"a decoder: [0-9]+ of 27 scenarios ran, 48 tokens", report.title)
+        and "perturbed weights" not in report.beyond
+    )
     assert all((model.weights[name] == before[name]).all() for name in before if name != "head")
 
 
@@ -681,8 +684,8 @@ def test_an_exception_of_the_author_is_named_with_its_line():
         raise IndexError("no such page")
 
     report = check_cache(**functions(Decoder(), step=step), scenarios=["decode"])
-    assert report.exit_code == 1
-    assert re.fullmatch(r"raises IndexError at test_check_cache\.py:[0-9]+: no such page", report.results[0].why)
+    said = r"the first step, with an empty cache, raises IndexError at test_check_cache\.py:[0-9]+: no such page"
+    assert report.exit_code == 2 and re.fullmatch(said, report.results[0].why), report
 
 
 def test_a_context_that_is_too_short_is_named():
@@ -988,7 +991,7 @@ def test_state_that_grows_with_the_longest_sequence():
     model = tiny("llama", max_position_embeddings=32, rope_parameters=rope)
     new, step = lambda rows, length: None, lambda ids, cache: model(ids, past_key_values=cache).logits
     report = check_cache(full=lambda ids: model(ids).logits, new=new, step=step, length=96, scenarios=["decode"])
-    assert report.exit_code == 2 and re.search("change by .* when later tokens are left out", report.results[0].why)
+    assert report.exit_code == 2 and re.search("change when later tokens are left out", report.results[0].why)
 
 
 def test_a_model_that_does_not_look_back_cannot_be_judged():
