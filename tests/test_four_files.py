@@ -36,7 +36,7 @@ NEED_EXTRAS = [
     "data/prepare.py --input data/sample.txt --tokenizer bpe",
 ]
 MISTAKES = [
-    (command, "the folder extras of the repository", 2 if any(flag in command for flag in EXTRAS_FLAGS) else 1)
+    (command, "the folder extras of the repository", 2 if "sample" in command and any(flag in command for flag in EXTRAS_FLAGS) else 1)
     for command in NEED_EXTRAS
 ]
 MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2) for name in ("train", "sample")]
