@@ -117,13 +117,11 @@ class KVCache:
 
         Returns the keys and values of all positions so far, `(B, nkv, length + T, hs)` each.
         """
-        if layer == len(self.key):
-            self.key.append(self._buffer(k))
-            self.value.append(self._buffer(v))
-        self.key[layer].index_copy_(2, pos, k)
-        self.value[layer].index_copy_(2, pos, v)
+        key, value = self._buffers(layer, k, v)
+        key.index_copy_(2, pos, k)
+        value.index_copy_(2, pos, v)
         t = self.length + k.size(2)
-        return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
+        return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
     def mask(self, pos):
         """Return which slots each query may see, `(T, length + T)` bool: those up to its own position. None: all."""
@@ -133,19 +131,23 @@ class KVCache:
 
     def select(self, rows):
         """Make row i a copy of row rows[i], for example to let several samples share the prefill of their prompt."""
-        with torch.inference_mode(False):  # as in _buffer
+        with torch.inference_mode(False):  # as in _buffers
             self.key = [key[rows] for key in self.key]
             self.value = [value[rows] for value in self.value]
         self.batch_size = len(rows)
 
-    def _buffer(self, x):
-        """Return a buffer of zeros for all slots of keys or values like x `(B, nkv, T, hs)`, in its dtype.
+    def _buffers(self, layer, k, v):
+        """Return the keys and values of a layer, `(B, nkv, slots, hs)` each, in the dtypes of k and v.
 
-        We allocate all slots at once, because growing with torch.cat would copy the cache at every step.
+        The first call makes them, all slots at once, because growing with torch.cat would copy the cache at every step.
+        We fill them with zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
         """
-        B, nkv, _, hs = x.shape
-        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-            return torch.zeros(B, nkv, self.slots, hs, dtype=x.dtype, device=x.device)
+        if layer == len(self.key):
+            B, nkv, _, hs = k.shape
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+                self.key.append(torch.zeros(B, nkv, self.slots, hs, dtype=k.dtype, device=k.device))
+                self.value.append(torch.zeros(B, nkv, self.slots, hs, dtype=v.dtype, device=v.device))
+        return self.key[layer], self.value[layer]
 
 
 class Head:

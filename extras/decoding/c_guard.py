@@ -25,7 +25,7 @@ from extras.decoding.c_library import CompileError, NotHereError
 # the hash that the message names. Comments, docstrings and the layout of the code do not count.
 REPEATED = {
     "KVCache.extend": ("ca294b86775f9ebe", "plan, accept"),
-    "KVCache.update": ("9487d4d5f80b43d5", "forward"),
+    "KVCache.update": ("3b5940b267508d45", "forward"),
     "KVCache.mask": ("c311860223dddbd5", "forward"),
     "rotate": ("67c046e513b3b9a3", "rotate"),
     "CausalSelfAttention.project": ("7c18ab5bd3ee8161", "forward"),

@@ -46,11 +46,12 @@ class RaggedCache(KVCache):
     def update(self, layer, pos, k, v):
         if pos.dim() == 1:
             return super().update(layer, pos, k, v)
+        key, value = self._buffers(layer, k, v)
         rows = torch.arange(len(k), device=pos.device)[:, None]
+        key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
+        value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
         t = self.length + k.size(2)
-        self.key[layer].transpose(1, 2)[rows, pos] = k.transpose(1, 2)
-        self.value[layer].transpose(1, 2)[rows, pos] = v.transpose(1, 2)
-        return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
+        return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
     def mask(self, pos):
         if pos.dim() == 1:
@@ -66,12 +67,12 @@ def prefill(model, state, slots):
     prompts = rows_by_prompt(state)
     firsts = [rows[0] for rows in prompts]
     longest = int(state.end[firsts].max()) - 1
+    if longest == 0:
+        return RaggedCache(model.config, len(state.end), slots)
     cache = RaggedCache(model.config, len(firsts), slots)
     fed = state.tokens[firsts, :longest].to(model.lm_head.weight.device)
-    if longest == 0:  # a dummy token allocates the buffers; the first step overwrites it
-        fed = state.tokens[firsts, :1].to(fed.device)
-    with cache.extend(0, len(firsts), fed.size(1)):
-        model.hidden_states(fed, torch.arange(fed.size(1), device=fed.device), cache)
+    with cache.extend(0, len(firsts), longest):
+        model.hidden_states(fed, torch.arange(longest, device=fed.device), cache)
     if len(firsts) < len(state.end):
         prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
         cache.select([prompt_of[row] for row in range(len(state.end))])

@@ -16,19 +16,21 @@ class StaticCache(KVCache):
     """A KVCache that always reads all its slots, so that no shape depends on its length."""
 
     def update(self, layer, pos, k, v):
-        if layer == len(self.key):
-            super().update(layer, pos, k, v)
-        self.key[layer].index_copy_(2, pos, k)
-        self.value[layer].index_copy_(2, pos, v)
-        return self.key[layer], self.value[layer]
+        key, value = self._buffers(layer, k, v)
+        key.index_copy_(2, pos, k)
+        value.index_copy_(2, pos, v)
+        return key, value
 
     def mask(self, pos):
         return torch.arange(self.slots, device=pos.device) <= pos[:, None]
 
-    def _buffer(self, x):
-        buffer = super()._buffer(x)
-        torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
-        return buffer
+    def _buffers(self, layer, k, v):
+        if layer < len(self.key):
+            return self.key[layer], self.value[layer]
+        buffers = super()._buffers(layer, k, v)
+        for buffer in buffers:
+            torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
+        return buffers
 
 
 class CompiledGPT:
