@@ -38,6 +38,7 @@ from model import (
 SEPARATOR = "\n---------------\n"  # between samples
 PRETRAINED = Path(__file__).resolve().parent / "assets" / "shakespeare.pt"
 EXTRAS_FLAGS = ("--draft", "--compile", "--engine", "--weights", "--explain", "--meta")
+NEEDS_EXTRAS = "needs the folder extras of the repository, next to model.py"
 # A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
 NEAR_TIE = 1e-4
 SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
@@ -86,12 +87,10 @@ def parse_args(parser):
     args, unknown = parser.parse_known_args()
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = parser._option_string_actions
         if name in EXTRAS_FLAGS:
-            parser.error(f"{name} needs the folder extras of the repository, next to model.py")
-        similar = difflib.get_close_matches(name, known, n=1)
-        hint = f": did you mean {similar[0]}?" if similar else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            parser.error(f"{name} {NEEDS_EXTRAS}")
+        names = [option.removeprefix("--") for option in parser._option_string_actions]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_miss(unknown, names)}")
     if args.verify and args.dtype != "float32":
         parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if "" in (args.ckpt, args.out_dir):
@@ -99,6 +98,15 @@ def parse_args(parser):
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     return args
+
+
+def near_miss(words, names):
+    """Return ", did you mean --NAME?" for the first word that resembles the name of a flag, or "" if none does."""
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and (close := difflib.get_close_matches(name, names, n=1)):
+            return f", did you mean --{close[0]}?"
+    return ""
 
 
 def boolean(text):
@@ -190,10 +198,13 @@ def encode_prompt(prompt, tokenizer):
     return tokenizer.encode(prompt)
 
 
-def check_stops(stops, tokenizer):
-    """Raise ValueError for a stop string with a character that the model could never generate."""
-    for stop in stops:
-        tokenizer.encode(stop)
+def read_prompts(args, tokenizer, block_size):
+    """Return (prompts, num_new): the ids of each prompt, and how many new tokens to ask for. Raises ValueError."""
+    prompts = [encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
+    for stop in args.stop:
+        tokenizer.encode(stop)  # the model could never generate an unknown character
+    lengths = [len(prompt) for prompt in prompts]
+    return prompts, choose_num_new(args, lengths, block_size, tokenizer.unit)
 
 
 def choose_num_new(args, lengths, block_size, unit):
@@ -290,12 +301,18 @@ def write_texts(blocks, texts, ended):
     return times
 
 
-def report(texts, lengths, times, kv_cache):
+def num_slots(T, num_new, block_size):
+    """Return how many slots the cache has for a prompt of T tokens and num_new new ones."""
+    kept = T if T <= block_size else max(1, block_size // 2)  # --overflow slide keeps the newest half
+    return min(block_size, kept + num_new)
+
+
+def report(args, config, slots, texts, lengths, times):
     """Write time and memory to stderr.
 
-    lengths   of the prompts, in tokens
-    times     as write_texts returns them
-    kv_cache  what to say of the cache
+    slots    per row of the cache
+    lengths  of the prompts, in tokens
+    times    as write_texts returns them
     """
     new = [len(text.ids) - length for text, length in zip(texts, lengths)]
     line = f"{sum(new)} tokens: TTFT {times[0] * 1e3:.2f} ms, "  # time to first token, and time per output token
@@ -303,14 +320,13 @@ def report(texts, lengths, times, kv_cache):
         line += f"TPOT {(times[-1] - times[0]) / (max(new) - 1) * 1e3:.3f} ms, "
     print(file=sys.stderr)
     note(f"{line}{sum(new) / times[-1]:,.0f} tokens/s")
-    note(f"KV cache: {kv_cache}")
-
-
-def size_of_cache(config, slots, rows, itemsize):
-    """Return the size of a KV cache in words."""
-    factors = (config.n_layer, config.n_kv_head, config.head_size, slots, rows)
+    if not args.kv_cache:
+        note("KV cache: off")
+        return
+    factors = (config.n_layer, config.n_kv_head, config.head_size, slots, len(texts))
     formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows".format(*factors)
-    return f"{formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes"
+    itemsize = getattr(torch, args.dtype).itemsize
+    note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------
@@ -346,21 +362,26 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
     kv_cache  whether the plain loop uses the cache: the opposite of the run that we compare
     engine    what generated the texts, if it was not `model`: an OnnxGPT
     numbers   what messages call the rows; None: 0 to B - 1
-    Returns a list of (row, same, line) with a line for each difference, up to the first that is not a near-tie: then
-    `same` is False.
+    Writes what it finds to stderr, and returns whether the texts are the same, up to near-ties.
     """
     T = idx.size(1)
     device = idx.device
+    numbers = numbers or range(len(texts))
+    their_run, our_run = ("with the cache", "without the cache")[:: 1 if kv_cache else -1]
+    if engine:
+        their_run, our_run = f"in PyTorch {their_run}", f"in ONNX Runtime {our_run}"
     new = [text.ids[T:] for text in texts]
-    numbers = range(len(texts)) if numbers is None else numbers
     asked = sampling.num_new_tokens(T, num_new, model.config.block_size)
     for number, text, tokens in zip(numbers, texts, new):
         if len(tokens) < asked and not text.ended:
-            return [(number, False, f"DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")]
+            note(f"verify: DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")
+            return False
+
+    # pick again, and collect the differences up to the first that is not a near-tie
     steps = max(map(len, new))
     forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=device)
     samples = sampling.samples_of(len(texts), device)
-    differences = []  # (row, step, both tokens, logits of the plain loop)
+    differences = []  # (row, step, our token and theirs, their logits)
     same = True
     for step, (picks, logits) in enumerate(generate(model, idx, steps, sampling, kv_cache, forced=forced)):
         for row in (picks != forced[:, step]).nonzero().flatten().tolist():
@@ -372,49 +393,27 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
                 differences.append((row, step, both, logits[row].float()))
         if not same:
             break
-    if not differences:
-        return []
 
-    # for the lines, run our way again, after the same tokens
-    their_way, our_way = which_run(kv_cache, engine)
-    our_steps = generate(engine or model, idx, differences[-1][1] + 1, sampling, not kv_cache, forced=forced)
-    our_logits = [logits.float() for _, logits in our_steps]
-    found = []
+    # show them, with the logits of our own run after the same tokens
+    if differences:
+        our_steps = list(generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced))
     for row, step, both, theirs in differences:
-        ours = our_logits[step][row]
+        ours = our_steps[step][1][row].float()
         names = ", but ".join(repr(tokenizer.show(token)) for token in both)
         a, b = (" and ".join(f"{x:.5f}" for x in logits[both].tolist()) for logits in (ours, theirs))
-        number = numbers[row]
-        line = f"row {number}, new token {step}: {names} {their_way}. Logits of the two: {a} {our_way}, {b} {their_way}"
-        found.append((number, True, f"near-tie at {line}. Rounding decides between logits this close"))
-    if not same:
-        agree = ". The logits agree, so the two sampled differently" * bool((ours - theirs).abs().max() <= NEAR_TIE)
-        found[-1] = (number, False, f"DIFFERENT at {line}{agree}")
-    return found
-
-
-def which_run(kv_cache, engine):
-    """Return what messages call the plain loop, with or without the cache, and the run that we compare with it."""
-    ways = ["with the cache", "without the cache"]
-    their_way, our_way = ways if kv_cache else ways[::-1]
-    return (f"in PyTorch {their_way}", f"in ONNX Runtime {our_way}") if engine else (their_way, our_way)
-
-
-def report_differences(found, texts, num_new, their_way):
-    """Write the lines of verify and a conclusion to stderr. Returns whether the texts are the same, up to near-ties.
-
-    num_new  how many new tokens the texts have together
-    """
-    for _, _, line in found:
-        note(f"verify: {line}")
-    if not all(same for _, same, _ in found):
-        return False
-    num_equal = len(texts) - len({row for row, _, _ in found})
-    if found:
-        note(f"verify: OK up to near-ties, {num_equal} of {len(texts)} samples match the run {their_way}")
-    else:
-        note(f"verify: OK, {num_new} tokens match the run {their_way} ({num_equal} of {len(texts)} samples)")
-    return True
+        line = f"row {numbers[row]}, new token {step}: {names} {their_run}. "
+        line += f"Logits of the two: {a} {our_run}, {b} {their_run}"
+        if same or (row, step) != differences[-1][:2]:
+            note(f"verify: near-tie at {line}. Rounding decides between logits this close")
+        else:
+            agree = (ours - theirs).abs().max() <= NEAR_TIE
+            hint = ". The logits agree, so the two sampled differently" if agree else ""
+            note(f"verify: DIFFERENT at {line}{hint}")
+    if same:
+        found = f"OK, {sum(map(len, new))} tokens match" if not differences else "OK up to near-ties, texts match"
+        num_equal = len(texts) - len({row for row, *_ in differences})
+        note(f"verify: {found} the run {their_run} ({num_equal} of {len(texts)} samples)")
+    return same
 
 
 def report_speedup(name, cached, uncached):
@@ -422,12 +421,6 @@ def report_speedup(name, cached, uncached):
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
-
-
-def num_slots(T, num_new, block_size):
-    """Return how many slots the cache has for a prompt of T tokens and num_new new ones."""
-    kept = T if T <= block_size else max(1, block_size // 2)  # --overflow slide keeps the newest half
-    return min(block_size, kept + num_new)
 
 
 def plain_blocks(model, idx, num_new, sampling, kv_cache, shared):
@@ -467,21 +460,19 @@ def main():
     # the model and the prompts
     try:
         path = find_checkpoint(args.ckpt, args.out_dir)
-        if path.is_dir():
-            return need_extras(extras, f"the Hugging Face folder {path}").main(args)
         read = extras.load_checkpoint if extras else load_checkpoint  # extras reads nanoGPT's files, too
-        checkpoint = read(path)
-        if "tokenizer" in checkpoint:
-            return need_extras(extras, f"{path}, whose tokens are not characters,").main(args)
+        checkpoint = None if path.is_dir() else read(path)
+        if checkpoint is None or "tokenizer" in checkpoint:
+            if extras:
+                return extras.main(args)
+            raise ValueError(f"{path} {NEEDS_EXTRAS}")
         tokenizer = char_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
         put_on_device(model, args.device, args.dtype)
-        prompts = [encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
+        prompts, num_new = read_prompts(args, tokenizer, model.config.block_size)
         T = len(prompts[0])
         if any(len(prompt) != T for prompt in prompts):
-            need_extras(extras, "a batch of prompts of different lengths")
-        check_stops(args.stop, tokenizer)
-        num_new = choose_num_new(args, [T], model.config.block_size, tokenizer.unit)
+            raise ValueError(f"a batch of prompts of different lengths {NEEDS_EXTRAS}")
         samples = list(range(args.num_samples)) * len(prompts)
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     except (ValueError, OSError) as error:
@@ -497,29 +488,17 @@ def main():
     times = write_texts(blocks, texts, [False] * len(rows))
 
     # report, and check
-    size = "off"
-    if args.kv_cache:
-        slots = num_slots(T, num_new, model.config.block_size)
-        itemsize = getattr(torch, args.dtype).itemsize
-        size = size_of_cache(model.config, slots, len(rows), itemsize)
-    report(texts, [T] * len(rows), times, size)
+    slots = num_slots(T, num_new, model.config.block_size)
+    report(args, model.config, slots, texts, [T] * len(rows), times)
     if args.verify:
         torch.set_num_threads(all_threads)
         began = time.perf_counter()
-        found = verify(model, idx, texts, num_new, sampling, not args.kv_cache, tokenizer)
-        seconds = times[-1], time.perf_counter() - began
-        their_way, _ = which_run(not args.kv_cache, None)
-        same = report_differences(found, texts, sum(len(text.ids) - T for text in texts), their_way)
+        same = verify(model, idx, texts, num_new, sampling, not args.kv_cache, tokenizer)
+        seconds = time.perf_counter() - began
         if same and len(times) > 1:
-            report_speedup("with the cache", *(seconds if args.kv_cache else seconds[::-1]))
+            cached, uncached = (times[-1], seconds) if args.kv_cache else (seconds, times[-1])
+            report_speedup("with the cache", cached, uncached)
         sys.exit(0 if same else 1)
-
-
-def need_extras(extras, what):
-    """Return the module of extras that does what the four files cannot. Raises ValueError if the folder is missing."""
-    if extras is None:
-        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
-    return extras
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def main():
     add("--device", help="for example cuda (default: where the model is)")
     add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
     add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
+    add("--may_miss", nargs="+", metavar="WORD", help="scenarios that need not run, of decode, chunks and left padding")
     add("--require", nargs="+", metavar="WORD", default=(), help="exit with 2 if one of these scenarios cannot run")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
     add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own or static")

@@ -11,21 +11,30 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from check_cache.huggingface import METHODS, Transformers, is_model, refusals
 from check_cache.report import AdapterError, first_line
+from check_cache.texts import ROWS, TWIN
 
-ROWS = 8  # sequences
 NEEDED = ("full", "new", "step")
-# what an adapter may do with its cache, and the method of a cache that does it otherwise
-METHODS = dict(crop="crop", reorder="reorder_cache", reset="reset")
-METHODS |= dict(repeat="batch_repeat_interleave", select="batch_select_indices")
-PARTS = (*NEEDED, *METHODS, "fork", "generate", "vocab_size", "context", "window", "pad")
+PARTS = (
+    *NEEDED,
+    *METHODS,
+    "fork",
+    "generate",
+    "vocab_size",
+    "context",
+    "window",
+    "chunk",
+    "pad",
+    "weights",
+    "must_run",
+)
 
 
 def adapter_of(model, parts, inputs):
     """Return the adapter of a model, or of the functions in `parts`."""
     if not parts:
-        known = not hasattr(model, "step") and getattr(model, "get_output_embeddings", lambda: None)() is not None
-        owner = Transformers(model) if known else model
+        owner = Transformers(model) if is_model(model) else model
         parts = {name: getattr(owner, name) for name in PARTS if hasattr(owner, name)}
         if "generate" in parts and not asks_for(parts["generate"], "use_cache"):
             del parts["generate"]  # the object may have one of its own
@@ -49,20 +58,84 @@ def copies_of(model, setup=lambda model, rows, length: None):
     return MethodType(new, model)  # so that we find the model
 
 
+def tensor_of(array):
+    """Return an array of any framework as a tensor of its own. Anything else comes back as it is."""
+    if isinstance(array, torch.Tensor) or not (hasattr(array, "__array__") or hasattr(array, "__dlpack__")):
+        return array
+    try:
+        tensor = torch.from_dlpack(array)
+    except Exception:  # a variable, an array that cannot be written, or one on another device
+        tensor = torch.as_tensor(array.__array__())
+    return tensor.to(torch.get_default_device(), copy=True)
+
+
+class Weights(nn.Module):
+    """Arrays of another framework as parameters, so that we can perturb them.
+
+    We write them back into arrays that can be changed. Functions that take `weights` get all of them in a dict.
+    """
+
+    def __init__(self, arrays, taken):
+        super().__init__()
+        self.arrays, self.taken = arrays, taken
+        copies = [tensor_of(array).clone() for array in arrays.values()]
+        self.copies = nn.ParameterList(nn.Parameter(copy, requires_grad=False) for copy in copies)
+        self.dtypes = [copy.dtype for copy in copies]
+
+    def current(self):
+        """Return {name: tensor}, or a NumPy array for what is no tensor."""
+        current = {name: copy.to(dtype) for name, copy, dtype in zip(self.arrays, self.copies, self.dtypes)}
+        return {k: x if isinstance(self.arrays[k], torch.Tensor) else x.numpy(force=True) for k, x in current.items()}
+
+    def write(self):
+        for (name, new), array in zip(self.current().items(), self.arrays.values()):
+            try:
+                array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
+            except (TypeError, ValueError, AttributeError) as error:  # an array of JAX, for example
+                if not self.taken:
+                    text = f"weights[{name!r}] cannot be changed in place, so `full` and `step` have to take `weights`"
+                    raise TypeError(f"{text}: {first_line(error)}") from None
+
+
 class Adapter:
     """A decoder given as functions, or as an object with these methods."""
 
     def __init__(self, model, parts, inputs):
         owners = [getattr(part, "__self__", part) for part in (model, *parts.values())]
         self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
-        self.context, self.window, self.pad = parts.get("context"), parts.get("window"), parts.get("pad") or 0
+        self.context, self.window, self.chunk = (parts.get(name) for name in ("context", "window", "chunk"))
+        self.pad, self.must_run = parts.get("pad") or 0, parts.get("must_run") or ("decode",)
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
+        self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
+        self.notes = []  # what else a report says that no scenario covers
+        self.offers = {}  # of each kind of cache, which functions and methods there are
+        self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
+        if "weights" in parts:
+            self.weights = Weights(parts["weights"], all(self.takes(part, "weights") for part in ("full", "step")))
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
+            tensor = tensor_of(tensor)
             if len(tensor) != ROWS:
                 raise ValueError(f"inputs[{name!r}]: must have one entry for each of the {ROWS} sequences")
-            # rows 3 to 5 begin like rows 0 to 2
-            self.inputs.register_buffer(name, torch.cat((tensor[:3], tensor[:3], tensor[6:])))
+            first = tensor[:TWIN]  # of the rows that begin like these
+            self.inputs.register_buffer(name, torch.cat((first, first, tensor[2 * TWIN :])))
+
+    @property
+    def converts(self):
+        """Whether the weights can be converted to another dtype."""
+        return bool(self.modules) and self.weights is None
+
+    def lacks(self, kind, need):
+        """Return why a scenario that needs this cannot run, or None. need: a part, or "part.argument"."""
+        part, _, argument = need.partition(".")
+        the = "the step" if part == "step" else part
+        if part in METHODS:
+            return None if part in self.offers.get(kind, METHODS) else f"the cache has no {METHODS[part]}"
+        if part == "window":
+            return None if self.window else "there is no window"
+        if part not in self.parts:
+            return f"there is no {part}(ids, count, use_cache)"
+        return f"{the} takes no {argument}" if argument and not self.takes(part, argument) else None
 
     @cached_property
     def vocab_size(self):
@@ -74,9 +147,14 @@ class Adapter:
     def call(self, part, *needed, rows=None, **optional):
         """Pass the arguments that are needed in order, and by name the inputs and those that the function has."""
         function = self.parts[part]
+        if self.weights:
+            optional["weights"] = self.weights.current() if self.takes(part, "weights") else None
         known = {name: value for name, value in optional.items() if self.takes(part, name)}
         if rows is not None:
             known |= {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
+        if self.numpy:
+            array = lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x  # noqa: E731
+            needed, known = [*map(array, needed)], {name: array(value) for name, value in known.items()}
         try:
             inspect.signature(function).bind(*needed, **known)
         except TypeError as error:
@@ -89,7 +167,7 @@ class Adapter:
 
     def full(self, ids, rows):
         output = self.call("full", ids, rows=rows)
-        logits = output[0] if isinstance(output, tuple) and output else output
+        logits = tensor_of(output[0] if isinstance(output, tuple) and output else output)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
             self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
         return logits
@@ -98,6 +176,7 @@ class Adapter:
         """Return the logits (B, T or 1, V) of the next tokens, and the cache."""
         output = self.call("step", ids, cache, rows=rows, mask=mask, pos=pos, lengths=lengths)
         logits, held = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+        logits = tensor_of(logits)
         if isinstance(logits, torch.Tensor) and logits.dim() == 2:
             logits = logits[:, None]  # some decoders only return those of the last token
         B, T = ids.shape
@@ -107,27 +186,27 @@ class Adapter:
 
     def generate(self, ids, count, use_cache, mask, eos, rows):
         """Return `count` tokens or fewer per row, perhaps after the prompt."""
-        if mask is not None and not self.takes("generate", "mask"):
-            raise NotImplementedError("generate takes no mask")
-        output = self.call("generate", ids, count, use_cache, rows=rows, mask=mask, eos=eos)
+        output = tensor_of(self.call("generate", ids, count, use_cache, rows=rows, mask=mask, eos=eos))
         shaped = isinstance(output, torch.Tensor) and output.dim() == 2 and len(output) == len(ids)
         if not shaped or output.size(1) == 0 or torch.equal(output, ids):
             self.complain("generate", f"{count} new tokens per row, a tensor ({len(ids)}, {count})", output)
         return output
 
-    def change(self, cache, name, *args):
-        """Crop, reorder, ... a cache, with the function of the adapter or the method of the cache."""
+    def offer(self, cache, name):
+        """Return what crops, reorders, ... a cache, a function of the adapter or the method of the cache, or None."""
         if name in self.parts:
-            change = partial(self.call, name, cache)
-        elif name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
-            return None  # a cache inside the module: its next text starts at position 0
-        elif (change := getattr(cache, METHODS[name], None)) is None:
+            return partial(self.call, name, cache)
+        if name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
+            return lambda: None  # a cache inside the module: its next text starts at position 0
+        return getattr(cache, METHODS[name], None)
+
+    def change(self, cache, name, *args):
+        change = self.offer(cache, name)
+        if change is None:
             raise NotImplementedError(f"the cache has no {METHODS[name]}")
-        # how a cache refuses, such as a full window that cannot be cropped. Those of transformers ask each layer
-        refusals = ValueError, AttributeError if type(cache).__module__.startswith("transformers.") else ValueError
         try:
             return change(*args)
-        except refusals as error:
+        except refusals(cache) as error:  # such as a full window that cannot be cropped
             raise NotImplementedError(first_line(error)) from None
 
     def fork(self, cache):
@@ -139,17 +218,34 @@ class Adapter:
         except Exception as error:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
-    def find_called_modules(self):
-        """Add to `modules` those that `full` and `step` call, however they reach them. Return the logits of `full`."""
-        called, logits, ids, row = {}, None, torch.zeros(1, 2, dtype=torch.long), torch.arange(1)
-        hook = register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module))
-        with hook, suppress(Exception, SystemExit):  # it will raise again, where we report it
-            logits = self.full(ids, row)
-            self.step(ids, self.call("new", 1, 2, kind=self.kinds[0]), None, torch.arange(2)[None], row, None)
+    def try_out(self):
+        """Find the modules that `full` and `step` call, whether they read tensors, and what each cache offers.
+
+        Return the logits of `full`. Functions that cannot read tensors get arrays of NumPy.
+        """
+        called, outputs, ids, row = {}, {}, torch.zeros(1, 2, dtype=torch.long), torch.arange(1)
+
+        def step(kind):
+            logits, cache = self.step(ids, self.call("new", 1, 2, kind=kind), None, torch.arange(2)[None], row, None)
+            self.offers[kind] = {name for name in METHODS if self.offer(cache, name)}
+            return logits
+
+        runs = [lambda: self.full(ids, row), *(partial(step, kind) for kind in self.kinds)]
+        for self.numpy in (False, True):
+            found = outputs[self.numpy] = []
+            for run in runs:
+                hook = register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module))
+                with hook, suppress(Exception, SystemExit):  # it will raise again, where we report it
+                    found.append(run())
+            if len(found) == len(runs):
+                break
+        self.numpy = len(outputs.get(True, ())) > len(outputs[False])
         self.modules = [*dict.fromkeys((*self.modules, *called))]
+        if self.weights:
+            self.modules.append(self.weights)
         if self.modules:
             self.modules.append(self.inputs)
-        return logits
+        return next(iter(outputs[self.numpy]), None)
 
 
 def asks_for(function, name):
@@ -159,8 +255,8 @@ def asks_for(function, name):
 def kind_of(output):
     if isinstance(output, tuple):
         return f"({', '.join(map(kind_of, output))})"
-    if isinstance(output, torch.Tensor):
-        return f"a tensor {tuple(output.shape)}"
+    if hasattr(output, "shape"):
+        return f"a {'tensor' if isinstance(output, torch.Tensor) else type(output).__name__} {tuple(output.shape)}"
     return f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
 
 
@@ -168,58 +264,3 @@ def source(function):
     """Return where a function of the adapter is, in words."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-
-
-class Transformers:
-    """The adapter of a causal language model of transformers. It calls the model as generate() does."""
-
-    def __init__(self, model):
-        import transformers
-
-        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
-            raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
-        self.model, self.config = model, model.config.get_text_config(decoder=True)
-        self.static_cache = transformers.StaticCache
-        self.takes = inspect.signature(model.forward).parameters
-        self.cache_name = next((name for name in ("cache_params", "past_key_values") if name in self.takes), None)
-
-        windows = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
-        windows = [getattr(self.config, name, None) for name in windows]
-        self.vocab_size = model.get_output_embeddings().weight.size(0)
-        self.context = getattr(self.config, "max_position_embeddings", None)
-        self.window = next(filter(None, windows), None)
-        self.pad = getattr(self.config, "pad_token_id", None) or 0
-
-    def full(self, ids, **inputs):
-        return self.model(input_ids=ids, use_cache=False, **inputs).logits
-
-    def new(self, rows, length, kind):
-        if kind == "own":
-            return None  # the model makes one
-        if self.cache_name and self.model._can_compile_fullgraph:
-            return self.static_cache(config=self.config, max_cache_len=length)
-        raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
-
-    def step(self, ids, cache, mask, pos, **inputs):
-        if self.cache_name is None:  # then we only see what generate() does
-            raise NotImplementedError("the model takes no cache_params and no past_key_values")
-        more = {self.cache_name: cache, **inputs}
-        if mask is not None:  # without one, the model has to work out positions itself
-            if getattr(cache, "is_compileable", False) and hasattr(self.model, "create_masks_for_generate"):
-                embeddings = self.model.get_input_embeddings()(ids)
-                mask = self.model.create_masks_for_generate(self.config, embeddings, mask, cache)
-            given = {"attention_mask": mask, "position_ids": pos}
-            more |= {name: value for name, value in given.items() if name in self.takes}
-        output = self.model(input_ids=ids, use_cache=True, **more)
-        held = getattr(output, self.cache_name, None)
-        if held is None:
-            raise NotImplementedError("the model returns no cache")
-        return output.logits, held
-
-    def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):
-        if not self.model.can_generate():
-            raise NotImplementedError("the model has no generate()")
-        mask = torch.ones_like(ids) if mask is None else mask  # or it hides tokens with the padding id
-        end = self.vocab_size if eos is None else eos  # no token. None would mean the model's own end-of-text token
-        options = dict(max_new_tokens=count, use_cache=use_cache, eos_token_id=end, pad_token_id=self.pad)
-        return self.model.generate(ids, attention_mask=mask, do_sample=False, **options, **inputs)

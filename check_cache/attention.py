@@ -5,10 +5,14 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from check_cache.adapters import tensor_of
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+# what hides attention from us, and its name in a report
+HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
 WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 
@@ -34,6 +38,12 @@ def shaped(read, B, T, front):
     return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
 
 
+def joined(reads):
+    """Return one read of all rows, from one per row."""
+    parts = zip(*((read.weights, read.query, read.key, read.value) for read in reads))
+    return Read(*(None if any(x is None for x in part) else torch.cat(part) for part in parts))
+
+
 class Interruption(Exception):
     """Stands for whatever stops a step: no memory, a refused id, Ctrl-C."""
 
@@ -46,7 +56,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, stop=None):
         super().__init__()
-        self.reads, self.calls, self.stop = [], 0, stop
+        self.reads, self.calls, self.stop, self.hidden = [], 0, stop, None
         self.product = None  # the operands of the newest product, and its shape
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -55,7 +65,14 @@ class Watch(TorchFunctionMode):
         if self.calls == self.stop:
             raise Interruption
         result = function(*args, **kwargs)
+        if function is show_attention:
+            self.reads.append(Read(*map(tensor_of, args)))
         if function not in WATCHED:
+            if name := HIDING.get(getattr(function, "__name__", None)):
+                self.hidden = f"{name} hides it"
+                if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):
+                    why = "replaces your mask by one that is causal from slot 0, so a token sees the first slots alone"
+                    self.hidden = f"nn.MultiheadAttention(need_weights=False, is_causal=True) {why}"
             return result
         if function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
@@ -73,6 +90,16 @@ class Watch(TorchFunctionMode):
                 if weights.shape[-2:] == newest.weights.shape[-2:]:
                     newest.weights, newest.value = weights, value  # after dropout, if any
         return result
+
+
+def show_attention(weights, query=None, key=None, value=None):
+    """Show what attention reads where we cannot see it: in another framework, or a kernel of your own.
+
+    weights (B, heads, T, slots) after the softmax, query (B, heads, T, size), key and value (B, heads, slots, size).
+    Outside a check, this does nothing, so the call may stay in your code.
+    """
+    if has_torch_function((weights,)):  # a Watch is active, and sees the call
+        handle_torch_function(show_attention, (), weights, query, key, value)
 
 
 def operands_of(function, args):

@@ -13,33 +13,57 @@ from torch.nn.functional import cosine_similarity
 from check_cache.attention import shaped
 
 
-def find_cause(stream, reads, T, rows, positions, drafts):
-    """Return the cause of wrong logits, from the reads of a step of T tokens, the last of which are drafts."""
-    expected, calls = stream.reference.reads, stream.reference.calls
+def find_cause(reference, step):
+    """Return the cause of wrong logits in a step."""
+    expected, why = reference.reads, step.hidden or reference.hidden
     if not expected:
-        return "cause unknown: without a cache, we see no attention over all tokens (flex_attention hides it)"
-    if len(reads) != calls:
-        return f"cause unknown: a step calls attention {len(reads)} times, but {calls} times without a cache"
-    for layer, (call, front, wanted) in enumerate(expected):
-        read = shaped(reads[call], len(rows), T, front)
-        if cause := compare_layer(stream, read, wanted, rows[:, : T - drafts], positions[:, : T - drafts], drafts):
-            return f"layer {layer}: {cause}"
+        none = "it has none, or a kernel hides it: show_attention() makes it visible"
+        return f"cause unknown: without a cache, we see no attention over all tokens ({why or none})"
+    forwards = split(step, reference)
+    if not forwards:
+        seen = f"a step calls attention {len(step.reads)} times, but {reference.calls} times without a cache"
+        return f"cause unknown: {seen}" + (f" ({why})" if why else "")
+    for part in forwards:
+        for layer, (call, front, wanted) in enumerate(expected):
+            read = shaped(part.reads[call], *part.rows.shape, front)
+            if cause := compare_layer(reference, part, read, wanted):
+                return f"layer {layer}: {cause}"
     return "attention reads and sees what it should in all layers, as far as we can see: the mistake comes after it"
 
 
-def compare_layer(stream, read, expected, rows, positions, drafts):
+def split(step, reference):
+    """Return a Step for each forward of a step, which may feed rows or chunks one after the other, or []."""
+    calls, (B, T), (call, front, wanted) = reference.calls, step.rows.shape, reference.reads[0]
+    if len(step.reads) == calls:
+        return [step]
+    parts, row, begin = [], 0, 0
+    for i in range(0, len(step.reads) - calls + 1, calls):
+        weights = shaped(step.reads[i + call], 1, T, front).weights  # (1, B * heads, T, slots)
+        rows, end = row + weights.size(1) // wanted.weights.size(1), begin + weights.size(2)
+        if row >= B or rows == row or end > T:
+            return []
+        parts.append(step.part(slice(row, rows), begin, end))
+        parts[-1].reads = step.reads[i : i + calls]
+        row, begin = (rows, 0) if end == T else (row, end)
+    return parts if row == B and len(parts) * calls == len(step.reads) else []
+
+
+def compare_layer(reference, step, read, expected):
     """Return the cause if the attention of one layer is wrong, or None."""
-    reference, heads, T = stream.reference, expected.weights.size(1), positions.size(1) + drafts
-    if read.weights.size(2) > T == 1 and read.weights[0, ..., 0].numel() == heads:  # transformers puts a group there
+    heads, T, drafts = expected.weights.size(1), step.rows.size(1), step.drafts
+    rows, positions = step.rows[:, : T - drafts], step.positions[:, : T - drafts]
+    if read.weights.size(2) > T == 1 and read.weights[0, ..., 0].numel() == heads:  # heads that share a key, there
         read.weights, read.query = (x.reshape(len(x), heads, 1, -1) for x in (read.weights, read.query))
     if read.weights.size(2) != T:
         return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
     # how should the new tokens weigh each position, and which position is in which slot?
+    if T == drafts:
+        return None
     row, real, at = rows[:, 0], positions >= 0, positions.clamp(min=0)
     by_position = expected.weights[rows, :, at].transpose(1, 2)  # (B, heads, count, length)
-    places = place(stream, read, expected, row, T)
-    known = (places >= 0) & (places < stream.fed - stream.pads - drafts)  # drafts come from another sequence
+    places = place(reference, step, read, expected)
+    known = (places >= 0) & (places < step.fed - step.pads - drafts)  # drafts come from another sequence
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
     absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
@@ -57,12 +81,12 @@ def compare_layer(stream, read, expected, rows, positions, drafts):
         query = read.query[:, :, : T - drafts], expected.query[rows, :, at].transpose(1, 2)
         wrong_query = reference.differ(*query).any(1) & real
         # Rotary positions may count the padding, because that moves no weight. Then no key of a row is as expected.
-        counts = (stream.pads > 0) & (wrong["key"] | ~used).all(1, keepdim=True) & ~wrong["value"].any(1, keepdim=True)
+        counts = (step.pads > 0) & (wrong["key"] | ~used).all(1, keepdim=True) & ~wrong["value"].any(1, keepdim=True)
         wrong["key"], wrong_query = wrong["key"] & ~counts, wrong_query & ~counts
 
         if (off := wrong["key"] | wrong["value"]).any():
             # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
-            kept = off & (places < stream.fed - T - stream.pads)
+            kept = off & (places < step.fed - T - step.pads)
             slot, i = (kept if kept.any() else off).T.nonzero()[0].tolist()
             here = {name: (x[i, :, slot], y[i, :, slot]) for name, (x, y) in pairs.items() if wrong[name][i, slot]}
             asked = None if kept.any() else wrong_query[i, positions[i] == places[i, slot]].any()
@@ -73,7 +97,7 @@ def compare_layer(stream, read, expected, rows, positions, drafts):
             if shuffled(reference, *(x[i, :, t] for x in query)):
                 reason = "its heads are in another order"
             return f"mostly the query of {whose(row[i], positions[i, t])} is wrong: {reason}"
-    return compare_weights(stream, read.weights[:, :, : T - drafts], weights, row, positions, places)
+    return compare_weights(reference, step, read.weights[:, :, : T - drafts], weights, row, positions, places)
 
 
 def explain_slot(reference, expected, row, position, slot, here, asked):
@@ -142,10 +166,10 @@ def shuffled(reference, held, right):
     return same.any(1).all().item()
 
 
-def compare_weights(stream, got, wanted, row, positions, places):
+def compare_weights(reference, step, got, wanted, row, positions, places):
     """Return the cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
     got, wanted = same_heads(got, wanted)
-    wrong = ((got - wanted).abs() > stream.reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
+    wrong = ((got - wanted).abs() > reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
     got, wanted = got.amax(1), wanted.amax(1)
     for bad, text in (
         (wrong & (wanted == 0), "sees {}, but should not"),
@@ -156,21 +180,21 @@ def compare_weights(stream, got, wanted, row, positions, places):
             t, i, slot = bad.transpose(0, 1).nonzero()[0].tolist()
             position, where = places[i, slot].item(), f"slot {slot}"
             if position < 0:
-                where += " (padding)" if stream.pads.any() else " (the cache was not empty at position 0: see reset)"
+                where += " (padding)" if step.pads.any() else " (the cache was not empty at position 0: see reset)"
             elif position != slot:
                 where += f" (position {position})"
             text = text.format(where, got[i, t, slot].item(), wanted[i, t, slot].item())
             return f"the token of {whose(row[i], positions[i, t])} {text}"
 
 
-def place(stream, read, expected, row, T):
+def place(reference, step, read, expected):
     """Return which position is in each slot (B, slots). Once some are forgotten, only their keys show it."""
-    slots, fed = read.weights.size(-1), stream.fed
-    in_order = (torch.arange(slots) - (0 if stream.ragged else stream.pads)).expand(len(row), -1)
+    slots, fed, (B, T) = read.weights.size(-1), step.fed, step.rows.shape
+    in_order = (torch.arange(slots) - (0 if step.ragged else step.pads)).expand(B, -1)
     newest_last = in_order + fed - slots
-    if slots == fed or read.key is None or expected.key is None or stream.pads.any():
+    if slots == fed or read.key is None or expected.key is None or step.pads.any():
         return in_order if slots >= fed else newest_last
-    got, wanted = same_heads(read.key, expected.key[row])
+    got, wanted = same_heads(read.key, expected.key[step.rows[:, 0]])
     if slots > fed:  # some are empty, or a first step sees what was in the cache before it
         layouts = [in_order, newest_last] if fed == T else [in_order]
         return min(layouts, key=lambda places: (got - at_places(wanted, 2, places)).abs().sum())

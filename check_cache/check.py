@@ -1,19 +1,21 @@
 """The check itself: each scenario, for each kind of cache."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from check_cache.adapters import PARTS, ROWS, adapter_of
+from check_cache.adapters import PARTS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import AdapterError, Fault, Report, Result, Wrong, as_list, describe, first_line
-from check_cache.scenarios import Stream, scenarios_for
+from check_cache.report import AdapterError, Fault, Report, Result, StepError, Wrong, as_list, describe, first_line
+from check_cache.scenarios import SCENARIOS, Scenario
+from check_cache.stream import Stream
+from check_cache.texts import LEAST, ROWS, Sizes
 
-LEAST = 24  # tokens per row
 STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run"}
 
 
@@ -33,7 +35,9 @@ def check_cache(
     vocab_size: int | None = None,
     context: int | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     pad: int | None = None,
+    weights: dict[str, object] | None = None,
     inputs: dict[str, Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -41,6 +45,8 @@ def check_cache(
     caches: str | list[str] | None = None,
     scenarios: str | list[str] | None = None,
     skip: str | list[str] | None = None,
+    may_miss: str | list[str] | None = None,
+    more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
     rtol: float = 0.0,
     seed: int = 0,
@@ -51,12 +57,17 @@ def check_cache(
     full, new, step, and those up to pad
                or an adapter as functions and facts. README.md describes them. If we cannot find the module from them,
                pass it as `model`: we perturb its weights and restore them afterwards
+    weights    {name: array}, of a decoder that is not PyTorch's: we perturb them, in place or through functions that
+               take `weights`, and restore them afterwards
     inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
     device     where to run. None: where the model is, or on the CPU if only your functions know the model
     caches     kinds of cache: "own" or "static". None: all that the decoder has
     scenarios  only those whose name contains one of these words; skip: not those
+    may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
+    more_scenarios
+               scenarios of your own, made with @scenario
     atol, rtol for a cache that rounds on purpose: a logit may be off by atol + rtol * abs(logit)
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
 
@@ -72,21 +83,27 @@ def check_cache(
     if not LEAST <= length <= most:
         most = decoder.context or "if you give one"
         raise ValueError(f"length={length}: must be at least {LEAST}, and at most the context, {most}")
-    chosen = choose(scenarios_for(decoder.window, length, seed), scenarios, skip)
+    chosen = choose([*SCENARIOS, *more_scenarios], scenarios, skip)
+    sizes = Sizes(length, decoder.window, seed)
     with prepared(decoder, dtype, device, seed) as (dtype, device):
-        results = run_all(decoder, chosen, kinds, length, dtype, seed, atol, rtol)
+        results = run_all(decoder, chosen, kinds, sizes, dtype, atol, rtol)
     show("")
 
     beyond = [f"more than {length} tokens or {ROWS} rows", "most sizes of chunks"]
     beyond += [f"caches other than {' and '.join(kinds)}", "other dtypes", "scenarios combined"]
     if not decoder.modules:
-        beyond.append("perturbed weights and float64, because we found no module with weights: pass it as model=")
+        lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
+        beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
-    named = decoder.modules[:1] if model is None else [model]
-    name = type(named[0]).__name__ if named else "a decoder"
-    title = f"{name}: {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    return Report(title, results, ", ".join(beyond))
+    beyond += dict.fromkeys(decoder.notes)
+    named = decoder.modules[:1] if model is None and decoder.converts else [model]
+    name = type(named[0]).__name__ if named[0] is not None else "a decoder"
+    ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
+    title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
+    names = [scenario.name for scenario in chosen]
+    must_run = [name for name in decoder.must_run if name in names and not any(w in name for w in as_list(may_miss))]
+    return Report(title, results, ", ".join(beyond), tuple(must_run))
 
 
 @contextmanager
@@ -102,11 +119,11 @@ def prepared(decoder, dtype, device, seed):
     generators = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad(), where:
         with changed(decoder.modules, lambda tensor: tensor.data.to(device)):
-            logits = decoder.find_called_modules()
-        if dtype and not decoder.modules:
+            logits = decoder.try_out()
+        if dtype and not decoder.converts:
             raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
         draw = torch.Generator().manual_seed(seed)
-        dtype = dtype or (torch.float32 if decoder.modules or logits is None else logits.dtype)
+        dtype = dtype or (torch.float32 if decoder.converts or logits is None else logits.dtype)
         with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
             torch.manual_seed(seed)
             for module in decoder.modules:
@@ -117,33 +134,50 @@ def prepared(decoder, dtype, device, seed):
 def choose(scenarios, only, skip):
     """Return the scenarios whose names contain a word of `only`, if there are any, and none of `skip`."""
     only, skip = as_list(only) or [""], as_list(skip)
+    names = [scenario.name for scenario in scenarios]
     for word in (*only, *skip):
-        if not any(word in name for name in scenarios):
-            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(scenarios)}")
-    wanted = {name for name in scenarios for word in only if word in name}
-    wanted -= {name for name in scenarios for word in skip if word in name}
-    return {name: scenario for name, scenario in scenarios.items() if name in wanted}
+        if not any(word in name for name in names):
+            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(names)}")
+    wanted = {name for name in names if any(word in name for word in only) and not any(word in name for word in skip)}
+    return [scenario for scenario in scenarios if scenario.name in wanted]
 
 
-def run_all(decoder, scenarios, kinds, length, *options):
+def run_all(decoder, scenarios, kinds, sizes, *options):
     """Return the results. The options are those of Reference."""
     show("logits without a cache")
     try:
-        reference = Reference(decoder, length, *options)
+        reference = Reference(decoder, sizes, *options)
     except (Exception, SystemExit) as error:
-        return [failed(f"every scenario, with length={length}", "any", error)]
-    results = []
+        return [failed(f"every scenario, with length={sizes.length}", "any", error)]
+    results, errors = [], {}
     for kind in kinds:
         try:
-            decoder.call("new", 3, length, kind=kind)
+            decoder.call("new", 3, sizes.length, kind=kind)
         except (Exception, SystemExit) as error:
             results.append(failed("every scenario", kind, error))
             continue
-        mine = {name: run for name, run in scenarios.items() if kind == kinds[0] or "generate" not in name}
-        for count, (name, (needs, run)) in enumerate(mine.items(), 1):
-            show(f"{kind} cache, {count} of {len(mine)}: {name}")
-            results.append(run_scenario(reference, name, kind, needs, run))
+        # generate() makes its own cache
+        mine = [one for one in scenarios if kind == kinds[0] or not any("generate" in need for need in one.needs)]
+        for count, scenario in enumerate(mine, 1):
+            show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
+            try:
+                results.append(run_scenario(reference, scenario, kind, sizes))
+            except StepError as error:
+                errors[len(results)] = error
+                results.append(Result(scenario.name, kind, "wrong", describe(error.__cause__)))
+    for i, error in errors.items():
+        results[i] = judged(decoder, results[i], error)
     return results
+
+
+def judged(decoder, result, error):
+    """Return the result of a scenario whose step has raised an exception, now that we know what other steps did."""
+    if not decoder.accepted:
+        return replace(result, status="error", why=f"the first step, with an empty cache, {result.why}")
+    most = decoder.accepted.get((result.cache, error.later), 0)
+    if error.refuses and most < error.T and decoder.accepted.get((result.cache, True)):
+        return replace(result, status="not run", why=f"the step refuses {error.T} tokens (see chunk=): {result.why}")
+    return result
 
 
 def failed(scenario, kind, error, otherwise="not run"):
@@ -158,16 +192,15 @@ def show(text):
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def run_scenario(reference, name, kind, needs, run):
-    """Run a scenario, and return its result."""
-    decoder, found = reference.decoder, []
+def run_scenario(reference, scenario, kind, sizes):
+    """Run a scenario, and return its result. Raise StepError if a step of it has raised an exception."""
+    name, decoder, found = scenario.name, reference.decoder, []
     try:
-        if needs == "generate" and needs not in decoder.parts:
-            raise NotImplementedError("there is no generate(ids, count, use_cache)")
-        if needs in ("mask", "lengths") and not decoder.takes("step", needs):
-            raise NotImplementedError(f"the step takes no {needs}")
-        run(partial(Stream, reference, kind, found))
-        if needs == "generate":
+        for need in scenario.needs:
+            if why := decoder.lacks(kind, need):
+                raise NotImplementedError(why)
+        scenario.run(partial(Stream, reference, kind, found), sizes)
+        if not found:  # generate() alone
             return Result(name, kind, "correct")
         error, rounding = (torch.cat(column) for column in zip(*found))
         typical, usual = error.median().item(), MEDIAN * rounding.median().item()
@@ -177,5 +210,7 @@ def run_scenario(reference, name, kind, needs, run):
         return Result(name, kind, "correct", off=error.max().item())
     except Wrong as wrong:
         return Result(name, kind, "wrong", *wrong.args)
+    except StepError:
+        raise
     except (Exception, SystemExit) as error:
         return failed(name, kind, error, "wrong")

@@ -6,16 +6,16 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from check_cache.adapters import ROWS
-from check_cache.attention import Watch, shaped
+from check_cache.adapters import Weights
+from check_cache.attention import Watch, joined, shaped
 from check_cache.report import Fault
+from check_cache.texts import ROWS, draw_texts, generator
 
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
 LARGEST, MEDIAN = 4, 1.25
 # How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
-PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of the shortest length
 
 
 @contextmanager
@@ -33,6 +33,7 @@ def changed(modules, change):
         for tensor in kept:
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 tensor.data = change(tensor)
+        write_back(parts)
         yield
     finally:
         for tensor, data in kept.items():
@@ -42,6 +43,14 @@ def changed(modules, change):
         for content, before in held:
             content.clear()
             content.update(before)
+        write_back(parts)
+
+
+def write_back(parts):
+    """Write the weights of another framework, which its functions read, after those that we have changed."""
+    for part in parts:
+        if isinstance(part, Weights):
+            part.write()
 
 
 def revealing(tensor, dtype, draw):
@@ -66,26 +75,21 @@ def normal(tensor, draw):
 
 
 class Reference:
-    """Random sequences, their logits without a cache, and how far rounding moves these logits.
+    """Random sequences, their logits without a cache, and how far rounding moves these logits."""
 
-    Most scenarios feed rows 0 to 2. Rows 3 to 5 start like them and differ from the end of the first third on. Some
-    tokens have the padding id, because a cache must not mistake them for padding.
-    """
-
-    def __init__(self, decoder, length, dtype, seed, atol, rtol):
-        self.decoder, self.modules, self.length, self.eps = decoder, decoder.modules, length, torch.finfo(dtype).eps
+    def __init__(self, decoder, sizes, dtype, atol, rtol):
+        self.decoder, self.modules, self.length, self.eps = (
+            decoder,
+            decoder.modules,
+            sizes.length,
+            torch.finfo(dtype).eps,
+        )
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
-        self.rtol = 0.0
-        draw = torch.Generator().manual_seed(seed)
-        ids = torch.randint(decoder.vocab_size, (ROWS, length), generator=draw, device="cpu")
-        ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = decoder.pad
-        fork = length // 3 | 1  # odd, so that it is within a page of a paged cache
-        ids[3:6, :fork] = ids[:3, :fork]
-        self.ids = torch.tensor(ids.tolist())  # on the device
-
+        self.rtol, length, draw = 0.0, sizes.length, generator(sizes.seed)
+        self.ids = draw_texts(sizes, decoder.vocab_size, decoder.pad, draw)
         self.set_logits(dtype)
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
-        least = self.logits.std() * self.eps * (1 if self.modules else 64)  # an estimate, if we cannot change weights
+        least = self.logits.std() * self.eps * (1 if decoder.converts else 64)  # an estimate, if not in float64
         self.rounding = self.error(self.full()).clamp(min=least)
         for rows, end in ((slice(3), length), (slice(1, 2), length), (slice(3), 2 * length // 3)):
             error = self.error(self.full(rows, end), rows, slice(end))
@@ -121,12 +125,14 @@ class Reference:
                     raise
         if not self.logits.isfinite().all():
             raise Fault("not the cache's fault: logits without a cache are not finite")
-        tolerance = self.logits.std() * (1e-4 if self.modules and self.exact == torch.float64 else 300 * self.eps)
+        tolerance = self.logits.std() * (
+            1e-4 if self.decoder.converts and self.exact == torch.float64 else 300 * self.eps
+        )
         for what, logits in fewer.items():
             off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
             if (off > tolerance).any():
                 first = (off > tolerance).int().argmax()
-                why = f"change by {off.max():.2g} when {what} are left out, from position {first} on"
+                why = f"change when {what} are left out, from position {first} on"
                 raise Fault(f"not the cache's fault: logits without a cache {why}")
 
     def exactly(self):
@@ -146,7 +152,7 @@ class Reference:
         others[:, ::2] = (others[:, ::2] + 1) % self.decoder.vocab_size
         matters, noise = self.error(self.full(slice(3), ids=others), slice(3))[:, 1::2].median(), self.rounding.median()
         if matters < VISIBLE * noise:
-            moved = f"earlier tokens move the logits by {matters:.1g} and rounding by {noise:.1g}"
+            moved = "earlier tokens move the logits no more than rounding does"
             raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
     def watch(self, ids=None):
@@ -156,9 +162,12 @@ class Reference:
         """
         with Watch() as watch:
             self.full(ids=ids)
-        self.calls, whole = len(watch.reads), []
-        for i, read in enumerate(watch.reads):
-            read = read() if callable(read) else read
+        reads, whole, self.hidden = [read() if callable(read) else read for read in watch.reads], [], watch.hidden
+        if len(reads) % ROWS == 0 and all(read.weights.dim() == 4 and len(read.weights) == 1 for read in reads):
+            layers = len(reads) // ROWS  # `full` goes row by row
+            reads = [joined(reads[layer::layers]) for layer in range(layers)]
+        self.calls = len(reads)
+        for i, read in enumerate(reads):
             skip, front = (size - self.length for size in read.weights.shape[-2:])
             if 0 <= skip <= front:
                 read = shaped(read, len(self.ids), self.length, front)

@@ -21,6 +21,20 @@ class Fault(Exception):
     """Logits are not as they should be even without a cache, so it cannot be judged."""
 
 
+class StepError(Exception):
+    """A step of T tokens has raised an exception, its cause. later: whether something had been fed to the cache."""
+
+    def __init__(self, T, later):
+        self.T, self.later = T, later
+
+    @property
+    def refuses(self):
+        """Whether it says in words that it does not take these tokens, as opposed to a mistake in its arithmetic."""
+        theirs = traceback.extract_tb(self.__cause__.__traceback__)[-1]
+        said = isinstance(self.__cause__, (ValueError, AssertionError)) and str(self.__cause__)
+        return bool(said) and re.search(r"\b(raise|assert)\b", theirs.line or "") is not None
+
+
 class Wrong(Exception):
     """A logit or a token is not as without a cache. The arguments are the fields of a Result from `why` on."""
 
@@ -46,12 +60,16 @@ class Report:
     title: str
     results: list[Result]
     beyond: str  # what no scenario covers
+    must_run: tuple[str, ...] = ()  # scenarios without which the check means little
 
     @property
     def exit_code(self):
-        """0: correct, 1: wrong, 2: nothing could be checked, or the adapter or the decoder without a cache is wrong."""
+        """0: correct, 1: wrong, 2: too little could be checked, or the adapter or the decoder itself is wrong."""
         statuses = {result.status for result in self.results}
-        return 1 if "wrong" in statuses else 0 if "correct" in statuses and not statuses & {"fault", "error"} else 2
+        if "wrong" in statuses:
+            return 1
+        incomplete = statuses & {"fault", "error"} or "correct" not in statuses or self.missing(self.must_run)
+        return 2 if incomplete else 0
 
     def missing(self, require):
         """Return a line for each word in `require` that names no scenario, or one that was not run.
@@ -70,7 +88,7 @@ class Report:
     def assert_correct(self, require=()):
         """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
         if self.exit_code:
-            raise AssertionError(f"the cache is wrong, or could not be checked\n{self}")
+            raise AssertionError(f"the cache is wrong, or too little could be checked\n{self}")
         if missing := self.missing(require):
             raise AssertionError(f"required, but not run: {'. '.join(missing)}\n{self}")
 
@@ -84,12 +102,16 @@ class Report:
             for result in self.results:
                 if result.status == status:
                     kind = result.cache if status in ("correct", "wrong") else None
-                    groups.setdefault((kind, re.sub(r"\d+", "", str(result.why))), []).append(result)
+                    groups.setdefault((kind, re.sub(r"(?<!layer )\d+", "", str(result.why))), []).append(result)
             for results in groups.values():
                 names = ", ".join(dict.fromkeys(result.scenario for result in results))
                 kinds = " and ".join(dict.fromkeys(result.cache for result in results))
                 said = ". ".join(text for text in (results[0].rule, results[0].why) if text)
+                if len({result.why for result in results}) > 1:
+                    said = f"in {results[0].scenario}, {said}"
                 lines.append(f"{label}  {names}, {kinds} cache" + (f": {said}" if said else ""))
+        if self.must_run and "correct" in {result.status for result in self.results}:
+            lines += [f"MISSING  {line}: must run, unless may_miss names it" for line in self.missing(self.must_run)]
         lines.append(f"beyond   not covered: {self.beyond}")
         wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
         return "\n".join(wrapped)
@@ -100,7 +122,7 @@ def as_list(words):
 
 
 def first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
 
 
 def describe(error):

@@ -160,7 +160,8 @@ class Timing:
 
     def __init__(self, device=None):
         self.device = device
-        self.times, self.sizes = [], []
+        self.times = []
+        self.sizes = []
         self.start = self.now()
 
     def now(self):
@@ -357,7 +358,8 @@ def shape(text):
 def parse_args():
     variants = "\n".join(f"  {name:14} {text}" for name, text in VARIANTS.items())
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
-    add, add_model = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument
+    add_model = parser.add_mutually_exclusive_group().add_argument
     add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
     add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
     add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")
@@ -387,11 +389,10 @@ def parse_args():
 def models(args):
     """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
     if args.shapes:
-        recipe = TrainConfig(**RECIPES[args.recipe or "modern"])
-        network = {name: getattr(recipe, name) for name in ("bias", "activation", "pos_emb", "qk_norm")}
+        recipe = TrainConfig(**RECIPES[args.recipe or "modern"] | {"mlp_ratio": 4})
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            yield None, GPT(GPTConfig(**sizes, **network)).eval(), None
+            yield None, GPT(GPTConfig(**recipe.model_args() | sizes)).eval(), None
     else:
         for file in args.ckpt or [find_checkpoint(None, None)]:
             checkpoint = load_checkpoint(find_checkpoint(file, None))

@@ -54,7 +54,8 @@ class BPETokenizer:
 
         Raises ValueError if there are none.
         """
-        plain, ids = encode_with(self.tokenizer, text), encode_with(self.tokenizer, text, add_special_tokens=True)
+        plain = encode_with(self.tokenizer, text)
+        ids = encode_with(self.tokenizer, text, add_special_tokens=True)
         begin = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
         ids = ids[: max(1, begin + len(plain))]  # without those at the end, such as T5's </s>: the prompt goes on
         if not ids:
@@ -68,7 +69,8 @@ class BPETokenizer:
         Some tokenizers put a space in front of whatever they encode, and not all of them remove it when they decode. We
         allow it before the first piece only, and only if it is removed.
         """
-        tokenizer, plain = self.tokenizer, library().Tokenizer.from_str(without_prefix(self.tokenizer.to_str()))
+        tokenizer = self.tokenizer
+        plain = library().Tokenizer.from_str(without_prefix(self.tokenizer.to_str()))
         for piece in pieces_of(pieces):
             ids = encode_with(tokenizer, piece)
             if tokenizer is not plain and self.decode(ids) != piece:
@@ -146,7 +148,8 @@ def pieces_of(texts):
     """
     rest = ""
     for text in texts:
-        begin, rest = 0, rest + text
+        begin = 0
+        rest += text
         while len(rest) - begin > PIECE + FAR:
             end = cut(rest, begin)
             yield rest[begin:end]

@@ -35,11 +35,15 @@ def share_cores():
 
 def watch(done):
     """Hold extra threads for as long as the machine is busy, until the Event `done` is set."""
-    ran, waited = 0, 0
-    end, holder = Event(), None  # end: set while no extra threads are held
+    ran = 0
+    waited = 0
+    holder = None
+    end = Event()  # set while no extra threads are held
     end.set()
     while not done.wait(INTERVAL):
-        (ran_before, waited_before), (ran, waited) = (ran, waited), schedule_times()
+        ran_before = ran
+        waited_before = waited
+        ran, waited = schedule_times()
         busy = (waited - waited_before) > BUSY * (ran - ran_before + waited - waited_before)
         if not busy:
             end.set()
@@ -61,13 +65,15 @@ def schedule_times():
             times = file.read_text(encoding="ascii").split()
         except OSError:  # the thread has ended
             continue
-        ran, waited = ran + int(times[0]), waited + int(times[1])
+        ran += int(times[0])
+        waited += int(times[1])
     return ran, waited
 
 
 def hold_extra_threads(end):
     """Keep more of torch's threads than there are cores until the Event `end` is set."""
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
     if not 1 < threads <= cores:  # torch needs no other thread, or has too many already
         end.set()
         return

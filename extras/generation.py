@@ -72,6 +72,11 @@ def open_model(args):
         model.refuse_stale()
         return model, model.tokenizer, None
     checkpoint = load_checkpoint(sample.find_checkpoint(args.ckpt, args.out_dir), args.meta)
+    if args.draft and not checkpoint.get("ngrams"):
+        raise ValueError(
+            f"--draft ngram needs n-gram counts, and {checkpoint['path']} has none (train.py saves them for "
+            "vocabularies of up to 2,895 tokens): leave it out"
+        )
     tokenizer = build_tokenizer(checkpoint)
     model = build_model(checkpoint).eval()
     if args.weights == "int8":
@@ -82,16 +87,13 @@ def open_model(args):
     return model, tokenizer, checkpoint.get("ngrams")
 
 
-def read_prompts(args, tokenizer, config):
-    """Return (prompts, num_new): the ids of each prompt, and how many new tokens to ask for. Raises ValueError."""
-    prompts = [sample.encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
-    sample.check_stops(args.stop, tokenizer)
-    lengths = [len(prompt) for prompt in prompts]
+def refuse_lengths(args, prompts, unit):
+    """Raise ValueError if the prompts differ in length, but have to be equally long."""
     equal = "--overflow slide" if args.overflow == "slide" else "--engine onnx" if args.engine == "onnx" else None
-    if equal and len(set(lengths)) > 1:
-        counts = " and ".join(str(n) for n in sorted(set(lengths)))
-        raise ValueError(f"{equal} needs prompts of equal length in a batch, but these have {counts} {tokenizer.unit}")
-    return prompts, sample.choose_num_new(args, lengths, config.block_size, tokenizer.unit)
+    lengths = {len(prompt) for prompt in prompts}
+    if equal and len(lengths) > 1:
+        counts = " and ".join(str(n) for n in sorted(lengths))
+        raise ValueError(f"{equal} needs prompts of equal length in a batch, but these have {counts} {unit}")
 
 
 def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
@@ -124,7 +126,8 @@ def main(args):
         reference = model  # what --verify compares with
         if args.verify and args.engine == "onnx":
             reference = model.exported_from(load_checkpoint(sample.find_checkpoint(None, args.out_dir)))
-        encoded, num_new = read_prompts(args, tokenizer, model.config)
+        encoded, num_new = sample.read_prompts(args, tokenizer, model.config.block_size)
+        refuse_lengths(args, encoded, tokenizer.unit)
         samples = list(range(args.num_samples)) * len(encoded)
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
     except (ValueError, OSError) as error:
@@ -146,9 +149,7 @@ def main(args):
     times = sample.write_texts(blocks, texts, ended)
 
     # report, and check
-    itemsize = getattr(torch, args.dtype).itemsize
-    size = sample.size_of_cache(model.config, slots, len(prompts), itemsize) if args.kv_cache else "off"
-    sample.report(texts, [len(prompt) for prompt in prompts], times, size)
+    sample.report(args, model.config, slots, texts, [len(prompt) for prompt in prompts], times)
     if args.draft and blocks.offered:
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
@@ -170,7 +171,7 @@ def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
     """
     engine = model if args.engine == "onnx" else None
     own_loop = args.draft or args.compile or len(args.prompt or ()) > 1
-    found = []
+    same = True
     seconds = 0.0
     samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
@@ -180,8 +181,6 @@ def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
         settings = replace(sampling, samples=[samples[row] for row in rows])
         for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
             began = time.perf_counter()
-            found += sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows)
+            same &= sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows)
         seconds += time.perf_counter() - began
-    count = sum(len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts))
-    their_way, _ = sample.which_run(not args.kv_cache, engine)
-    return sample.report_differences(found, texts, count, their_way), seconds
+    return same, seconds

@@ -11,6 +11,7 @@ import pytest
 from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, here, load, log, ok, run, same
 from model import save_checkpoint
 from prepare import write
+from sample import EXTRAS_FLAGS
 
 FILES = ("model.py", "train.py", "sample.py", "data/prepare.py", "data/sample.txt")
 MODERN = [*TINY, "--recipe", "modern", "--eval_interval", 10, "--lr_decay_iters", 20]
@@ -34,7 +35,10 @@ NEED_EXTRAS = [
     "train.py --data_dir tokens",
     "data/prepare.py --input data/sample.txt --tokenizer bpe",
 ]
-MISTAKES = [(command, "the folder extras of the repository", 1) for command in NEED_EXTRAS]
+MISTAKES = [
+    (command, "the folder extras of the repository", 2 if "sample" in command and any(flag in command for flag in EXTRAS_FLAGS) else 1)
+    for command in NEED_EXTRAS
+]
 MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2) for name in ("train", "sample")]
 
 # one process for all commands, because most of the time of each would be the import of torch

@@ -45,7 +45,7 @@ def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
 def test_the_figures_are_those_computed_by_hand(capsys):
     """Two rows of four new tokens in gaps of 4, 10 and 10 ms."""
     texts = [SimpleNamespace(ids=[7, 0, 1, 2, 3])] * 2
-    report(texts, [1, 1], [0.010, 0.014, 0.024, 0.034], "off")
+    report(SimpleNamespace(kv_cache=False), None, 9, texts, [1, 1], [0.010, 0.014, 0.024, 0.034])
     line = "\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
 

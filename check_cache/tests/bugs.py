@@ -785,10 +785,11 @@ def padding_is_seen_in_later_steps(patch):
 
     create = modeling_llama.create_causal_mask
 
-    def broken(*args, attention_mask=None, past_key_values=None, **kwargs):
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+    def broken(*args, attention_mask=None, **kwargs):
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its older name
+        if cache is not None and cache.get_seq_length() > 0:
             attention_mask = None
-        return create(*args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+        return create(*args, attention_mask=attention_mask, **kwargs)
 
     patch(modeling_llama, "create_causal_mask", broken)
     return tiny("llama")

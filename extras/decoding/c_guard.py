@@ -28,20 +28,19 @@ REPEATED = {
     "KVCache.update": ("9487d4d5f80b43d5", "forward"),
     "KVCache.mask": ("c311860223dddbd5", "forward"),
     "rotate": ("67c046e513b3b9a3", "rotate"),
-    "CausalSelfAttention.project": ("47430a1b3e37d2b0", "forward"),
+    "CausalSelfAttention.project": ("7c18ab5bd3ee8161", "forward"),
     "CausalSelfAttention.forward": ("180c5eaaaad09ccf", "forward, attend"),
     "MLP.forward": ("9636203636806965", "forward, activate"),
     "Block.forward": ("6f1e8935893f8ee3", "forward, layer_norm"),
-    "GPT.hidden_states": ("55eaee2fa3348de8", "forward"),
+    "GPT.hidden_states": ("5ad66fa5366f5d35", "forward"),
     "GPT.unembed": ("48aa09133aec1053", "forward"),
     "GPT.next_logits": ("d587930f364334cf", "work, plan"),
-    "generate": ("dbd632f341b30c0d", "work"),
+    "generate": ("59ce67c50c9c762c", "work"),
     "sample_token": ("ce085451bf0db103", "sample_token"),
     "keep_top_k": ("1fa1e091a09d3f8b", "best_of_kept"),
     "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept"),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise"),
 }
-LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict, nn.ModuleList)
 
 
 def refuse_other_networks(model):
@@ -73,7 +72,8 @@ def refuse_other_settings(model):
     if len(blocks) != config.n_layer:
         raise CompileError(f"the model has {len(blocks)} layers, but its config says n_layer={config.n_layer}")
     for block in blocks:
-        attn, mlp = block.attn, block.mlp
+        attn = block.attn
+        mlp = block.mlp
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head
@@ -87,9 +87,16 @@ def refuse_other_settings(model):
             raise CompileError("the model has a layer that does not fit its config")
 
 
+def layers_of(config):
+    """Return the layers of PyTorch that step.c computes."""
+    return (nn.Linear, nn.Embedding, nn.LayerNorm)
+
+
 def refuse_unknown_layers(model):
     """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
-    known = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP, *LAYERS)
+    ours = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP)
+    layers = layers_of(model.config)
+    known = (*ours, nn.ModuleDict, nn.ModuleList, *layers)
     hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
     for module in model.modules():
         kind = type(module)
@@ -98,14 +105,14 @@ def refuse_unknown_layers(model):
         methods = [name for name in vars(module) if callable(getattr(kind, name, None))]
         if methods:
             raise CompileError(f"step.c cannot compute a {kind.__name__} with a patched {methods[0]}")
-        if kind is nn.LayerNorm and (module.eps != 1e-5 or module.weight is None):
+        if hasattr(module, "eps") and (module.eps != 1e-5 or module.weight is None):
             raise CompileError(f"step.c cannot compute {module}: it needs eps=1e-05 and a weight")
         if kind is nn.Embedding and module.max_norm is not None:
             raise CompileError(f"step.c cannot compute {module}: it does not implement max_norm")
         hooks += [module._forward_hooks, module._forward_pre_hooks]
     if any(hooks):
         raise CompileError("step.c cannot compute a model with forward hooks")
-    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in LAYERS[:3])):
+    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in layers)):
         if not from_torch(code_of(getattr(kind, name))):
             raise CompileError(f"step.c cannot compute {kind.__name__}, because its {name} is not PyTorch's")
 

@@ -1,1 +1,1 @@
-"""Other formats and libraries: Hugging Face folders, transformers, ONNX and the web page."""
+"""Other formats and libraries: Hugging Face folders, ONNX and the web page."""

@@ -94,7 +94,8 @@ def known_special_tokens(found, tokenizer):
     found  special_tokens of a checkpoint: {"eos": id or ids, "eos_token": name, ...}
     transformers writes id 50256 into the folder of every GPT-2 whose maker set none, whatever its vocabulary.
     """
-    ids, names = {}, {}
+    ids = {}
+    names = {}
     size = len(tokenizer.vocab)
     special = {t["id"]: t["content"] for t in json.loads(to_json(tokenizer))["added_tokens"] if t["special"]}
     for role in WITH_ID:

@@ -105,7 +105,9 @@ def write_onnx(model, tokenizer, file, queries=False):
     """
     # example inputs, names and dynamic axes; no example size is 1, which the exporter would treat as a constant
     config = model.config
-    batch, length, past = "batch_size", "sequence_length", "past_sequence_length"
+    batch = "batch_size"
+    length = "sequence_length"
+    past = "past_sequence_length"
     past_shape = (2, config.n_kv_head, 5, config.head_size)
     pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
     ids = torch.zeros(2, 3, dtype=torch.int64)

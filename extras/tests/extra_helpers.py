@@ -60,9 +60,9 @@ def without_minus_one(ragged, blocks):
 
 
 def attend(head, q, pos):
-    """Attention over the caches of a Head, for queries `(B, T, hs)` at positions `(B, T)`: the output, the weights."""
+    """Attention over the caches of a Head, for queries `(B, T, hs)` at positions `(T,)`: the output, the weights."""
     scores = q @ head.key_cache.transpose(1, 2) / math.sqrt(q.size(-1))
-    visible = torch.arange(head.key_cache.size(1)) <= pos[..., None]
+    visible = torch.arange(head.key_cache.size(1)) <= pos[:, None]
     weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
     return weights @ head.value_cache, weights
 
@@ -71,7 +71,8 @@ def attend(head, q, pos):
 
 TOKENIZER = CharTokenizer(CHARS)
 # networks that transformers' classes of these names compute, and one that no class of transformers computes
-GPT2, STABLELM = {}, dict(pos_emb="rope", activation="swiglu")
+GPT2 = {}
+STABLELM = dict(pos_emb="rope", activation="swiglu")
 POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 
 

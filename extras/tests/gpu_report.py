@@ -65,10 +65,12 @@ def main():
     if not (ROOT / "data" / "train.bin").exists():
         subprocess.run([sys.executable, ROOT / "data" / "prepare.py"], check=True)
 
-    report, outcomes = f"# kvGPT on a GPU\n\n{machine()}\n", []
+    report = f"# kvGPT on a GPU\n\n{machine()}\n"
+    outcomes = []
     for name, (share, command) in PARTS.items():
         print(f"{name}: at most {share * args.minutes * 60:.0f} s ..", flush=True)
-        began, log = time.perf_counter(), OUT / f"{name}.log"
+        began = time.perf_counter()
+        log = OUT / f"{name}.log"
         outcomes.append(run(command, share * args.minutes * 60, log))
         end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
         report += (

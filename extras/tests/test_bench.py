@@ -17,7 +17,8 @@ SAME = "the same tokens as a forward without a cache, up to rounding: "
 
 @pytest.mark.parametrize("name", ["uncached", "eager"])
 def test_one_wrong_token_ends_the_benchmark(name, capsys):
-    model, idx = MODELS[0], prompts(2, 3)
+    model = MODELS[0]
+    idx = prompts(2, 3)
     _, new = timed(warm_runs([name], model, None, None, idx)[name], idx, CONTEXT - 3, seed=0)
     compare_tokens(name, model, idx, [new])
     new[1, 4] = (new[1, 4] + 1) % V
@@ -55,7 +56,8 @@ static int sample(Sampler *s, float *logits) { return (int)logits[0] % 7; }
 def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     """A stand-in with llama2.c's functions counts tokens and positions. The header holds the sizes of the model."""
     (tmp_path / "run.c").write_text(LLAMA2C, encoding="utf-8")
-    config, text = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8), [3]
+    config = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8)
+    text = [3]
     _, new = timed(llama2c_run(config, tmp_path), torch.tensor([text]), 4, seed=0)
     for pos in range(4):
         text.append((text[-1] + pos + 5) % 7)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from check_cache import check_cache
+from extras.decoding.speculate import RaggedCache
 from helpers import ROOT, ok, random_model, run
 from model import GPTConfig, KVCache
 
@@ -17,14 +18,14 @@ FOLDER = ROOT / "check_cache"
 
 
 def kvgpt(model):
-    """Return the adapter of kvGPT's GPT. pos says how much of its cache is valid, so there is nothing to crop."""
+    """Return the adapter of kvGPT's GPT, whose rows are all at the same position."""
     return dict(
         full=lambda ids: model(ids)[0],
         new=lambda rows, length: model.new_cache(rows),
-        step=lambda ids, cache, pos: model(ids, pos=pos, cache=cache)[0],
-        crop=lambda cache, length: None,
+        step=lambda ids, cache, pos: model(ids, pos=pos[0], cache=cache)[0],
+        crop=lambda cache, length: setattr(cache, "length", length),
         reorder=lambda cache, rows: cache.select(rows.tolist()),
-        reset=lambda cache: model.new_cache(len(cache.lengths)),
+        reset=lambda cache: model.new_cache(cache.batch_size),
         generate=lambda ids, count, use_cache: model.generate(ids, count, temperature=0, kv_cache=use_cache),
         context=model.config.block_size,
     )
@@ -56,12 +57,15 @@ def test_rows_of_different_lengths(monkeypatch):
 
     def step(ids, cache, pos, lengths):
         pos = pos[:, :1] + torch.arange(ids.size(1))  # rises over the padding, too
-        return model(ids, pos=pos, cache=cache)[0]
+        cache.length = int(pos[:, 0].max())
+        with cache.extend(cache.length, *ids.shape):
+            return model.unembed(model.hidden_states(ids, pos, cache))
 
-    adapter = kvgpt(model) | dict(step=step, scenarios="different")
+    new = lambda rows, length: RaggedCache(model.config, rows)  # noqa: E731
+    adapter = kvgpt(model) | dict(step=torch.no_grad()(step), new=new, scenarios="different")
     check_cache(**adapter).assert_correct(require="rows of different lengths")
-    mask = KVCache.mask
-    monkeypatch.setattr(KVCache, "mask", lambda self, pos: mask(self, pos.amax(0, keepdim=True).expand_as(pos)))
+    mask = RaggedCache.mask
+    monkeypatch.setattr(RaggedCache, "mask", lambda self, pos: mask(self, pos.amax(0, keepdim=True).expand_as(pos)))
     report = check_cache(**adapter)
     assert report.exit_code == 1 and "but should not" in report.results[0].why, report
 

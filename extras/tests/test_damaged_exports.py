@@ -25,7 +25,8 @@ pytestmark = pytest.mark.slow  # they share exports, which take seconds
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A folder with ckpt.pt, nanoGPT's nano.pt and meta.pkl, model.onnx and the folder hf, all of one model."""
-    folder, model = tmp_path_factory.mktemp("whole"), tiny(**STABLELM)
+    folder = tmp_path_factory.mktemp("whole")
+    model = tiny(**STABLELM)
     save_model(folder, model)
     nano = load(folder / "ckpt.pt")
     torch.save({name: nano[name] for name in ("model", "model_args")}, folder / "nano.pt")

@@ -93,7 +93,8 @@ def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
     context = settings["n_positions"]
     ids = torch.randint(512, (3, context), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        ours, theirs = model(ids)[0], hf(ids).logits
+        ours = model(ids)[0]
+        theirs = hf(ids).logits
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
     assert torch.equal(model.generate(ids[:1, :4], context, temperature=0), greedy(hf, ids[:1, :4], context))
     assert tokenizer.state_dict() == BPE.state_dict()
@@ -116,14 +117,13 @@ def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
     [
         [],
         pytest.param(["--compile"], marks=needs_compiler),
-        pytest.param(["--draft", "ngram"], marks=pytest.mark.slow),
-        pytest.param(["--draft", "ngram", "--compile"], marks=[needs_compiler, pytest.mark.slow]),
         pytest.param(["--no-kv_cache"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
-    hf, tokenizer = AutoModelForCausalLM.from_pretrained(gpt2), AutoTokenizer.from_pretrained(gpt2)
+    hf = AutoModelForCausalLM.from_pretrained(gpt2)
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
     expected = greedy(hf, tokenizer(PROMPT, return_tensors="pt").input_ids, 48)
     result = ok(sample(gpt2, *flags, "--temperature", "0", "--verify"))
     assert result.stdout == tokenizer.decode(expected[0])
@@ -133,7 +133,7 @@ def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
 
 @pytest.mark.slow
 def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(gpt2):
-    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4", "--draft", "ngram"]
+    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4"]
     result = ok(sample(gpt2, *flags, "--verify"))
     assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
     model, tokenizer = load_model(gpt2)
@@ -147,7 +147,7 @@ def test_a_stop_text_ends_a_text_of_tokens(gpt2):
     whole = ok(sample(gpt2)).stdout
     for stop in (whole[20:22], whole[29:34]):
         at = whole.index(stop, len(PROMPT))
-        assert ok(sample(gpt2, "--stop", stop, "--draft", "ngram", "--verify")).stdout == whole[:at]
+        assert ok(sample(gpt2, "--stop", stop, "--verify")).stdout == whole[:at]
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,8 @@ FINETUNE = "--device cpu --block_size 16 --gradient_accumulation_steps 2 --max_i
 @pytest.mark.slow
 def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_back_to_transformers(gpt2, tmp_path):
     flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE, "--dropout", "0.1", "--save_interval", "2"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     result = ok(here(*flags, "--out_dir", whole))
     assert result.stdout.startswith("training preset finetune") and " of 32 tokens from " in result.stdout
 
@@ -256,7 +257,8 @@ def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path
     flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE]
     flags += ["--learning_rate", 0, "--weight_decay", 0, "--max_iters", 1, "--out_dir"]
     ok(here(*flags, tmp_path))
-    first, last = load_checkpoint(gpt2)["model"], load(tmp_path / "last.pt")["model"]
+    first = load_checkpoint(gpt2)["model"]
+    last = load(tmp_path / "last.pt")["model"]
     name = "transformer.wpe.weight"
     assert first[name].shape == (48, 32) and torch.equal(last[name], first[name][:16])
     assert same({k: v for k, v in last.items() if k != name}, {k: v for k, v in first.items() if k != name})

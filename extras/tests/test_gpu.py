@@ -118,14 +118,16 @@ def test_sample_verifies_its_texts(flags):
 def test_a_compiled_step_with_a_static_cache_computes_the_same(dtype):
     model = random_model(GPTConfig(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=64, pos_emb="rope"))
     model.to(DEVICE, getattr(torch, dtype))
-    compiled, idx = CompiledGPT(model, 2), prompts(2, 7).to(DEVICE)
+    compiled = CompiledGPT(model, 2)
+    idx = prompts(2, 7).to(DEVICE)
     for steps, overflow in ((33, "stop"), (60, "slide"), (33, "stop")):
         sampling = Sampling(seed=steps, overflow=overflow)
         if dtype == "float32":
             tokens = [token for token, _ in generate(compiled, idx, steps, sampling)]
             expected = model.generate(idx, steps, seed=steps, overflow=overflow)
             assert torch.equal(torch.stack(tokens, dim=1), expected[:, idx.size(1) :])
-    caches, text = (compiled.new_cache(2, 40), model.new_cache(2)), prompts(2, 40).to(DEVICE)
+    caches = (compiled.new_cache(2, 40), model.new_cache(2))
+    text = prompts(2, 40).to(DEVICE)
     for begin, end in ((0, 7), *((i, i + 1) for i in range(7, 40))):
         chunk = text[:, begin:end]
         ours, theirs = (m.next_logits(chunk, begin, cache) for m, cache in zip((compiled, model), caches))

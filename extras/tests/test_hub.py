@@ -31,7 +31,8 @@ needs_optimum = pytest.mark.skipif(
 @pytest.fixture(scope="module", params=[GPT2, dict(STABLELM, qk_norm=True, n_kv_head=2)], ids=["GPT-2", "StableLM"])
 def exported(request, tmp_path_factory):
     """(model, its folder as export.py wrote it)"""
-    out, model = tmp_path_factory.mktemp("out"), tiny(**request.param)
+    out = tmp_path_factory.mktemp("out")
+    model = tiny(**request.param)
     save_model(out, model)
     ok(run("-m", "extras.export", "--format", "hf", "--onnx", "--ckpt", out / "ckpt.pt", "--out_dir", out))
     return model, out / "hf"

@@ -66,7 +66,8 @@ def beyond_block_size(step):
     """
     torch.manual_seed(0)
     shorter = ("block_size, n_layer, n_head, n_embd = 200", "block_size, n_layer, n_head, n_embd = 16")
-    right, mine = load(RECOMPUTE, shorter).GPT(50), load(CACHE, shorter).GPT(50)
+    right = load(RECOMPUTE, shorter).GPT(50)
+    mine = load(CACHE, shorter).GPT(50)
     mine.load_state_dict(right.state_dict(keep_vars=True), assign=True)
 
     def full(ids):
@@ -86,7 +87,8 @@ def test_dropping_the_oldest_slot_at_block_size_is_wrong():
         if pos >= 16:
             for module in cache.modules():
                 if hasattr(module, "key_cache"):
-                    module.key_cache, module.value_cache = module.key_cache[:, 1:], module.value_cache[:, 1:]
+                    module.key_cache = module.key_cache[:, 1:]
+                    module.value_cache = module.value_cache[:, 1:]
         return cache(ids, min(pos, 15))
 
     report = beyond_block_size(drop)

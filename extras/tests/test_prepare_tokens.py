@@ -16,11 +16,9 @@ from train import load_dataset
 
 def assert_tokens(folder, raw, tokenizer):
     """The folder holds the tokens that a tokenizers.Tokenizer makes of the two parts of the text."""
-    meta, data, text = (
-        json.loads((folder / "meta.json").read_bytes()),
-        load_dataset(folder, 2),
-        io.StringIO(raw.decode(), newline=None).read(),
-    )
+    meta = json.loads((folder / "meta.json").read_bytes())
+    data = load_dataset(folder, 2)
+    text = io.StringIO(raw.decode(), newline=None).read()
     parts = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
     assert [data.train.tolist(), data.val.tolist()] == [tokenizer.encode(part).ids for part in parts]
     assert data.val_bytes == len(parts[1].encode()) and meta["tokenizer"] == tokenizer.to_str()

@@ -7,7 +7,8 @@ from extras.bench import Timing
 
 def summary(times, sizes, num_tokens):
     timing = Timing()
-    timing.times, timing.sizes = times, sizes
+    timing.times = times
+    timing.sizes = sizes
     return timing.summary(num_tokens)
 
 

@@ -67,9 +67,11 @@ def with_prefix(kind):
     trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False, initial_alphabet=ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE())
     if kind == "RoBERTa":
-        tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
     elif kind == "T5":
-        tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(prepend_scheme="always"), decoders.Metaspace()
+        tokenizer.pre_tokenizer = Metaspace(prepend_scheme="always")
+        tokenizer.decoder = decoders.Metaspace()
     else:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.pre_tokenizer = Split("▁", "merged_with_next")
@@ -129,7 +131,8 @@ def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(tmp
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])])
     (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
-    ours, theirs = tokenizer_from_json(read_tokenizer(tmp_path)), GPT2Tokenizer.from_pretrained(tmp_path)
+    ours = tokenizer_from_json(read_tokenizer(tmp_path))
+    theirs = GPT2Tokenizer.from_pretrained(tmp_path)
     text = TEXT[:2000] + "<|endoftext|>né 😀\n\n\n  end"
     assert ours.encode(text) == theirs(text).input_ids and 512 in ours.encode(text)
     assert ours.decode(ours.encode(text)) == text and len(ours.vocab) == 513

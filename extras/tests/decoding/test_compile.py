@@ -68,7 +68,8 @@ def test_every_network_gets_its_tokens(network):
 
 def test_of_equal_logits_top_k_keeps_the_lowest_ids():
     """Tokens 2i and 2i + 1 have the same row in the head, so every rank is a tie."""
-    model, idx = random_model(MODELS[0].config), prompts(3, 4)
+    model = random_model(MODELS[0].config)
+    idx = prompts(3, 4)
     with torch.no_grad():
         head = model.lm_head.weight
         head[1::2] = head[0 : len(head) // 2 * 2 : 2]
@@ -79,7 +80,8 @@ def test_of_equal_logits_top_k_keeps_the_lowest_ids():
 
 def test_a_whole_number_of_any_type_is_that_number():
     """step.c reads eight bytes."""
-    model, idx = MODELS[0], prompts(2, 3)
+    model = MODELS[0]
+    idx = prompts(2, 3)
     expected = model.generate(idx, 11, seed=3, top_k=3)
     for three in (3, 3.0, np.int32(3), np.uint8(3), np.float32(3), torch.tensor(3)):
         got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
@@ -92,7 +94,8 @@ def test_a_whole_number_of_any_type_is_that_number():
 def test_a_vocabulary_of_gpt2_gets_its_tokens():
     """The noise, the filters and the search for the best then need many vectors, and ids are far apart."""
     model = random_model(GPTConfig(block_size=20, vocab_size=50257, n_layer=1, n_head=2, n_embd=16))
-    idx, decoder = torch.tensor([[50256, 7], [0, 50255]]), Decoder(model, compile=True)
+    idx = torch.tensor([[50256, 7], [0, 50255]])
+    decoder = Decoder(model, compile=True)
     for filters in (FILTERS[0], FILTERS[1], FILTERS[4], dict(temperature=2.0, top_k=50000)):
         got = decoder.generate(idx, 9, seed=3, **filters)
         assert_same_as_alone(model, got, idx, 9, range(2), 3, filters)
@@ -100,7 +103,8 @@ def test_a_vocabulary_of_gpt2_gets_its_tokens():
 
 def test_top_p_cuts_where_the_plain_loop_cuts():
     """At this temperature all probabilities are equal, and V * top_p is a whole number, so rounding decides."""
-    model, idx = random_model(GPTConfig(block_size=40, vocab_size=20, n_layer=1, n_head=2, n_embd=16)), prompts(4, 3)
+    model = random_model(GPTConfig(block_size=40, vocab_size=20, n_layer=1, n_head=2, n_embd=16))
+    idx = prompts(4, 3)
     for seed, filters in enumerate([dict(top_p=0.2), dict(top_p=0.6), dict(top_p=0.3, top_k=10)] * 3):
         sampling = dict(temperature=1e20, seed=seed, **filters)
         got = Decoder(model, compile=True).generate(idx % 20, 37, **sampling)
@@ -185,7 +189,8 @@ def test_a_prompt_may_be_longer_than_a_forward():
 def test_a_decoder_has_copied_all_weights_and_a_new_one_takes_the_new(network, weights):
     model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
     model = round_weights(model) if weights == "int8" else model
-    decoder, idx = Decoder(model, compile=True, weights=weights), prompts(2, 3)
+    decoder = Decoder(model, compile=True, weights=weights)
+    idx = prompts(2, 3)
     before = decoder.generate(idx, 17, seed=1)
     for tensor in (*model.parameters(), *([] if model.rope is None else [model.rope])):
         with torch.no_grad():
@@ -340,7 +345,8 @@ def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_r
     monkeypatch.setitem(model_py.FILTERS, "min_p", keep_min_p)
     for module in (model_py, sys.modules[Decoder.__module__]):
         monkeypatch.setattr(module, "Sampling", WithMinP)
-    decoder, idx = Decoder(MODELS[0], "ngram", NGRAMS, compile=True), prompts(2, 3)
+    decoder = Decoder(MODELS[0], "ngram", NGRAMS, compile=True)
+    idx = prompts(2, 3)
     texts = {}
     for min_p in (None, 0.2):
         generation = decoder.stream(idx, 12, seed=1, min_p=min_p)
@@ -422,7 +428,8 @@ def use_compiler(monkeypatch):
 )
 def test_shorter_vectors_and_clang_give_the_same_tokens(command, use_compiler):
     use_compiler(command)
-    model, idx = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2])), prompts(9, 5)
+    model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2]))
+    idx = prompts(9, 5)
     for weights in ("float32", "int8"):
         model = round_weights(model) if weights == "int8" else model
         got = Decoder(model, "ngram", NGRAMS, compile=True, weights=weights).generate(idx, 30, seed=1)

@@ -70,9 +70,11 @@ def test_a_block_of_zeros_stays_zero():
 
 def test_more_rows_than_are_rounded_at_a_time():
     layer = torch.nn.Linear(3, 5000)
-    weight, rest = layer.weight.detach().clone(), torch.nn.Linear(3, 5000 - 4096)
+    weight = layer.weight.detach().clone()
+    rest = torch.nn.Linear(3, 5000 - 4096)
     rest.weight.data = weight[4096:]
-    packed, packed_rest = int8_panels(layer, 16)[0], int8_panels(rest, 16)[0]
+    packed = int8_panels(layer, 16)[0]
+    packed_rest = int8_panels(rest, 16)[0]
     assert torch.equal(packed[4096 // 16 :], packed_rest)
     round_weights(layer)
     assert torch.equal(layer.weight.double(), expanded(*quantize(weight), 3))
@@ -105,7 +107,8 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
 @settings(max_examples=6)
 @given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
 def test_int8_with_drafts_and_filters(model, draft, filters, seed):
-    model, idx = round_weights(copy.deepcopy(model)), prompts(2, 3)
+    model = round_weights(copy.deepcopy(model))
+    idx = prompts(2, 3)
     got = Decoder(model, **DRAFTS[draft], compile=True, weights="int8").generate(idx, 99, seed=seed, **filters)
     assert_same_as_alone(model, got, idx, 99, range(2), seed, filters)
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, *prompts = sys.argv[1:]
 seen = {"version": transformers.__version__}
 for name, loader in {"optimum": ORTModelForCausalLM, "transformers": AutoModelForCausalLM}.items():
-    model, tokenizer = loader.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = loader.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [model.generate(**tokenizer(prompt, return_tensors="pt"))[0] for prompt in prompts]
     seen[name] = tokenizer.batch_decode(ids, skip_special_tokens=True)
 

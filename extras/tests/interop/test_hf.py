@@ -43,7 +43,8 @@ CONTEXT = SIZE["block_size"]
 def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_path):
     model = tiny(**network)
     write_folder(model, TOKENIZER, tmp_path)
-    hf, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), AutoTokenizer.from_pretrained(tmp_path)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = torch.randint(len(CHARS), (2, CONTEXT), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(hf(ids).logits, model(ids)[0], atol=1e-4, rtol=0)
@@ -65,7 +66,8 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
 
 
 def test_a_stablelm_with_a_tokenizer_comes_back(tmp_path):
-    model, tokenizer = tiny(**STABLELM, vocab_size=512), tokenizer_from_json(bpe())
+    model = tiny(**STABLELM, vocab_size=512)
+    tokenizer = tokenizer_from_json(bpe())
     write_folder(model, tokenizer, tmp_path)
     back, theirs = load_model(tmp_path)
     assert theirs.state_dict() == tokenizer.state_dict() and back.config.pos_emb == "rope"
@@ -86,9 +88,11 @@ def test_transformers_4_finds_its_settings_too(tmp_path):
 @pytest.mark.parametrize("network", [GPT2, STABLELM], ids=str)
 def test_the_ordinary_calls_of_transformers_give_the_greedy_text(network, tmp_path):
     """Newlines are the padding of the batches, so each of these calls has to tell padding from text."""
-    model, prompts = tiny(**network), ["\nab\n\n", "a", "b c!"]
+    model = tiny(**network)
+    prompts = ["\nab\n\n", "a", "b c!"]
     write_folder(model, TOKENIZER, tmp_path)
-    hf, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     pipe = pipeline("text-generation", tmp_path)
 
     def greedy(prompt, length=CONTEXT):
@@ -150,7 +154,8 @@ def born(folder, **settings):
 def test_a_model_that_was_born_in_transformers_comes_in(settings, tmp_path):
     born(tmp_path, **settings)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ours, ids = build_model(load_checkpoint(tmp_path)).eval(), torch.arange(CONTEXT)[None] % len(CHARS)
+    ours = build_model(load_checkpoint(tmp_path)).eval()
+    ids = torch.arange(CONTEXT)[None] % len(CHARS)
     assert ours.config.tie_weights == settings.get("tie_word_embeddings", True)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], hf(ids).logits, atol=1e-4, rtol=0)
@@ -238,7 +243,8 @@ SPECIAL = [  # files of a folder whose vocabulary has 512 tokens and an END; ids
 def test_an_export_has_the_special_tokens_of_its_folder_that_the_vocabulary_has(
     files, ids, names, notes, tmp_path, capsys
 ):
-    first, content = tmp_path / "first", Tokenizer.from_str(bpe())
+    first = tmp_path / "first"
+    content = Tokenizer.from_str(bpe())
     content.add_special_tokens(["<|endoftext|>"])
     write_gpt2(first, vocab_size=513)
     (first / "tokenizer.json").write_text(content.to_str(), encoding="utf-8")

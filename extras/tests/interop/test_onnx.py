@@ -28,8 +28,10 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)  # an export takes seconds
 @pytest.fixture(scope="module", params=[SLOW(name) for name in NETWORKS])
 def exported(request, tmp_path_factory):
     """(model, its model.onnx, a session of that)"""
-    model, file = tiny(**NETWORKS[request.param]), tmp_path_factory.mktemp("onnx") / "model.onnx"
-    names, weights = [list(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
+    model = tiny(**NETWORKS[request.param])
+    file = tmp_path_factory.mktemp("onnx") / "model.onnx"
+    names = [list(vars(module)) for module in model.modules()]
+    weights = copy.deepcopy(model.state_dict())
     write_onnx(model, TOKENIZER, file)
     assert [list(vars(module)) for module in model.modules()] == names and same(model.state_dict(), weights)
     return model, file, onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
@@ -37,7 +39,8 @@ def exported(request, tmp_path_factory):
 
 def feed(session, ids, past, mask=None, positions=None):
     """One call by names, as anybody would make it who has only the file. Returns (logits, past)."""
-    begin, (B, T) = past[0].shape[2], ids.shape
+    begin = past[0].shape[2]
+    B, T = ids.shape
     mask = np.ones((B, begin + T), np.int64) if mask is None else mask
     positions = np.tile(np.arange(begin, begin + T), (B, 1)) if positions is None else positions
     names = [f"past_key_values.{i}.{kind}" for i in range(len(past) // 2) for kind in ("key", "value")]
@@ -59,7 +62,8 @@ def test_the_graph_has_the_names_and_axes_that_others_expect(exported):
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import if not entry.domain] == [("", 20)]
     assert not any(tensor.external_data for tensor in proto.graph.initializer)
-    heads, whole = model.config.n_kv_head, "past_sequence_length + sequence_length"
+    heads = model.config.n_kv_head
+    whole = "past_sequence_length + sequence_length"
     axes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in (*proto.graph.input, *proto.graph.output)
@@ -80,10 +84,12 @@ def test_the_graph_has_the_names_and_axes_that_others_expect(exported):
 def test_any_split_of_any_batch_gives_the_logits_of_one_forward(exported, data):
     """Positions, mask and cache are those of the call, not of the exported example."""
     model, _, session = exported
-    B, T = data.draw(st.integers(1, 3)), data.draw(st.integers(1, CONTEXT))
+    B = data.draw(st.integers(1, 3))
+    T = data.draw(st.integers(1, CONTEXT))
     cuts = sorted(data.draw(st.sets(st.integers(1, T - 1)))) if T > 1 else []
     ids = torch.randint(len(CHARS), (B, T), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    past, logits = nothing(model, B), []
+    past = nothing(model, B)
+    logits = []
     for begin, end in zip([0, *cuts], [*cuts, T]):
         some, past = feed(session, ids[:, begin:end].numpy(), past)
         logits.append(some)
@@ -106,7 +112,8 @@ def test_padding_on_the_left_changes_nothing(exported):
     torch.testing.assert_close(logits[1, 3:], alone[:7], atol=1e-4, rtol=0)
     for step, token in enumerate((2, 3)):
         mask = np.concatenate((mask, np.ones((2, 1), np.int64)), axis=1)
-        token, position = np.full((2, 1), token), np.array([[10 + step], [7 + step]])
+        token = np.full((2, 1), token)
+        position = np.array([[10 + step], [7 + step]])
         logits, past = feed(session, token, past, mask, position)
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
 
@@ -131,7 +138,8 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     """For the same seed, with the cache, without it, and past the context."""
     model, file, _ = exported
     engine = OnnxGPT(file)
-    B, T = data.draw(st.integers(1, 3)), data.draw(st.integers(1, CONTEXT))
+    B = data.draw(st.integers(1, 3))
+    T = data.draw(st.integers(1, CONTEXT))
     idx = torch.randint(len(CHARS), (B, T), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     sampling = Sampling(
         seed=data.draw(st.integers(0, 2**64 - 1)),

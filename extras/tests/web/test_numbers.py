@@ -88,7 +88,7 @@ def test_the_columns_and_the_attention_of_every_head(answers, model, text):
         assert len(attention) == CONFIG.n_head
         for i, (weights, mix) in enumerate(attention):
             head = attn.heads[i * CONFIG.n_kv_head // CONFIG.n_head]
-            out, expected = attend(head, q[:, i], pos[:, -1:])
+            out, expected = attend(head, q[:, i], pos[-1:])
             torch.testing.assert_close(torch.tensor(weights), expected.flatten(), atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(torch.tensor(mix), out.flatten(), atol=1e-5, rtol=1e-4)
 

@@ -114,7 +114,7 @@ def test_the_numbers_on_the_stage_are_pytorchs(seen, model):
         x = model.transformer["h"][0].ln_1(model.transformer["wte"](torch.tensor([ids[:-1]])))
         rope = model.rope[:, torch.arange(len(ids) - 1)[None]][:, :, None]
         q = attn.project(x, rope)[0][:, 0, -1:]
-        _, weights = attend(attn.heads[0], q, torch.tensor([[len(ids) - 2]]))
+        _, weights = attend(attn.heads[0], q, torch.tensor([len(ids) - 2]))
     share = percent(weights[0, 0, MARKED].item())
     assert all(f"gives it {share} of its attention" in what["about"] for what in seen["marked"])
 

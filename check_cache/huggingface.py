@@ -1,0 +1,137 @@
+"""All that we need to know about transformers. What it renames is an error that names what we looked for."""
+
+import inspect
+from contextlib import suppress
+
+import torch
+
+from check_cache.report import AdapterError, Wrong
+
+# the names of arguments of `forward`, newest first
+NAMES = dict(
+    cache=("cache", "past_key_values", "cache_params", "state"), mask=("attention_mask",), pos=("position_ids",)
+)
+# what a new name would contain (that of the cache may be anything), and arguments of other meanings
+WORDS = dict(cache="", mask="mask", pos="pos")
+OTHERS = """self input_ids inputs_embeds labels use_cache logits_to_keep token_type_ids head_mask return_dict
+    output_attentions output_hidden_states encoder_hidden_states encoder_attention_mask""".split()
+OUTPUTS = "loss logits hidden_states attentions cross_attentions router_logits aux_loss".split()  # besides the cache
+# the settings of sliding or chunked attention, and those that only look like one
+WINDOWS = "sliding_window attention_chunk_size window_size attention_window_size sliding_window_size".split()
+NO_WINDOWS = """use_sliding_window max_window_layers sliding_window_pattern _sliding_window_pattern keep_window_size
+    prefix_dense_sliding_window_pattern local_attention_window_len""".split()
+# the methods of a cache
+METHODS = dict(crop="crop", reorder="reorder_cache", repeat="batch_repeat_interleave", select="batch_select_indices")
+METHODS |= dict(reset="reset")
+
+
+def is_model(model):
+    return not hasattr(model, "step") and getattr(model, "get_output_embeddings", lambda: None)() is not None
+
+
+def refusals(cache):
+    """Return the exceptions with which a cache refuses. Those of transformers ask each layer for the method."""
+    return (ValueError, AttributeError) if type(cache).__module__.startswith("transformers.") else (ValueError,)
+
+
+def prepare_rollback(cache):
+    """Prepare a cache for crop, as assisted generation does. Return why it cannot be cropped, or None."""
+    if hasattr(cache, "activate_past_recording"):  # of a window, or of convolutions
+        cache.activate_past_recording()
+    return "is_croppable is False" if getattr(cache, "is_croppable", True) is False else None
+
+
+def live_length(cache):
+    """Return the length of a cache if it is a tensor, which the next step may change."""
+    with suppress(Exception):  # a cache of states has no length
+        length = cache.get_seq_length()
+        return length if isinstance(length, torch.Tensor) else None
+
+
+class Transformers:
+    """The adapter of a causal language model of transformers. It makes the inputs of a step as generate() does."""
+
+    must_run = ("decode", "chunks of mixed sizes", "left padding")
+
+    def __init__(self, model):
+        import transformers
+
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # those want cache_position from us
+            raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
+        self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self.static_cache, self.parameters = transformers.StaticCache, inspect.signature(model.forward).parameters
+        self.vocab_size = model.get_output_embeddings().weight.size(0)
+        self.context = getattr(self.config, "max_position_embeddings", None)
+        self.pad = getattr(self.config, "pad_token_id", None) or 0
+        windows = [getattr(self.config, name, None) for name in WINDOWS]
+        self.window = next(filter(None, windows), None)
+        unknown = [name for name, value in vars(self.config).items() if "window" in name and value]
+        unknown = [name for name in unknown if name not in (*WINDOWS, *NO_WINDOWS)]
+        layers = [kind for kind in getattr(self.config, "layer_types", None) or () if "slid" in kind or "chunk" in kind]
+        self.unknown = unknown or ([] if self.window else layers)
+
+    def name_of(self, role):
+        """Return the name of an argument of forward, or None if it has none."""
+        if name := next((name for name in NAMES[role] if name in self.parameters), None):
+            return name
+        known = {*OTHERS, *(name for names in NAMES.values() for name in names)}
+        named = [name for name, parameter in self.parameters.items() if parameter.kind != parameter.VAR_KEYWORD]
+        if any(WORDS[role] in name for name in {*named} - known):
+            looked = f"none of {', '.join(NAMES[role])}, so we do not know its {role}: see huggingface.py"
+            raise AdapterError(f"forward({', '.join(named)}) takes {looked}")
+        return None
+
+    def full(self, ids, **inputs):
+        if self.unknown:
+            known = f"we know windows as {', '.join(WINDOWS)}: see huggingface.py"
+            raise AdapterError(f"the config has {self.unknown[0]}, but {known}")
+        return self.model(input_ids=ids, use_cache=False, **inputs).logits
+
+    def new(self, rows, length, kind):
+        if kind == "own":
+            return None  # the model makes one
+        if not hasattr(self.model, "_can_compile_fullgraph"):
+            raise AdapterError(
+                "the model lacks _can_compile_fullgraph, so we do not know whether it has a static cache"
+            )
+        if self.name_of("cache") and self.model._can_compile_fullgraph:
+            return self.static_cache(config=self.config, max_cache_len=length)
+        raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
+
+    def step(self, ids, cache, mask, pos, **inputs):
+        name = self.name_of("cache")
+        if name is None:  # then we only see what generate() does
+            raise NotImplementedError("the model takes no cache")
+        more = {name: cache, "use_cache": True, **inputs}
+        if mask is not None:  # without one, the model has to work out positions itself
+            if self.name_of("mask") is None and not any(p.kind == p.VAR_KEYWORD for p in self.parameters.values()):
+                raise NotImplementedError("the model takes no attention_mask")
+            more["attention_mask"] = mask
+            if at := self.name_of("pos"):
+                more[at] = pos
+            if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
+                first = mask.shape == ids.shape
+                made = self.model.prepare_inputs_for_generation(ids, is_first_iteration=first, **more)
+                more = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
+                more[name] = next((made[key] for key in NAMES["cache"] if key in made), cache)
+        output = self.model(**more | dict(input_ids=ids))
+        if output.logits.shape[:2] != ids.shape:
+            raise Wrong(
+                f"forward returns logits {(*output.logits.shape,)} for {len(ids)} rows and {ids.size(1)} tokens"
+            )
+        held = getattr(output, name, None)
+        if unknown := {*output.keys()} - {*OUTPUTS} if held is None else ():
+            raise AdapterError(
+                f"forward takes {name} and returns {', '.join(unknown)}, but no {name}: see huggingface.py"
+            )
+        if held is None:
+            raise NotImplementedError("the model returns no cache")
+        return output.logits, held
+
+    def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):
+        if not self.model.can_generate():
+            raise NotImplementedError("the model has no generate()")
+        mask = torch.ones_like(ids) if mask is None else mask  # or it hides tokens with the padding id
+        end = self.vocab_size if eos is None else eos  # no token. None would mean the model's own end-of-text token
+        options = dict(max_new_tokens=count, use_cache=use_cache, eos_token_id=end, pad_token_id=self.pad)
+        return self.model.generate(ids, attention_mask=mask, do_sample=False, **options, **inputs)

@@ -1,0 +1,132 @@
+"""A batch of sequences on its way through one cache, and a record of each step."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from check_cache.attention import Interruption, Watch
+from check_cache.cause import find_cause
+from check_cache.report import AdapterError, StepError, Wrong, first_line
+from check_cache.texts import TWIN
+
+
+@dataclass
+class Step:
+    """What a step fed, and what attention read."""
+
+    rows: Tensor  # (B, T), which sequence
+    positions: Tensor  # (B, T), below 0 for padding
+    drafts: int  # how many of the T tokens, the last ones, come from another sequence
+    fed: int  # slots per row after the step
+    pads: Tensor  # (B, 1), slots of padding in front of each row
+    ragged: bool  # whether the padding came after the tokens of the prefill instead
+    reads: list  # as in Watch
+    hidden: str | None  # what hides attention from us, in words
+
+    def part(self, rows, begin, end):
+        """Return the step that fed only these rows and the tokens from `begin` to `end`."""
+        T = self.rows.size(1)
+        parts = [x[rows, begin:end] for x in (self.rows, self.positions)]
+        drafts = min(end - begin, max(0, end - T + self.drafts))
+        return Step(*parts, drafts, self.fed - T + end, self.pads[rows], self.ragged, [], self.hidden)
+
+
+class Stream:
+    """A batch of the sequences `rows` on its way through one cache. Its errors go into `found`.
+
+    Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
+    """
+
+    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False, spare=8):
+        self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
+        self.rows, self.ragged, self.kind = torch.tensor([*rows]), ragged, kind
+        self.masked = (masked or any(pads)) and not ragged
+        self.chunk = self.decoder.chunk or reference.length  # the most tokens of a step
+        if any(pads) and self.chunk == 1:
+            raise NotImplementedError("a step of one token has no room for padding")
+        self.pads = torch.tensor(pads).clamp(max=self.chunk - 1)[:, None].expand(len(self.rows), 1)
+        slots = reference.length + spare  # a static cache has empty slots, or none in the end
+        self.cache = self.decoder.call("new", len(self.rows), min(slots, self.decoder.context or slots), kind=kind)
+
+    def next(self, T, drafts=0):
+        """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
+        reference, end, B = self.reference, self.fed + T, len(self.rows)
+        positions = (torch.arange(self.fed, end) - self.pads).expand(B, T)
+        if self.ragged and self.fed == 0:
+            positions = torch.arange(T).where(torch.arange(T) < T - self.pads, -1)
+        rows = self.rows[:, None].expand(B, T)
+        chosen = reference.ids[rows + TWIN * (torch.arange(T) >= T - drafts), positions.clamp(min=0)]
+        mask = (torch.arange(end) >= self.pads).expand(B, end).long() if self.masked else None
+        return chosen.where(positions >= 0, self.decoder.pad), rows, positions, mask
+
+    def feed(self, count, drafts=0):
+        """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
+        for begin in range(0, count + drafts, self.chunk):
+            T = min(self.chunk, count + drafts - begin)
+            self.step(T, min(T, max(0, begin + T - count)))
+        return self
+
+    def feed_all(self, *sizes):
+        """Feed steps of these sizes, until the sequences end."""
+        for size in sizes:
+            if size := min(size, self.reference.length - self.fed):
+                self.feed(size)
+        return self
+
+    def step(self, T, drafts):
+        """Feed T tokens at once, the last of which are drafts. Raise Wrong if a logit of the others is off."""
+        reference, decoder, count = self.reference, self.decoder, T - drafts
+        ids, rows, positions, mask = self.next(T, drafts)
+        pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
+        try:
+            with Watch() as watch:
+                logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
+        except (NotImplementedError, AdapterError, Wrong):
+            raise
+        except (Exception, SystemExit) as error:
+            raise StepError(T, self.fed > 0) from error
+        most = decoder.accepted.get((self.kind, self.fed > 0), 0)
+        decoder.accepted[self.kind, self.fed > 0] = max(most, T)
+        self.fed, self.calls = self.fed + T, watch.calls
+        missing = T - logits.size(1)  # some decoders only return the logits of the last token
+        if missing and self.ragged:
+            raise NotImplementedError("the step returns logits of the last slot, which may be padding")
+        seen, real = (rows[:, missing:count], pos[:, missing:count]), positions[:, missing:count] >= 0
+        error = reference.error(logits[:, : count - missing], *seen).where(real, 0)
+        self.found.append((error[real], reference.rounding[seen][real]))
+        if (wrong := error > reference.limit).any():
+            step = Step(rows, positions, drafts, self.fed, self.pads, self.ragged, watch.reads, watch.hidden)
+            try:
+                cause = find_cause(reference, step)
+            except Exception as problem:  # a kind of attention that we do not know
+                cause = f"cause unknown: {first_line(problem)}"
+            t, i = wrong.T.nonzero()[0].tolist()
+            row, position = (part[i, t].item() for part in seen)
+            rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
+            rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
+            raise Wrong(cause, rule, error.max().item(), position, (len(ids), T))
+
+    def fail(self, at):
+        """Feed a token, but stop the step at call number `at` of torch."""
+        ids, _, pos, mask = self.next(1)
+        if self.decoder.numpy:
+            raise NotImplementedError("we can only interrupt PyTorch")
+        with suppress(Interruption), Watch(stop=at):
+            self.decoder.step(ids, self.cache, mask, pos, self.rows, None)
+            raise NotImplementedError("the step calls no function of torch, so we cannot interrupt it")
+
+    def crop(self, count):
+        """Take back the newest `count` tokens."""
+        self.fed -= count
+        return self.change("crop", self.fed if "crop" in self.decoder.parts else -count)
+
+    def change(self, name, *args, rows=None):
+        """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
+        cache = self.decoder.change(self.cache, name, *args)
+        self.cache = self.cache if cache is None else cache
+        if rows is not None:
+            self.rows = torch.as_tensor(rows)
+            self.pads = self.pads if self.pads.any() else self.pads[:1].expand(len(self.rows), 1)
+        return self
