@@ -120,13 +120,14 @@ def test_no_recipe_wins_by_size(preset):
 
 
 def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path):
-    flags = "--preset lecture --n_layer 1 --n_embd 24 --max_iters 1 --device cpu --data_dir".split()
+    flags = "--preset lecture --n_layer 1 --n_embd 24 --ngram_targets 0 --max_iters 1 --device cpu --data_dir".split()
     result = ok(here(*flags, data_dir, "--out_dir", tmp_path))
     weights = load(tmp_path / "last.pt")["model"]
     assert {name.split(".")[2] for name in weights if ".h." in name} == {"0"}
     assert weights["transformer.wte.weight"].size(1) == 24
     line = result.stdout.splitlines()[0]
-    assert line.startswith("training preset lecture, recipe modern, on 1 x cpu in float32: 1 layers, 4 heads, 24 wide")
+    recipe = "recipe modern without n-gram targets"
+    assert line.startswith(f"training preset lecture, {recipe}, on 1 x cpu in float32: 1 layers, 4 heads, 24 wide")
     assert line.endswith(f"steps 0..1 of {16 * 32} characters from {SAMPLE}")  # batch_size and block_size of the preset
 
 

@@ -241,12 +241,6 @@ def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
-    result = here("--init_from=gpt2-xl", "--out_dir", tmp_path / "out")
-    assert_one_line(result, "hf download openai-community/gpt2-xl --local-dir gpt2-xl", code=1)
-    assert not (tmp_path / "out").exists()
-
-
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,12 @@ def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared
     assert all(torch.equal(p, trained["model"][name]) for name, p in model.state_dict().items())
 
 
+def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
+    result = here("--init_from=gpt2-xl", "--out_dir", tmp_path / "out")
+    assert_one_line(result, "hf download openai-community/gpt2-xl --local-dir gpt2-xl", code=1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
     assert_one_line(here("--init_from", trained, "--meta", "no.json", "--data_dir", data_dir), "no.json", code=1)
 
