@@ -47,9 +47,7 @@ def chunks_around(start, sizes):
         start().feed_all(*[size] * sizes.length)
 
 
-mask_of_ones = feeding(
-    "mask of ones", lambda sizes: [sizes.third, 5, *sizes.ones, sizes.length], needs=("step.mask",), masked=True
-)
+mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], needs=("step.mask",), masked=True)
 padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], needs=("step.mask",), pads=PADS)
 padding_in_chunks = feeding(
     "left padding in chunks",

@@ -39,7 +39,7 @@ ROLLBACKS = {"speculative rollback", "rollback of everything", "rollback, then r
 COPIES = {"repeat", "repeat from one row", "select", "select from one row"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_nearly_everything_runs(name):
     report = check_cache(family(name), length=30, skip=[] if NEWER else ["reset"])  # 5.4 leaves keys of zeros
     report.assert_correct(require=["decode", "chunks of mixed sizes", "left padding"])
@@ -61,6 +61,10 @@ def test_a_rejected_draft_that_crop_leaves(monkeypatch):
 # -- what can be cropped -----------------------------------------------------------------------------------------------
 
 
+recent = pytest.mark.xfail(not NEWER, reason="5.4 crops differently", strict=False)
+
+
+@recent
 def test_a_static_window_cannot_be_cropped_and_says_so_only_in_is_croppable():
     report = check_cache(family("mistral"), length=40, scenarios="speculative")
     said = results(report)
@@ -69,6 +73,7 @@ def test_a_static_window_cannot_be_cropped_and_says_so_only_in_is_croppable():
     assert status == "not run" and ("is_croppable is False, and after crop() logits off by" in why or not NEW), report
 
 
+@recent
 def test_convolutions_can_be_cropped_and_recurrent_states_cannot():
     report = check_cache(family("lfm2"), length=30, caches="own", scenarios="rollback")
     assert correct(report) == ROLLBACKS, report
@@ -88,8 +93,8 @@ def test_a_length_that_is_a_live_tensor():
 def test_a_model_that_drops_its_mask_after_the_first_step(name):
     """generate() is correct with left padding, and so is a step with the inputs that generate() makes."""
     model = tiny(name, hidden_size=32, num_hidden_layers=2, state_size=8)
-    report = check_cache(model, length=30, caches="own", scenarios=["padding", "decode"])
-    assert {"left padding", "generate with left padding", "decode"} <= correct(report), report
+    report = check_cache(model, length=30, caches="own", scenarios=["padding", "ones", "decode"])
+    assert {"left padding", "mask of ones", "generate with left padding", "decode"} <= correct(report), report
     assert "flex_attention" not in str(report)
     assert results(report)["left padding in chunks", "own"][0] == "wrong"  # each chunk starts from an empty state
 
