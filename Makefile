@@ -61,6 +61,7 @@ test: lint
 check: test
 	@$(MAKE) -s extras/web/node_modules || echo "npm failed: skipping the tests of the web page"
 	@$(MAKE) -s check_cache/tests/wild/.packages || echo "pip failed: test_wild.py skips"
+	@$(MAKE) -s check_cache/tests/frameworks/.packages || echo "pip failed: test_frameworks.py skips"
 	$(PYTEST) -m slow $(LONG) --dist loadfile --ignore extras/tests/test_hub.py # tests of one file share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) $(LONG) extras/tests/test_gpu.py
 
@@ -80,9 +81,10 @@ extras/tests/hub/node_modules: extras/tests/hub/package-lock.json
 	npm ci --prefix extras/tests/hub --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-# outside .venv, because Optimum needs transformers 4, and only test_wild.py needs the decoders that check_cache found
-# bugs in; torch and the like come from .venv
-extras/tests/hub/.packages check_cache/tests/wild/.packages: %/.packages: %/requirements.txt .venv/installed
+# outside .venv, because Optimum needs transformers 4, and only these tests of check_cache need published decoders and
+# other frameworks, of 0.5 GB; torch and the like come from .venv
+PACKAGES = extras/tests/hub/.packages check_cache/tests/wild/.packages check_cache/tests/frameworks/.packages
+$(PACKAGES): %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@
 
