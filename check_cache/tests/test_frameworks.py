@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from check_cache import check_cache
+from wild.repros import shows
 
 PACKAGES = Path(__file__).parent / "frameworks" / ".packages"
 README = Path(__file__).parent.parent / "README.md"
@@ -31,9 +32,13 @@ def example(library, names):
     """Return the report of the example for a library, in which these names stand for what the reader has."""
     page = README.read_text(encoding="utf-8")
     code = re.search(rf"^```python {library}\n(.*?)^```", page, re.MULTILINE | re.DOTALL).group(1)
-    names = dict(names, check_cache=lambda **adapter: names.update(report=check_cache(**adapter, length=24, scenarios=RUN)))
-    exec(code, names)
-    return names["report"]
+    reports = []
+
+    def check(**adapter):
+        reports.append(check_cache(**adapter, length=24, scenarios=RUN))
+
+    exec(code, dict(names, check_cache=check))
+    return reports[0]
 
 
 def mlx_lm():
@@ -74,15 +79,15 @@ def flax_linen():
     return dict(found, model=model, decoder=decoder, params=params)
 
 
-def keras_hub():
-    """A small GPT-2 of keras-hub."""
+def keras_hub(name="GPT2"):
+    """A small model of keras-hub."""
     import keras
-    from keras_hub.models import GPT2Backbone, GPT2CausalLM
+    from keras_hub import models
 
     keras.utils.set_random_seed(0)
     sizes = dict(vocabulary_size=64, num_layers=2, num_heads=4, hidden_dim=64, intermediate_dim=128)
-    model = GPT2CausalLM(backbone=GPT2Backbone(**sizes, max_sequence_length=64, dropout=0), preprocessor=None)
-    return dict(keras=keras, model=model)
+    backbone = getattr(models, f"{name}Backbone")(**sizes, max_sequence_length=64, dropout=0)
+    return dict(keras=keras, model=getattr(models, f"{name}CausalLM")(backbone=backbone, preprocessor=None))
 
 
 @pytest.mark.parametrize("library", ["mlx-lm", "flax", "keras"])
@@ -92,3 +97,51 @@ def test_the_example_of_the_readme(library):
     assert report.exit_code == 0, report
     ran = {result.scenario for result in report.results if result.status == "correct"}
     assert {*RUN} <= ran, report
+
+
+def test_a_query_of_keras_hub_without_a_position():
+    report = example("keras", keras_hub("GPTNeoX"))
+    assert report.exit_code == 1, report
+
+
+def test_padding_in_the_states_of_mlx_lm():
+    """Rows of different lengths, as mlx-lm's BatchGenerator feeds them."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import mamba, mamba2
+    from mlx_lm.models.cache import make_prompt_cache
+
+    def check(module, **sizes):
+        mx.random.seed(0)
+        sizes |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, time_step_rank=8)
+        sizes |= dict(conv_kernel=4, state_size=16, use_conv_bias=True, use_bias=False)
+        model = module.Model(module.ModelArgs(model_type="", vocab_size=64, **sizes))
+
+        def new(rows, length):
+            return [type(layer).merge([layer] * rows) for layer in make_prompt_cache(model)]
+
+        def step(ids, cache, lengths):
+            padded = lengths is not None and ids.shape[1] > 1
+            for layer in cache if padded else ():
+                layer.prepare(lengths=lengths.tolist())
+            logits = model(mx.array(ids), cache=cache)
+            for layer in cache if padded else ():
+                layer.finalize()
+            return logits, cache
+
+        full, weights = lambda ids: model(mx.array(ids)), dict(tree_flatten(model.parameters()))
+        report = check_cache(full=full, new=new, step=step, weights=weights, length=48, scenarios=["decode", "lengths"])
+        return {result.scenario: result.status for result in report.results}
+
+    heads = dict(num_heads=4, head_dim=32, n_groups=1, time_step_limit=(0.0, 100.0))
+    assert check(mamba2, **heads, layer_norm_epsilon=1e-5, tie_word_embeddings=False)["rows of different lengths"] == "correct"
+    found = check(mamba)
+    assert found["decode"] == "correct" and found["rows of different lengths"] == "wrong"
+
+
+REPORTS = sorted((Path(__file__).parent / "frameworks" / "reports").glob("*.md"))
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
+def test_a_report_shows_what_it_says(file, capsys):
+    assert shows(file, capsys)

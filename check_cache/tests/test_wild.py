@@ -342,16 +342,7 @@ REPORTS = sorted((Path(__file__).parent / "wild" / "reports").glob("*.md"))
 
 @pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
 def test_a_report_shows_what_it_says(file, capsys):
-    """Its script prints what it says, give or take what rounding does to numbers."""
-    code, said = re.findall(
-        r"^```(?:python|text)\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    exec(code, {})
-    shown, said = capsys.readouterr().out.strip(), said.strip()
-    number = r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
-    assert re.sub(number, "", shown) == re.sub(number, "", said)
-    got, wanted = ([float(x) for x in re.findall(number, text)] for text in (shown, said))
-    assert got == pytest.approx(wanted, rel=0.5)
+    assert repros.shows(file, capsys)
 
 
 def test_defects_of_transformers():

@@ -456,7 +456,7 @@ def audiocraft(**options):
 
 
 def toto():
-    """Time series of two variates, whose patches we derive from ids. One layer looks across time, one across variates."""
+    """Time series of two variates, whose patches we derive from ids."""
     from toto.model.transformer import Transformer
     from toto.model.util import KVCache
 
