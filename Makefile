@@ -1,6 +1,7 @@
 # make demo    environment, output with and without the cache (make compare), a short training run, and a sample
 # make test    environment, lint, fast tests
 # make check   make test, then the slow tests, without those of make hub
+# make newest  tests of export and check_cache with the newest torch, transformers, onnxruntime and tokenizers
 # make hub     our exports in transformers.js and Optimum, which take 0.6 GB to install
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
@@ -8,9 +9,11 @@ PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
 SOURCES = model.py train.py $(wildcard extras/*.py extras/*/*.py)
+OTHERS = $(addprefix check_cache/tests/,wild versions/5.4 versions/5.23) check_cache/tests/frameworks
+NEWEST = check_cache/tests extras/tests/interop extras/tests/test_check_cache_kit.py
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
-.PHONY: demo compare test check hub gpu web lint data
+.PHONY: demo compare test check newest hub gpu web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt tests/constraints.txt pyproject.toml
@@ -60,10 +63,18 @@ test: lint
 
 check: test
 	@$(MAKE) -s extras/web/node_modules || echo "npm failed: skipping the tests of the web page"
-	@$(MAKE) -s check_cache/tests/wild/.packages || echo "pip failed: test_wild.py skips"
-	@$(MAKE) -s check_cache/tests/frameworks/.packages || echo "pip failed: test_frameworks.py skips"
+	@$(MAKE) -s $(OTHERS:=/.packages) || echo "pip failed: test_wild.py, test_versions.py and test_frameworks.py skip"
 	$(PYTEST) -m slow $(LONG) --dist loadfile --ignore extras/tests/test_hub.py # tests of one file share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) $(LONG) extras/tests/test_gpu.py
+
+# in an environment of its own, because the newest torch can take GBs
+newest:
+	$(PYTHON) -m venv out/newest
+	out/newest/bin/python -m pip install --quiet --upgrade pip
+	out/newest/bin/python -m pip install --quiet -r requirements.txt --group dev
+	out/newest/bin/python -m pip install --quiet --upgrade torch transformers onnxruntime tokenizers
+	out/newest/bin/python -m pip list | grep -E "^(torch|transformers|onnxruntime|tokenizers) "
+	OMP_NUM_THREADS=1 out/newest/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow" $(LONG) $(NEWEST)
 
 hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages
 	$(PYTEST) $(LONG) extras/tests/test_hub.py
@@ -81,10 +92,9 @@ extras/tests/hub/node_modules: extras/tests/hub/package-lock.json
 	npm ci --prefix extras/tests/hub --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-# outside .venv, because Optimum needs transformers 4, and only these tests of check_cache need published decoders and
-# other frameworks, of 0.5 GB; torch and the like come from .venv
-PACKAGES = extras/tests/hub/.packages check_cache/tests/wild/.packages check_cache/tests/frameworks/.packages
-$(PACKAGES): %/.packages: %/requirements.txt .venv/installed
+# outside .venv, because Optimum needs transformers 4, only test_wild.py needs the decoders that check_cache found bugs
+# in, only test_frameworks.py JAX and MLX, and test_versions.py older releases; torch and the like come from .venv
+extras/tests/hub/.packages $(OTHERS:=/.packages): %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from check_cache.adapters import tensor_of
 
@@ -13,7 +13,6 @@ SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
 # what hides attention from us, and its name in a report
 HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
-ACTIVE = []  # the Watch of the moment
 WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 
@@ -60,20 +59,14 @@ class Watch(TorchFunctionMode):
         self.reads, self.calls, self.stop, self.hidden = [], 0, stop, None
         self.product = None  # the operands of the newest product, and its shape
 
-    def __enter__(self):
-        ACTIVE.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        ACTIVE.remove(self)
-        return super().__exit__(*error)
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.calls += 1
         if self.calls == self.stop:
             raise Interruption
         result = function(*args, **kwargs)
+        if function is show_attention:
+            self.reads.append(Read(*map(tensor_of, args)))
         if function not in WATCHED:
             if name := HIDING.get(getattr(function, "__name__", None)):
                 self.hidden = f"{name} hides it"
@@ -105,8 +98,8 @@ def show_attention(weights, query=None, key=None, value=None):
     weights (B, heads, T, slots) after the softmax, query (B, heads, T, size), key and value (B, heads, slots, size).
     Outside a check, this does nothing, so the call may stay in your code.
     """
-    if ACTIVE:
-        ACTIVE[-1].reads.append(Read(*map(tensor_of, (weights, query, key, value))))
+    if has_torch_function((weights,)):  # a Watch is active, and sees the call
+        handle_torch_function(show_attention, (), weights, query, key, value)
 
 
 def operands_of(function, args):

@@ -1,6 +1,7 @@
 """All that we need to know about transformers. What it renames is an error that names what we looked for."""
 
 import inspect
+from contextlib import suppress
 
 import torch
 
@@ -42,8 +43,9 @@ def prepare_rollback(cache):
 
 def live_length(cache):
     """Return the length of a cache if it is a tensor, which the next step may change."""
-    length = getattr(cache, "get_seq_length", lambda: None)()
-    return length if isinstance(length, torch.Tensor) else None
+    with suppress(Exception):  # a cache of states has no length
+        length = cache.get_seq_length()
+        return length if isinstance(length, torch.Tensor) else None
 
 
 class Transformers:
@@ -110,7 +112,7 @@ class Transformers:
             if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
                 first = mask.shape == ids.shape
                 made = self.model.prepare_inputs_for_generation(ids, is_first_iteration=first, **more)
-                more = {key: value for key, value in made.items() if key not in NAMES["cache"]}
+                more = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
                 more[name] = next((made[key] for key in NAMES["cache"] if key in made), cache)
         output = self.model(**more | dict(input_ids=ids))
         if output.logits.shape[:2] != ids.shape:

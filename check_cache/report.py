@@ -122,7 +122,7 @@ def as_list(words):
 
 
 def first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
 
 
 def describe(error):

@@ -41,12 +41,12 @@ class Stream:
 
     def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False, spare=8):
         self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
-        self.rows, self.pads, self.ragged = torch.tensor([*rows]), torch.tensor(pads)[:, None], ragged
-        self.masked, self.kind = (masked or any(pads)) and not ragged, kind
-        self.pads = self.pads.expand(len(self.rows), 1)
+        self.rows, self.ragged, self.kind = torch.tensor([*rows]), ragged, kind
+        self.masked = (masked or any(pads)) and not ragged
         self.chunk = self.decoder.chunk or reference.length  # the most tokens of a step
-        if self.chunk <= max(pads):
-            raise NotImplementedError(f"steps of {self.chunk} tokens are shorter than the padding")
+        if any(pads) and self.chunk == 1:
+            raise NotImplementedError("a step of one token has no room for padding")
+        self.pads = torch.tensor(pads).clamp(max=self.chunk - 1)[:, None].expand(len(self.rows), 1)
         slots = reference.length + spare  # a static cache has empty slots, or none in the end
         self.cache = self.decoder.call("new", len(self.rows), min(slots, self.decoder.context or slots), kind=kind)
 
@@ -83,7 +83,7 @@ class Stream:
         try:
             with Watch() as watch:
                 logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
-        except (NotImplementedError, AdapterError):
+        except (NotImplementedError, AdapterError, Wrong):
             raise
         except (Exception, SystemExit) as error:
             raise StepError(T, self.fed > 0) from error

@@ -1,8 +1,5 @@
 """The random sequences that the scenarios feed, and how many tokens at a time."""
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 
 ROWS = 8  # sequences
@@ -11,49 +8,20 @@ LEAST = 24  # tokens per row
 PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of the shortest length
 
 
-@dataclass(frozen=True)
 class Sizes:
     """How many tokens scenarios feed. `window` is of sliding attention, `seed` draws the sizes of chunks."""
 
-    length: int
-    window: int | None = None
-    seed: int = 0
-
-    @property
-    def third(self):
-        return self.length // 3
-
-    @property
-    def fork(self):
-        return self.third | 1  # odd, so that it is within a page of a paged cache
-
-    @property
-    def short(self):
-        return min(self.third, 16)  # where the length does not matter
-
-    @property
-    def page(self):
-        return 1 << self.fork.bit_length()  # where pages begin, of up to that many tokens
-
-    @property
-    def ones(self):
-        return [1] * min(8, self.length // 4)  # enough single tokens to see a mistake
-
-    @cached_property
-    def mixed(self):
-        """Chunks of 1, 2, ... tokens in random order, which add up to the length."""
-        largest = int(((8 * self.length + 1) ** 0.5 - 1) / 2)
-        return (torch.randperm(largest, generator=generator(self.seed), device="cpu") + 1).tolist()
-
-    @property
-    def doubling(self):
-        return [len(self.ones) * 2**i for i in range(self.length.bit_length())]
-
-    @property
-    def prefill(self):
-        """The prefill of `decode`: it nearly fills the window, if there is one."""
-        full = self.window if self.window and self.window < self.length else 0
-        return max(2, full - len(self.ones)) if full else self.third
+    def __init__(self, length, window=None, seed=0):
+        self.length, self.window, self.seed, self.third = length, window, seed, length // 3
+        self.fork = self.third | 1  # odd, so that it is within a page of a paged cache
+        self.page = 1 << self.fork.bit_length()  # where pages begin, of up to that many tokens
+        self.short = min(self.third, 16)  # where the length does not matter
+        self.ones = [1] * min(8, length // 4)  # enough single tokens to see a mistake
+        largest = int(((8 * length + 1) ** 0.5 - 1) / 2)  # chunks of 1, 2, ... up to it fit into the length
+        self.mixed = (torch.randperm(largest, generator=generator(seed), device="cpu") + 1).tolist()
+        self.doubling = [len(self.ones) * 2**i for i in range(length.bit_length())]
+        # the prefill of `decode` nearly fills the window, if there is one
+        self.prefill = max(2, window - len(self.ones)) if window and window < length else self.third
 
 
 def generator(seed):

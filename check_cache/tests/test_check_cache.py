@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
-from check_cache import check_cache, copies_of, show_attention
+from check_cache import check_cache, copies_of, scenario, show_attention
 from check_cache.__main__ import main
 from check_cache.adapters import METHODS
+from check_cache.scenarios import SCENARIOS
 from test_families import family
 
 # -- broken caches -----------------------------------------------------------------------------------------------------
@@ -778,9 +779,8 @@ def test_a_wrong_position_is_named(positions, parts):
     assert said.startswith(parts) and said.endswith("wrong on arrival: its position is 23"), said
 
 
-@pytest.mark.slow
 def test_a_step_may_feed_its_tokens_in_parts():
-    """Then a chunk calls attention several times, and we do not know which call reads what."""
+    """Then a chunk calls attention several times."""
     model = Decoder()
 
     def step(ids, cache, pos):
@@ -788,7 +788,163 @@ def test_a_step_may_feed_its_tokens_in_parts():
         return torch.cat([model(part, cache, None, at + 2 * (at > 20)) for part, at in parts], 1)
 
     report = check_cache(**functions(model, step=step), scenarios=["double"])
-    assert report.results[0].why.startswith("cause unknown: a step calls attention 12 times, but 2"), report
+    assert re.fullmatch("layer 0: the new key of row ., position 21 is .* its position is 23", report.results[0].why)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_step_may_feed_its_rows_one_by_one(loops):
+    """And so may a run without a cache."""
+    model = Decoder()
+    full = lambda ids: torch.cat([model.full(row) for row in ids.split(1)]) if loops else model.full(ids)  # noqa: E731
+
+    def step(ids, caches, pos):
+        rows = zip(ids.split(1), caches, pos.split(1))
+        parts = [zip(row.split(3, 1), at.split(3, 1)) for row, _, at in rows]
+        return torch.cat(
+            [
+                torch.cat([model(part, cache, None, at + 2 * (at > 20) * (i == 1)) for part, at in row], 1)
+                for i, (row, cache) in enumerate(zip(parts, caches))
+            ]
+        )
+
+    new = lambda rows, length: [Cache() for _ in range(rows)]  # noqa: E731
+    report = check_cache(**functions(model, full=full, step=step, new=new), scenarios=["decode", "double"])
+    assert report.exit_code == 1
+    wrong = [result.why for result in report.results if result.status == "wrong"]
+    assert all("the new key of row 1, position 21 is wrong on arrival: its position is 23" in why for why in wrong), (
+        report
+    )
+
+
+class Modular(torch.nn.Module):
+    """nn.MultiheadAttention over embeddings, which are the cache. `hint` is its is_causal."""
+
+    def __init__(self, hint):
+        super().__init__()
+        self.wte, self.head, self.hint = torch.nn.Embedding(50, 32), torch.nn.Linear(32, 50), hint
+        self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, ids, past=None):
+        x = self.wte(ids)
+        seen = x if past is None else torch.cat((past, x), 1)
+        T, t = x.size(1), seen.size(1)
+        hidden = torch.ones(T, t).tril(t - T) == 0
+        return self.head(x + self.attention(x, seen, seen, None, False, hidden, is_causal=self.hint)[0]), seen
+
+
+def test_a_mask_that_torch_replaces_is_named():
+    for hint in (False, True):
+        model = Modular(hint)
+        full = lambda ids: model(ids)[0]  # noqa: B023, E731
+        report = check_cache(full=full, new=lambda *_: None, step=model, length=24, scenarios="decode")
+        assert report.exit_code == hint, report
+    assert "nn.MultiheadAttention(need_weights=False, is_causal=True) replaces your mask" in report.results[0].why
+    assert "flex" not in str(report)
+
+
+# -- what a step refuses -----------------------------------------------------------------------------------------------
+
+
+def refusing(most, error, prompts=False):
+    """Return the step of a decoder that takes at most so many tokens, unless it is a prompt."""
+    model = Decoder()
+
+    def step(ids, cache, mask, pos):
+        if ids.size(1) > most and not (prompts and cache.lengths[0] == 0):
+            raise error(f"takes {most} tokens, got {ids.size(1)}")
+        return model(ids, cache, mask, pos)
+
+    return functions(model, step=step)
+
+
+@pytest.mark.parametrize("error", [ValueError, AssertionError, NotImplementedError])
+def test_a_step_that_refuses_chunks_in_words(error):
+    report = check_cache(**refusing(1, error, prompts=True), skip=["rollback"])
+    report.assert_correct(require=["decode", "reorder", "left padding, then"])
+    said = {result.scenario: (result.status, result.why) for result in report.results}
+    for name in ("chunks of mixed sizes", "chunks that double", "left padding in chunks"):
+        assert said[name][0] == "not run" and "takes 1 tokens, got" in said[name][1], report
+
+
+def test_an_exception_that_is_no_refusal():
+    """A mistake in the arithmetic, and words about what the same step takes elsewhere."""
+    model = Decoder()
+
+    def arithmetic(ids, cache, mask, pos):
+        np.zeros(2) + np.zeros(ids.size(1) if cache.lengths[0] and ids.size(1) > 1 else 1)  # a ValueError of NumPy
+        return model(ids, cache, mask, pos)
+
+    def sometimes(ids, cache, mask, pos):
+        if mask is not None and cache.lengths[0]:
+            raise ValueError("no such mask")
+        return model(ids, cache, mask, pos)
+
+    for step, name in ((arithmetic, "chunks that double"), (sometimes, "left padding")):
+        report = check_cache(**functions(model, step=step), scenarios=[name, "decode"], skip="then")
+        assert report.exit_code == 1 and name in statuses(report), report
+
+
+def test_a_limit_on_chunks():
+    """The ring has room for few new tokens. A decoder that mishandles a chunk is found in short ones."""
+    for more in (dict(), dict(chunk=5)):
+        report = check_cache(**refusing(5, ValueError) | more)
+        ran = {*statuses(report, "correct")}
+        assert ("left padding in chunks" in ran and "reuse after reset" in ran and "repeat" in ran) == bool(more), (
+            report
+        )
+    report.assert_correct()
+    broken = refusing(5, ValueError)
+    step = broken["step"]
+    broken["step"] = lambda ids, cache, mask, pos: step(ids, cache, mask, pos - (ids.size(1) == 5) * (pos > 30).long())
+    assert check_cache(**broken, chunk=5).exit_code == 1
+
+
+@pytest.mark.parametrize("wrong", [lambda output: output.logits, lambda output: output[0].no_such_method()])
+def test_a_mistake_in_the_first_step_is_an_error_with_its_line(wrong):
+    model = Decoder()
+    step = lambda ids, cache, mask, pos: wrong((model(ids, cache, mask, pos), cache))  # noqa: E731
+    report = check_cache(**functions(model, step=step))
+    said = " ".join(str(report).split())
+    assert report.exit_code == 2 and not statuses(report), report
+    assert re.search(
+        r"the first step, with an empty cache, raises AttributeError at test_check_cache.py:[0-9]+: ", said
+    )
+
+
+def test_a_cache_that_lacks_crop_cannot_be_wrong_about_it():
+    model = Decoder()
+    step = lambda ids, cache, mask, pos: model(ids, cache["it"], mask, pos * 0)  # noqa: E731
+    adapter = functions(model, step=step, new=lambda rows, length: dict(it=Cache()))
+    report = check_cache(**adapter, scenarios=["decode", "rollback", "reset"])
+    assert "decode" in statuses(report) and not statuses(report) & {"speculative rollback", "reuse after reset"}, report
+
+
+# -- scenarios of a caller ---------------------------------------------------------------------------------------------
+
+
+def test_a_scenario_of_the_caller():
+    @scenario("compaction", needs={"step.mask", "crop"})
+    def compact(start, sizes):
+        stream = start().feed(sizes.third)
+        stream.cache.compact()
+        stream.feed_all(*sizes.ones)
+
+    for broken in (False, True):
+        Cache.compact = lambda self: self.each(lambda x: x * 1.5 if broken else x)  # noqa: B023
+        report = check_cache(**functions(Decoder()), scenarios=["decode", "compaction"], more_scenarios=[compact])
+        assert ("compaction" in statuses(report)) == broken, report
+    del Cache.compact
+    adapter = functions(Decoder())
+    adapter["step"] = lambda ids, cache, pos: None
+    report = check_cache(**adapter, scenarios=["compaction"], more_scenarios=[compact])
+    assert report.results[0].why == "the step takes no mask"
+
+
+def test_the_readme_lists_the_scenarios_in_their_order():
+    page = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    table = page.partition("### The scenarios")[2].partition("\n## ")[0]
+    listed = [name.strip() for row in re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)[1:] for name in row.split(";")]
+    assert listed == [one.name for one in SCENARIOS]
 
 
 def test_a_wrong_token_is_named():

@@ -160,7 +160,7 @@ FAMILIES = {
     ),
     "rwkv": dict(hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, vocab_size=61),
 }
-# Unmodified models of transformers 5.23 whose cache really is wrong, with words of which each wrong line contains one.
+# Unmodified models of transformers 5.24 whose cache really is wrong, with words of which each wrong line contains one.
 # README.md has the causes.
 DEFECTS = {
     "falcon with ALiBi": "static cache",
@@ -168,10 +168,11 @@ DEFECTS = {
     "nemotron_h": "own cache|static cache",
     "bamba": "own cache|static cache",
     "git": "left padding",
-    "jamba": "chunks|ones|padding|rollback|reset",
-    "mamba": "chunks|ones|reset|padding",
+    "lfm2": "rollback",
+    "jamba": "chunks",
+    "mamba": "chunks",
     "minimax": "own cache",
-    "rwkv": "generate",
+    "rwkv": "own cache",
     "zamba2": "own cache",
 }
 # One of each style of cache, mask or router: half precision rounds the same everywhere, but not all of them alike.
@@ -194,6 +195,8 @@ def test_the_caches_of_transformers_are_correct_except_for_known_defects(name, d
     options = dict(length=36, skip=METHODS) if name not in {*HALF, *DEFECTS} else dict(length=48)
     if dtype != torch.float32:
         options = dict(length=48, scenarios=["decode", "padding", "chunks of mixed sizes", "generate"], caches=("own",))
+    if name == "recurrent_gemma":  # it returns no cache
+        options["may_miss"] = ["decode", "chunks", "padding"]
     report = check_cache(family(name), dtype=dtype, **options)
     wrong = [result for result in report.results if result.status == "wrong"]
     if name not in DEFECTS:
@@ -202,6 +205,10 @@ def test_the_caches_of_transformers_are_correct_except_for_known_defects(name, d
         assert any(word in f"{result.scenario}, {result.cache} cache" for word in DEFECTS[name].split("|")), report
     assert wrong or name not in DEFECTS or dtype != torch.float32, "transformers has fixed it"
     assert report.exit_code == bool(wrong), report
+    if name != "recurrent_gemma":
+        assert {"decode", "chunks of mixed sizes"} <= {r.scenario for r in report.results if r.status != "not run"}, (
+            report
+        )
 
 
 if __name__ == "__main__":
