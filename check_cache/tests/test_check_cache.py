@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
-from check_cache import check_cache, copies_of, scenario, show_attention
+from check_cache import Report, Result, check_cache, copies_of, scenario, show_attention
 from check_cache.__main__ import main
 from check_cache.adapters import METHODS
 from check_cache.scenarios import SCENARIOS
@@ -917,6 +917,23 @@ def test_a_cache_that_lacks_crop_cannot_be_wrong_about_it():
     adapter = functions(model, step=step, new=lambda rows, length: dict(it=Cache()))
     report = check_cache(**adapter, scenarios=["decode", "rollback", "reset"])
     assert "decode" in statuses(report) and not statuses(report) & {"speculative rollback", "reuse after reset"}, report
+
+
+def test_a_line_of_several_scenarios_says_whose_reason_it_gives():
+    def result(name, why):
+        return Result(name, "own", "wrong", why)
+
+    whys = ["layer 0: slot 3 holds zeros", "layer 0: slot 4 holds zeros", "layer 1: slot 3 holds zeros"]
+    shown = str(Report("title", [result(*pair) for pair in zip(("decode", "reorder", "reset"), whys)], "much"))
+    assert "decode, reorder, own cache: in decode, layer 0: slot 3 holds zeros\n" in shown
+    assert "WRONG    reset, own cache: layer 1: slot 3 holds zeros\n" in shown
+
+
+def test_a_fault_quotes_no_size_of_perturbed_weights():
+    table = torch.nn.Embedding(9, 9)
+    look = lambda ids: table(ids) + table(ids.flip(1)).cumsum(1)  # noqa: E731
+    report = check_cache(full=look, new=lambda rows, length: [], step=lambda ids, cache: look(ids), length=24)
+    assert report.results[0].status == "fault" and not re.search(r"\d[.e]\d|e[+-]\d", report.results[0].why), report
 
 
 # -- scenarios of a caller ---------------------------------------------------------------------------------------------
