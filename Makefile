@@ -9,7 +9,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 DEMO = out/demo
 SOURCES = model.py train.py $(wildcard extras/*.py extras/*/*.py)
-OTHERS = $(addprefix check_cache/tests/,wild versions/5.4 versions/5.23)
+OTHERS = $(addprefix check_cache/tests/,wild frameworks versions/5.4 versions/5.23)
 NEWEST = check_cache/tests extras/tests/interop extras/tests/test_check_cache_kit.py
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
@@ -63,7 +63,7 @@ test: lint
 
 check: test
 	@$(MAKE) -s extras/web/node_modules || echo "npm failed: skipping the tests of the web page"
-	@$(MAKE) -s $(OTHERS:=/.packages) || echo "pip failed: test_wild.py and test_versions.py skip"
+	@$(MAKE) -s $(OTHERS:=/.packages) || echo "pip failed: test_wild.py, test_versions.py and test_frameworks.py skip"
 	$(PYTEST) -m slow $(LONG) --dist loadfile --ignore extras/tests/test_hub.py # tests of one file share what takes long: an exported page, a trained model
 	TEST_DEVICE=cpu $(PYTEST) $(LONG) extras/tests/test_gpu.py
 
@@ -93,7 +93,7 @@ extras/tests/hub/node_modules: extras/tests/hub/package-lock.json
 	@touch $@
 
 # outside .venv, because Optimum needs transformers 4, only test_wild.py needs the decoders that check_cache found bugs
-# in, and test_versions.py needs older releases; torch and the like come from .venv
+# in, only test_frameworks.py JAX and MLX, and test_versions.py older releases; torch and the like come from .venv
 extras/tests/hub/.packages $(OTHERS:=/.packages): %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@

@@ -1,9 +1,22 @@
 """Adapters of real decoders. Each function returns the arguments of check_cache for a small model with the options."""
 
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
 import torch
 from torch import nn
 
 from check_cache import copies_of
+
+
+def bare(*names):
+    """Let us import modules of these packages without their __init__, which imports all of the library."""
+    for name in names:
+        if name not in sys.modules:
+            module = ModuleType(name)
+            module.__path__ = [*find_spec(name).submodule_search_locations]
+            sys.modules[name] = module
 
 
 def x_transformers(**options):
@@ -193,25 +206,23 @@ def one_by_one(step):
     return steps
 
 
-class Moshi(nn.Module):
-    """Adds token ids and logits to moshi's transformer, which turns frames into frames."""
+class Tokens(nn.Module):
+    """Adds token ids and logits to a transformer that turns features into features."""
 
-    def __init__(self, context):
-        from moshi.modules.transformer import StreamingTransformer
-
+    def __init__(self, body):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
-        sizes = dict(d_model=64, num_heads=4, num_layers=2, dim_feedforward=128)
-        options = dict(causal=True, context=context, positional_embedding="rope")
-        self.transformer = StreamingTransformer(**sizes, **options)
+        self.embedding, self.body, self.head = nn.Embedding(64, 64), body, nn.Linear(64, 64)
 
-    def forward(self, ids):
-        return self.head(self.transformer(self.embedding(ids)))
+    def forward(self, ids, *args, **options):
+        return self.head(self.body(self.embedding(ids), *args, **options))
 
 
 def moshi(context):
-    model = Moshi(context)
-    new = copies_of(model, lambda model, rows, length: model.transformer.streaming_forever(rows))
+    from moshi.modules.transformer import StreamingTransformer
+
+    sizes = dict(d_model=64, num_heads=4, num_layers=2, dim_feedforward=128)
+    model = Tokens(StreamingTransformer(**sizes, causal=True, context=context, positional_embedding="rope"))
+    new = copies_of(model, lambda model, rows, length: model.body.streaming_forever(rows))
     return dict(full=model, new=new, step=lambda ids, cache: cache(ids), window=context)
 
 
@@ -391,3 +402,211 @@ def infini_transformer(generate=False, **options):
 
     more = dict(generate=greedy) if generate else {}
     return dict(model=model, full=full, new=new, step=one_by_one(step), **more)
+
+
+def trim_transformer(scale=None):
+    from trim_transformer.transformer_layers import TrimTransformerEncoder, TrimTransformerEncoderLayer
+
+    layer = TrimTransformerEncoderLayer(d_model=64, nhead=4, batch_first=True, scale=scale)
+    model = Tokens(TrimTransformerEncoder(layer, num_layers=2))
+
+    def step(ids, cache):
+        return cache(ids, is_causal=True, use_kv_cache=True, update_kv_cache=True)
+
+    full, reset = lambda ids: model(ids, is_causal=True), lambda cache: cache.body.clear_kv_cache()
+    return dict(full=full, new=copies_of(model), step=step, reset=reset)
+
+
+def axiomlm(paged=False, **options):
+    """paged: the cache of generate_with_cache() for a single sample."""
+    from axiomlm.engine.paged_cache import PagedKVCache, SequenceContext
+    from axiomlm.models.transformer import ModelConfig, Transformer
+
+    model = Transformer(ModelConfig(block_size=256, vocab_size=64, n_layer=2, n_head=4, n_embd=64, **options))
+
+    def new(rows, length):
+        return [[SequenceContext(PagedKVCache(16, 16, 2, 4, 16))] * 2 for _ in range(rows)] if paged else [None] * 2
+
+    def step(ids, cache):
+        if paged:  # a SequenceContext is of one row
+            return torch.cat([model(row[None], kv_caches=held)[0] for row, held in zip(ids, cache)])
+        logits, _, cache = model(ids, kv_caches=cache)
+        return logits, cache
+
+    return dict(full=model, new=new, step=step, context=256, window=options.get("sliding_window"))
+
+
+def audiocraft(**options):
+    for name in ("xformers", "xformers.ops"):  # of which it uses this
+        sys.modules[name] = SimpleNamespace(unbind=torch.unbind, memory_efficient_attention=None)
+    sys.modules["xformers"].ops, sys.modules["xformers.ops"].LowerTriangularMask = sys.modules["xformers.ops"], object
+    bare("audiocraft", "audiocraft.modules")
+    from audiocraft.modules.transformer import StreamingModule, StreamingTransformer
+
+    options = dict(custom=True) | options
+    model = Tokens(StreamingTransformer(64, 4, 2, 128, causal=True, norm_first=True, dropout=0.0, **options))
+
+    def setup(model, rows, length):
+        for module in model.modules():
+            if isinstance(module, StreamingModule):
+                module._is_streaming = True  # as in `with model.streaming()`
+
+    step, reset = lambda ids, cache: cache(ids), lambda cache: cache.body.reset_streaming()
+    return dict(full=model, new=copies_of(model, setup), step=step, reset=reset, window=options.get("past_context"))
+
+
+def toto():
+    """Time series of two variates, whose patches we derive from ids."""
+    from toto.model.transformer import Transformer
+    from toto.model.util import KVCache
+
+    sizes = dict(num_layers=2, embed_dim=64, num_heads=4)
+    eager = dict(use_memory_efficient_attention=False)
+    layers = dict(mlp_hidden_dim=128, dropout=0.0, spacewise_every_n_layers=2, spacewise_first=False)
+    model = Tokens(Transformer(**sizes, **layers, **eager))
+
+    def run(ids, cache=None):
+        logits = model(torch.stack((ids, (ids + 1) % 64), 1), torch.zeros(len(ids), 2, ids.size(1)), cache)
+        return logits.sum(1)
+
+    def new(rows, length):
+        more = dict(transformer_layers=model.body.layers, max_seq_len=length, dtype=model.head.weight.dtype)
+        return KVCache(batch_size=rows, num_variates=2, **sizes, **more, **eager)
+
+    return dict(model=model, full=run, new=new, step=run, reset=lambda cache: cache.reset())
+
+
+def fairseq2(window):
+    """Mistral. Its parallelism asks which processes there are: one."""
+    bare("fairseq2", "fairseq2.models", "fairseq2.models.mistral")
+    import fairseq2.runtime.dependency as dependency
+    from fairseq2.gang import create_fake_gangs
+
+    cpu = torch.device("cpu")
+    known = dict(get_current_gangs=lambda device: create_fake_gangs(cpu), get_current_device=lambda: cpu)
+    dependency._resolver = SimpleNamespace(resolve=lambda kind: SimpleNamespace(**known))
+    from fairseq2.models.mistral.config import MistralConfig
+    from fairseq2.models.mistral.factory import create_mistral_model
+    from fairseq2.nn import BatchLayout, IncrementalStateBag
+
+    sizes = dict(model_dim=64, num_layers=2, num_attn_heads=4, num_key_value_heads=2, ffn_inner_dim=128)
+    model = create_mistral_model(MistralConfig(**sizes, vocab_size=64, max_seq_len=256, attn_window_len=window))
+
+    def step(ids, cache):
+        logits = model(ids, BatchLayout.of(ids), state_bag=cache)
+        cache.increment_step_nr(ids.size(1))
+        return logits
+
+    return dict(
+        full=lambda ids: model(ids, BatchLayout.of(ids)),
+        new=lambda rows, length: IncrementalStateBag(length + 1),
+        step=step,
+        reorder=lambda cache, rows: cache.reorder(rows),
+        context=256,
+        window=window,
+    )
+
+
+def espnet():
+    """A decoder of speech recognition. It keeps what each layer returns; a step is given all tokens so far."""
+    bare("espnet", "espnet.nets", "espnet2", "espnet2.asr", "espnet2.asr.decoder")
+    from espnet2.asr.decoder.transformer_decoder import TransformerDecoder, subsequent_mask
+
+    sizes = dict(attention_heads=4, linear_units=128, num_blocks=2)
+    model = TransformerDecoder(64, 64, **sizes, dropout_rate=0.0, positional_dropout_rate=0.0)
+
+    def full(ids, memory):
+        sizes = (torch.full((len(ids),), x.size(1)) for x in (memory, ids))
+        return model(memory, next(sizes), ids, next(sizes))[0].log_softmax(-1)
+
+    def step(ids, cache, memory):
+        seen, state = cache
+        seen = torch.cat((seen, ids), 1)
+        logits, state = model.forward_one_step(seen, subsequent_mask(seen.size(1))[None], memory, cache=state)
+        return logits, (seen, state)
+
+    def change(cache, function):
+        return function(cache[0]), [function(layer) for layer in cache[1]]
+
+    return dict(
+        model=model,
+        full=full,
+        new=lambda rows, length: (torch.empty(rows, 0, dtype=torch.long), None),
+        step=step,
+        crop=lambda cache, length: change(cache, lambda part: part[:, :length]),
+        reorder=lambda cache, rows: change(cache, lambda part: part[rows]),
+        inputs=dict(memory=torch.randn(8, 10, 64)),
+        chunk=1,
+    )
+
+
+def pocket_tts(window=None):
+    bare("pocket_tts", "pocket_tts.modules")
+    from pocket_tts.modules.stateful_module import StatefulModule, increment_steps, init_states
+    from pocket_tts.modules.transformer import StreamingTransformer
+
+    sizes = dict(d_model=64, num_heads=4, num_kv_heads=2, num_layers=2, dim_feedforward=128)
+    model = Tokens(StreamingTransformer(**sizes, context=window))
+    for name, module in model.named_modules():
+        if isinstance(module, StatefulModule):
+            module._module_absolute_name = name
+
+    def step(ids, cache):
+        logits = model(ids, model_state=cache)
+        increment_steps(model, cache, ids.size(1))
+        return logits
+
+    def crop(cache, length):
+        for state in cache.values():
+            state["offset"].fill_(length)
+
+    full, new = lambda ids: model(ids, model_state=None), lambda rows, length: init_states(model, rows, length)
+    return dict(full=full, new=new, step=step, crop=crop, window=window)
+
+
+def muscriptor():
+    """MIDI from music. Its cache accepts a prompt, then single tokens."""
+    bare("muscriptor", "muscriptor.modules")
+    from muscriptor.modules.streaming import increment_steps, init_states
+    from muscriptor.modules.transformer import StreamingTransformer
+
+    model = Tokens(StreamingTransformer(d_model=64, num_heads=4, num_layers=2, dim_feedforward=128))
+
+    def step(ids, cache):
+        logits = model(ids, model_state=cache)
+        increment_steps(model, cache, ids.size(1))
+        return logits
+
+    return dict(full=model, new=lambda rows, length: init_states(model, rows, length), step=step)
+
+
+def midigpt():
+    bare("midigpt", "midigpt.inference")
+    from midigpt.inference.model.gpt2 import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=256, n_embd=64, n_layer=2, n_head=4))
+
+    def change(cache, function):
+        return tuple(tuple(function(part) for part in layer) for layer in cache)
+
+    return dict(
+        full=model,
+        new=lambda rows, length: None,
+        step=lambda ids, cache: model(ids, cache),
+        crop=lambda cache, length: change(cache, lambda part: part[:, :, :length]),
+        reorder=lambda cache, rows: change(cache, lambda part: part[rows]),
+        context=256,
+    )
+
+
+def transfusion():
+    """Its text only. After the first step, a token sees all others of its step, so it takes one at a time."""
+    from transfusion_pytorch import Transfusion
+
+    model = Transfusion(num_text_tokens=64, dim_latent=16, transformer=dict(dim=64, depth=2, dim_head=16, heads=4))
+
+    def step(ids, cache):
+        return model.forward_text(ids, return_loss=False, return_kv_cache=True, cache=cache)
+
+    full = lambda ids: model.forward_text(ids, return_loss=False)  # noqa: E731
+    return dict(model=model, full=full, new=lambda rows, length: None, step=step, chunk=1)

@@ -1,6 +1,19 @@
 """Bugs of real decoders, shown with nothing but PyTorch and the library itself. test_wild.py runs them."""
 
+import re
+
 import torch
+
+
+def shows(file, capsys):
+    """Run the script of a report. Return whether it prints what the report says, give or take what rounding does."""
+    text = file.read_text(encoding="utf-8")
+    code, said = re.findall(r"^```(?:python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    shown, said, number = capsys.readouterr().out.strip(), said.strip(), r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
+    pairs = zip(re.findall(number, shown), re.findall(number, said))
+    close = all(abs(float(got) - float(wanted)) <= 0.5 * float(wanted) + 1e-12 for got, wanted in pairs)
+    return close and re.sub(number, "", shown) == re.sub(number, "", said)
 
 
 def x_transformers_greedy(**options):
@@ -234,3 +247,84 @@ def falcon_h1_repeated():
     cache = model(torch.randint(64, (1, 20)), use_cache=True).past_key_values
     cache.batch_repeat_interleave(3)
     return model(torch.randint(64, (3, 1)), past_key_values=cache, use_cache=True).logits
+
+
+@torch.no_grad()
+def trim_transformer_features(scale=None):
+    """Return how far the cache moves the worst feature at each of 32 positions after a prompt of 8."""
+    from trim_transformer.transformer_layers import TrimTransformerEncoder, TrimTransformerEncoderLayer
+
+    torch.manual_seed(0)
+    layer = TrimTransformerEncoderLayer(d_model=64, nhead=4, batch_first=True, scale=scale)
+    model, x = TrimTransformerEncoder(layer, num_layers=2).eval(), torch.randn(1, 40, 64)
+    flags = dict(is_causal=True, use_kv_cache=True, update_kv_cache=True)
+    got = torch.cat([model(part, **flags) for part in (x[:, :8], *x[:, 8:].split(1, 1))], 1)
+    return (got - model(x, is_causal=True)).abs().amax(-1)[0, 8:]
+
+
+def axiomlm_greedy(samples, **options):
+    """Return how many of 40 greedy tokens per sample differ between generate_with_cache and generate_samples."""
+    from types import SimpleNamespace
+
+    from axiomlm.engine.inference import generate_samples, generate_with_cache
+    from axiomlm.models.transformer import ModelConfig, Transformer
+
+    torch.manual_seed(0)
+    sizes = dict(block_size=64, vocab_size=64, n_layer=2, n_head=4, n_embd=64)
+    model = Transformer(ModelConfig(**sizes, **options)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    ids = SimpleNamespace(encode=lambda ids: ids, decode=lambda ids: ids)  # a tokenizer that leaves ids as they are
+    greedy = dict(prompt=[*range(10)], num_samples=samples, max_length=50, temperature=0.0)
+    with_cache, without = (write(model, ids, "cpu", **greedy) for write in (generate_with_cache, generate_samples))
+    return (torch.tensor(with_cache) != torch.tensor(without)).sum().item()
+
+
+@torch.no_grad()
+def audiocraft_features(first, **options):
+    """Return how far streaming moves the worst feature, `first` frames at once and then one at a time."""
+    from audiocraft.modules.transformer import StreamingTransformer
+
+    torch.manual_seed(0)
+    model = StreamingTransformer(64, 4, 2, 128, causal=True, norm_first=True, dropout=0.0, **options).eval()
+    frames = torch.randn(1, 40, 64)
+    with model.streaming():
+        parts = frames[:, :first], *frames[:, first:].split(1, 1)
+        got = torch.cat([model(part) for part in parts], 1)
+    return (got - model(frames)).abs().max().item()
+
+
+@torch.no_grad()
+def toto_features():
+    """Return how far the cache moves the worst feature at each of 64 patches after 16."""
+    from toto.model.transformer import Transformer
+    from toto.model.util import KVCache
+
+    torch.manual_seed(0)
+    sizes = dict(num_layers=2, embed_dim=64, num_heads=4)
+    more = dict(mlp_hidden_dim=128, dropout=0.0, spacewise_every_n_layers=2, spacewise_first=False)
+    model = Transformer(**sizes, **more, use_memory_efficient_attention=False).eval()
+    patches, group = torch.randn(1, 2, 80, 64), torch.zeros(1, 2, 80)
+    sizes |= dict(batch_size=1, num_variates=2, transformer_layers=model.layers, max_seq_len=80)
+    cache = KVCache(**sizes, use_memory_efficient_attention=False)
+    parts = patches[:, :, :16], *patches[:, :, 16:].split(1, 2)
+    got = torch.cat([model(part, group[:, :, : part.size(2)], cache) for part in parts], 2)
+    return (got - model(patches, group)).abs().amax((0, 1, 3))[16:]
+
+
+@torch.no_grad()
+def fairseq2_logits(chunk):
+    """Return how far the cache moves the worst logit at each of 40 positions, fed `chunk` tokens at a time."""
+    from fairseq2.models.mistral.config import MistralConfig
+    from fairseq2.models.mistral.factory import create_mistral_model
+    from fairseq2.nn import BatchLayout, IncrementalStateBag
+
+    torch.manual_seed(0)
+    sizes = dict(model_dim=64, num_layers=2, num_attn_heads=4, num_key_value_heads=2, ffn_inner_dim=128)
+    model = create_mistral_model(MistralConfig(**sizes, vocab_size=64, max_seq_len=64, attn_window_len=16)).eval()
+    ids, state, got = torch.randint(64, (1, 40)), IncrementalStateBag(41), []
+    for part in ids.split(chunk, 1):
+        got.append(model(part, BatchLayout.of(part), state_bag=state))
+        state.increment_step_nr(part.size(1))
+    return (torch.cat(got, 1) - model(ids, BatchLayout.of(ids))).abs().amax(-1)[0]

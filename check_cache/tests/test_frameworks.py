@@ -1,0 +1,146 @@
+"""Decoders of other frameworks, with the examples of README.md."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from check_cache import check_cache
+from wild.repros import shows
+
+PACKAGES = Path(__file__).parent / "frameworks" / ".packages"
+README = Path(__file__).parent.parent / "README.md"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs frameworks/.packages: see frameworks/requirements.txt"),
+]
+RUN = ["decode", "prefix used twice", "two caches at once"]  # JAX compiles each size, so all scenarios take a minute
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages():
+    """Let these tests import the libraries, and no other tests."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    sys.path.append(str(PACKAGES))
+    yield
+    sys.path.remove(str(PACKAGES))
+
+
+def example(library, names):
+    """Return the report of the example for a library, in which these names stand for what the reader has."""
+    page = README.read_text(encoding="utf-8")
+    code = re.search(rf"^```python {library}\n(.*?)^```", page, re.MULTILINE | re.DOTALL).group(1)
+    reports = []
+
+    def check(**adapter):
+        reports.append(check_cache(**adapter, length=24, scenarios=RUN))
+
+    exec(code, dict(names, check_cache=check))
+    return reports[0]
+
+
+def mlx_lm():
+    """A small llama of mlx-lm, with what the example imports."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import llama
+    from mlx_lm.models.cache import make_prompt_cache
+
+    mx.random.seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=128, num_attention_heads=4)
+    args = llama.ModelArgs(model_type="llama", num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=64, **sizes)
+    return dict(mx=mx, tree_flatten=tree_flatten, make_prompt_cache=make_prompt_cache, model=llama.Model(args))
+
+
+def flax_linen():
+    """A decoder of Flax's own attention: `model` is without a cache, `decoder` with one."""
+    import jax
+    import jax.numpy as jnp
+    from flax import linen
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
+    class Decoder(linen.Module):
+        decode: bool
+
+        @linen.compact
+        def __call__(self, ids, pos):
+            x = linen.Embed(64, 32)(ids) + linen.Embed(64, 32)(pos)
+            mask = None if self.decode else linen.make_causal_mask(ids)
+            for _ in range(2):
+                x = linen.LayerNorm()(x + linen.MultiHeadAttention(num_heads=4, decode=self.decode)(x, mask=mask))
+            return linen.Dense(64)(x)
+
+    model, decoder = Decoder(decode=False), Decoder(decode=True)
+    ids = jnp.zeros((1, 4), int)
+    params = model.init(jax.random.key(0), ids, jnp.arange(4)[None])["params"]
+    found = dict(jax=jax, jnp=jnp, flatten_dict=flatten_dict, unflatten_dict=unflatten_dict)
+    return dict(found, model=model, decoder=decoder, params=params)
+
+
+def keras_hub(name="GPT2"):
+    """A small model of keras-hub."""
+    import keras
+    from keras_hub import models
+
+    keras.utils.set_random_seed(0)
+    sizes = dict(vocabulary_size=64, num_layers=2, num_heads=4, hidden_dim=64, intermediate_dim=128)
+    backbone = getattr(models, f"{name}Backbone")(**sizes, max_sequence_length=64, dropout=0)
+    return dict(keras=keras, model=getattr(models, f"{name}CausalLM")(backbone=backbone, preprocessor=None))
+
+
+@pytest.mark.parametrize("library", ["mlx-lm", "flax", "keras"])
+def test_the_example_of_the_readme(library):
+    names = {"mlx-lm": mlx_lm, "flax": flax_linen, "keras": keras_hub}[library]()
+    report = example(library, names)
+    assert report.exit_code == 0, report
+    ran = {result.scenario for result in report.results if result.status == "correct"}
+    assert {*RUN} <= ran, report
+
+
+def test_a_query_of_keras_hub_without_a_position():
+    report = example("keras", keras_hub("GPTNeoX"))
+    assert report.exit_code == 1, report
+
+
+def test_padding_in_the_states_of_mlx_lm():
+    """Rows of different lengths, as mlx-lm's BatchGenerator feeds them."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import mamba, mamba2
+    from mlx_lm.models.cache import make_prompt_cache
+
+    def check(module, **sizes):
+        mx.random.seed(0)
+        sizes |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, time_step_rank=8)
+        sizes |= dict(conv_kernel=4, state_size=16, use_conv_bias=True, use_bias=False)
+        model = module.Model(module.ModelArgs(model_type="", vocab_size=64, **sizes))
+
+        def new(rows, length):
+            return [type(layer).merge([layer] * rows) for layer in make_prompt_cache(model)]
+
+        def step(ids, cache, lengths):
+            padded = lengths is not None and ids.shape[1] > 1
+            for layer in cache if padded else ():
+                layer.prepare(lengths=lengths.tolist())
+            logits = model(mx.array(ids), cache=cache)
+            for layer in cache if padded else ():
+                layer.finalize()
+            return logits, cache
+
+        full, weights = lambda ids: model(mx.array(ids)), dict(tree_flatten(model.parameters()))
+        report = check_cache(full=full, new=new, step=step, weights=weights, length=48, scenarios=["decode", "lengths"])
+        return [result.status for result in report.results if "decode" not in result.scenario]
+
+    heads = dict(num_heads=4, head_dim=32, n_groups=1, time_step_limit=(0.0, 100.0))
+    assert check(mamba2, **heads, layer_norm_epsilon=1e-5, tie_word_embeddings=False) == ["correct"]
+    assert check(mamba) == ["wrong"]
+
+
+REPORTS = sorted((Path(__file__).parent / "frameworks" / "reports").glob("*.md"))
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
+def test_a_report_shows_what_it_says(file, capsys):
+    assert shows(file, capsys)
