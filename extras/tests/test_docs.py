@@ -92,7 +92,8 @@ def test_the_files_and_tests_that_it_names_are_there(file):
 
 @every_file
 def test_the_flags_that_it_names_exist(file):
-    known = flags_of(*SCRIPTS, "check_cache/__main__.py") | {f"--{name}" for name in train.FLAGS}  # --help leaves out what only recipes set
+    # --help of train.py leaves out what only recipes set
+    known = flags_of(*SCRIPTS, "check_cache/__main__.py") | {f"--{name}" for name in train.FLAGS}
     shell = "".join(content for _, content in blocks(read(file), "sh", "console"))
     for code in [*inline_code(read(file)), *(line for line in shell.splitlines() if ".py " in line)]:
         ours = code.partition(".py ")[2] or code  # what precedes a script is torchrun's
