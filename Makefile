@@ -3,6 +3,7 @@
 # make check   make test, then the slow tests, without those of make hub
 # make hub     our exports in transformers.js and Optimum, which take 0.6 GB to install
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
+# make findings  what other libraries do: every script in findings/, an hour in all, and which behavior has changed
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
 BIN = .venv/bin
@@ -10,7 +11,7 @@ DEMO = out/demo
 SOURCES = model.py train.py $(wildcard extras/*.py extras/*/*.py)
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
-.PHONY: demo compare test check hub gpu web lint data
+.PHONY: demo compare test check hub gpu findings web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt tests/constraints.txt pyproject.toml
@@ -70,6 +71,11 @@ hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages
 # not .venv, because a machine with a GPU usually has its own PyTorch
 gpu:
 	$(PYTHON) extras/tests/gpu_report.py
+
+findings:
+	@failed=; for script in findings/*.sh findings/elsewhere/*.sh; do \
+	    echo; echo "$$script"; sh $$script || failed="$$failed $$script"; \
+	done; echo; if [ "$$failed" ]; then echo "changed, or did not run:$$failed"; exit 1; fi; echo "nothing has changed"
 
 extras/web/node_modules: extras/web/package-lock.json
 	npm ci --prefix extras/web --no-audit --no-fund

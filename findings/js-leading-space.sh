@@ -1,8 +1,8 @@
 #!/bin/sh
 # @huggingface/tokenizers 0.2.0 (JavaScript) reading a file of tokenizers 0.23.3: decoding eats a leading space.
 #
-# A Metaspace decoder with prepend_scheme "never" has nothing to remove, so Python gives back " or not" for the tokens of
-# " or not". JavaScript removes the space whatever prepend_scheme says.
+# A Metaspace decoder with prepend_scheme "never" has nothing to remove, so Python gives back " or not" for the tokens
+# of " or not". JavaScript removes the space whatever prepend_scheme says.
 #
 # It matters when you stream: a page that decodes one new token at a time loses the space in front of every word, or
 # half of an indentation. Decode all tokens so far and print what is new.

@@ -2,7 +2,7 @@
 # @huggingface/tokenizers 0.2.0 (JavaScript) reading a file of tokenizers 0.23.3: Split knows one of its five behaviors.
 #
 # A pre-tokenizer Split says what becomes of the separator: removed, isolated, merged with the previous or the next
-# piece, contiguous; and invert keeps what matches instead. In JavaScript every behavior but "removed" is "isolated", and
+# piece, contiguous; and invert swaps separators and text. In JavaScript every behavior but "removed" is "isolated", and
 # with invert what does not match is dropped, so the text loses characters.
 #
 # It matters because a tokenizer.json is meant to give the same tokens everywhere, and the model then reads different
