@@ -95,7 +95,9 @@ for (const [name, options] of Object.entries({
   "min_p 0.3": { top_k: 0, min_p: 0.3 },
 })) {
   const tokens = new Set();
-  for (let i = 0; i < 2000; i++) tokens.add((await generate(fixed, { do_sample: true, max_new_tokens: 1, ...options }))[0]);
+  for (let i = 0; i < 2000; i++) {
+    tokens.add((await generate(fixed, { do_sample: true, max_new_tokens: 1, ...options }))[0]);
+  }
   seen[name] = tokens.size;
   console.log(`${name.padEnd(16)} ${tokens.size}, the filter leaves ${name === "top_k 3" ? 3 : 2}`);
 }

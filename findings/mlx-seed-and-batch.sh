@@ -4,8 +4,8 @@
 # Same seed, same logits in every row. In jax 0.10.2 and numpy 2.4.6 the first row draws the same token alone and
 # in a batch of 8. In mlx the random numbers depend on the shape of the whole batch, so the token changes.
 #
-# It matters if you compare a sampled text with and without batching: in mlx a difference proves nothing about the cache.
-# Draw each row with its own key (mx.random.split) and a shape of one row.
+# It matters if you compare a sampled text with and without batching: in mlx a difference proves nothing about the
+# cache. Draw each row with its own key (mx.random.split) and a shape of one row.
 #
 # Seen (Linux x86-64, Python 3.11), the first row's token in a batch of 1, 2, 4 and 8:
 #   jax   [728, 728, 728, 728]

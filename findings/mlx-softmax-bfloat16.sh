@@ -26,7 +26,8 @@ import mlx.core as mx
 mx.set_default_device(mx.cpu)
 by_hand = {}
 for keys in (256, 1_024, 16_384):
-    q, k, v = (make((1, 1, length, 8), mx.bfloat16) for make, length in ((mx.zeros, 1), (mx.zeros, keys), (mx.ones, keys)))
+    q = mx.zeros((1, 1, 1, 8), mx.bfloat16)
+    k, v = (make((1, 1, keys, 8), mx.bfloat16) for make in (mx.zeros, mx.ones))
     weights = mx.softmax(q @ k.swapaxes(-1, -2), axis=-1)
     precise = mx.softmax(q @ k.swapaxes(-1, -2), axis=-1, precise=True)
     by_hand[keys] = (weights @ v)[0, 0, 0, 0].item()

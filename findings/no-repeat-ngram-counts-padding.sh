@@ -31,7 +31,8 @@ config = transformers.GPT2Config(
 )
 model = transformers.GPT2LMHeadModel(config).eval()
 with torch.no_grad():  # a model that prefers token 0 for a while
-    model.transformer.ln_f.bias.copy_(0.5 * model.transformer.wte.weight[PAD] / model.transformer.wte.weight[PAD].norm())
+    embedding = model.transformer.wte.weight[PAD]
+    model.transformer.ln_f.bias.copy_(0.5 * embedding / embedding.norm())
 short, long = torch.tensor([[5, 3, PAD]]), torch.tensor([[4, 8, 15, 16, 11, 7, 9, 2, 5]])
 padded = torch.cat((torch.full((1, 6), PAD), short), dim=1)
 batch, mask = torch.cat((padded, long)), torch.ones(2, 9, dtype=torch.long)

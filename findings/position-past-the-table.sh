@@ -23,8 +23,8 @@ dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 cd "$dir"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/pip install -qq torch==2.13.0 jax==0.10.2 flax==0.12.8 keras==3.15.1 onnx==1.23.2 onnxruntime==1.32.0 openvino==2026.4.1 \
-    tinygrad==0.14.0
+venv/bin/pip install -qq torch==2.13.0 jax==0.10.2 flax==0.12.8 keras==3.15.1 onnx==1.23.2 onnxruntime==1.32.0 \
+    openvino==2026.4.1 tinygrad==0.14.0
 KERAS_BACKEND=jax DEV=PYTHON ORT_DISABLE_TELEMETRY=1 OPENVINO_TELEMETRY=0 venv/bin/python - <<'END'
 import sys
 

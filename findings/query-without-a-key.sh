@@ -51,6 +51,7 @@ q, k, v = (rng.normal(size=(1, 1, 3, 8)).astype(np.float32) for _ in range(3))  
 mask = np.array([[0, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=bool)  # the first query sees nothing
 tq, tk, tv, tmask = (torch.tensor(a) for a in (q, k, v, mask))
 jq, jk, jv = (jnp.asarray(a.swapaxes(1, 2)) for a in (q, k, v))  # batch, tokens, heads, head size
+jmask = jnp.asarray(mask)[None, None]
 mq, mk, mv, mmask = (mx.array(a) for a in (q, k, v, mask))
 
 
@@ -87,7 +88,7 @@ calls = {
     "torch sdpa, torch.finfo.min": lambda: sdpa(tq, tk, tv, attn_mask=masked(torch.finfo(torch.float32).min)),
     "torch nn.MultiheadAttention, weights": lambda: torch_layer(True),
     "torch nn.MultiheadAttention, no weights": lambda: torch_layer(False),
-    "jax.nn.dot_product_attention": lambda: jax.nn.dot_product_attention(jq, jk, jv, mask=jnp.asarray(mask)[None, None]),
+    "jax.nn.dot_product_attention": lambda: jax.nn.dot_product_attention(jq, jk, jv, mask=jmask),
     "flax.linen.dot_product_attention": lambda: flax.linen.dot_product_attention(jq, jk, jv, mask=mask[None, None]),
     "keras.ops.dot_product_attention": lambda: keras.ops.dot_product_attention(jq, jk, jv, mask=mask[None, None]),
     "mlx fast sdpa, boolean mask": lambda: mx.fast.scaled_dot_product_attention(mq, mk, mv, scale=1.0, mask=mmask),

@@ -3,7 +3,7 @@
 #
 # It writes the bytes of the array in memory order and the shape of the view. Loading gives the right shape with the
 # numbers in the wrong places. The docstring asks for contiguous arrays, and safetensors.torch refuses any other with a
-# ValueError, but safetensors.numpy and safetensors.mlx say nothing. mx.save_safetensors, mlx's own function, is correct.
+# ValueError, but safetensors.numpy and safetensors.mlx say nothing. mlx's own mx.save_safetensors is correct.
 #
 # It matters because GPT-2 keeps its weights transposed, so a conversion is full of .T, and the shapes of square
 # matrices fit even where nobody transposed. Save np.ascontiguousarray(w.T).

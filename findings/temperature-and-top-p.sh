@@ -1,9 +1,9 @@
 #!/bin/sh
 # mlx-lm 0.32.2 against transformers 5.24.0: the same temperature and top_p keep different tokens.
 #
-# transformers divides the logits by the temperature and then filters. mlx-lm filters first and applies the
-# temperature to what is left. At temperature 2 and top_p 0.9, one keeps 625 of 1,000 tokens and the other 263. With min_p 0.05 it is
-# 445 and 48. At temperature 1 they agree.
+# transformers divides the logits by the temperature and then filters. mlx-lm filters first and applies the temperature
+# to what is left. At temperature 2 and top_p 0.9, one keeps 625 of 1,000 tokens and the other 263. With min_p 0.05, it
+# is 445 and 48. At temperature 1 they agree.
 #
 # It matters when you move sampling settings from one library to the other, or compare their texts: the settings of a
 # model card were tuned for one of the two orders.

@@ -6,7 +6,8 @@ dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 cd "$dir"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/pip install -qq keras==3.15.1 keras-hub==0.32.0 jax==0.10.2 torch==2.13.0 tensorflow==2.21.0 ai-edge-litert==2.3.0
+venv/bin/pip install -qq keras==3.15.1 keras-hub==0.32.0 jax==0.10.2 torch==2.13.0 tensorflow==2.21.0 \
+    ai-edge-litert==2.3.0
 cat > slices.py <<'END'
 import sys
 

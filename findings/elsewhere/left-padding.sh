@@ -1,7 +1,7 @@
 #!/bin/sh
 # Rows of docs/elsewhere.md: left padding in transformers 5.24.0 and CTranslate2 4.8.5. For each family, the logits of
-# a short prompt behind four pads against the prompt alone, with the mask and with position_ids in neither call, in both,
-# or only in the prefill.
+# a short prompt behind four pads against the prompt alone, with the mask, and with position_ids in neither call, in
+# both, or only in the prefill.
 set -eu
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Rows of docs/elsewhere.md: ONNX Attention, TensorScatter and onnxruntime's MultiHeadAttention in onnx 1.23.2 (the
-# reference), onnxruntime 1.27.0 and 1.32.0, and openvino 2026.4.1. "causal" as the keys that each query sees, of 5 or 8.
+# reference), onnxruntime 1.27.0 and 1.32.0, and openvino 2026.4.1. "causal" as the number of keys each query sees.
 set -eu
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
@@ -55,8 +55,8 @@ def in_onnx(model, inputs):
 
 def in_openvino(model, inputs):
     core = openvino.Core()
-    compiled = core.compile_model(core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return compiled(inputs)[0]
+    graph = core.read_model(model.SerializeToString())
+    return core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(inputs)[0]
 
 
 def sees(run, queries, past=0, keys=5, nonpad=None, contrib=False):
