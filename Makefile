@@ -4,6 +4,7 @@
 # make newest  tests of export and check_cache with the newest torch, transformers, onnxruntime and tokenizers
 # make hub     our exports in transformers.js and Optimum, which take 0.6 GB to install
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
+# make findings  what other libraries do: every script in findings/, an hour in all, and which behavior has changed
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
 BIN = .venv/bin
@@ -13,7 +14,7 @@ OTHERS = $(addprefix check_cache/tests/,wild frameworks versions/5.4 versions/5.
 NEWEST = check_cache/tests extras/tests/interop extras/tests/test_check_cache_kit.py
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
-.PHONY: demo compare test check newest hub gpu web lint data
+.PHONY: demo compare test check newest hub gpu findings web lint data
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt tests/constraints.txt pyproject.toml
@@ -82,6 +83,11 @@ hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages
 # not .venv, because a machine with a GPU usually has its own PyTorch
 gpu:
 	$(PYTHON) extras/tests/gpu_report.py
+
+findings:
+	@failed=; for script in findings/*.sh findings/elsewhere/*.sh; do \
+	    echo; echo "$$script"; sh $$script || failed="$$failed $$script"; \
+	done; echo; if [ "$$failed" ]; then echo "changed, or did not run:$$failed"; exit 1; fi; echo "nothing has changed"
 
 extras/web/node_modules: extras/web/package-lock.json
 	npm ci --prefix extras/web --no-audit --no-fund
