@@ -14,6 +14,7 @@ PACKAGES = Path(__file__).parent / "frameworks" / ".packages"
 README = Path(__file__).parent.parent / "README.md"
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of their packages, whose classes pytest-xdist cannot import to show them
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs frameworks/.packages: see frameworks/requirements.txt"),
 ]
 RUN = ["decode", "prefix used twice", "two caches at once"]  # JAX compiles each size, so all scenarios take a minute

@@ -45,6 +45,7 @@ from wild.adapters import (
 PACKAGES = Path(__file__).parent / "wild" / ".packages"
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of their packages, whose classes pytest-xdist cannot import to show them
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs wild/.packages: see wild/requirements.txt"),
 ]
 # what these libraries import for text, sound, data and training. Their decoders do not compute with it
