@@ -1,8 +1,8 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
-Read it from top to bottom. KVCache and Head are the cache: what we keep, and how attention reads it. Then comes the
+Read it from top to bottom. KVCache and Head are the cache: what we keep, and a view of it. Then comes the
 network, GPT-2's with a few modern options. generate is the loop: prefill, decode, slide. Then comes the sampler, whose
-noise is why a seed gives the same tokens on every path. Last is the checkpoint, the file that a model lives in.
+noise makes a seed give the same tokens on every path. Last comes the checkpoint, the file that a model is saved in.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
@@ -44,12 +44,12 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm layers
-    n_kv_head: int | None = None  # None becomes n_head; fewer: grouped-query attention; 1: multi-query attention
+    n_kv_head: int | None = None  # None: n_head; fewer gives grouped-query attention, 1 multi-query attention
     mlp_ratio: float = 4  # width of the MLP's hidden layer, in units of n_embd
     activation: str = "gelu"  # "gelu" is exact; "gelu_tanh" is GPT-2's; "swiglu" is Shazeer's (arXiv:2002.05202)
     pos_emb: str = "learned"  # "learned" is GPT-2's table; "rope" is rotary (Su et al. 2021, arXiv:2104.09864)
     norm_first: bool = True  # False: post-LN (Vaswani et al. 2017), without a final norm
-    tie_weights: bool = True  # lm_head shares the matrix of wte
+    tie_weights: bool = True  # lm_head and wte share one matrix
     qk_norm: bool = False  # LayerNorm on queries and keys (Henry et al. 2020, arXiv:2010.04245)
 
     def __post_init__(self):
@@ -72,6 +72,8 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
+TRAIN_MODE = "the model is in train mode, where there is no cache: call model.eval() first"
+
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
@@ -79,26 +81,27 @@ class KVCache:
     """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, slots, hs)`.
 
     Slot s holds the key or value of the token at position s. Attention is causal, so a later token never changes an
-    earlier slot, and we may keep them all: a new token adds one slot and reads every slot so far. Each generation has a
+    earlier slot, so we can keep them all: a new token adds one slot and reads every slot so far. Each generation has a
     cache of its own, so two of them cannot disturb each other.
 
-    slots   the number of positions that it has room for; None: block_size
+    slots   how many positions fit; None: block_size, which is also the most
     length  the number of filled slots. Lower it to forget the slots beyond it
     """
 
     def __init__(self, config, batch_size, slots=None):
         self.batch_size = batch_size
-        self.slots = slots or config.block_size
+        self.slots = min(slots or config.block_size, config.block_size)
         self.length = 0
         self.key = []  # a tensor per layer, allocated by its first update, once dtype and device are known
         self.value = []
 
     @contextmanager
     def extend(self, start, batch_size, T):
-        """Count T more tokens per row, from position `start` on, once the forward inside the `with` has written them.
+        """Extend the cache by T positions from `start` on. The length grows once the forward inside the `with` is done.
 
         If that forward fails halfway, say because of Ctrl-C, the length stays as it was, and the next one overwrites
-        what some of the layers have written. Raises ValueError if the tokens are not the next ones, or do not fit.
+        what some of the layers have written. Raises ValueError if the positions do not continue where the cache ends,
+        or do not fit.
         """
         if batch_size != self.batch_size:
             raise ValueError(f"the cache is for {self.batch_size} rows, but idx has {batch_size}")
@@ -140,7 +143,7 @@ class KVCache:
         """Return the keys and values of a layer, `(B, nkv, slots, hs)` each, in the dtypes of k and v.
 
         The first call makes them, all slots at once, because growing with torch.cat would copy the cache at every step.
-        We fill them with zeros, because a masked slot has a weight of 0, but 0 times a NaN of torch.empty is NaN.
+        We fill them with zeros, because a masked slot has a weight of 0, but 0 times a NaN left in torch.empty is NaN.
         """
         if layer == len(self.key):
             B, nkv, _, hs = k.shape
@@ -180,18 +183,20 @@ class Head:
 def clear_kv_cache(model):
     """Empty the key_cache and value_cache of every Head, which frees the memory of the cache that was used last.
 
-    After changing weights in place in eval mode, which we cannot detect, this makes sure that they never meet old keys.
+    Call it after changing weights in place in eval mode, which we cannot detect: they must never meet old keys.
     """
     for module in model.modules():
         if isinstance(module, CausalSelfAttention):
             module.cache = None
+        elif isinstance(module, GPT):
+            module.own_cache = None
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
 def rotate(x, cos, sin):
-    """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(T, hs)` of GPT.rope.
+    """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(1, T, hs)` of GPT.rope.
 
     Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, so a
     rotation is x * cos + swapped * sin. In eager mode every operation costs time, so we want few.
@@ -238,7 +243,7 @@ class CausalSelfAttention(nn.Module):
         return q, k, v
 
     def forward(self, x, rope=None, pos=None, mask=None, cache=None):
-        """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, x is at positions pos, and mask is its mask."""
+        """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, pos are the positions of x, and mask is cache.mask(pos)."""
         B, T, C = x.shape
         q, k, v = self.project(x, rope)
         gqa = self.n_kv_head != self.n_head
@@ -246,7 +251,7 @@ class CausalSelfAttention(nn.Module):
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
         elif self.training:  # the weights are about to change, and with them all keys and values
-            raise RuntimeError("the model is in train mode, where there is no cache: call model.eval() first")
+            raise RuntimeError(TRAIN_MODE)
         else:  # write the new keys and values, then read all so far: (B, nkv, t, hs)
             self.cache = cache
             k, v = cache.update(self.layer, pos, k, v)
@@ -264,7 +269,7 @@ class MLP(nn.Module):
         self.gated = config.activation == "swiglu"
         hidden = int(config.mlp_ratio * config.n_embd)
         if self.gated:
-            hidden = 8 * math.ceil(hidden * 2 / 3 / 8)
+            hidden = 8 * math.ceil(hidden * 2 / 3 / 8)  # rounded up to a multiple of 8
         self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.gated else hidden, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
@@ -306,6 +311,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.own_cache = None  # of calls with pos and without a cache
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -367,10 +373,9 @@ class GPT(nn.Module):
 
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
-        pos      (T,) int64, the positions of idx: the call uses the cache, and has no gradient. Each position comes
-                 right after those that the cache holds. None: positions 0 to T - 1 without a cache, so that an
-                 evaluation cannot fill one
-        cache    the KVCache to use; None: a new one if pos starts at 0, otherwise the one that was used last
+        pos      (T,) int64, the positions of idx, which continue where the cache ends: the call uses the cache, and
+                 has no gradient. None: positions 0 to T - 1 without a cache, so that an evaluation cannot fill one
+        cache    the KVCache to use; None: the model's own, which a call with pos from 0 starts again
         Raises ValueError for positions beyond block_size or not next in the cache, and RuntimeError in train mode,
         where there is no cache.
         """
@@ -380,7 +385,9 @@ class GPT(nn.Module):
             B, T = idx.shape
             start = first_position(pos, T)
             if cache is None:
-                cache = self.cache if start and self.cache else self.new_cache(B)
+                if start == 0 or self.own_cache is None:
+                    self.own_cache = self.new_cache(B)
+                cache = self.own_cache
             with torch.no_grad(), cache.extend(start, B, T):
                 logits = self.unembed(self.hidden_states(idx, pos, cache))
         loss = None
@@ -393,8 +400,10 @@ class GPT(nn.Module):
         """Return the logits `(B, V)` of the token after idx `(B, T)`, whose first token is at position `start`.
 
         cache  the KVCache that holds the positions before, to which idx is added; None: idx is the whole context
-        Raises ValueError and RuntimeError as forward does.
+        Raises ValueError as forward does, and RuntimeError in train mode.
         """
+        if self.training:
+            raise RuntimeError(TRAIN_MODE)
         B, T = idx.shape
         pos = torch.arange(start, start + T, device=idx.device)
         with cache.extend(start, B, T) if cache else nullcontext():
@@ -455,7 +464,7 @@ class GPT(nn.Module):
 
 
 def first_position(pos, T):
-    """Return the first of the positions in pos, an int. Raises TypeError or ValueError unless they are T in a row."""
+    """Return the first position in pos, an int. Raises TypeError or ValueError unless it is T consecutive positions."""
     if not isinstance(pos, torch.Tensor):
         raise TypeError(f"pos is {pos!r}: pass the position of every token in idx, such as torch.arange({T})")
     if pos.dtype != torch.int64 or pos.shape != (T,) or T == 0:
@@ -472,12 +481,12 @@ def first_position(pos, T):
 def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, forced=None):
     """Yield the next token of every row, `(B,)`, and the logits that it was picked from, `(B, V)`, step by step.
 
-    model     a GPT, or what has its config, new_cache(B, slots) and next_logits(idx, start, cache)
+    model     a GPT, or anything with its config, new_cache(B, slots) and next_logits(idx, start, cache)
     idx       (B, T) int64, the prompts
     sampling  a Sampling
     kv_cache  False: recompute the whole context for every token
-    cache     a KVCache that holds the beginning of the prompts already; None: an empty one
-    forced    (B, max_new_tokens) int64: the text goes on with these tokens, whatever we pick
+    cache     a KVCache that already holds the prompts, except at least their last token; None: an empty one
+    forced    (B, max_new_tokens) int64: continue with these tokens instead of the sampled ones (teacher forcing)
     Raises ValueError for a prompt that does not fit the context.
     """
     B, T = idx.shape
@@ -485,7 +494,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, fo
     num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
     noises = sampling.noise(B, num_new, config.vocab_size, idx.device)
     context = idx
-    start = cache.length if cache else 0  # of the tokens to feed: those before are in the cache
+    start = cache.length if cache else 0  # position of the first token to feed; the cache holds those before it
     for step, noise in enumerate(noises):
         if context.size(1) > config.block_size:
             # slide: keep the newest half of a full context. It starts at position 0 again, so all of its keys and
@@ -497,7 +506,8 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, fo
             cache = model.new_cache(B, min(config.block_size, context.size(1) + num_new - step))
         logits = model.next_logits(context[:, start:], start, cache)
         new = sample_token(logits, noise, sampling)
-        context = torch.cat((context, (new if forced is None else forced[:, step])[:, None]), dim=1)
+        fed = new if forced is None else forced[:, step]
+        context = torch.cat((context, fed[:, None]), dim=1)
         if kv_cache:
             start = context.size(1) - 1  # the first step was the prefill; the rest decode, and feed only the new token
         yield new, logits
@@ -515,7 +525,7 @@ class Sampling:
     top_k        sample from the k most likely tokens
     top_p        sample from the smallest set of most likely tokens whose probabilities add up to top_p
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
-    samples      row i uses the noise of sample samples[i]; None: of sample i
+    samples      row i uses the noise of sample samples[i]; by default, of sample i
     overflow     "stop" ends when the context is full, "slide" continues with its newest half
     """
 
@@ -529,7 +539,7 @@ class Sampling:
     def __post_init__(self):
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
-        # plain numbers, also for NumPy's, because step.c reads them from memory
+        # NumPy's scalars become plain numbers, because step.c reads them from memory
         for name in ("top_k", "seed"):
             value = getattr(self, name)
             if value is not None:
@@ -712,11 +722,11 @@ def load_checkpoint(path):
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise zipfile.BadZipFile(f"{damaged} has changed")
-        with warnings.catch_warnings(action="ignore"):  # about a pickle of another kind
+        with warnings.catch_warnings(action="ignore"):  # about files that torch did not write
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         entries = checkpoint.keys()
     except pickle.UnpicklingError as error:
-        kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # of a value that is no tensor and not plain
+        kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # the class of a pickled object
         what = f"contains {kind}" if kind else "is damaged, or not a file of torch.save"
         raise ValueError(f"{path} {what}: not loaded, because it could run code") from None
     except Exception as error:  # a damaged file can raise anything
@@ -757,7 +767,7 @@ def build_model(checkpoint):
     except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
-    if model.config.tie_weights:  # loading gave head and embedding a matrix each
+    if model.config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight
     for name, p in model.named_parameters():
         if not torch.isfinite(torch.stack(p.detach().aminmax())).all():

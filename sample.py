@@ -50,7 +50,7 @@ def make_parser():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    # one line, without the usage
+    # errors in one line, without argparse's usage
     hint = ("expected one argument", "expected one argument; one that starts with - needs an =, as in --prompt=-a")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message.replace(*hint)} (--help lists the flags)\n")
     add = parser.add_argument
@@ -191,7 +191,7 @@ def encode_prompt(prompt, tokenizer):
             raise ValueError(f"cannot read the prompt from the file {name!r}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise ValueError(f"the prompt in {name} is not UTF-8: convert it first") from None
-    prompt = prompt.replace("\r\n", "\n").replace("\r", "\n")  # as in a file
+    prompt = prompt.replace("\r\n", "\n").replace("\r", "\n")  # as when reading a file
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
@@ -263,7 +263,7 @@ class GeneratedText:
         return self.text if self.ended else self.without_beginning_of_stop(self.text)
 
     def without_beginning_of_stop(self, text):
-        """Return the text without an end that may be the beginning of a stop string."""
+        """Return the text without any ending that could still become a stop string."""
         beginnings = [stop[:n] for stop in self.stops for n in range(1, len(stop))]
         waiting = [start for start in beginnings if text.endswith(start, self.prompt_length)]
         return text[: len(text) - max(map(len, waiting), default=0)]
@@ -272,7 +272,7 @@ class GeneratedText:
 def write_texts(blocks, texts, ended):
     """Write the first of `texts`, GeneratedTexts, to stdout as its tokens arrive, and then the rest.
 
-    blocks  new tokens, `(B, n)` each; -1 pads a row that has fewer
+    blocks  new tokens, `(B, n)` each; shorter rows are padded with -1
     ended   B booleans: we set one to True when that text has reached a stop string
     Returns the seconds from the start to the arrival of each block.
     """
@@ -310,7 +310,7 @@ def num_slots(T, num_new, block_size):
 def report(args, config, slots, texts, lengths, times):
     """Write time and memory to stderr.
 
-    slots    per row of the cache
+    slots    per row, in the cache
     lengths  of the prompts, in tokens
     times    as write_texts returns them
     """
@@ -337,7 +337,7 @@ def near_tie(logits, noise, picks, sampling):
 
     logits, noise  (V,)
     picks          two token ids
-    Each of them has to win once the logits move by at most NEAR_TIE / 2. Three moves can help a pick: up with it and
+    Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: up with it and
     down with the rest; up with it and all that are less likely, which brings it into the set of top_p; and down with
     the other one and all that are less likely, which takes that out of the set.
     """
@@ -352,16 +352,16 @@ def near_tie(logits, noise, picks, sampling):
 
 
 def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=None, numbers=None):
-    """Compare texts with the plain loop: which token does it pick at each step, after the same tokens?
+    """Compare texts with the plain loop: given the same tokens so far, does it pick the same next one?
 
     model     a GPT, or what `generate` accepts
     idx       (B, T) int64, the prompts
     texts     B GeneratedTexts
-    num_new   how many new tokens each has, if neither a stop string nor the end of the context came before
+    num_new   new tokens per text, unless a stop string or a full context ended it
     sampling  the Sampling that they were generated with
     kv_cache  whether the plain loop uses the cache: the opposite of the run that we compare
     engine    what generated the texts, if it was not `model`: an OnnxGPT
-    numbers   what messages call the rows; None: 0 to B - 1
+    numbers   row numbers for messages; None: 0 to B - 1
     Writes what it finds to stderr, and returns whether the texts are the same, up to near-ties.
     """
     T = idx.size(1)
@@ -395,10 +395,14 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
             break
 
     # show them, with the logits of our own run after the same tokens
+    our_logits = {}
     if differences:
-        our_steps = list(generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced))
+        again = generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced)
+        places = {(row, step) for row, step, *_ in differences}
+        for at, (_, logits) in enumerate(again):
+            our_logits |= {(row, at): logits[row].float() for row in range(len(texts)) if (row, at) in places}
     for row, step, both, theirs in differences:
-        ours = our_steps[step][1][row].float()
+        ours = our_logits[row, step]
         names = ", but ".join(repr(tokenizer.show(token)) for token in both)
         a, b = (" and ".join(f"{x:.5f}" for x in logits[both].tolist()) for logits in (ours, theirs))
         line = f"row {numbers[row]}, new token {step}: {names} {their_run}. "
@@ -464,14 +468,16 @@ def main():
         checkpoint = None if path.is_dir() else read(path)
         if checkpoint is None or "tokenizer" in checkpoint:
             if extras:
-                return extras.main(args)
+                return extras.main(args, checkpoint)
             raise ValueError(f"{path} {NEEDS_EXTRAS}")
-        tokenizer = char_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
+        tokenizer = char_tokenizer(checkpoint)
         put_on_device(model, args.device, args.dtype)
         prompts, num_new = read_prompts(args, tokenizer, model.config.block_size)
         T = len(prompts[0])
         if any(len(prompt) != T for prompt in prompts):
+            if extras:
+                return extras.main(args, checkpoint)
             raise ValueError(f"a batch of prompts of different lengths {NEEDS_EXTRAS}")
         samples = list(range(args.num_samples)) * len(prompts)
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
@@ -502,7 +508,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough

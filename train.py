@@ -250,7 +250,7 @@ def parse_flags():
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # one line, without the usage
+    # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     for name, f in FLAGS.items():
         kind = get_args(f.type)[0] if get_args(f.type) else f.type  # int, for int | None
@@ -1109,7 +1109,9 @@ def main():
         from extras.decoding import ngrams
 
         share_cores()
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "extras":
+            raise
         ngrams = None
 
     flags = parse_flags()
@@ -1189,7 +1191,7 @@ def main():
 if __name__ == "__main__":
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:
         main()

@@ -91,7 +91,7 @@ def read_text(files, task, begin=0, end=sys.maxsize):
 
     files  [(name, open binary file), ...]
     task   what the bar says
-    Line ends become "\n", as when Python opens a file in text mode. Raises ValueError if a file is not UTF-8.
+    Line ends become "\\n", as when Python opens a file in text mode. Raises ValueError if a file is not UTF-8.
     """
     size = sum(os.fstat(file.fileno()).st_size for _, file in files)
     position = 0  # characters so far
@@ -213,7 +213,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    # one line, without the usage
+    # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     task = parser.add_mutually_exclusive_group()
     input_help = "use these UTF-8 text files instead of tiny Shakespeare, one after the other"
@@ -298,7 +298,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:
         main()

@@ -1,4 +1,4 @@
-"""What sample.py does with the flags of this folder, with several prompts, and with tokens that are not characters.
+"""Runs sample.py when it needs extras: for the flags of this folder, prompts of different lengths, and tokenizers.
 
 sample.py adds the flags to its parser with add_flags, and calls main if `wanted` says so.
 """
@@ -37,11 +37,11 @@ def add_flags(parser):
 
 
 def wanted(args, error):
-    """Return whether a flag of this folder is given, or several prompts. Calls error(message) if flags contradict."""
+    """Return whether a flag of this folder is given. Calls error(message) if flags contradict each other."""
     num_prompts = len(args.prompt or [""])
-    need_cache = {"--draft": args.draft, "--compile": args.compile, "a batch of prompts": num_prompts > 1}
-    if not args.kv_cache and any(need_cache.values()):
-        error(f"{next(filter(need_cache.get, need_cache))} needs the cache: leave out --no-kv_cache")
+    for name in ("draft", "compile"):
+        if getattr(args, name) and not args.kv_cache:
+            error(f"--{name} needs the cache: leave out --no-kv_cache")
     if args.meta == "":
         error("--meta is empty")
     if args.meta and not (args.ckpt or args.out_dir):
@@ -57,10 +57,10 @@ def wanted(args, error):
     if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
         error("--ckpt and --out_dir both say which model: pass one of them")
     flags = (args.draft, args.compile, args.engine == "onnx", args.weights != "float32", args.explain, args.meta)
-    return any(flags) or num_prompts > 1
+    return any(flags)
 
 
-def open_model(args):
+def open_model(args, checkpoint):
     """Return (model, tokenizer, ngrams): the last are the n-gram counts for --draft, or None.
 
     Raises FileNotFoundError or ValueError with one line.
@@ -71,7 +71,7 @@ def open_model(args):
         model = OnnxGPT(args.ckpt or args.out_dir or "out")
         model.refuse_stale()
         return model, model.tokenizer, None
-    checkpoint = load_checkpoint(sample.find_checkpoint(args.ckpt, args.out_dir), args.meta)
+    checkpoint = checkpoint or load_checkpoint(sample.find_checkpoint(args.ckpt, args.out_dir), args.meta)
     if args.draft and not checkpoint.get("ngrams"):
         raise ValueError(
             f"--draft ngram needs n-gram counts, and {checkpoint['path']} has none (train.py saves them for "
@@ -88,8 +88,9 @@ def open_model(args):
 
 
 def refuse_lengths(args, prompts, unit):
-    """Raise ValueError if the prompts differ in length, but have to be equally long."""
+    """Raise ValueError if prompts that must have equal lengths do not."""
     equal = "--overflow slide" if args.overflow == "slide" else "--engine onnx" if args.engine == "onnx" else None
+    equal = equal or (None if args.kv_cache else "--no-kv_cache")
     lengths = {len(prompt) for prompt in prompts}
     if equal and len(lengths) > 1:
         counts = " and ".join(str(n) for n in sorted(lengths))
@@ -109,20 +110,25 @@ def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
         return sample.plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=False), slots
     fed = NUM_DRAFTS + 1 if args.draft else 1
     threads = sample.num_threads(fed * sample.multiply_adds(model, len(prompts), args.kv_cache))
-    if args.draft or args.compile or len(args.prompt or ()) > 1:
+    if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
         how = dict(draft=args.draft, ngrams=ngrams, compile=args.compile, weights=args.weights, threads=threads)
         blocks = start_generation(model, prompts, num_new, sampling, ended, **how)
         return blocks, getattr(blocks, "slots", slots)
     torch.set_num_threads(threads)
     idx = torch.stack(prompts)
-    return sample.plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=True), slots
+    return sample.plain_blocks(
+        model, idx, num_new, sampling, args.kv_cache, shared=len(args.prompt or [""]) == 1
+    ), slots
 
 
-def main(args):
-    """Generate and report as sample.py does. Exits with its code."""
+def main(args, checkpoint=None):
+    """Generate and report as sample.py does. Exits with its code.
+
+    checkpoint  the model, if sample.py has read it already
+    """
     # the model and the prompts
     try:
-        model, tokenizer, ngrams = open_model(args)
+        model, tokenizer, ngrams = open_model(args, checkpoint)
         reference = model  # what --verify compares with
         if args.verify and args.engine == "onnx":
             reference = model.exported_from(load_checkpoint(sample.find_checkpoint(None, args.out_dir)))
@@ -170,7 +176,7 @@ def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
     Returns (same, seconds): whether they agree, and the time of the plain loop, without the cache if it ran both ways.
     """
     engine = model if args.engine == "onnx" else None
-    own_loop = args.draft or args.compile or len(args.prompt or ()) > 1
+    own_loop = args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1
     same = True
     seconds = 0.0
     samples = sampling.samples_of(len(prompts), "cpu").tolist()

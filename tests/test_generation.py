@@ -248,10 +248,19 @@ def test_a_prompt_may_be_in_the_cache_already(model):
     assert torch.equal(torch.cat((idx.repeat(3, 1), *new), 1), expected)
 
 
+def test_a_generation_in_between_leaves_the_models_own_cache_alone(model):
+    """A call with pos and without a cache goes on with the text that such calls began."""
+    ours, theirs = prompts(1, 6, 1), prompts(1, 4, 2)
+    model(ours[:, :5], pos=torch.arange(5))
+    model.generate(theirs, 2, seed=1)  # leaves a cache of the same length
+    logits, _ = model(ours[:, 5:], pos=torch.tensor([5]))
+    torch.testing.assert_close(logits[:, -1], model(ours)[0][:, -1], atol=2e-5, rtol=1e-5)
+
+
 def test_a_generation_whose_cache_somebody_else_has_used_is_refused(model):
     """Never continued with a foreign token in the cache."""
     for disturb in (
-        lambda: model(prompts(2, 1), pos=torch.tensor([6])),  # goes on where the generation stands
+        lambda: model(prompts(2, 1), pos=torch.tensor([6]), cache=model.cache),  # goes on where the generation stands
         lambda: setattr(model.cache, "length", 3),
     ):
         steps = generate(model, prompts(2, 5), CONTEXT, Sampling(seed=1))

@@ -264,6 +264,7 @@ def test_in_train_mode_there_is_no_cache():
         lambda: model(torch.zeros(1, 3, dtype=torch.int64), pos=torch.arange(3)),
         lambda: model.next_logits(torch.zeros(1, 3, dtype=torch.int64), 0, model.new_cache(1)),
         lambda: model.generate(torch.zeros(1, 3, dtype=torch.int64), 3),
+        lambda: model.generate(torch.zeros(1, 3, dtype=torch.int64), 3, kv_cache=False),
     ):
         with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
             call()

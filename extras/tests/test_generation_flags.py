@@ -12,7 +12,6 @@ from helpers import assert_one_line, here, sample, save_model, tiny
         (["--engine", "onnx", "--weights", "int8"], ["--weights", "--engine torch"]),
         (["--ckpt", "model.onnx"], ["model.onnx needs --engine onnx"]),
         (["--no-kv_cache", "--draft", "ngram"], ["--draft needs the cache"]),
-        (["--no-kv_cache", "--prompt", "a", "--prompt", "b"], ["a batch of prompts needs the cache"]),
         (["--explain", "--draft", "ngram"], ["--explain"]),
         (["--explain", "--no-kv_cache"], ["--explain"]),
         (["--explain", "--num_samples", "2"], ["--explain"]),
@@ -28,6 +27,12 @@ def test_flags_that_contradict_each_other_are_one_line_and_exit_code_2(flags, wo
 def test_a_folder_of_gpt2_that_is_missing_is_one_line_that_downloads_it():
     words = "no checkpoint at gpt2-xl", "hf download openai-community/gpt2-xl"
     assert_one_line(here("--ckpt", "gpt2-xl", script="sample.py"), *words, code=1)
+
+
+def test_prompts_of_different_lengths_need_the_cache(tmp_path):
+    save_model(tmp_path, tiny())
+    flags = ["--no-kv_cache", "--prompt", "a", "--prompt", "ab"]
+    assert_one_line(sample(tmp_path, *flags), "--no-kv_cache needs prompts of equal length", code=1)
 
 
 def test_drafts_without_ngrams_are_one_line(tmp_path):
