@@ -106,7 +106,7 @@ def flag(default, help, choices=None, least=None):
 class TrainConfig:
     """All settings of a run, which are also the flags. Raises ValueError for a number outside its range."""
 
-    preset: str = flag("auto", "size; auto: finetune for a folder, gpu on a GPU, else cpu", choices=("auto", *PRESETS))
+    preset: str = flag("auto", "model size and run length; auto picks finetune, gpu or cpu", choices=("auto", *PRESETS))
     recipe: str = flag("modern", "network and optimizer: ours, or nanoGPT's", choices=tuple(RECIPES))
     init_from: str = flag("scratch", "scratch, resume (last.pt in --out_dir), or a checkpoint, run or model folder")
     meta: str | None = flag(None, "for a nanoGPT checkpoint in --init_from: its meta.pkl")
@@ -183,14 +183,14 @@ class TrainConfig:
 
 FLAGS = {f.name: f for f in fields(TrainConfig)}
 MODEL_FLAGS = {f.name for f in fields(GPTConfig) if f.name in FLAGS}
-NETWORK_FLAGS = MODEL_FLAGS - {"dropout"}  # what the weights of a checkpoint fix
+NETWORK_FLAGS = MODEL_FLAGS - {"dropout"}  # settings that the weights of a checkpoint determine
 REMOVED_FLAGS = {"text", "stride"}  # older checkpoints have them in their config; python -m extras.loss has them now
 
 
 def resolve_config(flags, checkpoint=None, on_gpu=False):
     """Return the TrainConfig of a run.
 
-    flags       {name: value} of the given flags
+    flags       the flags given, as {name: value}
     checkpoint  that of the run to resume, or of the model to start from; None: from scratch
     on_gpu      whether preset "auto" means "gpu"
     Raises ValueError for flags that contradict the checkpoint or each other, and for a checkpoint that cannot be
@@ -222,7 +222,7 @@ def resolve_config(flags, checkpoint=None, on_gpu=False):
 
 
 def resume_config(flags, checkpoint):
-    """Return the TrainConfig of the run that a checkpoint continues: the run's own, and what the flags change."""
+    """Return the TrainConfig of the run that a checkpoint continues: its own settings, overridden by the flags."""
     path = checkpoint["path"]
     try:
         saved = {name: value for name, value in checkpoint["config"].items() if name not in REMOVED_FLAGS}
@@ -347,7 +347,7 @@ def load_dataset(data_dir, min_train):
         tokenizer = tokenizer_from_json(meta["tokenizer"])
     else:
         tokenizer = CharTokenizer(meta["chars"])
-    # the files may be larger than memory, and prepare.py may replace them meanwhile without changing what we map
+    # the files may be larger than memory. If prepare.py replaces them while we train, our mapping keeps the old ones
     id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
     train = np.asarray(np.memmap(data_dir / "train.bin", id_type, "r"))
     val = np.asarray(np.memmap(data_dir / "val.bin", id_type, "r"))
@@ -423,7 +423,7 @@ class TrainingLoss(nn.Module):
         """Return (total, loss), 0-d tensors: what we minimize, and the plain cross-entropy, without a gradient.
 
         x, y          (B, T) int64: tokens, and the next token of each
-        mtp_weight    0-d tensor: weight of the loss for the token after the next; that of layer j is divided by j
+        mtp_weight    0-d tensor: weight of the loss for the token after the next; layer j's loss is divided by j
         ngram_weight  0-d tensor: weight of ngram_probs in the targets
         ngram_probs   (B, T, V): the n-gram distribution of the next token; None: the target is the next token alone
         """
@@ -462,7 +462,7 @@ def loss_weights(step, config):
 # kellerjordan.github.io/posts/muon) makes the update of a matrix nearly orthogonal: it moves all singular values
 # towards 1, so that directions with small gradients are learned as fast as those with large ones.
 #
-# A polynomial maps a singular value s to a s + b s^3 + c s^5. One after the other, these three bring every s in
+# A polynomial maps a singular value s to a s + b s^3 + c s^5. Applied in turn, these three bring every s in
 # (1e-3, 1] close to 1, as fast as possible: the first steps of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
 POLYNOMIALS = ((8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518))
 
@@ -477,7 +477,7 @@ def orthogonalize(x):
     gram = wide @ wide.mT
     factor = product = None
     for a, b, c in POLYNOMIALS:
-        if factor is not None:  # the gram of factor @ x, because all factors commute
+        if factor is not None:  # the Gram matrix of factor @ x, because all factors commute
             gram = factor @ (gram @ factor)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -608,9 +608,9 @@ class TrainState:
         self.iter_num = 0  # steps done
         self.seconds = 0.0  # so far, including evaluations and saves
         self.num_unlogged = 0  # steps since the last row of log.csv
-        self.loss_sum = torch.zeros((), device=device)  # of their losses
+        self.loss_sum = torch.zeros((), device=device)  # of the losses of those steps
         self.best_val_loss = math.inf
-        self.evals_since_best = 0  # evaluations
+        self.evals_since_best = 0
 
     def mean_loss(self):
         """Return the mean loss of the steps since the last row of log.csv, over all processes."""
@@ -634,7 +634,7 @@ class TrainState:
         return state
 
     def resume(self, saved):
-        """Continue the run of a checkpoint, whose weights are in the model already."""
+        """Continue the run of a checkpoint. Its weights are already loaded."""
         for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
             # keep our settings, because a resume may change --weight_decay or --beta2, and the learning rate so far
             groups = optimizer.state_dict()["param_groups"]
@@ -703,7 +703,7 @@ def train_step(config, data, state):
 def eval_windows(ids, block_size, num_tokens, at_once):
     """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
 
-    They stand side by side and together cover `ids`; the last one may be shorter. If that is more than num_tokens, we
+    They do not overlap and together cover `ids`; the last one may be shorter. If that is more than num_tokens, we
     take fewer windows, spread evenly over `ids`. They are the same in every evaluation.
     """
     starts = block_size * np.arange((len(ids) - 1) // block_size)
@@ -723,7 +723,7 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
 
     We draw no random numbers, so evaluating more often does not change a run.
     num_tokens  read at most this many
-    signals     a list of catch_signals; once that of a process has one, we return None
+    signals     a list of catch_signals; we return None once any process has received one
     """
     model = state.model
     block_size = model.config.block_size
@@ -784,7 +784,7 @@ def begin_log(out_dir, state):
     if not state.iter_num and (best.exists() or last.exists()):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
-        for file in (log, best, last):  # last.pt is the last to go, so an interrupted move is not taken for a new run
+        for file in (log, best, last):  # last.pt moves last, so an interrupted move is not taken for a new run
             if file.exists():
                 file.rename(previous / file.name)
         print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
@@ -832,7 +832,7 @@ def train(config, data, state, metadata, bar, signals):
     out_dir = Path(config.out_dir)
     signum = 0
     grad_norm = None
-    row_began = time.perf_counter()  # row: what the next row of log.csv is about
+    row_began = time.perf_counter()  # start of the interval for the next row of log.csv
     row_step = state.iter_num
     began = row_began - state.seconds
 
@@ -849,8 +849,8 @@ def train(config, data, state, metadata, bar, signals):
             )
 
     while True:
-        # We evaluate, log and save before a step, as nanoGPT does. So a run that was stopped before its evaluation or
-        # its row of log.csv begins with that when it resumes. If no step is unlogged, there is nothing to do.
+        # We evaluate, log and save before a step, as nanoGPT does. So a resumed run first does the evaluation or
+        # writes the row of log.csv that it still owes. If no step is unlogged, it owes none.
         step = state.iter_num
         ending = step >= config.max_iters
         evaluating = ending or step % config.eval_interval == 0
@@ -878,7 +878,7 @@ def train(config, data, state, metadata, bar, signals):
                     state.evals_since_best = 0
                     save_as("ckpt.pt", with_optimizers=False)
 
-            # log, unless we stop: then the row is for the resumed run to write
+            # log, unless we stop: then the resumed run will write the row
             if not signum:
                 row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=round(tokens_per_s))
                 row["seconds"] = round(time.perf_counter() - began, 3)
@@ -925,7 +925,7 @@ def catch_signals():
     def receive(signum, frame):
         received.append(signum)
         if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook that we ran in lives on
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # so a notebook kernel survives
 
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
@@ -1088,7 +1088,7 @@ def make_run(flags, has_extras):
         if init_from == "resume" or "ngram_targets" in flags:
             hint = "put it next to train.py, or pass --ngram_targets 0 to train without them"
             raise ValueError(f"--ngram_targets {config.ngram_targets} needs the folder extras: {hint}")
-        config.ngram_targets = 0.0  # for a resume, with extras or without
+        config.ngram_targets = 0.0  # recorded, so a resume does the same
         print("training without n-gram targets, which need the folder extras: the val loss will be about 0.04 higher")
     metadata = dict(
         model_args=asdict(model.config),

@@ -30,7 +30,7 @@ CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/ti
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
-TIMEOUT = 30  # seconds, to connect and between two chunks of the response
+TIMEOUT = 30  # seconds, for connecting and for each read
 PIECE = 2**20  # bytes per read, so that the text may be larger than memory
 
 # -- fetching ----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def write(data_dir, vocabulary, size, train, val, source, val_bytes=None):
 
 
 def prepared(data_dir):
-    """Return (meta, whole): the meta.json in data_dir, or {}, and whether no file there is missing or damaged."""
+    """Return (meta, whole): the meta.json in data_dir, or {}, and whether all files are intact."""
     meta = {}
     try:
         meta = dict(json.loads((data_dir / "meta.json").read_bytes()))

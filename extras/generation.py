@@ -171,7 +171,7 @@ def main(args, checkpoint=None):
 def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer):
     """Compare the texts with the plain loop, as sample.py does, for prompts of any length.
 
-    A decoder that computes positions of its own can be right where the cache of model.py is broken. So we compare it
+    A Decoder computes its own positions, so it could hide a bug in the cache of model.py. So we compare it
     with the plain loop in both ways, without the cache and with it.
     Returns (same, seconds): whether they agree, and the time of the plain loop, without the cache if it ran both ways.
     """

@@ -19,7 +19,7 @@ MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer whe
 
 
 class Decoder:
-    """Continues prompts with a model.
+    """Generates continuations of prompts.
 
     draft    None: one token per step. "ngram": draft tokens from `ngrams`, the counts in a checkpoint (count_ngrams)
     compile  use the C backend, or raise CompileError if that is impossible. It copies the weights, so make a new
