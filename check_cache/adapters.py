@@ -117,11 +117,6 @@ class Adapter:
             first = tensor[:TWIN]  # of the rows that begin like these
             self.inputs.register_buffer(name, torch.cat((first, first, tensor[2 * TWIN :])))
 
-    @property
-    def converts(self):
-        """Whether the weights can be converted to another dtype."""
-        return bool(self.modules) and self.weights is None
-
     def demand(self, kind, need):
         """Raise NotImplementedError if this decoder lacks a part, or an argument of one, as in "step.mask"."""
         part, _, argument = need.partition(".")
@@ -234,6 +229,7 @@ class Adapter:
                     break
         self.numpy = worked.get(True, 0) > worked[False]
         self.modules = [*dict.fromkeys((*self.modules, *called))]
+        self.converts = bool(self.modules) and not self.weights  # to another dtype
         if self.weights:
             self.modules.append(self.weights)
         if self.modules:

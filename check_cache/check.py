@@ -1,7 +1,7 @@
 """The check itself: each scenario, for each kind of cache."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -21,22 +21,6 @@ STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run
 def check_cache(
     model: object = None,
     *,
-    full: Callable[..., Tensor] | None = None,
-    new: Callable[[int, int], object] | None = None,
-    step: Callable[..., Tensor | tuple[Tensor, object]] | None = None,
-    crop: Callable[[object, int], object] | None = None,
-    reorder: Callable[[object, Tensor], object] | None = None,
-    select: Callable[[object, Tensor], object] | None = None,
-    repeat: Callable[[object, int], object] | None = None,
-    reset: Callable[[object], object] | None = None,
-    fork: Callable[[object], object] | None = None,
-    generate: Callable[..., Tensor] | None = None,
-    vocab_size: int | None = None,
-    context: int | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    pad: int | None = None,
-    weights: dict[str, object] | None = None,
     inputs: dict[str, Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -49,15 +33,13 @@ def check_cache(
     atol: float = 0.0,
     rtol: float = 0.0,
     seed: int = 0,
+    **adapter: object,
 ) -> Report:
     """Check the cache of a decoder, and return a Report.
 
     model      a transformers model, or an adapter: an object with the methods full, new and step
-    full, new, step, and those up to pad
-               or an adapter as functions and facts. README.md describes them. If we cannot find the module from them,
-               pass it as `model`: we perturb its weights and restore them afterwards
-    weights    {name: array}, of a decoder that is not PyTorch's: we perturb them, in place or through functions that
-               take `weights`, and restore them afterwards
+    adapter    or an adapter as functions and facts: full, new, step, crop, ... README.md describes them. If we cannot
+               find the module from them, pass it as `model`: we perturb its weights and restore them afterwards
     inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
@@ -65,14 +47,15 @@ def check_cache(
     caches     kinds of cache: "own" or "static". None: all that the decoder has
     scenarios  only those whose name contains one of these words; skip: not those
     may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
-    more_scenarios
-               scenarios of your own, made with @scenario
+    more_scenarios  of your own, made with @scenario
     atol, rtol for a cache that rounds on purpose: a logit may be off by atol + rtol * abs(logit)
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
 
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
-    parts = {name: value for name, value in locals().items() if name in PARTS and value is not None}
+    if unknown := [name for name in adapter if name not in PARTS]:
+        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}")
+    parts = {name: value for name, value in adapter.items() if value is not None}
     decoder = adapter_of(model, parts, inputs or {})
     kinds = as_list(caches) or decoder.kinds
     if unknown := {*kinds} - {*decoder.kinds}:
@@ -96,8 +79,8 @@ def check_cache(
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
     beyond += dict.fromkeys(decoder.notes)
-    named = decoder.modules[:1] if model is None and decoder.converts else [model]
-    name = type(named[0]).__name__ if named[0] is not None else "a decoder"
+    named = decoder.modules[0] if model is None and decoder.converts else model
+    name = "a decoder" if named is None else type(named).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     names = [scenario.name for scenario in chosen]

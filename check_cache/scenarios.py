@@ -97,9 +97,8 @@ def generate_twice(start, sizes, **options):
 
 
 generate = scenario("generate", needs={"generate"})(generate_twice)
-generate_with_padding = scenario("generate with left padding", needs={"generate.mask"})(
-    partial(generate_twice, pads=PADS)
-)
+padded = partial(generate_twice, pads=PADS)
+generate_with_padding = scenario("generate with left padding", needs={"generate.mask"})(padded)
 
 
 @scenario("prefix used twice")
