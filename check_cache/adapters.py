@@ -70,7 +70,9 @@ class Weights(nn.Module):
         for name, array in arrays.items():
             try:
                 self.copies.append(nn.Parameter(tensor_of(array).clone(), requires_grad=False))
-            except Exception as error:  # bfloat16 of MLX, for example
+                if not isinstance(array, torch.Tensor):
+                    self.copies[-1].numpy(force=True)  # which has no bfloat16
+            except Exception as error:
                 text = f"weights[{name!r}] cannot be read, so cast it first, for example to float32"
                 raise TypeError(f"{text}: {first_line(error)}") from None
         self.dtypes = [copy.dtype for copy in self.copies]
