@@ -185,7 +185,7 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
 def with_external_weights(file, folder, name="model.onnx"):
     """Save a graph as onnx does above 2 GB: with its weights in a file next to it."""
     folder.mkdir(exist_ok=True)
-    onnx.save(onnx.load(file), folder / name, save_as_external_data=True, location="weights.data", size_threshold=0)
+    onnx.save(onnx.load(file), folder / name, save_as_external_data=True, location="weights.data", size_threshold=100)
     return folder / name
 
 
@@ -205,7 +205,7 @@ def test_external_weights_are_those_next_to_the_graph(exported, tmp_path, monkey
     with torch.no_grad():
         torch.testing.assert_close(OnnxGPT(first).logits(ids), model(ids)[0], atol=1e-4, rtol=0)
     (tmp_path / "first" / "weights.data").unlink()
-    with pytest.raises(ValueError, match="cannot be read: .*") as error:
+    with pytest.raises(ValueError, match="cannot be read: ") as error:
         OnnxGPT(first)
     assert "\n" not in str(error.value)
 
