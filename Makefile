@@ -2,7 +2,7 @@
 # make test    environment, lint, fast tests
 # make check   make test, then the slow tests, without those of make hub
 # make newest  tests of export and check_cache with the newest torch, transformers, onnxruntime and tokenizers
-# make hub     our exports in transformers.js and Optimum, which take 0.6 GB to install
+# make hub     our exports in transformers.js, Optimum, OpenVINO, CTranslate2 and onnxruntime-genai: 1 GB to install
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
 # make findings  what other libraries do: every script in findings/, an hour in all, and which behavior has changed
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
@@ -77,7 +77,7 @@ newest:
 	out/newest/bin/python -m pip list | grep -E "^(torch|transformers|onnxruntime|tokenizers) "
 	OMP_NUM_THREADS=1 out/newest/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow" $(LONG) $(NEWEST)
 
-hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages
+hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages extras/tests/hub/runtimes/.packages
 	$(PYTEST) $(LONG) extras/tests/test_hub.py
 
 # not .venv, because a machine with a GPU usually has its own PyTorch
@@ -98,9 +98,9 @@ extras/tests/hub/node_modules: extras/tests/hub/package-lock.json
 	npm ci --prefix extras/tests/hub --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-# outside .venv, because Optimum needs transformers 4, only test_wild.py needs the decoders that check_cache found bugs
+# outside .venv, because Optimum needs transformers 4, only test_hub.py needs other runtimes, only test_wild.py needs the decoders that check_cache found bugs
 # in, only test_frameworks.py JAX and MLX, and test_versions.py older releases; torch and the like come from .venv
-extras/tests/hub/.packages $(OTHERS:=/.packages): %/.packages: %/requirements.txt .venv/installed
+extras/tests/hub/.packages extras/tests/hub/runtimes/.packages $(OTHERS:=/.packages): %/.packages: %/requirements.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -r $<
 	@touch $@
 

@@ -127,6 +127,8 @@ def encode_with(tokenizer, text, add_special_tokens=False):
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except Exception as error:
         why = "not UTF-8" if isinstance(error, TypeError) else first_line(error)  # a str of broken bytes
+        if "[UNK]" in why or "unk_id" in why:  # WordLevel, Unigram: whatever its unknown token would be called
+            why = "some of it is not in the vocabulary, which has no unknown token either"
         raise ValueError(f"the tokenizer refuses {text[:40]!r}: {why}") from None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from extras.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, need, one_line_errors, path, run_main
+from extras.interop.hf_read import known_ids
 from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.tokenizer import build_tokenizer
 from model import build_model
@@ -61,7 +62,8 @@ def main():
         lock = lock_folder(folder.parent, f".{args.format}.lock")
     with lock:
         if args.format == "onnx":
-            export_onnx(model, tokenizer, folder)
+            found = checkpoint.get("special_tokens") or {}
+            export_onnx(model, tokenizer, folder, known_ids(found.get("eos", []), len(tokenizer.vocab)))
         elif args.format == "hf":
             from extras.interop.hf_write import export_hf
 

@@ -36,5 +36,13 @@ def compare_with_pytorch(name, model, ids, logits, greedy):
         f"{name}: logits within {difference:.1e} of PyTorch's; greedy text: {same} of {len(new)} tokens match",
         flush=True,
     )
-    if not (len(new) == block_size - T and same == len(new) and difference <= NEAR_TIE):  # NaN is not below
-        fail(f"{name} differs from the model: logits must be within {NEAR_TIE}, and the greedy text the same")
+    wrong = []
+    if not difference <= NEAR_TIE:  # NaN is not below
+        wrong.append(f"its logits are off by {difference:.1e}, more than {NEAR_TIE}")
+    if len(new) != block_size - T:
+        wrong.append(f"its greedy text ends after {len(new)} of {block_size - T} tokens")
+    if same < len(new):
+        first = next(i for i, gap in enumerate(behind) if not gap <= NEAR_TIE)
+        wrong.append(f"its greedy text differs from token {T + first} on")
+    if wrong:
+        fail(f"{name} differs from the model: {', and '.join(wrong)}")

@@ -92,6 +92,7 @@ def known_special_tokens(found, tokenizer):
     """Return (ids, names) of the special tokens in `found` that the vocabulary has. A note says what it lacks.
 
     found  special_tokens of a checkpoint: {"eos": id or ids, "eos_token": name, ...}
+    Where the folder names an eos token, it is the bos and unk token too, as OpenAI's is: CTranslate2 needs all three.
     transformers writes id 50256 into the folder of every GPT-2 whose maker set none, whatever its vocabulary.
     """
     ids = {}
@@ -112,6 +113,8 @@ def known_special_tokens(found, tokenizer):
             names[key] = name
         elif key.endswith("_token"):
             note(f"leaving out {key} {name!r}: it is not a special token in tokenizer.json")
+    if "eos_token" in names:
+        names = dict.fromkeys(("bos_token", "unk_token"), names["eos_token"]) | names
     return ids, names
 
 
@@ -119,7 +122,8 @@ def write_tokenizer(tokenizer, block_size, folder, names):
     """Write the tokenizer.
 
     names  of special tokens, {"eos_token": name, ...}
-    Characters have none, not even for padding, because pipelines would remove that character from the text.
+    Characters have none, not even for padding: pipelines would remove that character from the text, and servers would
+    end the text at an eos token. A name outside the vocabulary would get an id past the last row of the weights.
     """
     (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
     settings = dict(

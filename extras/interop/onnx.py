@@ -149,12 +149,13 @@ def write_onnx(model, tokenizer, file, queries=False):
 @contextmanager
 def without_warnings():
     """Leave out those of the exporter, which are for people who write graphs by hand."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def weights_sha256(model):
@@ -170,25 +171,64 @@ def fits_one_file(model):
     return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
 
 
-def export_onnx(model, tokenizer, folder):
-    """Write model.onnx into `folder`, a Path.
+def export_onnx(model, tokenizer, folder, eos=()):
+    """Write model.onnx into `folder`, a Path, and genai_config.json, with which onnxruntime-genai runs it.
 
+    eos  ids at which text ends there; none: see genai_config
     If the graph does not compute what the model does, it exits with one line and does not touch the folder.
     """
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
         write_onnx(model, tokenizer, file)
-        compare_onnx(file, model, own_text(model))
+        ids = own_text(model)
+        compare_onnx(file, model, ids)
         content = file.read_bytes()
-    write_tree(folder, {file.name: content})
+    config = json.dumps(genai_config(model, ids, eos), indent=2)
+    write_tree(folder, {file.name: content, "genai_config.json": config.encode()})
     print(f"{folder / file.name}: {len(content) / 1e6:.2f} MB")
+
+
+@torch.no_grad()
+def genai_config(model, ids, eos=()):
+    """Return the content of genai_config.json for the graph of write_onnx.
+
+    ids  own_text(model)
+    eos  ids at which text ends. None: that of the token which the model expects least, because
+         onnxruntime-genai insists on one
+    """
+    config = model.config
+    eos = list(eos) or [model(ids)[0].log_softmax(-1).amax((0, 1)).argmin().item()]
+    inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids")}
+    inputs |= {f"past_{kind}_names": f"past_key_values.%d.{kind}" for kind in ("key", "value")}
+    outputs = {f"present_{kind}_names": f"present.%d.{kind}" for kind in ("key", "value")}
+    decoder = dict(
+        filename="model.onnx",
+        session_options={"provider_options": []},
+        hidden_size=config.n_embd,
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        num_key_value_heads=config.n_kv_head,
+        head_size=config.head_size,
+        inputs=inputs,
+        outputs={"logits": "logits"} | outputs,
+    )
+    # pad tokens are masked wherever they are in a batch, so they must not be a token that prompts contain
+    sizes = dict(vocab_size=config.vocab_size, context_length=config.block_size)
+    tokens = dict(eos_token_id=eos, pad_token_id=eos[0])
+    search = dict(max_length=config.block_size, past_present_share_buffer=False)  # our graph returns a longer cache
+    return dict(model=dict(type="decoder", **sizes, **tokens, decoder=decoder), search=search)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
+NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
+
 
 class OnnxGPT:
     """A file of write_onnx, run by ONNX Runtime on the CPU.
+
+    Another tool may have rewritten it: its numbers may be of other types, its inputs and outputs in a different order,
+    its weights in a file next to it. The metadata stays, so we check that the inputs and outputs have, too.
 
     file            its path
     tokenizer       its tokenizer
@@ -211,11 +251,12 @@ class OnnxGPT:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
         try:
-            content = file.read_bytes()
-            small = len(content) < 2**24  # as in sample.py, a second thread does not help a small step
-            options.intra_op_num_threads = 1 if small else torch.get_num_threads()
+            # as in sample.py, a second thread does not help a small step; weights may be in model.onnx.data, say
+            size = sum(part.stat().st_size for part in file.parent.iterdir() if part.name.startswith(file.stem))
+            options.intra_op_num_threads = 1 if size < 2**24 else torch.get_num_threads()
             settings = dict(providers=["CPUExecutionProvider"], enable_fallback=0)  # a second try would print
-            self.session = onnxruntime.InferenceSession(content, options, **settings)
+            # by its path, next to which its weights may be: for bytes, ONNX Runtime looks in the current folder
+            self.session = onnxruntime.InferenceSession(str(file), options, **settings)
             metadata = self.session.get_modelmeta().custom_metadata_map
             self.config = GPTConfig(**json.loads(metadata["model_args"]))
             self.tokenizer = tokenizer_from_state(metadata)
@@ -226,9 +267,29 @@ class OnnxGPT:
             raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
         check_vocab_size(self.tokenizer, self.config.vocab_size, file)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
-        names = [output.name for output in self.session.get_outputs()]
-        self.outputs = [name for name in names if not name.startswith("query")]  # for the web page
-        self.past_inputs = [name.replace("present", "past_key_values") for name in self.outputs[1:]]
+        slots = [f"{i}.{kind}" for i in range(self.config.n_layer) for kind in ("key", "value")]
+        self.outputs = ["logits", *(f"present.{slot}" for slot in slots)]
+        self.past_inputs = [f"past_key_values.{slot}" for slot in slots]
+        self.dtypes = self.check_graph()
+
+    def check_graph(self):
+        """Return {input: its numpy dtype}. Raises ValueError if the inputs and outputs are not those of write_onnx."""
+        inputs = {each.name: each for each in self.session.get_inputs()}
+        outputs = {each.name for each in self.session.get_outputs()}
+        expected = {"input_ids", "attention_mask", "position_ids", *self.past_inputs}
+        changed = "its graph is not the one that export.py wrote"
+        if wrong := sorted((inputs.keys() ^ expected) | ({*self.outputs} - outputs)):
+            raise ValueError(f"{self.file}: {changed}: {wrong[0]} is missing, or was added")
+        dtypes = {}
+        for name, each in inputs.items():
+            kind = each.type.removeprefix("tensor(").removesuffix(")")
+            if kind not in NUMPY:
+                raise ValueError(f"{self.file}: {changed}: {name} is {kind}, and only {', '.join(NUMPY)} can be run")
+            dtypes[name] = NUMPY[kind]
+            length = 2 if name in self.past_inputs else 1
+            if any(isinstance(each.shape[axis], int) for axis in (0, length)):
+                raise ValueError(f"{self.file}: {changed}: {name} has the fixed shape {each.shape}")
+        return dtypes
 
     def exported_from(self, checkpoint, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
@@ -250,8 +311,8 @@ class OnnxGPT:
 
     def new_cache(self, batch_size, slots=None):
         """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""
-        empty = np.zeros((batch_size, self.config.n_kv_head, 0, self.config.head_size), np.float32)
-        return SimpleNamespace(length=0, past=[self.to_ort(empty)] * len(self.past_inputs))
+        shape = (batch_size, self.config.n_kv_head, 0, self.config.head_size)
+        return SimpleNamespace(length=0, past=[self.to_ort(np.zeros(shape, self.dtypes[n])) for n in self.past_inputs])
 
     def next_logits(self, idx, start=0, cache=None):
         """Return the logits `(B, V)` of the token after idx, as GPT.next_logits does."""
@@ -270,10 +331,11 @@ class OnnxGPT:
             "attention_mask": np.ones((B, end), np.int64),
             "position_ids": np.arange(start, end)[None].repeat(B, axis=0),
         }
-        inputs = {name: self.to_ort(array) for name, array in inputs.items()} | dict(zip(self.past_inputs, cache.past))
+        inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
+        inputs |= dict(zip(self.past_inputs, cache.past))
         logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
         cache.length = end
-        return torch.from_numpy(logits.numpy())
+        return torch.from_numpy(logits.numpy()).float()
 
 
 def compare_onnx(file, model, ids):

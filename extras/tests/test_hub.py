@@ -1,6 +1,6 @@
-"""The folder of export.py --format hf, read by transformers.js and by Optimum: the text is that of our own model.
+"""What export.py writes, in the libraries that docs/interop.md names: the text is that of our own model.
 
-transformers itself is in extras/tests/interop/test_hf.py. vLLM has been run by hand, see docs/interop.md.
+vLLM has been run by hand, see there.
 """
 
 import json
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from extra_helpers import GPT2, STABLELM
+from extras.checkpoint import load_model
 from helpers import CHARS, ROOT, SIZE, ok, run, save_model, tiny
 
 pytestmark = pytest.mark.slow
 
 HUB = ROOT / "extras" / "tests" / "hub"
+PRETRAINED = ROOT / "assets" / "shakespeare.pt"
 CONTEXT = SIZE["block_size"]
 PROMPTS = ["\nab\n\n", "a", "b 😀!é"]
 
@@ -25,6 +27,9 @@ needs_transformers_js = pytest.mark.skipif(
 )
 needs_optimum = pytest.mark.skipif(
     not (HUB / ".packages" / "optimum").is_dir(), reason="needs make extras/tests/hub/.packages"
+)
+needs_runtimes = pytest.mark.skipif(
+    not (HUB / "runtimes" / ".packages" / "openvino").is_dir(), reason="needs make extras/tests/hub/runtimes/.packages"
 )
 
 
@@ -69,3 +74,90 @@ def test_optimum_and_transformers_4_generate_the_greedy_text(exported):
     assert seen["version"].startswith("4.")
     for name in ("optimum", "transformers"):
         assert (seen[name], seen[f"{name}, batch"]) == texts_of(model), name
+
+
+# -- the pretrained model, and one of GPT-2's layout -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["GPT-2", "pretrained"])
+def published(request, tmp_path_factory):
+    """(model, tokenizer, prompts, the folder with hf and onnx)"""
+    out = tmp_path_factory.mktemp("published")
+    file = PRETRAINED
+    if request.param == "GPT-2":
+        file = out / "ckpt.pt"
+        save_model(out, tiny(**GPT2, bias=True, activation="gelu_tanh"))
+    for flags in (["--format", "hf", "--onnx"], ["--format", "onnx"]):
+        ok(run("-m", "extras.export", *flags, "--ckpt", file, "--out_dir", out, timeout=600))
+    model, tokenizer = load_model(file)
+    return model, tokenizer, PROMPTS if request.param == "GPT-2" else ["O Romeo, ", "\nab\n\n", "a"], out
+
+
+def ids_of(published, num_new=None):
+    """Return the prompts as ids, and the ids with which our model continues each: num_new, or up to the context."""
+    model, tokenizer, prompts, _ = published
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    lengths = [num_new or model.config.block_size - len(prompt) for prompt in ids]
+    pairs = zip(ids, lengths, strict=True)
+    return ids, [model.generate(torch.tensor([p]), n, temperature=0)[0, len(p) :].tolist() for p, n in pairs]
+
+
+def run_runtime(name, folder, ids, context):
+    env = {"PYTHONPATH": str(HUB / "runtimes" / ".packages"), "HF_HUB_OFFLINE": "1"}
+    return run(HUB / "runtimes.py", name, folder, json.dumps(ids), context, env=env, timeout=600)
+
+
+def test_transformers_generates_the_greedy_text(published):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids, expected = ids_of(published)
+    folder = published[3] / "hf"
+    hf, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for prompt, theirs, ours in zip(published[2], ids, expected, strict=True):
+        encoded = tokenizer(prompt, return_tensors="pt")
+        assert hf.generate(**encoded)[0].tolist() == theirs + ours
+
+
+@needs_transformers_js
+def test_transformers_js_fills_the_context(published):
+    model, tokenizer, prompts, out = published
+    plan = json.dumps(dict(folder=str(out / "hf"), prompts=prompts, context=model.config.block_size))
+    node = ["node", HUB / "generate.mjs", plan]
+    seen = json.loads(ok(subprocess.run(node, capture_output=True, encoding="utf-8", timeout=300)).stdout)
+    _, expected = ids_of(published)
+    texts = [p + tokenizer.decode(new) for p, new in zip(prompts, expected, strict=True)]
+    assert seen["texts"] == texts
+
+
+@needs_runtimes
+def test_openvino_generates_the_greedy_text(published):
+    ids, expected = ids_of(published)
+    result = run_runtime("openvino", published[3] / "onnx", ids, published[0].config.block_size)
+    assert json.loads(ok(result).stdout) == expected
+
+
+@needs_runtimes
+def test_onnxruntime_genai_generates_the_greedy_text(published):
+    """Alone and in a batch, up to the token of genai_config.json at which it stops, which it does not return."""
+    model, _, _, out = published
+    ids, expected = ids_of(published)
+    settings = json.loads((out / "onnx" / "genai_config.json").read_text(encoding="utf-8"))["model"]
+    seen = json.loads(ok(run_runtime("genai", out / "onnx", ids, model.config.block_size)).stdout)
+    (eos,) = settings["eos_token_id"]
+    alone = [new[: new.index(eos)] if eos in new else new for new in expected]
+    assert seen[: len(ids)] == alone and max(map(len, alone)) > 5
+    longest = max(map(len, ids))
+    for new, ours in zip(seen[len(ids) :], expected, strict=True):
+        new = new[: new.index(eos)] if eos in new else new
+        assert new == ours[: len(new)] and len(new) >= min(5, model.config.block_size - longest)
+
+
+@needs_runtimes
+def test_ctranslate2_generates_the_greedy_text(published):
+    model, _, _, out = published
+    ids, expected = ids_of(published)
+    result = run_runtime("ctranslate2", out / "hf", ids, model.config.block_size)
+    if model.config.pos_emb == "rope":  # it has no converter for the class
+        assert "No conversion is registered for the model configuration StableLmConfig" in result.stderr
+    else:
+        assert json.loads(ok(result).stdout) == expected

@@ -188,3 +188,13 @@ def test_without_the_library_one_line_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="pip install tokenizers"):
         tokenizer_from_json(bpe())
+
+
+def test_what_a_vocabulary_lacks_is_one_clear_message():
+    """As in a folder of characters to which transformers has added a pad token."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<pad>": 2}))
+    words.pre_tokenizer = Split("", "isolated")
+    unigram = Tokenizer(models.Unigram([("a", 0.0), ("b", 0.0)]))
+    for tokenizer in (words, unigram):
+        with pytest.raises(ValueError, match="refuses 'abZ': some of it is not in the vocabulary"):
+            BPETokenizer(tokenizer.to_str()).encode("abZ")

@@ -263,6 +263,8 @@ def test_an_export_has_the_special_tokens_of_its_folder_that_the_vocabulary_has(
     hf, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
     for config in (hf.config, hf.generation_config):
         assert (config.bos_token_id, config.eos_token_id) == ids
+    if "eos" in names:  # CTranslate2 loads no model without the three
+        names = {"bos": names["eos"], "unk": names["eos"]} | names
     assert {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")} == (
         dict.fromkeys(("bos", "eos", "pad", "unk")) | names
     )

@@ -1,6 +1,7 @@
 """extras/interop/onnx.py: the graph as onnx and ONNX Runtime see it, and run by our own loop."""
 
 import copy
+import logging
 from functools import partial
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto, numpy_helper
 
 from extra_helpers import POST_LN, STABLELM, TOKENIZER
-from extras.interop.compare import own_text
+from extras.interop.compare import compare_with_pytorch, own_text
 from extras.interop.onnx import OnnxGPT, compare_onnx, write_onnx
 from helpers import CHARS, SIZE, ok, run, same, tiny, unix
 from model import Sampling, generate
@@ -126,7 +128,27 @@ def test_the_check_of_an_export_finds_another_model(exported, capsys):
         other.transformer["wte"].weight[3] += 1e-2
     with pytest.raises(SystemExit):
         compare_onnx(file, other, own_text(other))
-    assert "model.onnx differs from the model" in capsys.readouterr().err
+    assert "model.onnx differs from the model: its logits are off by" in capsys.readouterr().err
+
+
+def test_the_check_of_an_export_says_what_differs(capsys):
+    model = tiny()
+    ids = own_text(model)
+    with torch.no_grad():
+        logits = model(ids)[0]
+    T = max(1, CONTEXT // 16)
+    text = model.generate(ids[:1, :T], CONTEXT - T, temperature=0)[0].tolist()
+    compare_with_pytorch("it", model, ids, logits, lambda prompt: text)
+    other = [*text[:9], (text[9] + 1) % len(CHARS), *text[10:]]
+    for logits_, text_, words in (
+        (logits + 1, text, "model: its logits are off by 1.0e+00, more than 0.0001\n"),
+        (logits, text[:9], f"model: its greedy text ends after {9 - T} of {CONTEXT - T} tokens\n"),
+        (logits, other, "model: its greedy text differs from token 9 on\n"),
+        (logits * torch.nan, other, "off by nan, more than 0.0001, and its greedy text differs"),
+    ):
+        with pytest.raises(SystemExit):
+            compare_with_pytorch("it", model, ids, logits_, lambda prompt, text=text_: text)
+        assert words in capsys.readouterr().err
 
 
 # -- run by our own loop -----------------------------------------------------------------------------------------------
@@ -155,6 +177,149 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     for (token, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
         assert torch.equal(token, expected)
         torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=0)
+
+
+# -- rewritten by other tools ------------------------------------------------------------------------------------------
+
+
+def with_external_weights(file, folder, name="model.onnx"):
+    """Save a graph as onnx does above 2 GB: with its weights in a file next to it."""
+    folder.mkdir(exist_ok=True)
+    onnx.save(onnx.load(file), folder / name, save_as_external_data=True, location="weights.data", size_threshold=100)
+    return folder / name
+
+
+@pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
+def test_external_weights_are_those_next_to_the_graph(exported, tmp_path, monkeypatch):
+    """A file of the same name in the current folder, of another model, would change the text and nobody would know."""
+    model, file, _ = exported
+    first = with_external_weights(file, tmp_path / "first")
+    other = tiny(**NETWORKS["StableLM"])
+    with torch.no_grad():
+        for p in other.parameters():
+            p.neg_()
+    write_onnx(other, TOKENIZER, tmp_path / "other.onnx")
+    with_external_weights(tmp_path / "other.onnx", tmp_path / "second")
+    monkeypatch.chdir(tmp_path / "second")
+    ids = torch.arange(CONTEXT)[None] % len(CHARS)
+    with torch.no_grad():
+        torch.testing.assert_close(OnnxGPT(first).logits(ids), model(ids)[0], atol=1e-4, rtol=0)
+    (tmp_path / "first" / "weights.data").unlink()
+    with pytest.raises(ValueError, match="cannot be read: ") as error:
+        OnnxGPT(first)
+    assert "\n" not in str(error.value)
+
+
+def convert(to):
+    """Cast every float32 of a graph, inputs and outputs too, as converters to half precision do."""
+
+    def change(proto):
+        names = {TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
+        for tensor in proto.graph.initializer:
+            if tensor.data_type == TensorProto.FLOAT:
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(names[to]), tensor.name))
+        for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+            if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+                value.type.tensor_type.elem_type = to
+        for node in proto.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+                    attribute.i = to
+                elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type == TensorProto.FLOAT:
+                    attribute.t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(attribute.t).astype(names[to])))
+
+    return change
+
+
+def with_int32_ids(proto):
+    """As for runtimes without int64: each integer input is cast at the door."""
+    for value in proto.graph.input:
+        if value.type.tensor_type.elem_type == TensorProto.INT64:
+            value.type.tensor_type.elem_type = TensorProto.INT32
+            for node in proto.graph.node:
+                node.input[:] = [f"{name}64" if name == value.name else name for name in node.input]
+            cast = onnx.helper.make_node("Cast", [value.name], [f"{value.name}64"], to=TensorProto.INT64)
+            proto.graph.node.insert(0, cast)
+
+
+def in_another_order(proto):
+    for values in (proto.graph.input, proto.graph.output):
+        turned = list(values)[::-1]
+        del values[:]
+        values.extend(turned)
+
+
+def with_a_fixed_batch(proto):
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+
+
+def with_a_name_of_its_own(proto):
+    for node in proto.graph.node:
+        node.input[:] = ["ids" if name == "input_ids" else name for name in node.input]
+    next(value for value in proto.graph.input if value.name == "input_ids").name = "ids"
+
+
+def without_the_cache(proto):
+    keep = proto.graph.output[0]
+    del proto.graph.output[:]
+    proto.graph.output.append(keep)
+
+
+def rewritten(file, change, to):
+    proto = onnx.load(file)
+    change(proto)
+    onnx.save(proto, to)
+    return to
+
+
+@pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
+@pytest.mark.parametrize(
+    ["change", "atol"],
+    [(convert(TensorProto.FLOAT16), 0.1), (with_int32_ids, 1e-4), (in_another_order, 1e-4)],
+    ids=["half", "int32", "order"],
+)
+def test_a_rewritten_graph_runs_with_its_own_types_and_order(exported, change, atol, tmp_path):
+    model, file, _ = exported
+    engine = OnnxGPT(rewritten(file, change, tmp_path / "new.onnx"))
+    ids = torch.arange(CONTEXT)[None] % len(CHARS)
+    cache = engine.new_cache(1)
+    logits = torch.cat([engine.logits(ids[:, :9], 0, cache), engine.logits(ids[:, 9:], 9, cache)], dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(ids)[0], atol=atol, rtol=0)
+    assert len(list(generate(engine, ids[:, :3], 5, Sampling(seed=1)))) == 5
+
+
+@pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
+@pytest.mark.parametrize(
+    ["change", "words"],
+    [
+        (with_a_fixed_batch, "has the fixed shape"),
+        (with_a_name_of_its_own, "ids is missing, or was added"),
+        (without_the_cache, "present.0.key is missing"),
+    ],
+)
+def test_a_graph_that_is_no_longer_ours_is_refused_in_one_line(exported, change, words, tmp_path):
+    file = rewritten(exported[1], change, tmp_path / "new.onnx")
+    with pytest.raises(ValueError, match=words) as error:
+        OnnxGPT(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_export_that_fails_leaves_the_logging_of_others_as_it_was(monkeypatch, tmp_path):
+    def failing(*args, **kwargs):
+        assert logging.root.manager.disable == logging.WARNING
+        raise RuntimeError("as torch does")
+
+    monkeypatch.setattr(torch.onnx, "export", failing)
+    for level in (logging.NOTSET, logging.INFO):
+        logging.disable(level)
+        try:
+            with pytest.raises(RuntimeError, match="as torch does"):
+                write_onnx(tiny(), TOKENIZER, tmp_path / "model.onnx")
+            assert logging.root.manager.disable == level
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
