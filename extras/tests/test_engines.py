@@ -96,7 +96,6 @@ def test_every_engine_writes_the_text_of_a_forward_without_a_cache(
     [
         "--no_kv_cache --draft ngram",
         "--no_kv_cache --compile",
-        "--no_kv_cache --prompt ba",
         "--engine onnx --draft ngram",
         "--engine onnx --compile",
         "--engine onnx --dtype bfloat16",
