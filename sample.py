@@ -229,6 +229,18 @@ def choose_num_new(args, lengths, block_size, unit):
     return min(asked or most, most)
 
 
+def sampling_of(args, num_prompts):
+    """Return the Sampling of the flags. The samples of every prompt use the same noise. Raises ValueError."""
+    return Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        samples=list(range(args.num_samples)) * num_prompts,
+        overflow=args.overflow,
+    )
+
+
 # -- text as it arrives ------------------------------------------------------------------------------------------------
 
 
@@ -479,8 +491,7 @@ def main():
             if extras:
                 return extras.main(args, checkpoint)
             raise ValueError(f"a batch of prompts of different lengths {NEEDS_EXTRAS}")
-        samples = list(range(args.num_samples)) * len(prompts)
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+        sampling = sampling_of(args, len(prompts))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
 

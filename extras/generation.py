@@ -16,7 +16,7 @@ from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
 from extras.text import PartialText
 from extras.tokenizer import build_tokenizer
-from model import Sampling, build_model
+from model import build_model
 
 __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
 
@@ -134,8 +134,7 @@ def main(args, checkpoint=None):
             reference = model.exported_from(load_checkpoint(sample.find_checkpoint(None, args.out_dir)))
         encoded, num_new = sample.read_prompts(args, tokenizer, model.config.block_size)
         refuse_lengths(args, encoded, tokenizer.unit)
-        samples = list(range(args.num_samples)) * len(encoded)
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+        sampling = sample.sampling_of(args, len(encoded))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
     device = model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")
