@@ -376,14 +376,17 @@ class GPT(nn.Module):
         pos      (T,) int64, the positions of idx, which continue where the cache ends: the call uses the cache, and
                  has no gradient. None: positions 0 to T - 1 without a cache, so that an evaluation cannot fill one
         cache    the KVCache to use; None: the model's own, which a call with pos from 0 starts again
-        Raises ValueError for positions beyond block_size or not next in the cache, and RuntimeError in train mode,
-        where there is no cache.
+        Raises TypeError if pos is something else, ValueError for positions beyond block_size or not next in the cache,
+        and RuntimeError in train mode, where there is no cache.
         """
         if pos is None and cache is None:
             logits = self.unembed(self.hidden_states(idx))
         else:
             B, T = idx.shape
-            start = first_position(pos, T)
+            start = int(pos[0]) if isinstance(pos, torch.Tensor) and pos.shape == (T,) else -1
+            if start < 0 or pos.tolist() != list(range(start, start + T)):
+                hint = f"pass the position of every token in idx, rising by one, such as torch.arange({T})"
+                raise TypeError(f"pos is {pos!r}: {hint}")
             if cache is None:
                 if start == 0 or self.own_cache is None:
                     self.own_cache = self.new_cache(B)
@@ -438,11 +441,6 @@ class GPT(nn.Module):
         """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""
         return self.lm_head(x)
 
-    @property
-    def cache(self):
-        """The KVCache that was used last, or None."""
-        return self.transformer["h"][0].attn.cache
-
     def new_cache(self, batch_size, slots=None):
         """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
         return KVCache(self.config, batch_size, slots)
@@ -461,18 +459,6 @@ class GPT(nn.Module):
         sampling = Sampling(*settings, **more_settings)
         new = [token[:, None] for token, _ in generate(self, idx, max_new_tokens, sampling, kv_cache)]
         return torch.cat((idx, *new), dim=1)
-
-
-def first_position(pos, T):
-    """Return the first position in pos, an int. Raises TypeError or ValueError unless it is T consecutive positions."""
-    if not isinstance(pos, torch.Tensor):
-        raise TypeError(f"pos is {pos!r}: pass the position of every token in idx, such as torch.arange({T})")
-    if pos.dtype != torch.int64 or pos.shape != (T,) or T == 0:
-        raise ValueError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int64 {(T,)}")
-    positions = pos.tolist()
-    if positions[0] < 0 or positions != list(range(positions[0], positions[0] + T)):
-        raise ValueError(f"pos must rise by one from a position of at least 0, got {positions}")
-    return positions[0]
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
@@ -539,17 +525,11 @@ class Sampling:
     def __post_init__(self):
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
-        # NumPy's scalars become plain numbers, because step.c reads them from memory
-        for name in ("top_k", "seed"):
-            value = getattr(self, name)
-            if value is not None:
-                require(self, name, not isinstance(value, str) and value % 1 == 0, "must be a whole number")
-                setattr(self, name, int(value))
-        self.temperature, self.top_p = float(self.temperature), None if self.top_p is None else float(self.top_p)
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         require(self, "top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
         require(self, "seed", 0 <= self.seed < 2**64, "must be at least 0 and below 2**64")
+        self.seed = int(self.seed)  # from NumPy's integers, which would overflow in gumbel_noise
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
 
     def num_new_tokens(self, T, max_new_tokens, block_size):

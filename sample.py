@@ -89,8 +89,9 @@ def parse_args(parser):
         name = unknown[0].partition("=")[0]
         if name in EXTRAS_FLAGS:
             parser.error(f"{name} {NEEDS_EXTRAS}")
-        names = [option.removeprefix("--") for option in parser._option_string_actions]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_miss(unknown, names)}")
+        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1)
+        hint = f": did you mean {similar[0]}?" if similar else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.verify and args.dtype != "float32":
         parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if "" in (args.ckpt, args.out_dir):
@@ -98,15 +99,6 @@ def parse_args(parser):
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     return args
-
-
-def near_miss(words, names):
-    """Return ", did you mean --NAME?" for the first word that resembles the name of a flag, or "" if none does."""
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and (close := difflib.get_close_matches(name, names, n=1)):
-            return f", did you mean --{close[0]}?"
-    return ""
 
 
 def boolean(text):
@@ -167,12 +159,6 @@ def put_on_device(model, device, dtype):
         model.next_logits(torch.zeros(1, 1, dtype=torch.int64, device=device))
 
 
-def multiply_adds(model, rows, kv_cache):
-    """Return about how many multiply-adds a step takes: one per weight, row and token that we feed."""
-    fed = 1 if kv_cache else model.config.block_size
-    return rows * fed * sum(p.numel() for p in model.parameters())
-
-
 def num_threads(multiply_adds):
     """Return how many threads to use for a step with this many multiply-adds: one, or all that torch may use."""
     return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
@@ -199,34 +185,26 @@ def encode_prompt(prompt, tokenizer):
 
 
 def read_prompts(args, tokenizer, block_size):
-    """Return (prompts, num_new): the ids of each prompt, and how many new tokens to ask for. Raises ValueError."""
+    """Return (prompts, num_new): the ids of each prompt, and how many new tokens to ask for. Raises ValueError.
+
+    A row whose context is full before that stops earlier.
+    """
     prompts = [encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
     for stop in args.stop:
         tokenizer.encode(stop)  # the model could never generate an unknown character
-    lengths = [len(prompt) for prompt in prompts]
-    return prompts, choose_num_new(args, lengths, block_size, tokenizer.unit)
-
-
-def choose_num_new(args, lengths, block_size, unit):
-    """Return how many new tokens to ask for. A row whose context is full stops earlier.
-
-    lengths  of the prompts, in tokens
-    unit     what messages call tokens
-    Raises ValueError for prompts that do not fit the context.
-    """
-    asked = args.max_new_tokens
-    longest = max(lengths)
+    num_new = args.max_new_tokens
     if args.overflow == "slide":
-        return asked or 1000
+        return prompts, num_new or 1000
+    longest = max(map(len, prompts))
     if longest >= block_size:
         raise ValueError(
-            f"the prompt has {longest} {unit}, but a context of {block_size} needs room for a new one: use at most "
-            f"{block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
+            f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} needs room for a new one: use "
+            f"at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
         )
-    most = block_size - min(lengths)
-    if asked and asked > most:
-        note(f"--max_new_tokens {asked} is capped at {most}, the end of the context (--overflow slide continues)")
-    return min(asked or most, most)
+    room = block_size - min(map(len, prompts))
+    if num_new and num_new > room:
+        note(f"--max_new_tokens {num_new} is capped at {room}, the end of the context (--overflow slide continues)")
+    return prompts, min(num_new or room, room)
 
 
 def sampling_of(args, num_prompts):
@@ -272,13 +250,12 @@ class GeneratedText:
 
     def settled(self):
         """Return the text that no later token can change."""
-        return self.text if self.ended else self.without_beginning_of_stop(self.text)
+        return self.text if self.ended else self.without_ending(self.text)
 
-    def without_beginning_of_stop(self, text):
-        """Return the text without any ending that could still become a stop string."""
-        beginnings = [stop[:n] for stop in self.stops for n in range(1, len(stop))]
-        waiting = [start for start in beginnings if text.endswith(start, self.prompt_length)]
-        return text[: len(text) - max(map(len, waiting), default=0)]
+    def without_ending(self, text):
+        """Return the text without its last characters, which may turn out to be part of a stop string."""
+        waiting = max(map(len, self.stops), default=1) - 1
+        return text[: max(self.prompt_length, len(text) - waiting)]
 
 
 def write_texts(blocks, texts, ended):
@@ -377,7 +354,6 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
     Writes what it finds to stderr, and returns whether the texts are the same, up to near-ties.
     """
     T = idx.size(1)
-    device = idx.device
     numbers = numbers or range(len(texts))
     their_run, our_run = ("with the cache", "without the cache")[:: 1 if kv_cache else -1]
     if engine:
@@ -389,47 +365,34 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
             note(f"verify: DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")
             return False
 
-    # pick again, and collect the differences up to the first that is not a near-tie
+    # the plain loop picks again; where it picks another token, look at the logits of both runs
     steps = max(map(len, new))
-    forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=device)
-    samples = sampling.samples_of(len(texts), device)
-    differences = []  # (row, step, our token and theirs, their logits)
-    same = True
+    forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=idx.device)
+    samples = sampling.samples_of(len(texts), idx.device)
+    tied = set()
     for step, (picks, logits) in enumerate(generate(model, idx, steps, sampling, kv_cache, forced=forced)):
         for row in (picks != forced[:, step]).nonzero().flatten().tolist():
-            if same and step < len(new[row]):
-                both = [new[row][step], picks[row].item()]
-                at = torch.tensor([step], device=device)
-                noise = gumbel_noise(sampling.seed, samples[row : row + 1], at, logits.size(-1))[0, 0]
-                same = near_tie(logits[row], noise, both, sampling)
-                differences.append((row, step, both, logits[row].float()))
-        if not same:
-            break
-
-    # show them, with the logits of our own run after the same tokens
-    our_logits = {}
-    if differences:
-        again = generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced)
-        places = {(row, step) for row, step, *_ in differences}
-        for at, (_, logits) in enumerate(again):
-            our_logits |= {(row, at): logits[row].float() for row in range(len(texts)) if (row, at) in places}
-    for row, step, both, theirs in differences:
-        ours = our_logits[row, step]
-        names = ", but ".join(repr(tokenizer.show(token)) for token in both)
-        a, b = (" and ".join(f"{x:.5f}" for x in logits[both].tolist()) for logits in (ours, theirs))
-        line = f"row {numbers[row]}, new token {step}: {names} {their_run}. "
-        line += f"Logits of the two: {a} {our_run}, {b} {their_run}"
-        if same or (row, step) != differences[-1][:2]:
+            if step >= len(new[row]):
+                continue
+            both = [new[row][step], picks[row].item()]
+            *_, (_, our_logits) = generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced)
+            ours, theirs = our_logits[row].float(), logits[row].float()
+            names = ", but ".join(repr(tokenizer.show(token)) for token in both)
+            a, b = (" and ".join(f"{x:.5f}" for x in row_logits[both].tolist()) for row_logits in (ours, theirs))
+            line = f"row {numbers[row]}, new token {step}: {names} {their_run}. "
+            line += f"Logits of the two: {a} {our_run}, {b} {their_run}"
+            this_step = torch.tensor([step], device=idx.device)
+            noise = gumbel_noise(sampling.seed, samples[row : row + 1], this_step, logits.size(-1))[0, 0]
+            if not near_tie(theirs, noise, both, sampling):
+                agree = (ours - theirs).abs().max() <= NEAR_TIE
+                hint = ". The logits agree, so the two sampled differently" if agree else ""
+                note(f"verify: DIFFERENT at {line}{hint}")
+                return False
             note(f"verify: near-tie at {line}. Rounding decides between logits this close")
-        else:
-            agree = (ours - theirs).abs().max() <= NEAR_TIE
-            hint = ". The logits agree, so the two sampled differently" if agree else ""
-            note(f"verify: DIFFERENT at {line}{hint}")
-    if same:
-        found = f"OK, {sum(map(len, new))} tokens match" if not differences else "OK up to near-ties, texts match"
-        num_equal = len(texts) - len({row for row, *_ in differences})
-        note(f"verify: {found} the run {their_run} ({num_equal} of {len(texts)} samples)")
-    return same
+            tied.add(row)
+    found = "OK up to near-ties, texts match" if tied else f"OK, {sum(map(len, new))} tokens match"
+    note(f"verify: {found} the run {their_run} ({len(texts) - len(tied)} of {len(texts)} samples)")
+    return True
 
 
 def report_speedup(name, cached, uncached):
@@ -488,8 +451,6 @@ def main():
         prompts, num_new = read_prompts(args, tokenizer, model.config.block_size)
         T = len(prompts[0])
         if any(len(prompt) != T for prompt in prompts):
-            if extras:
-                return extras.main(args, checkpoint)
             raise ValueError(f"a batch of prompts of different lengths {NEEDS_EXTRAS}")
         sampling = sampling_of(args, len(prompts))
     except (ValueError, OSError) as error:
@@ -500,7 +461,8 @@ def main():
     texts = [GeneratedText(row, tokenizer, args.stop) for row in rows]
     idx = torch.tensor(rows, device=model.lm_head.weight.device)
     all_threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads(multiply_adds(model, len(rows), args.kv_cache)))
+    fed = len(rows) * (1 if args.kv_cache else model.config.block_size)
+    torch.set_num_threads(num_threads(fed * sum(p.numel() for p in model.parameters())))
     blocks = plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=len(prompts) == 1)
     times = write_texts(blocks, texts, [False] * len(rows))
 

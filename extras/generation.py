@@ -57,7 +57,7 @@ def wanted(args, error):
     if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
         error("--ckpt and --out_dir both say which model: pass one of them")
     flags = (args.draft, args.compile, args.engine == "onnx", args.weights != "float32", args.explain, args.meta)
-    return any(flags)
+    return any(flags) or num_prompts > 1
 
 
 def open_model(args, checkpoint):
@@ -108,8 +108,8 @@ def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
         torch.set_num_threads(1)  # it has threads of its own
         idx = torch.stack(prompts)
         return sample.plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=False), slots
-    fed = NUM_DRAFTS + 1 if args.draft else 1
-    threads = sample.num_threads(fed * sample.multiply_adds(model, len(prompts), args.kv_cache))
+    fed = len(prompts) * (1 if args.kv_cache else model.config.block_size) * (NUM_DRAFTS + 1 if args.draft else 1)
+    threads = sample.num_threads(fed * sum(p.numel() for p in model.parameters()))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
         how = dict(draft=args.draft, ngrams=ngrams, compile=args.compile, weights=args.weights, threads=threads)
         blocks = start_generation(model, prompts, num_new, sampling, ended, **how)

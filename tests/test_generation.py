@@ -108,8 +108,8 @@ def test_going_back_forgets_what_came_after(model, length, back, redo):
     idx, other = prompts(1, length), prompts(1, 8, seed=5)
     model(idx, pos=torch.arange(length))
     start = length - min(back, length)
-    model.cache.length = start
-    logits, _ = model(other[:, :redo], pos=torch.arange(start, start + redo), cache=model.cache)
+    heads_of(model)[0].attn.cache.length = start
+    logits, _ = model(other[:, :redo], pos=torch.arange(start, start + redo), cache=heads_of(model)[0].attn.cache)
     expected, _ = model(torch.cat((idx[:, :start], other[:, :redo]), dim=1))
     torch.testing.assert_close(logits, expected[:, start:], atol=2e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="prefill from 0 first"):
@@ -223,7 +223,7 @@ def test_generate_leaves_its_cache_to_be_inspected_until_it_is_cleared():
         torch.testing.assert_close(key, head.key_cache, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(value, head.value_cache, atol=1e-5, rtol=1e-5)
     clear_kv_cache(model)
-    assert model.cache is None and heads_of(model)[0].key_cache is None
+    assert heads_of(model)[0].attn.cache is None and heads_of(model)[0].key_cache is None
 
 
 def test_forced_tokens_take_the_place_of_picks_and_the_logits_are_those_of_the_text():
@@ -260,8 +260,10 @@ def test_a_generation_in_between_leaves_the_models_own_cache_alone(model):
 def test_a_generation_whose_cache_somebody_else_has_used_is_refused(model):
     """Never continued with a foreign token in the cache."""
     for disturb in (
-        lambda: model(prompts(2, 1), pos=torch.tensor([6]), cache=model.cache),  # goes on where the generation stands
-        lambda: setattr(model.cache, "length", 3),
+        lambda: model(
+            prompts(2, 1), pos=torch.tensor([6]), cache=heads_of(model)[0].attn.cache
+        ),  # goes on where the generation stands
+        lambda: setattr(heads_of(model)[0].attn.cache, "length", 3),
     ):
         steps = generate(model, prompts(2, 5), CONTEXT, Sampling(seed=1))
         next(steps), next(steps)
@@ -388,7 +390,7 @@ def test_heads_show_the_cache_that_was_used_last(model):
     cache = model.new_cache(1)
     model(idx[:1], pos=torch.arange(5), cache=cache)
     assert all(head.key_cache.shape == (1, 5, 8) for head in heads_of(model))
-    assert model.cache is cache and cache.length == 5
+    assert heads_of(model)[0].attn.cache is cache and cache.length == 5
 
 
 def test_two_caches_of_one_model_hold_two_texts(model):
@@ -419,7 +421,7 @@ def test_a_cache_is_as_long_as_the_text(model):
     """But no longer than the context."""
     for steps, slots in ((1, 6), (4, 9), (99, CONTEXT)):
         list(stream(model, prompts(2, 5), steps, seed=1))
-        cache = model.cache
+        cache = heads_of(model)[0].attn.cache
         assert cache.slots == slots and cache.key[0].size(2) == slots, steps
     with pytest.raises(ValueError, match="7 positions do not fit into a cache of 6 slots"):
         model(prompts(1, 7), pos=torch.arange(7), cache=model.new_cache(1, slots=6))

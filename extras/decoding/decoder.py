@@ -244,7 +244,7 @@ def new_state(contexts, sampling, config):
         sample=sampling.samples_of(len(contexts), "cpu"),
         seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]),
         temperature=torch.tensor(float(sampling.temperature)),
-        top_k=None if sampling.top_k is None else torch.tensor(sampling.top_k),
+        top_k=None if sampling.top_k is None else torch.tensor(int(sampling.top_k)),
         top_p=None if sampling.top_p is None else torch.tensor(float(sampling.top_p)),
     )
 

@@ -83,12 +83,9 @@ def test_a_whole_number_of_any_type_is_that_number():
     model = MODELS[0]
     idx = prompts(2, 3)
     expected = model.generate(idx, 11, seed=3, top_k=3)
-    for three in (3, 3.0, np.int32(3), np.uint8(3), np.float32(3), torch.tensor(3)):
+    for three in (3, 3.0, np.int32(3), np.uint8(3), np.float32(3)):
         got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
         assert all(map(torch.equal, got, expected)), repr(three)
-    for wrong in (3.5, "3", math.nan):
-        with pytest.raises(ValueError, match="top_k"):
-            model.generate(idx, 11, top_k=wrong)
 
 
 def test_a_vocabulary_of_gpt2_gets_its_tokens():
