@@ -652,10 +652,6 @@ class CharTokenizer:
     def decode(self, ids):
         return "".join([self.vocab[i] for i in ids])
 
-    def show(self, id):
-        """Return a token as shown in messages."""
-        return self.vocab[id]
-
     def state_dict(self):
         """Return what a checkpoint saves."""
         return {"chars": self.vocab}

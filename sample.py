@@ -377,7 +377,7 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
             both = [new[row][step], picks[row].item()]
             *_, (_, our_logits) = generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced)
             ours, theirs = our_logits[row].float(), logits[row].float()
-            names = ", but ".join(repr(tokenizer.show(token)) for token in both)
+            names = ", but ".join(repr(tokenizer.decode([token])) for token in both)
             a, b = (" and ".join(f"{x:.5f}" for x in row_logits[both].tolist()) for row_logits in (ours, theirs))
             line = f"row {numbers[row]}, new token {step}: {names} {their_run}. "
             line += f"Logits of the two: {a} {our_run}, {b} {their_run}"

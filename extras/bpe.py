@@ -81,9 +81,6 @@ class BPETokenizer:
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def show(self, id):
-        return self.vocab[id] if id < len(self.vocab) else f"<{id}>"  # padded weights have more rows than tokens
-
     def gives_ids_of(self, content, ids):
         """Return whether a tokenizer.json has the same ids for the same tokens, and gives them to the text of `ids`.
 

@@ -105,7 +105,7 @@ def explain(model, tokenizer, idx, steps, sampling):
             last = pos[-1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
-            token = tokenizer.show(new.item())
+            token = tokenizer.decode(new.tolist())
             key_cache = attn.heads[0].key_cache
             print(f"{what}: idx {(1, T)}")
             for name, value, remark in (

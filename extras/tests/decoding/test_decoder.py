@@ -281,7 +281,7 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt(capsys):
         wrong = [list(text) for text in ids]
         wrong[row][place] = (wrong[row][place] + 1) % V
         same, lines = verify(wrong)
-        picks = f"{tokenizer.show(wrong[row][place])!r}, but {tokenizer.show(ids[row][place])!r}"
+        picks = f"{tokenizer.decode([wrong[row][place]])!r}, but {tokenizer.decode([ids[row][place]])!r}"
         different = [line for line in lines if "OK, " not in line]
         assert not same and len(different) == 2
         assert all(f"DIFFERENT at row {row}, new token {step}: {picks} " in line for line in different)
