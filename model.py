@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 
 def require(settings, name, condition, why):
@@ -657,31 +656,27 @@ class CharTokenizer:
         return {"chars": self.vocab}
 
 
-def write_atomically(files):
-    """Write {path: pieces}, iterables of bytes. Even after a power cut, each file is the old one or the new one.
+def write_atomically(path, pieces):
+    """Write pieces of bytes to a file. Even after a power cut or on a full disk, it is the old file or the new one.
 
-    We write temporary files first, and rename them only when all of them are on the disk. So a full disk leaves the old
-    files alone. Raises OSError.
+    Raises OSError.
     """
-    temporary = {path: path.with_name(f".{path.name}.tmp") for path in files}
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        for path, pieces in files.items():
-            with open(temporary[path], "wb") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-        for path in files:
-            os.replace(temporary[path], path)
+        with open(temporary, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
     finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def save_checkpoint(path, checkpoint):
     """Write a checkpoint, a dict of tensors and plain values, atomically. Raises OSError."""
     buffer = io.BytesIO()  # because torch.save raises many kinds of errors on a full disk
     torch.save(checkpoint, buffer)
-    write_atomically({Path(path): [buffer.getbuffer()]})
+    write_atomically(Path(path), [buffer.getbuffer()])
 
 
 def load_checkpoint(path):
@@ -713,32 +708,14 @@ def load_checkpoint(path):
     return {**checkpoint, "path": path}
 
 
-class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing.
-
-    torch.device("meta") would save that work too, but normal_ then imports torch._dynamo, which takes longer than
-    loading the pretrained model.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", None) != "torch.nn.init":
-            return function(*args, **(kwargs or {}))
-
-
-def blank_model(config):
-    """Return a GPT whose matrices are uninitialized memory, to be overwritten with weights from a file."""
-    with SkipInit():
-        return GPT(config)
-
-
 def build_model(checkpoint):
-    """Return the GPT of a checkpoint, on the CPU. It uses the tensors without a copy, so it is never in memory twice.
+    """Return the GPT of a checkpoint, on the CPU. It uses the tensors without a copy.
 
     Raises ValueError if the weights do not fit "model_args", or are not finite.
     """
     path = checkpoint["path"]
     try:
-        model = blank_model(GPTConfig(**checkpoint["model_args"]))
+        model = GPT(GPTConfig(**checkpoint["model_args"]))
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
     except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch

@@ -798,7 +798,7 @@ def begin_log(out_dir, state):
         rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[0]) <= newest]
     except ValueError:
         raise ValueError(f"{log} is damaged: remove it to start a new one") from None
-    write_atomically({log: [",".join(COLUMNS).encode() + b"\r\n", *rows]})
+    write_atomically(log, [",".join(COLUMNS).encode() + b"\r\n", *rows])
 
 
 def log_row(out_dir, bar, row, best_val_loss):

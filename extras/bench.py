@@ -342,7 +342,7 @@ def plot(measured, format):
 def write(file, content):
     """Write bytes to a path, and make its folder if needed."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically({Path(file): [content]})
+    write_atomically(Path(file), [content])
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

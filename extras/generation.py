@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 import sample
-from extras.checkpoint import load_checkpoint
+from extras.checkpoint import build_model, load_checkpoint
 from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
 from extras.text import PartialText
 from extras.tokenizer import build_tokenizer
-from model import build_model
 
 __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
 

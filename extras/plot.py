@@ -38,7 +38,7 @@ def main():
         need("extras.plot", "matplotlib")
     with open(out_dir / "log.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    write_atomically({out_dir / "loss.png": [plot_loss(rows)]})
+    write_atomically(out_dir / "loss.png", [plot_loss(rows)])
     print(out_dir / "loss.png")
 
 

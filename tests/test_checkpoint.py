@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import model
 from helpers import ok, random_model, run, same, saved
-from model import GPT, GPTConfig, blank_model, build_model, load_checkpoint, load_model, save_checkpoint
+from model import GPTConfig, build_model, load_checkpoint, load_model, save_checkpoint
 
 ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
 CONTENT = {
@@ -34,19 +34,6 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     assert same(model.state_dict(), CONTENT["model"])
     assert tokenizer.state_dict() == {"chars": CONTENT["chars"]} and not model.training
     assert vars(model.config) == vars(GPTConfig(**ARGS))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_blank_model_is_a_gpt_without_its_random_numbers(tied):
-    config = GPTConfig(**ARGS, pos_emb="rope", tie_weights=tied)
-    state = torch.get_rng_state()
-    blank = blank_model(config)
-    assert torch.equal(torch.get_rng_state(), state)
-    whole = GPT(config)
-    assert not torch.equal(torch.get_rng_state(), state)  # outside, initializers work as before
-    assert blank.state_dict().keys() == whole.state_dict().keys() and torch.equal(blank.rope, whole.rope)
-    assert {p.device.type for p in blank.parameters()} == {"cpu"}
-    assert (blank.lm_head.weight is blank.transformer["wte"].weight) == tied
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
         folder = Path(folder)
         for name, content in old.items():
             (folder / name).write_bytes(content)
-        write_atomically({folder / name: [content] for name, content in new.items()})
+        for name, content in new.items():
+            write_atomically(folder / name, [content])
         assert contents(folder) == old | new  # and no temporary file
 
 
@@ -44,7 +45,7 @@ def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     calls = Mock(fsync=Mock(wraps=os.fsync), replace=Mock(wraps=os.replace))
     monkeypatch.setattr(os, "fsync", calls.fsync)
     monkeypatch.setattr(os, "replace", calls.replace)
-    write_atomically({tmp_path / "file": [b"n", b"ew"]})
+    write_atomically(tmp_path / "file", [b"n", b"ew"])
     assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace"]
 
 

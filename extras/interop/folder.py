@@ -1,4 +1,4 @@
-"""Read and write the files of a folder at once."""
+"""Read and write the files of a folder."""
 
 from model import write_atomically
 
@@ -9,8 +9,8 @@ def read_tree(folder):
 
 
 def write_tree(folder, files):
-    """Write {name inside the folder, with slashes: bytes} atomically. Raises OSError."""
-    paths = {folder / name: [content] for name, content in files.items()}
-    for path in paths:
+    """Write {name inside the folder, with slashes: bytes}, each file atomically. Raises OSError."""
+    for name, content in files.items():
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(paths)
+        write_atomically(path, [content])

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from extras.bpe import read_tokenizer, tokenizer_from_json
 from extras.cli import first_line, need
-from model import GPTConfig, blank_model
+from model import GPT, GPTConfig
 
 # Our settings and theirs.
 SETTINGS = {
@@ -226,13 +227,25 @@ def read_config(settings, tensors):
     return config | dict(activation=activation, mlp_ratio=mlp_ratio, bias=bias)
 
 
+class SkipInit(TorchFunctionMode):
+    """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing, because a file has the weights.
+
+    torch.device("meta") would save that work too, but normal_ then imports torch._dynamo, which takes longer.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def from_transformers(tensors, config):
     """Return the state_dict of a GPT from the tensors of transformers: the inverse of to_transformers in hf_write.py.
 
     Raises KeyError for a missing tensor, ValueError for one that does not fit the network.
     """
-    model = blank_model(config)
+    with SkipInit():
+        model = GPT(config)
     parts = their_parts(model)
     for name, part in parts.items():
         tensor = tensors[name]()

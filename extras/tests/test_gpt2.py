@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, P
 
 from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
-from extras.checkpoint import load_checkpoint, load_model
+from extras.checkpoint import build_model, load_checkpoint, load_model
 from helpers import (
     SAMPLE,
     Bomb,
@@ -31,7 +31,6 @@ from helpers import (
     same,
     start,
 )
-from model import build_model
 
 PROMPT = "The cat sat né"
 BPE = tokenizer_from_json(bpe())
@@ -102,7 +101,9 @@ def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
 
 def test_a_model_is_in_memory_once_and_its_head_is_its_embedding(gpt2):
     checkpoint = load_checkpoint(gpt2)
+    random_state = torch.get_rng_state()
     model = build_model(checkpoint)
+    assert torch.equal(torch.get_rng_state(), random_state)  # no weights were drawn and thrown away
     assert model.lm_head.weight is model.transformer["wte"].weight
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names)) == len(checkpoint["model"]) - 1
