@@ -102,7 +102,7 @@ def test_heads_hold_the_keys_and_values_of_every_position_so_far(kind):
     """key_cache and value_cache against plain projections, for each Head, growing by one slot per token."""
     model, idx = random_model(GPTConfig(**SHAPE, **kind)), torch.randint(23, (2, 9))
     heads = heads_of(model)
-    n_kv_head = kind["n_kv_head"] or 4
+    n_kv_head = kind.get("n_kv_head") or 4
     assert len(heads) == 2 * n_kv_head
     assert all(head.key_cache is None and head.value_cache is None for head in heads)
     for begin, end in ((0, 4), (4, 5), (5, 9)):

@@ -35,7 +35,7 @@ def apply(diff, folder):
             lines = hunk.splitlines()
             old = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " -")
             new = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " +")
-            assert text.count(old) == 1, (name, old)
+            assert text.count(old) == 1, f"{name} has changed: update or replace the diff in CONTRIBUTING.md, at\n{old}"
             text = text.replace(old, new)
         file.write_text(text, encoding="utf-8")
 
