@@ -297,24 +297,14 @@ class Dataset:
     tokenizer   a CharTokenizer, or a BPETokenizer of extras/bpe.py
     train, val  arrays of ids
     sha256      the hashes of train.bin and val.bin, by split
-    val_bytes   the length of the val text in UTF-8; None if tokens are characters, which need no such number
-    origin      the file or URL of the text
+    source      the files or the URL of the text
     """
 
     tokenizer: object
     train: np.ndarray
     val: np.ndarray
     sha256: dict
-    val_bytes: int | None = None
-    origin: str = ""
-
-    def bits_per_byte(self, loss):
-        """Convert a val loss from nats per token to bits per byte, which do not depend on the tokenizer."""
-        val_bytes = self.val_bytes
-        if not val_bytes:
-            bytes_of = [len(char.encode()) for char in self.tokenizer.vocab]
-            val_bytes = np.bincount(self.val, minlength=len(bytes_of)) @ bytes_of
-        return loss / math.log(2) * len(self.val) / val_bytes
+    source: str
 
 
 def load_dataset(data_dir, min_train):
@@ -322,31 +312,26 @@ def load_dataset(data_dir, min_train):
 
     Raises ValueError if a file is missing or damaged, if train has fewer than min_train tokens, or val fewer than two.
     """
-    meta_file = data_dir / "meta.json"
-    hashes = {}
+    hint = "run python data/prepare.py, or pass a different --data_dir"
+    sha256 = {}
     try:
-        meta = json.loads(meta_file.read_bytes())
-        for name in {"chars", "tokenizer", "val_bytes"} & meta.keys():
-            hashes[name] = hashlib.sha256(str(meta[name]).encode()).hexdigest()
+        meta = json.loads((data_dir / "meta.json").read_bytes())
         for split in ("train", "val"):
             with open(data_dir / f"{split}.bin", "rb") as file:
-                hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
-        recorded = {name: value for name, value in meta["sha256"].items() if name != "text"}
-        changed = sorted(name for name, _ in recorded.items() ^ hashes.items())
+                sha256[split] = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256[split] != meta["sha256"][split]:
+                raise ValueError(f"{split}.bin has changed")
+        if "tokenizer" in meta:
+            from extras.bpe import tokenizer_from_json
+
+            tokenizer = tokenizer_from_json(meta["tokenizer"])
+        else:
+            tokenizer = CharTokenizer(meta["chars"])
     except OSError as error:
-        hint = "run python data/prepare.py first, or pass a different --data_dir"
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"{meta_file} is damaged: run python data/prepare.py again") from None
-    if changed:
-        raise ValueError(f"{changed[0]} in {data_dir} has changed since data/prepare.py wrote it: run it again")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the data in {data_dir} are damaged ({error}): {hint}") from None
 
-    if "tokenizer" in meta:
-        from extras.bpe import tokenizer_from_json
-
-        tokenizer = tokenizer_from_json(meta["tokenizer"])
-    else:
-        tokenizer = CharTokenizer(meta["chars"])
     # the files may be larger than memory. If prepare.py replaces them while we train, our mapping keeps the old ones
     id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
     train = np.asarray(np.memmap(data_dir / "train.bin", id_type, "r"))
@@ -354,8 +339,7 @@ def load_dataset(data_dir, min_train):
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
-    sha256 = {"train": hashes["train"], "val": hashes["val"]}
-    return Dataset(tokenizer, train, val, sha256, meta.get("val_bytes"), str(meta.get("source")))
+    return Dataset(tokenizer, train, val, sha256, source=str(meta.get("source")))
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -1128,10 +1112,9 @@ def main():
         num_tokens = config.eval_tokens() if "eval_iters" in flags else math.inf
         loss = evaluate(state, data.val, num_tokens)
         end_all_but_rank_0()
-        print(
-            f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {data.bits_per_byte(loss):.4f} bits per byte): "
-            f"{config.init_from}, {min(num_tokens, len(data.val) - 1):,} {unit} of the val split"
-        )
+        num_tokens = min(num_tokens, len(data.val) - 1)
+        model_name = f"{config.init_from}, {num_tokens:,} {unit} of the val split"
+        print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {model_name}")
         return
 
     # n-grams
@@ -1154,7 +1137,7 @@ def main():
         f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
         f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "
-        f"from {data.origin}",
+        f"from {data.source}",
         flush=True,
     )
     if config.compile:

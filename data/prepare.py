@@ -2,18 +2,18 @@
 
     python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
     python data/prepare.py --input a.txt b.txt   your own UTF-8 text, one file or several
+    python data/prepare.py --input a.txt --val b.txt   the same, with text of its own for validation
     python data/prepare.py --url https://…  UTF-8 text from the web
     python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
     python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
 
-The first nine tenths of the text are for training, the rest is the val split. --tokenizer needs the folder extras.
+The first nine tenths of the text are for training, and the rest is the val split, unless --val names a file for it.
+--tokenizer needs the folder extras.
 """
 
 import argparse
 import codecs
 import hashlib
-import io
-import itertools
 import json
 import os
 import sys
@@ -31,88 +31,77 @@ CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565e
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 TIMEOUT = 30  # seconds, for connecting and for each read
-PIECE = 2**20  # bytes per read, so that the text may be larger than memory
+PIECE = 2**20  # characters per read, so that the text may be larger than memory
 
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-def download(url, file):
-    """Write the response from `url` to an open file, and check the hash of tiny Shakespeare.
+def download(url, path):
+    """Write the response from `url` to a file, and check the hash of tiny Shakespeare.
 
     Raises OSError, like all errors of requests, or ValueError if the response is not the text.
     """
     import requests  # here, because --input works without it
 
-    with requests.get(url, stream=True, timeout=TIMEOUT) as response:
+    with requests.get(url, stream=True, timeout=TIMEOUT) as response, open(path, "wb") as file:
         response.raise_for_status()
         if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
             raise ValueError("the response is an HTML page, not plain text")
         size = int(response.headers.get("Content-Length", 0))
         with tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar:
-            for chunk in response.iter_content(PIECE):
+            for chunk in response.iter_content(2**20):
                 file.write(chunk)
                 bar.update(len(chunk))
-    if url == CORPUS_URL and sha256_of(file) != CORPUS_SHA256:
-        raise ValueError(f"the response ({file.tell()} bytes) is not tiny Shakespeare: its SHA-256 differs")
+    if url == CORPUS_URL and sha256_of(path) != CORPUS_SHA256:
+        raise ValueError(f"the response ({path.stat().st_size} bytes) is not tiny Shakespeare: its SHA-256 differs")
 
 
-def open_corpus(url, stand_in):
-    """Return [(name, open file)] of the text from a URL. Raises ValueError if it cannot be downloaded.
+def open_corpus(url, path, stand_in):
+    """Return the (name, path) of the text from a URL, downloaded to `path`. Raises ValueError if that is impossible.
 
     stand_in  whether data/sample.txt may replace it if we are offline
     """
-    file = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        download(url, file)
-        return [(url, file)]
+        download(url, path)
+        return url, path
     except (ImportError, OSError, ValueError) as error:
         while error.__context__:  # the outer errors of requests are full of object addresses
             error = error.__context__
         why = str(error) or type(error).__name__
-        if not stand_in or not STAND_IN.exists():
-            raise ValueError(f"cannot download {url}: {why}; nothing was changed") from None
-        note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({why})")
-        note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
-        return [(STAND_IN_SOURCE, open(STAND_IN, "rb"))]
+    if not stand_in or not STAND_IN.exists():
+        raise ValueError(f"cannot download {url}: {why}; nothing was changed")
+    note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({why})")
+    note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
+    return STAND_IN_SOURCE, STAND_IN
 
 
 # -- from text to ids --------------------------------------------------------------------------------------------------
 
 
-def chunks(file):
-    """Yield the content of an open binary file from its beginning, PIECE bytes at a time."""
-    file.seek(0)
-    while chunk := file.read(PIECE):
-        yield chunk
+def read_text(texts, task, begin=0, end=sys.maxsize):
+    """Yield characters `begin` to `end` of the text in pieces, with a progress bar if that takes long.
 
-
-def read_text(files, task, begin=0, end=sys.maxsize):
-    """Yield characters `begin` to `end` of the text in the files, in pieces, with a progress bar if that takes long.
-
-    files  [(name, open binary file), ...]
+    texts  [(name, path), ...] of UTF-8 files. Their line ends become "\\n"
     task   what the bar says
-    Line ends become "\\n", as when Python opens a file in text mode. Raises ValueError if a file is not UTF-8.
+    Raises ValueError if a file is not UTF-8.
     """
-    size = sum(os.fstat(file.fileno()).st_size for _, file in files)
     position = 0  # characters so far
+    size = sum(path.stat().st_size for _, path in texts)
     with tqdm(total=size, unit="B", unit_scale=True, desc=task, disable=None, delay=1) as bar:
-        for name, file in files:
-            if not file.seekable():
-                raise ValueError(f"{name} is a pipe, but we read the text several times: write it to a file first")
-            decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-            for chunk in itertools.chain(chunks(file), [b""]):
-                try:
-                    piece = decoder.decode(chunk, final=not chunk)
-                except UnicodeDecodeError as error:
-                    why = f"byte {file.tell() - len(error.object) + error.start}: {error.reason}"
-                    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                        why = "it looks like UTF-16"
-                    raise ValueError(f"{name} is not UTF-8 ({why}); convert it first") from None
-                yield piece[max(0, begin - position) : max(0, end - position)]
-                position += len(piece)
-                if position >= end:
-                    return
-                bar.update(len(chunk))
+        for name, path in texts:
+            with open(path, encoding="utf-8-sig") as file:
+                while position < end:
+                    try:
+                        piece = file.read(PIECE)
+                    except UnicodeDecodeError as error:
+                        utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                        why = "it looks like UTF-16" if utf16 else error.reason
+                        raise ValueError(f"{name} is not UTF-8 ({why}): convert it first") from None
+                    if not piece:
+                        break
+                    yield piece[max(0, begin - position) : max(0, end - position)]
+                    position += len(piece)
+                    bar.update(len(piece))
 
 
 def code_points(text):
@@ -143,62 +132,50 @@ def encode_characters(pieces, chars):
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def sha256_of(file):
-    """Return the SHA-256 of the content of an open binary file."""
-    digest = hashlib.sha256()
-    for chunk in chunks(file):
-        digest.update(chunk)
-    return digest.hexdigest()
+def sha256_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256(text):
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write(data_dir, vocabulary, size, train, val, source, val_bytes=None):
+def write(data_dir, vocabulary, size, train, val, source):
     """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none.
 
     vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}
     size        the number of tokens in it
     train, val  the ids, in pieces: iterables of sequences
     source      where the text comes from
-    val_bytes   the length of the val text in UTF-8, if tokens are not characters
     Returns {"train": the number of ids, "val": the same}. Raises OSError.
     """
-    id_type = "<u2" if size <= 2**16 else "<u4"
-    meta = vocabulary | ({"val_bytes": val_bytes} if val_bytes else {})
-    hashes = {name: sha256(str(entry)) for name, entry in meta.items()}
-    num_ids = {"train": 0, "val": 0}
+    id_type = np.dtype("<u2" if size <= 2**16 else "<u4")
+    hashes = {}
+    num_ids = {}
     data_dir.mkdir(parents=True, exist_ok=True)
     temporary = {name: data_dir / f".{name}.tmp" for name in ("train.bin", "val.bin", "meta.json")}
     try:
         for split, pieces in (("train", train), ("val", val)):
-            with open(temporary[f"{split}.bin"], "wb+") as file:
+            path = temporary[f"{split}.bin"]
+            with open(path, "wb") as file:
                 for ids in pieces:
                     file.write(np.asarray(ids, id_type).tobytes())
-                    num_ids[split] += len(ids)
-                hashes[split] = sha256_of(file)
-        meta |= {"source": source, "sha256": hashes}
+            hashes[split] = sha256_of(path)
+            num_ids[split] = path.stat().st_size // id_type.itemsize
+        meta = vocabulary | {"source": source, "sha256": hashes}
         temporary["meta.json"].write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for name, file in temporary.items():
-            os.replace(file, data_dir / name)
+        for name, path in temporary.items():
+            os.replace(path, data_dir / name)
     finally:
-        for file in temporary.values():
-            file.unlink(missing_ok=True)
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
     return num_ids
 
 
 def prepared(data_dir):
-    """Return (meta, whole): the meta.json in data_dir, or {}, and whether all files are intact."""
+    """Return (meta, whole): the meta.json in data_dir, or {}, and whether train.bin and val.bin are what it says."""
     meta = {}
     try:
         meta = dict(json.loads((data_dir / "meta.json").read_bytes()))
-        hashes = {name: sha256(str(meta[name])) for name in ("chars", "tokenizer", "val_bytes") if name in meta}
-        for name in ("train", "val"):
-            with open(data_dir / f"{name}.bin", "rb") as file:
-                hashes[name] = sha256_of(file)
-        return meta, hashes == {name: value for name, value in meta["sha256"].items() if name != "text"}
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return meta, all(sha256_of(data_dir / f"{split}.bin") == meta["sha256"][split] for split in ("train", "val"))
+    except (OSError, ValueError, TypeError, KeyError):
         return meta, False
 
 
@@ -215,85 +192,87 @@ def parse_args():
     )
     # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
-    task = parser.add_mutually_exclusive_group()
-    input_help = "use these UTF-8 text files instead of tiny Shakespeare, one after the other"
-    task.add_argument("--input", nargs="+", metavar="FILE", help=input_help)
-    task.add_argument("--url", default=CORPUS_URL, help="download this UTF-8 text instead of tiny Shakespeare")
-    dir_help = "where to write (default: this script's folder)"
-    parser.add_argument("--data_dir", default=HERE, metavar="DIR", help=dir_help)
+    add = parser.add_argument
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--input", nargs="+", metavar="FILE", help="use these UTF-8 text files, one after the other")
+    text.add_argument("--url", help="download this UTF-8 text (default: tiny Shakespeare)")
+    add("--val", metavar="FILE", help="text for the val split (default: the last tenth)")
+    add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
     tokenizer_help = (
         "bpe: learn a BPE from the text; MODEL: the tokens of a Hugging Face folder, a checkpoint or a run "
         "(default: the characters of the text)"
     )
-    parser.add_argument("--tokenizer", metavar="bpe|MODEL", help=tokenizer_help)
-    size_help = "vocabulary size of --tokenizer bpe (default: 512)"
-    parser.add_argument("--vocab_size", type=int, metavar="N", help=size_help)
-    parser.add_argument("--force", action="store_true", help="replace what is there, even your own text")
+    add("--tokenizer", metavar="bpe|MODEL", help=tokenizer_help)
+    add("--vocab_size", type=int, metavar="N", help="vocabulary size of --tokenizer bpe (default: 512)")
+    add("--force", action="store_true", help="replace what is there, even your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
-    if "" in (args.url, args.tokenizer, args.data_dir):
-        parser.error("--url, --tokenizer or --data_dir is empty")
-    args.data_dir = Path(args.data_dir)
+    if "" in (args.url, args.tokenizer, args.data_dir, args.val):
+        parser.error("--url, --tokenizer, --data_dir or --val is empty")
     if args.vocab_size is not None and args.vocab_size < 256:
         parser.error(f"argument --vocab_size: {args.vocab_size} is below 256, the number of bytes")
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
+    for name in [*(args.input or []), args.val]:
+        if name and not Path(name).is_file():
+            parser.error(f"{name} is a folder or a pipe: pass a file" if Path(name).exists() else f"there is no {name}")
+    args.data_dir = Path(args.data_dir)
     return args
 
 
 def main():
     args = parse_args()
+    url = args.url or CORPUS_URL
     meta, whole = prepared(args.data_dir)
     old_source = meta.get("source")
-    source = ", ".join(map(os.path.abspath, args.input)) if args.input else args.url
     if not args.input and not args.force:
-        if whole and old_source == source and "chars" in meta and not args.tokenizer:
-            print(f"{args.data_dir} already holds all of {meta['source']}: nothing to do (--force does it again)")
+        if whole and old_source == url and "chars" in meta and not args.tokenizer and not args.val:
+            print(f"{args.data_dir} already holds all of {url}: nothing to do (--force does it again)")
             return
-        if meta and old_source not in (source, CORPUS_URL, STAND_IN_SOURCE):
+        if meta and old_source not in (url, CORPUS_URL, STAND_IN_SOURCE):
             hint = "--force replaces it, a different --data_dir keeps both"
             raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
-    args.data_dir.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=args.data_dir).close()  # raises OSError before we download what we cannot write
+    args.data_dir.mkdir(parents=True, exist_ok=True)  # raises OSError before we download what we cannot write
 
-    # the text
-    if args.input:
-        files = [(name, open(name, "rb")) for name in args.input]  # noqa: SIM115
-    else:
-        files = open_corpus(source, stand_in=source == CORPUS_URL and old_source in (None, STAND_IN_SOURCE))
-        source = files[0][0]
-    chars, length = distinct_characters(read_text(files, "read"))
-    if not length:
-        raise ValueError(f"{source} is empty")
-    split = int(0.9 * length)  # where the val split begins
+    with tempfile.TemporaryDirectory(dir=args.data_dir) as folder:
+        # the text, its characters, and where the val split begins
+        if args.input:
+            texts = [(os.path.abspath(name), Path(name)) for name in args.input]
+        else:
+            stand_in = url == CORPUS_URL and old_source in (None, STAND_IN_SOURCE)
+            texts = [open_corpus(url, Path(folder) / "text", stand_in)]
+        source = ", ".join(name for name, _ in texts)
+        chars, length = distinct_characters(read_text(texts, "read"))
+        split = int(0.9 * length)
+        if args.val:
+            split = length
+            texts.append((args.val, Path(args.val)))
+            chars, length = distinct_characters(read_text(texts, "read"))
+        if not 0 < split < length:
+            raise ValueError(f"{source} has {split} characters for training and {length - split} for validation")
 
-    # its vocabulary
-    tokenizer = None
-    if args.tokenizer:
-        from extras.tokenizer import make_tokenizer
+        # the vocabulary
+        vocabulary = {"chars": chars}
+        size = len(chars)
+        encode = None
+        if args.tokenizer:
+            from extras.tokenizer import make_tokenizer
 
-        tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, read_text(files, "learn", 0, split))
-    vocabulary = tokenizer.state_dict() if tokenizer else {"chars": chars}
-    val_bytes = None
-    if "tokenizer" in vocabulary:
-        encode = tokenizer.encode_pieces
-        size = len(tokenizer.vocab)
-        unit = "tokens"
-        # with the bytes, losses can be compared across tokenizers
-        val_bytes = sum(len(piece.encode()) for piece in read_text(files, "count", split))
-    else:
-        if tokenizer:
-            tokenizer.encode(chars)  # raises ValueError for characters that the model does not have
-        encode = partial(encode_characters, chars=vocabulary["chars"])
-        size = len(vocabulary["chars"])
-        unit = "distinct"
+            training_text = read_text(texts, "learn", 0, split)
+            tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, training_text, chars)
+            vocabulary = tokenizer.state_dict()
+            size = len(tokenizer.vocab)
+            encode = getattr(tokenizer, "encode_pieces", None)
+        encode = encode or partial(encode_characters, chars=vocabulary["chars"])
 
-    # its ids
-    train = encode(read_text(files, "encode", 0, split))
-    val = encode(read_text(files, "encode", split))
-    num_ids = write(args.data_dir, vocabulary, size, train, val, source=source, val_bytes=val_bytes)
-    counts = f"{length:,} characters, {size:,} {unit}; train {num_ids['train']:,}, val {num_ids['val']:,}"
+        # the ids
+        train = encode(read_text(texts, "encode", 0, split))
+        val = encode(read_text(texts, "encode", split))
+        num_ids = write(args.data_dir, vocabulary, size, train, val, source)
+    counts = (
+        f"{length:,} characters, a vocabulary of {size:,}; train {num_ids['train']:,}, val {num_ids['val']:,} tokens"
+    )
     print(f"source: {source}\n{counts}: {args.data_dir}")
 
 

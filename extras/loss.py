@@ -1,6 +1,7 @@
-"""The loss of a model on a text file: in nats per token, as perplexity, and in bits per byte.
+"""The loss of a model on a text: in nats per token, as perplexity, and in bits per byte.
 
-    python -m extras.loss --text data/sample.txt                 the model in out, or the pretrained one
+    python -m extras.loss                                        the model in out, on the text of the val split
+    python -m extras.loss --text data/sample.txt                 on a text file
     python -m extras.loss --text data/sample.txt --stride 64     a window starts every 64 tokens
     python -m extras.loss --text data/sample.txt --ckpt gpt2     a Hugging Face folder, or any other model
 
@@ -18,6 +19,9 @@ from tqdm import tqdm
 from extras.checkpoint import load_model
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
 from sample import find_checkpoint, put_on_device
+from train import load_dataset
+
+DATA = Path(__file__).resolve().parent.parent / "data"
 
 
 def read_text(file):
@@ -26,6 +30,12 @@ def read_text(file):
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 (byte {error.start}): convert it first") from None
+
+
+def val_text(data_dir):
+    """Return the text of the val split that data/prepare.py wrote. Raises ValueError."""
+    data = load_dataset(Path(data_dir), min_train=1)
+    return data.tokenizer.decode(data.val.tolist())
 
 
 def encode(tokenizer, text):
@@ -57,7 +67,8 @@ def mean_loss(model, ids, stride):
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--text", type=path, required=True, metavar="FILE", help="UTF-8 text")
+    add("--text", type=path, metavar="FILE", help="UTF-8 text (default: the val split in --data_dir)")
+    add("--data_dir", type=path, default=DATA, help="folder that data/prepare.py wrote (default: data)")
     add("--stride", type=number(int, "[1, inf)"), help="tokens from window to window (default: the model's context)")
     add("--ckpt", type=path, help="a checkpoint, a run or a Hugging Face folder (default: as in sample.py)")
     meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
@@ -69,23 +80,24 @@ def parse_args():
 def main():
     args = parse_args()
     with one_line_errors():
-        text = read_text(args.text)
+        text = read_text(args.text) if args.text else val_text(args.data_dir)
         ckpt = find_checkpoint(args.ckpt, None)
         model, tokenizer = load_model(ckpt, args.meta)
         ids = encode(tokenizer, text)
         put_on_device(model, args.device, "float32")
+    what = args.text or f"the val split in {args.data_dir}"
     unit = tokenizer.unit
     block_size = model.config.block_size
     stride = args.stride or block_size
     if len(ids) < 2:
-        fail(f"{args.text} has {len(ids)} {unit}, but a loss needs two")
+        fail(f"{what} has {len(ids)} {unit}, but a loss needs two")
     if stride > block_size:
         fail(f"--stride {stride} is above the context of {block_size}")
     loss = mean_loss(model, ids.to(model.lm_head.weight.device), stride)
     bits_per_byte = loss / math.log(2) * len(ids) / len(text.encode())
     print(
         f"loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {bits_per_byte:.4f} bits per byte): "
-        f"{ckpt}, {len(ids) - 1:,} {unit} of {args.text}\n"
+        f"{ckpt}, {len(ids) - 1:,} {unit} of {what}\n"
         f"each is predicted from {block_size + 1 - stride} to {block_size} {unit} before it, fewer near the beginning"
     )
 

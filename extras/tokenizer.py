@@ -46,16 +46,25 @@ def read_vocabulary(path):
     return tokenizer_from_json(read_tokenizer(path)).state_dict()  # as prepare.py writes it
 
 
-def make_tokenizer(name, vocab_size, training_text):
-    """Return the tokenizer for prepare.py --tokenizer. Raises ValueError.
+def make_tokenizer(name, vocab_size, training_text, chars):
+    """Return the tokenizer for prepare.py --tokenizer. Raises ValueError, also if it lacks a character of the text.
 
     name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
     training_text  the text in pieces, from which a BPE of vocab_size tokens learns
+    chars          the characters of the text
     """
     if name == "bpe":
         return tokenizer_from_json(train_bpe(training_text, vocab_size))
     path = Path(name)
-    for file in (path, path / "ckpt.pt", path / "last.pt"):
-        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
-            return build_tokenizer(load_checkpoint(file))
-    return tokenizer_from_state(read_vocabulary(path))
+    checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
+    if checkpoints:
+        tokenizer = build_tokenizer(load_checkpoint(checkpoints[0]))
+    else:
+        tokenizer = tokenizer_from_state(read_vocabulary(path))
+    if tokenizer.unit == "characters":
+        tokenizer.encode(chars)
+    return tokenizer
+
+
+def is_checkpoint(file):
+    return file.suffix in (".pt", ".pth", ".ckpt") and file.is_file()

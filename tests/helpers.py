@@ -286,7 +286,7 @@ def tiny_run(**settings):
     torch.manual_seed(config.seed)
     model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(CharTokenizer(chars), ids[:middle], ids[middle:], sha256={}), state
+    return config, Dataset(CharTokenizer(chars), ids[:middle], ids[middle:], sha256={}, source=""), state
 
 
 def ngram_table(ids, vocab_size):

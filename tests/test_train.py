@@ -206,11 +206,11 @@ def test_a_compiled_step_is_the_plain_step():
 
 
 DAMAGE = [  # a file of the data, how it changes, and what the line says
-    ("meta.json", lambda raw: raw[:12], "meta.json is damaged: run python data/prepare.py again"),
-    ("meta.json", lambda raw: b"[]", "meta.json is damaged"),
-    ("meta.json", lambda raw: raw.replace(b"abc", b"cba"), "chars in {data} has changed"),
-    ("train.bin", lambda raw: raw[::-1], "train in {data} has changed since data/prepare.py wrote it"),
-    ("val.bin", lambda raw: raw[:-2], "val in {data} has changed"),
+    ("meta.json", lambda raw: raw[:12], "the data in {data} are damaged"),
+    ("meta.json", lambda raw: b"[]", "the data in {data} are damaged"),
+    ("meta.json", lambda raw: raw.replace(b"abc", b"aba"), "characters only"),
+    ("train.bin", lambda raw: raw[::-1], "(train.bin has changed): run python data/prepare.py"),
+    ("val.bin", lambda raw: raw[:-2], "(val.bin has changed): run python data/prepare.py"),
 ]
 MISTAKES = [  # flags, and what the line says
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
@@ -219,7 +219,7 @@ MISTAKES = [  # flags, and what the line says
     ("--device nonsense", "--device nonsense cannot be used here"),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--init_from out/none", "no checkpoint at out/none"),
-    ("--data_dir none", "run python data/prepare.py first, or pass a different --data_dir"),
+    ("--data_dir none", "run python data/prepare.py, or pass a different --data_dir"),
     ("--data_dir train.py", "no data at train.py"),
     ("--init_from resume", "nothing to resume: there is no "),
 ]
