@@ -35,26 +35,26 @@ from lmformatenforcer.tokenenforcer import TokenEnforcerTokenizerData
 from outlines_core import Guide, Index, Vocabulary
 
 characters = ["\n", "a", "b", "x", "y"]
-END = len(characters)
+STOP = len(characters)
 tokens = characters + ["<end>"]
 
 
 def from_bits(mask):
-    return [i for i in range(END + 1) if int(mask[0, 0]) >> i & 1]
+    return [i for i in range(STOP + 1) if int(mask[0, 0]) >> i & 1]
 
 
 def with_xgrammar(regex, text):
-    tokenizer = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[END])
+    tokenizer = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[STOP])
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(tokenizer).compile_regex(regex))
     for c in text:
         matcher.accept_token(tokens.index(c))
-    mask = xgrammar.allocate_token_bitmask(1, END + 1)
+    mask = xgrammar.allocate_token_bitmask(1, STOP + 1)
     matcher.fill_next_token_bitmask(mask)
     return from_bits(mask)
 
 
 class Tokenizer:
-    eos_token_id, bos_token_id, special_token_ids = END, None, [END]
+    eos_token_id, bos_token_id, special_token_ids = STOP, None, [STOP]
     tokens = [c.encode() for c in tokens]
 
     def __call__(self, text):
@@ -68,13 +68,13 @@ def with_llguidance(regex, text):
         matcher.consume_token(tokens.index(c))
     if matcher.get_error():
         raise ValueError(matcher.get_error())
-    mask = llguidance.numpy.allocate_token_bitmask(1, END + 1)
+    mask = llguidance.numpy.allocate_token_bitmask(1, STOP + 1)
     llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
     return from_bits(mask)
 
 
 def with_outlines(regex, text):
-    guide = Guide(Index(regex, Vocabulary(END, {c: [i] for i, c in enumerate(characters)})))
+    guide = Guide(Index(regex, Vocabulary(STOP, {c: [i] for i, c in enumerate(characters)})))
     allowed = guide.get_tokens()
     for c in text:
         allowed = guide.advance(tokens.index(c))
@@ -83,9 +83,9 @@ def with_outlines(regex, text):
 
 def with_lmfe(regex, text):
     letters = [(i, c, False) for i, c in enumerate(characters)]
-    data = TokenEnforcerTokenizerData(letters, lambda ids: "".join(tokens[i] for i in ids), END, False, END + 1)
+    data = TokenEnforcerTokenizerData(letters, lambda ids: "".join(tokens[i] for i in ids), STOP, False, STOP + 1)
     enforcer = TokenEnforcer(data, RegexParser(regex))
-    ids = [END]  # the prompt
+    ids = [STOP]  # the prompt
     allowed = enforcer.get_allowed_tokens(ids)
     for c in text:
         ids = ids + [tokens.index(c)]
