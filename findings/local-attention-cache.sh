@@ -3,7 +3,8 @@
 #
 # `generate` of its LocalTransformer has use_kv_cache=True, and writes another text than without. A step rotates all
 # keys in the window, the old ones included, and returns them as the new cache, so after n steps a key has been rotated
-# n times. The first step with the cache is still right. With use_dynamic_pos_bias=True, which rotates nothing, all is well.
+# n times. The first step with the cache is still right. With use_dynamic_pos_bias=True, which rotates nothing, all is
+# well.
 #
 # It matters beyond this package: keys are cached before RoPE or after it, and a cache that forgets which raises no
 # error. Compare two decode steps with a full pass, because one is not enough here.

@@ -9,7 +9,8 @@ cd "$dir"
 venv/bin/pip install -qq "pip>=25.1"  # older ones take minutes to resolve gemma
 venv/bin/pip install -qq gemma==3.3.0 jax==0.10.2 flax==0.12.8 tensorflow==2.21.0 equinox==0.13.8 penzai==0.2.5 \
     keras==3.15.1 keras-hub==0.32.0 "mlx[cpu]==0.32.4" onnx==1.23.2 torch==2.13.0 transformers==5.24.0
-KERAS_BACKEND=jax HF_HUB_OFFLINE=1 TF_CPP_MIN_LOG_LEVEL=3 venv/bin/python -W ignore - <<'END' 2> log || { tail -n 1 log; exit 1; }
+export KERAS_BACKEND=jax HF_HUB_OFFLINE=1 TF_CPP_MIN_LOG_LEVEL=3
+venv/bin/python -W ignore - <<'END' 2> log || { tail -n 1 log; exit 1; }
 import sys
 
 import equinox
