@@ -21,7 +21,7 @@ trap 'rm -rf "$dir"' EXIT
 cd "$dir"
 "${PYTHON:-python3}" -m venv venv
 venv/bin/pip install -qq torch==2.13.0 rotary-embedding-torch==0.9.1
-venv/bin/python - <<'END'
+venv/bin/python -W ignore - <<'END'
 import sys
 
 import torch
