@@ -3,8 +3,8 @@
 #
 # `mx.load` and `load_weights` read the file when a weight is first used. If the file has been overwritten by then, the
 # weights come from the new one: the same model gets the new values, and one whose file has another layout gets whatever
-# bytes are at the old offsets. safetensors, numpy and npz files in the same situation keep what was loaded. Nothing is
-# raised unless the new file is shorter.
+# bytes are at the old offsets. The safetensors package with numpy, and mlx with npz files, keep what was loaded. There
+# is no error unless the new file is too short.
 #
 # It matters if a sampling script or a comparison loads a checkpoint while training writes it: the "old" model is the
 # new one, and the loss of both is equal. Call `mx.eval(model.parameters())` after loading, or save under a new name and
