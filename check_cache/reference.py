@@ -25,6 +25,7 @@ def changed(modules, change):
     We restore attributes and buffers too: a forward may write them, or keep a table in the dtype of the moment.
     """
     parts = {part for module in modules for part in module.modules()}
+    weights = [part for part in parts if isinstance(part, Weights)]  # which functions of another framework read
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
@@ -33,7 +34,8 @@ def changed(modules, change):
         for tensor in kept:
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 tensor.data = change(tensor)
-        write_back(parts)
+        for part in weights:
+            part.write()
         yield
     finally:
         for tensor, data in kept.items():
@@ -43,13 +45,7 @@ def changed(modules, change):
         for content, before in held:
             content.clear()
             content.update(before)
-        write_back(parts)
-
-
-def write_back(parts):
-    """Write the weights of another framework, which its functions read, after those that we have changed."""
-    for part in parts:
-        if isinstance(part, Weights):
+        for part in weights:
             part.write()
 
 
@@ -78,14 +74,9 @@ class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits."""
 
     def __init__(self, decoder, sizes, dtype, atol, rtol):
-        self.decoder, self.modules, self.length, self.eps = (
-            decoder,
-            decoder.modules,
-            sizes.length,
-            torch.finfo(dtype).eps,
-        )
+        self.decoder, self.modules, self.length = decoder, decoder.modules, sizes.length
+        self.eps, self.rtol, length, draw = torch.finfo(dtype).eps, 0.0, sizes.length, generator(sizes.seed)
         self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
-        self.rtol, length, draw = 0.0, sizes.length, generator(sizes.seed)
         self.ids = draw_texts(sizes, decoder.vocab_size, decoder.pad, draw)
         self.set_logits(dtype)
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
@@ -125,9 +116,8 @@ class Reference:
                     raise
         if not self.logits.isfinite().all():
             raise Fault("not the cache's fault: logits without a cache are not finite")
-        tolerance = self.logits.std() * (
-            1e-4 if self.decoder.converts and self.exact == torch.float64 else 300 * self.eps
-        )
+        exact = self.decoder.converts and self.exact == torch.float64
+        tolerance = self.logits.std() * (1e-4 if exact else 300 * self.eps)
         for what, logits in fewer.items():
             off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
             if (off > tolerance).any():

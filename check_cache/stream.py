@@ -8,7 +8,7 @@ from torch import Tensor
 
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
-from check_cache.report import AdapterError, StepError, Wrong, first_line
+from check_cache.report import AdapterError, Wrong, describe, first_line, refuses
 from check_cache.texts import TWIN
 
 
@@ -80,14 +80,18 @@ class Stream:
         reference, decoder, count = self.reference, self.decoder, T - drafts
         ids, rows, positions, mask = self.next(T, drafts)
         pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
+        most = decoder.accepted.get((self.kind, self.fed > 0), 0)
         try:
             with Watch() as watch:
                 logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
         except (NotImplementedError, AdapterError, Wrong):
             raise
         except (Exception, SystemExit) as error:
-            raise StepError(T, self.fed > 0) from error
-        most = decoder.accepted.get((self.kind, self.fed > 0), 0)
+            if not decoder.accepted:
+                raise AdapterError(f"the first step, with an empty cache, {describe(error)}") from None
+            if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
+                raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
+            raise
         decoder.accepted[self.kind, self.fed > 0] = max(most, T)
         self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token

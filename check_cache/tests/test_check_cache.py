@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,7 +329,9 @@ def test_weights_that_cannot_be_changed_in_place_are_passed_to_functions():
     model = NumPy()
     for array in model.weights.values():
         array.flags.writeable = False
-    check_cache(**model.adapter(weights=model.weights)).assert_correct(require="decode")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of arrays that cannot be written
+        check_cache(**model.adapter(weights=model.weights)).assert_correct(require="decode")
     with pytest.raises(
         TypeError, match=r"weights\['wte'\] cannot be changed in place, so `full` and `step` have to take"
     ):
@@ -1388,7 +1391,10 @@ def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
 
 @pytest.mark.slow
 def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
-    """Each script prints a report that the page shows, up to rounding."""
+    """Each script and the command print a report that the page shows, up to rounding. The line for CI passes or fails.
+
+    The example has no crop, so the line fails, and with one it passes.
+    """
     page = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE).group(1)
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
@@ -1396,9 +1402,19 @@ def test_the_readme_shows_what_the_check_prints(tmp_path, monkeypatch, capsys):
     scripts = re.findall(r"^```python\n([^`]*)^```", page, re.MULTILINE)
     reports = re.findall(r"^```text\n([^`]*WRONG[^`]*)^```", page, re.MULTILINE)
     assert len(scripts) == len(reports) == 1
+    monkeypatch.setattr(sys, "argv", ["check-cache", "mine:Decoder"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    correct = re.search(r"^```text\n([^`]*correct  decode[^`]*)^```", page, re.MULTILINE).group(1)
+    assert stop.value.code == 0 and capsys.readouterr().out == correct
     for script, shown in zip(scripts, reports):
         sys.modules.pop("mine", None)  # each script breaks a decoder that is correct
         exec(script, {})
         said, shown = (re.sub(r"logits off by .*?\)|\s+", " ", text) for text in (capsys.readouterr().out, shown))
         assert said == shown
+    line = re.search(r"^check_cache\(model\)\.assert_correct\(require=.*\)$", page, re.MULTILINE).group(0)
+    exec(line, dict(check_cache=check_cache, model=tiny("gpt2", n_positions=48)))
+    with pytest.raises(AssertionError, match=r"required, but not run: rollback \("):
+        sys.modules.pop("mine", None)
+        exec(f"from mine import Decoder; model = Decoder()\n{line}", dict(check_cache=check_cache))
     sys.modules.pop("mine", None)
