@@ -8,7 +8,7 @@ from torch import Tensor
 
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
-from check_cache.report import AdapterError, Wrong, describe, first_line, refuses
+from check_cache.report import AdapterError, Wrong, first_line, refuses
 from check_cache.texts import TWIN
 
 
@@ -87,8 +87,6 @@ class Stream:
         except (NotImplementedError, AdapterError, Wrong):
             raise
         except (Exception, SystemExit) as error:
-            if not decoder.accepted:
-                raise AdapterError(f"the first step, with an empty cache, {describe(error)}") from None
             if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
                 raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
             raise
