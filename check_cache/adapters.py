@@ -24,7 +24,7 @@ def adapter_of(model, parts, inputs):
     """Return the adapter of a model, or of the functions in `parts`."""
     if not parts:
         owner = Transformers(model) if is_model(model) else model
-        parts = {name: getattr(owner, name) for name in PARTS if hasattr(owner, name)}
+        parts = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
         if "generate" in parts and not asks_for(parts["generate"], "use_cache"):
             del parts["generate"]  # the object may have one of its own
     if missing := [name for name in NEEDED if name not in parts]:
@@ -122,16 +122,12 @@ class Adapter:
     def demand(self, kind, need):
         """Raise NotImplementedError if this decoder lacks a part, or an argument of one, as in "step.mask"."""
         part, _, argument = need.partition(".")
-        if part in METHODS:
-            why = part not in self.offers.get(kind, METHODS) and f"the cache has no {METHODS[part]}"
-        elif part == "window":
-            why = not self.window and "there is no window"
-        elif part not in self.parts:
-            why = f"there is no {part}(ids, count, use_cache)"
-        else:
-            why = argument and not self.takes(part, argument) and f"the {part} takes no {argument}"
-        if why:
-            raise NotImplementedError(why)
+        if argument and not self.takes(part, argument):
+            raise NotImplementedError(f"the {part} takes no {argument}")
+        if part in METHODS and part not in self.offers.get(kind, METHODS):
+            raise NotImplementedError(f"the cache has no {METHODS[part]}")
+        if part not in METHODS and part not in self.parts:
+            raise NotImplementedError(f"there is no {part}")
 
     @cached_property
     def vocab_size(self):
@@ -216,20 +212,19 @@ class Adapter:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
     def try_out(self):
-        """Find the modules that `full` and `step` call, and whether they want arrays of NumPy instead of tensors."""
-        called, worked = {}, {}
-        full = partial(self.full, torch.zeros(1, 2, dtype=torch.long), torch.arange(1))
-        runs = [full, *(partial(self.try_cache, kind) for kind in self.kinds)]
+        """Find the modules that `full` and `step` call, and whether they want arrays of NumPy instead of tensors.
+
+        What raises here will raise again, where we report it.
+        """
+        called = {}
         with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
-            for self.numpy in (False, True):
-                worked[self.numpy] = 0
-                for run in runs:
-                    with suppress(Exception, SystemExit):  # it will raise again, where we report it
-                        run()
-                        worked[self.numpy] += 1
-                if worked[self.numpy] == len(runs):
+            for self.numpy in (False, True, False):
+                with suppress(Exception, SystemExit):
+                    self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1))
                     break
-        self.numpy = worked.get(True, 0) > worked[False]
+            for kind in self.kinds:
+                with suppress(Exception, SystemExit):
+                    self.try_cache(kind)
         self.modules = [*dict.fromkeys((*self.modules, *called))]
         self.converts = bool(self.modules) and not self.weights  # to another dtype
         if self.weights:

@@ -139,8 +139,8 @@ def run_all(decoder, scenarios, sizes, *options):
         except (Exception, SystemExit) as error:
             results.append(failed("every scenario", kind, error))
             continue
-        # generate() makes its own cache
-        mine = [one for one in scenarios if kind == decoder.kinds[0] or not any("generate" in need for need in one.needs)]
+        first = kind == decoder.kinds[0]  # generate() makes its own cache
+        mine = [one for one in scenarios if first or not any("generate" in need for need in one.needs)]
         for count, scenario in enumerate(mine, 1):
             show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
             results.append(run_scenario(reference, scenario, kind, sizes))

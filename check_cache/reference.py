@@ -145,30 +145,29 @@ class Reference:
             moved = "earlier tokens move the logits no more than rounding does"
             raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
-    def watch(self, ids=None):
-        """Return the calls of attention over all tokens, unlike those of a router.
+    def watch(self, row, ids):
+        """Return the calls of attention over all tokens of a row, unlike those of a router.
 
         As [(index, slots in front of the text, its Read without them)].
         """
         with Watch() as watch:
-            self.full(ids=ids)
-        reads, whole, self.hidden = [read() if callable(read) else read for read in watch.reads], [], watch.hidden
-        if len(reads) % ROWS == 0 and all(read.weights.dim() == 4 and len(read.weights) == 1 for read in reads):
-            layers = len(reads) // ROWS  # `full` goes row by row
-            reads = [joined(reads[layer::layers]) for layer in range(layers)]
-        self.calls = len(reads)
-        for i, read in enumerate(reads):
+            self.full(slice(row, row + 1), ids=ids)
+        whole, self.calls, self.hidden = [], len(watch.reads), watch.hidden
+        for i, read in enumerate(watch.reads):
+            read = read() if callable(read) else read
             skip, front = (size - self.length for size in read.weights.shape[-2:])
             if 0 <= skip <= front:
-                read = shaped(read, len(self.ids), self.length, front)
+                read = shaped(read, 1, self.length, front)
                 if front == 0 or not read.weights.triu(1).any():  # not cross-attention
                     whole.append((i, front, read))
         return whole
 
     @cached_property
     def reads(self):
+        """The calls of attention over all tokens, as in `watch`, of all rows. Each runs alone, as some decoders do."""
         with self.exactly():
-            return self.watch()
+            rows = [self.watch(row, self.ids) for row in range(ROWS)]
+        return [(*calls[0][:2], joined([read for *_, read in calls])) for calls in zip(*rows)]
 
     def differ(self, x, wanted):
         """Whether keys, values or queries (..., size) differ from `wanted` by more than rounding explains."""

@@ -98,7 +98,7 @@ def generate_twice(start, sizes, **options):
 
 generate = scenario("generate", needs={"generate"})(generate_twice)
 padded = partial(generate_twice, pads=PADS)
-generate_with_padding = scenario("generate with left padding", needs={"generate.mask"})(padded)
+generate_with_padding = scenario("generate with left padding", needs=("generate", "generate.mask"))(padded)
 
 
 @scenario("prefix used twice")

@@ -149,7 +149,7 @@ def test_scenarios_that_cannot_run_are_listed_with_the_reason():
     report = check_cache(**other_names(Decoder()), scenarios=["left padding", "generate"])
     assert report.exit_code == 2 and {result.why for result in report.results} == {
         "the step takes no mask",
-        "there is no generate(ids, count, use_cache)",
+        "there is no generate",
     }
     assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).missing("generate") == []
     with pytest.raises(AssertionError, match="not run  left padding, "):
@@ -1048,7 +1048,7 @@ def test_heads_of_queries_in_another_order(monkeypatch):
     broken = lambda self, x: blocks(split(self, x)) if x.size(1) == 1 and x.size(2) == 32 else split(self, x)  # noqa: E731
     monkeypatch.setattr(Attention, "split", broken)
     said = first_cause(Decoder(), lambda *arguments: arguments)
-    assert said.endswith("is wrong: its heads are in another order"), said
+    assert "mostly the query of" in said and "the order of its heads" in said, said
 
 
 def test_a_state_before_attention_is_named():
