@@ -14,8 +14,8 @@ from check_cache.texts import ROWS, draw_texts, generator
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
 LARGEST, MEDIAN = 4, 1.25
-# By how much we measure too little rounding if we can change the shape of the input, but no weights. The typical error of
-# a correct cache was up to 2.5 times what we measured then, in float32 and with 24 to 96 layers.
+# By how much we measure too little rounding if we can change the shape of the input, but no weights. The typical error
+# of a correct cache was up to 2.5 times what we measured then, in float32 and with 24 to 96 layers.
 UNSEEN = 4
 # How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
