@@ -11,31 +11,20 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from check_cache.huggingface import METHODS, Transformers, is_model, refusals
+from check_cache.huggingface import METHODS, Transformers, is_model, length_of, refusals
 from check_cache.report import AdapterError, first_line
 from check_cache.texts import ROWS, TWIN
 
 NEEDED = ("full", "new", "step")
-PARTS = (
-    *NEEDED,
-    *METHODS,
-    "fork",
-    "generate",
-    "vocab_size",
-    "context",
-    "window",
-    "chunk",
-    "pad",
-    "weights",
-    "must_run",
-)
+FACTS = ("vocab_size", "context", "window", "chunk", "pad", "weights")
+PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
 
 
 def adapter_of(model, parts, inputs):
     """Return the adapter of a model, or of the functions in `parts`."""
     if not parts:
         owner = Transformers(model) if is_model(model) else model
-        parts = {name: getattr(owner, name) for name in PARTS if hasattr(owner, name)}
+        parts = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
         if "generate" in parts and not asks_for(parts["generate"], "use_cache"):
             del parts["generate"]  # the object may have one of its own
     if missing := [name for name in NEEDED if name not in parts]:
@@ -65,22 +54,28 @@ def tensor_of(array):
     try:
         tensor = torch.from_dlpack(array)
     except Exception:  # a variable, an array that cannot be written, or one on another device
-        tensor = torch.as_tensor(array.__array__())
+        tensor = torch.tensor(array.__array__())
     return tensor.to(torch.get_default_device(), copy=True)
 
 
 class Weights(nn.Module):
     """Arrays of another framework as parameters, so that we can perturb them.
 
-    We write them back into arrays that can be changed. Functions that take `weights` get all of them in a dict.
+    `passed` says that functions take `weights`, a dict of all of them. Otherwise we write them back into the arrays.
     """
 
-    def __init__(self, arrays, taken):
+    def __init__(self, arrays, passed):
         super().__init__()
-        self.arrays, self.taken = arrays, taken
-        copies = [tensor_of(array).clone() for array in arrays.values()]
-        self.copies = nn.ParameterList(nn.Parameter(copy, requires_grad=False) for copy in copies)
-        self.dtypes = [copy.dtype for copy in copies]
+        self.arrays, self.passed, self.copies = arrays, passed, nn.ParameterList()
+        for name, array in arrays.items():
+            try:
+                self.copies.append(nn.Parameter(tensor_of(array).clone(), requires_grad=False))
+                if not isinstance(array, torch.Tensor):
+                    self.copies[-1].numpy(force=True)  # which has no bfloat16
+            except Exception as error:
+                text = f"weights[{name!r}] cannot be read, so cast it first, for example to float32"
+                raise TypeError(f"{text}: {first_line(error)}") from None
+        self.dtypes = [copy.dtype for copy in self.copies]
 
     def current(self):
         """Return {name: tensor}, or a NumPy array for what is no tensor."""
@@ -88,13 +83,15 @@ class Weights(nn.Module):
         return {k: x if isinstance(self.arrays[k], torch.Tensor) else x.numpy(force=True) for k, x in current.items()}
 
     def write(self):
-        for (name, new), array in zip(self.current().items(), self.arrays.values()):
+        if self.passed:
+            return
+        for name, new in self.current().items():
+            array = self.arrays[name]
             try:
                 array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
             except (TypeError, ValueError, AttributeError) as error:  # an array of JAX, for example
-                if not self.taken:
-                    text = f"weights[{name!r}] cannot be changed in place, so `full` and `step` have to take `weights`"
-                    raise TypeError(f"{text}: {first_line(error)}") from None
+                text = f"weights[{name!r}] cannot be changed in place, so `full` and `step` have to take `weights`"
+                raise TypeError(f"{text}: {first_line(error)}") from None
 
 
 class Adapter:
@@ -110,8 +107,10 @@ class Adapter:
         self.notes = []  # what else a report says that no scenario covers
         self.offers = {}  # of each kind of cache, which functions and methods there are
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
+        self.dtype = torch.float32  # of the logits
         if "weights" in parts:
-            self.weights = Weights(parts["weights"], all(self.takes(part, "weights") for part in ("full", "step")))
+            passed = all(self.takes(part, "weights") for part in ("full", "step"))
+            self.weights = Weights(parts["weights"], passed)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             tensor = tensor_of(tensor)
@@ -120,22 +119,15 @@ class Adapter:
             first = tensor[:TWIN]  # of the rows that begin like these
             self.inputs.register_buffer(name, torch.cat((first, first, tensor[2 * TWIN :])))
 
-    @property
-    def converts(self):
-        """Whether the weights can be converted to another dtype."""
-        return bool(self.modules) and self.weights is None
-
-    def lacks(self, kind, need):
-        """Return why a scenario that needs this cannot run, or None. need: a part, or "part.argument"."""
+    def demand(self, kind, need):
+        """Raise NotImplementedError if this decoder lacks a part, or an argument of one, as in "step.mask"."""
         part, _, argument = need.partition(".")
-        the = "the step" if part == "step" else part
-        if part in METHODS:
-            return None if part in self.offers.get(kind, METHODS) else f"the cache has no {METHODS[part]}"
-        if part == "window":
-            return None if self.window else "there is no window"
-        if part not in self.parts:
-            return f"there is no {part}(ids, count, use_cache)"
-        return f"{the} takes no {argument}" if argument and not self.takes(part, argument) else None
+        if argument and not self.takes(part, argument):
+            raise NotImplementedError(f"the {part} takes no {argument}")
+        if part in METHODS and part not in self.offers.get(kind, METHODS):
+            raise NotImplementedError(f"the cache has no {METHODS[part]}")
+        if part not in METHODS and part not in self.parts:
+            raise NotImplementedError(f"there is no {part}")
 
     @cached_property
     def vocab_size(self):
@@ -170,6 +162,7 @@ class Adapter:
         logits = tensor_of(output[0] if isinstance(output, tuple) and output else output)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
             self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
+        self.dtype = logits.dtype
         return logits
 
     def step(self, ids, cache, mask, pos, rows, lengths):
@@ -219,33 +212,38 @@ class Adapter:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
     def try_out(self):
-        """Find the modules that `full` and `step` call, whether they read tensors, and what each cache offers.
+        """Find the modules that `full` and `step` call, and whether they want arrays of NumPy instead of tensors.
 
-        Return the logits of `full`. Functions that cannot read tensors get arrays of NumPy.
+        What raises here will raise again, where we report it.
         """
-        called, outputs, ids, row = {}, {}, torch.zeros(1, 2, dtype=torch.long), torch.arange(1)
-
-        def step(kind):
-            logits, cache = self.step(ids, self.call("new", 1, 2, kind=kind), None, torch.arange(2)[None], row, None)
-            self.offers[kind] = {name for name in METHODS if self.offer(cache, name)}
-            return logits
-
-        runs = [lambda: self.full(ids, row), *(partial(step, kind) for kind in self.kinds)]
-        for self.numpy in (False, True):
-            found = outputs[self.numpy] = []
-            for run in runs:
-                hook = register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module))
-                with hook, suppress(Exception, SystemExit):  # it will raise again, where we report it
-                    found.append(run())
-            if len(found) == len(runs):
-                break
-        self.numpy = len(outputs.get(True, ())) > len(outputs[False])
+        called = {}
+        with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
+            for self.numpy in (False, True, False):
+                with suppress(Exception, SystemExit):
+                    self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1))
+                    break
+            for kind in self.kinds:
+                with suppress(Exception, SystemExit):
+                    self.try_cache(kind)
         self.modules = [*dict.fromkeys((*self.modules, *called))]
+        self.converts = bool(self.modules) and not self.weights  # to another dtype
         if self.weights:
             self.modules.append(self.weights)
         if self.modules:
             self.modules.append(self.inputs)
-        return next(iter(outputs[self.numpy]), None)
+
+    def try_cache(self, kind):
+        """Feed two single tokens to a cache, to see what it offers."""
+        cache, lengths = self.call("new", 1, 2, kind=kind), []
+        for at in range(2):
+            ids, pos = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[at]])
+            _, cache = self.step(ids, cache, None, pos, torch.arange(1), None)
+            self.accepted[kind, at > 0] = 1
+            lengths.append(length_of(cache))
+        self.offers[kind] = {name for name in METHODS if self.offer(cache, name)}
+        if lengths[0] == 2:
+            note = "a length that get_seq_length() returned before a step, which is the tensor that the step changes"
+            self.notes.append(f"{note}: take int() of it")
 
 
 def asks_for(function, name):

@@ -13,7 +13,6 @@ SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
 # what hides attention from us, and its name in a report
 HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
-WATCHED = SOFTMAX | MATMUL | {F.scaled_dot_product_attention, torch.einsum}
 
 
 @dataclass
@@ -67,14 +66,7 @@ class Watch(TorchFunctionMode):
         result = function(*args, **kwargs)
         if function is show_attention:
             self.reads.append(Read(*map(tensor_of, args)))
-        if function not in WATCHED:
-            if name := HIDING.get(getattr(function, "__name__", None)):
-                self.hidden = f"{name} hides it"
-                if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):
-                    why = "replaces your mask by one that is causal from slot 0, so a token sees the first slots alone"
-                    self.hidden = f"nn.MultiheadAttention(need_weights=False, is_causal=True) {why}"
-            return result
-        if function is F.scaled_dot_product_attention:
+        elif function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:
             self.reads.append(Read(result))
@@ -89,6 +81,11 @@ class Watch(TorchFunctionMode):
                 weights, value = operands
                 if weights.shape[-2:] == newest.weights.shape[-2:]:
                     newest.weights, newest.value = weights, value  # after dropout, if any
+        elif name := HIDING.get(getattr(function, "__name__", None)):
+            self.hidden = f"{name} hides it"
+            if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):
+                why = "replaces your mask by one that is causal from slot 0, so a token sees the first slots alone"
+                self.hidden = f"nn.MultiheadAttention(need_weights=False, is_causal=True) {why}"
         return result
 
 

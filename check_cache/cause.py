@@ -50,23 +50,23 @@ def split(step, reference):
 
 def compare_layer(reference, step, read, expected):
     """Return the cause if the attention of one layer is wrong, or None."""
-    heads, T, drafts = expected.weights.size(1), step.rows.size(1), step.drafts
-    rows, positions = step.rows[:, : T - drafts], step.positions[:, : T - drafts]
+    rows, positions = step.rows, step.positions
+    heads, T, real = expected.weights.size(1), rows.size(1), positions >= 0
     if read.weights.size(2) > T == 1 and read.weights[0, ..., 0].numel() == heads:  # heads that share a key, there
         read.weights, read.query = (x.reshape(len(x), heads, 1, -1) for x in (read.weights, read.query))
     if read.weights.size(2) != T:
         return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 
     # how should the new tokens weigh each position, and which position is in which slot?
-    if T == drafts:
+    if not real.any():
         return None
-    row, real, at = rows[:, 0], positions >= 0, positions.clamp(min=0)
-    by_position = expected.weights[rows, :, at].transpose(1, 2)  # (B, heads, count, length)
+    row, at = rows[:, 0], positions.clamp(min=0)
+    by_position = expected.weights[rows, :, at].transpose(1, 2)  # (B, heads, T, length)
     places = place(reference, step, read, expected)
-    known = (places >= 0) & (places < step.fed - step.pads - drafts)  # drafts come from another sequence
+    known = (places >= 0) & (places <= positions.amax(1, keepdim=True))
     weights = at_places(by_position, 3, places) * known[:, None, None]
 
-    absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, count)
+    absent = (by_position.sum(3) - weights.sum(3) > reference.coarse).any(1) & real  # (B, T)
     if absent.any():
         t, i = absent.T.nonzero()[0].tolist()
         missing = by_position[i, :, t].amax(0).index_fill(0, places[i][known[i]], 0).argmax().item()
@@ -78,26 +78,23 @@ def compare_layer(reference, step, read, expected):
         for name in ("key", "value"):
             pairs[name] = same_heads(getattr(read, name), at_places(getattr(expected, name)[row], 2, places))
             wrong[name] = reference.differ(*pairs[name]).any(1) & used
-        query = read.query[:, :, : T - drafts], expected.query[rows, :, at].transpose(1, 2)
-        wrong_query = reference.differ(*query).any(1) & real
+        wrong_query = reference.differ(read.query, expected.query[rows, :, at].transpose(1, 2)).any(1) & real
         # Rotary positions may count the padding, because that moves no weight. Then no key of a row is as expected.
         counts = (step.pads > 0) & (wrong["key"] | ~used).all(1, keepdim=True) & ~wrong["value"].any(1, keepdim=True)
         wrong["key"], wrong_query = wrong["key"] & ~counts, wrong_query & ~counts
 
         if (off := wrong["key"] | wrong["value"]).any():
             # the first wrong slot. Kept slots come before new ones, because they have been in use for longer
-            kept = off & (places < step.fed - T - step.pads)
+            kept = off & (places < positions[:, :1])
             slot, i = (kept if kept.any() else off).T.nonzero()[0].tolist()
             here = {name: (x[i, :, slot], y[i, :, slot]) for name, (x, y) in pairs.items() if wrong[name][i, slot]}
             asked = None if kept.any() else wrong_query[i, positions[i] == places[i, slot]].any()
             return explain_slot(reference, expected, row[i].item(), places[i, slot].item(), slot, here, asked)
         if wrong_query.any():
             t, i = wrong_query.T.nonzero()[0].tolist()
-            reason = "its position, norm or scale, or an input that is slightly wrong"
-            if shuffled(reference, *(x[i, :, t] for x in query)):
-                reason = "its heads are in another order"
+            reason = "its position, norm or scale, the order of its heads, or an input that is slightly wrong"
             return f"mostly the query of {whose(row[i], positions[i, t])} is wrong: {reason}"
-    return compare_weights(reference, step, read.weights[:, :, : T - drafts], weights, row, positions, places)
+    return compare_weights(reference, step, read.weights, weights, places)
 
 
 def explain_slot(reference, expected, row, position, slot, here, asked):
@@ -125,12 +122,12 @@ def explain_slot(reference, expected, row, position, slot, here, asked):
 def explain_arrival(reference, row, position, here):
     """Return why the first layer gets a wrong key or value: a state, or a wrong position. Or None."""
     with reference.exactly():  # the same token at every position
-        (*_, repeated), *_ = reference.watch(reference.ids[row, position].expand_as(reference.ids))
+        (*_, repeated), *_ = reference.watch(row, reference.ids[row, position].expand_as(reference.ids))
     for name, (_, right) in here.items():
-        alone = getattr(repeated, name)[row, :, position]
-        if reference.differ(*same_heads(alone[None], right[None])).any():
+        alone = getattr(repeated, name)[:, :, position]
+        if reference.differ(*same_heads(alone, right[None])).any():
             return "a state that earlier tokens leave before attention (recurrent, convolution, shift)"
-    same = find_tokens(reference, repeated, here)[row].nonzero()
+    same = find_tokens(reference, repeated, here)[0].nonzero()
     return f"its position is {same[0].item()}" if len(same) else None
 
 
@@ -144,7 +141,8 @@ def find_content(reference, expected, row, position, here):
         return f"that of {owner}, position {there}"
     if not any(got.any() for got, _ in here.values()):
         return "zeros, as in an empty slot"
-    if all(shuffled(reference, got, right) for got, right in here.values()):
+    # each head is one of those that should be there
+    if all((~reference.differ(got[:, None], right)).any(1).all() for got, right in here.values()):
         return "its heads in another order"
     if all(cosine_similarity(got.flatten(), right.flatten(), dim=0) > 0.98 for got, right in here.values()):
         return "it rounded or scaled"
@@ -160,16 +158,10 @@ def find_tokens(reference, read, here):
     return torch.stack(same).all(0)
 
 
-def shuffled(reference, held, right):
-    """Whether each head of `held` (heads, size) is one of `right`, but not all in their places."""
-    same = ~reference.differ(held[:, None], right)
-    return same.any(1).all().item()
-
-
-def compare_weights(reference, step, got, wanted, row, positions, places):
-    """Return the cause if queries at `positions` weigh the slots, which hold `places`, differently from `wanted`."""
+def compare_weights(reference, step, got, wanted, places):
+    """Return the cause if the tokens of a step weigh the slots, which hold `places`, differently from `wanted`."""
     got, wanted = same_heads(got, wanted)
-    wrong = ((got - wanted).abs() > reference.coarse).any(1) & (positions >= 0)[..., None]  # (B, count, slots)
+    wrong = ((got - wanted).abs() > reference.coarse).any(1) & (step.positions >= 0)[..., None]  # (B, T, slots)
     got, wanted = got.amax(1), wanted.amax(1)
     for bad, text in (
         (wrong & (wanted == 0), "sees {}, but should not"),
@@ -184,7 +176,7 @@ def compare_weights(reference, step, got, wanted, row, positions, places):
             elif position != slot:
                 where += f" (position {position})"
             text = text.format(where, got[i, t, slot].item(), wanted[i, t, slot].item())
-            return f"the token of {whose(row[i], positions[i, t])} {text}"
+            return f"the token of {whose(step.rows[i, t], step.positions[i, t])} {text}"
 
 
 def place(reference, step, read, expected):

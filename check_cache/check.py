@@ -1,7 +1,7 @@
 """The check itself: each scenario, for each kind of cache."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from check_cache.adapters import PARTS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import AdapterError, Fault, Report, Result, StepError, Wrong, as_list, describe, first_line
+from check_cache.report import AdapterError, Fault, Report, Result, Wrong, as_list, describe, first_line
 from check_cache.scenarios import SCENARIOS, Scenario
 from check_cache.stream import Stream
 from check_cache.texts import LEAST, ROWS, Sizes
@@ -22,22 +22,6 @@ STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run
 def check_cache(
     model: object = None,
     *,
-    full: Callable[..., Tensor] | None = None,
-    new: Callable[[int, int], object] | None = None,
-    step: Callable[..., Tensor | tuple[Tensor, object]] | None = None,
-    crop: Callable[[object, int], object] | None = None,
-    reorder: Callable[[object, Tensor], object] | None = None,
-    select: Callable[[object, Tensor], object] | None = None,
-    repeat: Callable[[object, int], object] | None = None,
-    reset: Callable[[object], object] | None = None,
-    fork: Callable[[object], object] | None = None,
-    generate: Callable[..., Tensor] | None = None,
-    vocab_size: int | None = None,
-    context: int | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    pad: int | None = None,
-    weights: dict[str, object] | None = None,
     inputs: dict[str, Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -50,15 +34,13 @@ def check_cache(
     atol: float = 0.0,
     rtol: float = 0.0,
     seed: int = 0,
+    **adapter: object,
 ) -> Report:
     """Check the cache of a decoder, and return a Report.
 
     model      a transformers model, or an adapter: an object with the methods full, new and step
-    full, new, step, and those up to pad
-               or an adapter as functions and facts. README.md describes them. If we cannot find the module from them,
-               pass it as `model`: we perturb its weights and restore them afterwards
-    weights    {name: array}, of a decoder that is not PyTorch's: we perturb them, in place or through functions that
-               take `weights`, and restore them afterwards
+    adapter    or an adapter as functions and facts: full, new, step, crop, ... README.md describes them. If we cannot
+               find the module from them, pass it as `model`: we perturb its weights and restore them afterwards
     inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
@@ -66,18 +48,19 @@ def check_cache(
     caches     kinds of cache: "own" or "static". None: all that the decoder has
     scenarios  only those whose name contains one of these words; skip: not those
     may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
-    more_scenarios
-               scenarios of your own, made with @scenario
+    more_scenarios  of your own, made with @scenario
     atol, rtol for a cache that rounds on purpose: a logit may be off by atol + rtol * abs(logit)
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
 
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
-    parts = {name: value for name, value in locals().items() if name in PARTS and value is not None}
+    if unknown := [name for name in adapter if name not in PARTS]:
+        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}")
+    parts = {name: value for name, value in adapter.items() if value is not None}
     decoder = adapter_of(model, parts, inputs or {})
-    kinds = as_list(caches) or decoder.kinds
-    if unknown := {*kinds} - {*decoder.kinds}:
+    if unknown := {*as_list(caches)} - {*decoder.kinds}:
         raise ValueError(f"caches: no {', '.join(unknown)}. This decoder has {', '.join(decoder.kinds)}")
+    decoder.kinds = as_list(caches) or decoder.kinds
     most = decoder.context or length or 1024
     length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
     if not LEAST <= length <= most:
@@ -86,19 +69,19 @@ def check_cache(
     chosen = choose([*SCENARIOS, *more_scenarios], scenarios, skip)
     sizes = Sizes(length, decoder.window, seed)
     with prepared(decoder, dtype, device, seed) as (dtype, device):
-        results = run_all(decoder, chosen, kinds, sizes, dtype, atol, rtol)
+        results = run_all(decoder, chosen, sizes, dtype, atol, rtol)
     show("")
 
     beyond = [f"more than {length} tokens or {ROWS} rows", "most sizes of chunks"]
-    beyond += [f"caches other than {' and '.join(kinds)}", "other dtypes", "scenarios combined"]
+    beyond += [f"caches other than {' and '.join(decoder.kinds)}", "other dtypes", "scenarios combined"]
     if not decoder.modules:
         lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
         beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
     beyond += dict.fromkeys(decoder.notes)
-    named = decoder.modules[:1] if model is None and decoder.converts else [model]
-    name = type(named[0]).__name__ if named[0] is not None else "a decoder"
+    named = decoder.modules[0] if model is None and decoder.converts else model
+    name = "a decoder" if named is None else type(named).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     names = [scenario.name for scenario in chosen]
@@ -119,11 +102,11 @@ def prepared(decoder, dtype, device, seed):
     generators = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad(), where:
         with changed(decoder.modules, lambda tensor: tensor.data.to(device)):
-            logits = decoder.try_out()
+            decoder.try_out()
         if dtype and not decoder.converts:
             raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
         draw = torch.Generator().manual_seed(seed)
-        dtype = dtype or (torch.float32 if decoder.converts or logits is None else logits.dtype)
+        dtype = dtype or (torch.float32 if decoder.converts else decoder.dtype)
         with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
             torch.manual_seed(seed)
             for module in decoder.modules:
@@ -138,46 +121,34 @@ def choose(scenarios, only, skip):
     for word in (*only, *skip):
         if not any(word in name for name in names):
             raise ValueError(f"no scenario is called {word!r}. There are {', '.join(names)}")
-    wanted = {name for name in names if any(word in name for word in only) and not any(word in name for word in skip)}
-    return [scenario for scenario in scenarios if scenario.name in wanted]
+    wanted = [one for one in scenarios if any(word in one.name for word in only)]
+    return [one for one in wanted if not any(word in one.name for word in skip)]
 
 
-def run_all(decoder, scenarios, kinds, sizes, *options):
+def run_all(decoder, scenarios, sizes, *options):
     """Return the results. The options are those of Reference."""
     show("logits without a cache")
     try:
         reference = Reference(decoder, sizes, *options)
     except (Exception, SystemExit) as error:
         return [failed(f"every scenario, with length={sizes.length}", "any", error)]
-    results, errors = [], {}
-    for kind in kinds:
+    results = []
+    for kind in decoder.kinds:
         try:
             decoder.call("new", 3, sizes.length, kind=kind)
         except (Exception, SystemExit) as error:
             results.append(failed("every scenario", kind, error))
             continue
-        # generate() makes its own cache
-        mine = [one for one in scenarios if kind == kinds[0] or not any("generate" in need for need in one.needs)]
+        first = kind == decoder.kinds[0]  # generate() makes its own cache
+        mine = [one for one in scenarios if first or not any("generate" in need for need in one.needs)]
         for count, scenario in enumerate(mine, 1):
             show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
-            try:
-                results.append(run_scenario(reference, scenario, kind, sizes))
-            except StepError as error:
-                errors[len(results)] = error
-                results.append(Result(scenario.name, kind, "wrong", describe(error.__cause__)))
-    for i, error in errors.items():
-        results[i] = judged(decoder, results[i], error)
+            results.append(run_scenario(reference, scenario, kind, sizes))
+    if not decoder.accepted:  # no step has worked, even with an empty cache: a mistake in the adapter
+        for i, one in enumerate(results):
+            if one.status == "wrong" and one.why.startswith("raises"):
+                results[i] = replace(one, status="error", why=f"the first step, with an empty cache, {one.why}")
     return results
-
-
-def judged(decoder, result, error):
-    """Return the result of a scenario whose step has raised an exception, now that we know what other steps did."""
-    if not decoder.accepted:
-        return replace(result, status="error", why=f"the first step, with an empty cache, {result.why}")
-    most = decoder.accepted.get((result.cache, error.later), 0)
-    if error.refuses and most < error.T and decoder.accepted.get((result.cache, True)):
-        return replace(result, status="not run", why=f"the step refuses {error.T} tokens (see chunk=): {result.why}")
-    return result
 
 
 def failed(scenario, kind, error, otherwise="not run"):
@@ -193,12 +164,11 @@ def show(text):
 
 
 def run_scenario(reference, scenario, kind, sizes):
-    """Run a scenario, and return its result. Raise StepError if a step of it has raised an exception."""
-    name, decoder, found = scenario.name, reference.decoder, []
+    """Run a scenario, and return its result."""
+    name, found = scenario.name, []
     try:
         for need in scenario.needs:
-            if why := decoder.lacks(kind, need):
-                raise NotImplementedError(why)
+            reference.decoder.demand(kind, need)
         scenario.run(partial(Stream, reference, kind, found), sizes)
         if not found:  # generate() alone
             return Result(name, kind, "correct")
@@ -210,7 +180,5 @@ def run_scenario(reference, scenario, kind, sizes):
         return Result(name, kind, "correct", off=error.max().item())
     except Wrong as wrong:
         return Result(name, kind, "wrong", *wrong.args)
-    except StepError:
-        raise
     except (Exception, SystemExit) as error:
         return failed(name, kind, error, "wrong")

@@ -41,11 +41,10 @@ def prepare_rollback(cache):
     return "is_croppable is False" if getattr(cache, "is_croppable", True) is False else None
 
 
-def live_length(cache):
-    """Return the length of a cache if it is a tensor, which the next step may change."""
-    with suppress(Exception):  # a cache of states has no length
-        length = cache.get_seq_length()
-        return length if isinstance(length, torch.Tensor) else None
+def length_of(cache):
+    """Return the length of a cache, or None: a cache of states has none."""
+    with suppress(Exception):
+        return cache.get_seq_length()
 
 
 class Transformers:
@@ -63,12 +62,11 @@ class Transformers:
         self.vocab_size = model.get_output_embeddings().weight.size(0)
         self.context = getattr(self.config, "max_position_embeddings", None)
         self.pad = getattr(self.config, "pad_token_id", None) or 0
-        windows = [getattr(self.config, name, None) for name in WINDOWS]
-        self.window = next(filter(None, windows), None)
-        unknown = [name for name, value in vars(self.config).items() if "window" in name and value]
-        unknown = [name for name in unknown if name not in (*WINDOWS, *NO_WINDOWS)]
-        layers = [kind for kind in getattr(self.config, "layer_types", None) or () if "slid" in kind or "chunk" in kind]
-        self.unknown = unknown or ([] if self.window else layers)
+        self.window = next(filter(None, (getattr(self.config, name, None) for name in WINDOWS)), None)
+        settings = [name for name, value in vars(self.config).items() if value and "window" in name]
+        layers = () if self.window else getattr(self.config, "layer_types", None) or ()
+        settings += [kind for kind in layers if "slid" in kind or "chunk" in kind]
+        self.unknown = [name for name in settings if name not in (*WINDOWS, *NO_WINDOWS)]
 
     def name_of(self, role):
         """Return the name of an argument of forward, or None if it has none."""
@@ -91,9 +89,7 @@ class Transformers:
         if kind == "own":
             return None  # the model makes one
         if not hasattr(self.model, "_can_compile_fullgraph"):
-            raise AdapterError(
-                "the model lacks _can_compile_fullgraph, so we do not know whether it has a static cache"
-            )
+            raise AdapterError("the model lacks _can_compile_fullgraph: does it have a static cache?")
         if self.name_of("cache") and self.model._can_compile_fullgraph:
             return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
@@ -116,17 +112,15 @@ class Transformers:
                 more[name] = next((made[key] for key in NAMES["cache"] if key in made), cache)
         output = self.model(**more | dict(input_ids=ids))
         if output.logits.shape[:2] != ids.shape:
-            raise Wrong(
-                f"forward returns logits {(*output.logits.shape,)} for {len(ids)} rows and {ids.size(1)} tokens"
-            )
+            got = f"logits {(*output.logits.shape,)}"
+            raise Wrong(f"forward returns {got} for {len(ids)} rows and {ids.size(1)} tokens")
         held = getattr(output, name, None)
-        if unknown := {*output.keys()} - {*OUTPUTS} if held is None else ():
-            raise AdapterError(
-                f"forward takes {name} and returns {', '.join(unknown)}, but no {name}: see huggingface.py"
-            )
-        if held is None:
-            raise NotImplementedError("the model returns no cache")
-        return output.logits, held
+        if held is not None:
+            return output.logits, held
+        if unknown := {*output.keys()} - {*OUTPUTS}:
+            returned = ", ".join(unknown)
+            raise AdapterError(f"forward takes {name} and returns {returned}, but no {name}: see huggingface.py")
+        raise NotImplementedError("the model returns no cache")
 
     def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):
         if not self.model.can_generate():

@@ -21,20 +21,6 @@ class Fault(Exception):
     """Logits are not as they should be even without a cache, so it cannot be judged."""
 
 
-class StepError(Exception):
-    """A step of T tokens has raised an exception, its cause. later: whether something had been fed to the cache."""
-
-    def __init__(self, T, later):
-        self.T, self.later = T, later
-
-    @property
-    def refuses(self):
-        """Whether it says in words that it does not take these tokens, as opposed to a mistake in its arithmetic."""
-        theirs = traceback.extract_tb(self.__cause__.__traceback__)[-1]
-        said = isinstance(self.__cause__, (ValueError, AssertionError)) and str(self.__cause__)
-        return bool(said) and re.search(r"\b(raise|assert)\b", theirs.line or "") is not None
-
-
 class Wrong(Exception):
     """A logit or a token is not as without a cache. The arguments are the fields of a Result from `why` on."""
 
@@ -131,3 +117,9 @@ def describe(error):
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
     return f"raises {name}{where}" + (f": {text}" if text != name else "")
+
+
+def refuses(error):
+    """Whether an exception says in words that it takes no such step, as opposed to a mistake in its arithmetic."""
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return isinstance(error, (ValueError, AssertionError)) and str(error) and re.search(r"\b(raise|assert)\b", line)

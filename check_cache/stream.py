@@ -8,7 +8,7 @@ from torch import Tensor
 
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
-from check_cache.report import AdapterError, StepError, Wrong, first_line
+from check_cache.report import AdapterError, Wrong, first_line, refuses
 from check_cache.texts import TWIN
 
 
@@ -17,8 +17,7 @@ class Step:
     """What a step fed, and what attention read."""
 
     rows: Tensor  # (B, T), which sequence
-    positions: Tensor  # (B, T), below 0 for padding
-    drafts: int  # how many of the T tokens, the last ones, come from another sequence
+    positions: Tensor  # (B, T), below 0 for padding and for drafts, which come from another sequence
     fed: int  # slots per row after the step
     pads: Tensor  # (B, 1), slots of padding in front of each row
     ragged: bool  # whether the padding came after the tokens of the prefill instead
@@ -27,10 +26,9 @@ class Step:
 
     def part(self, rows, begin, end):
         """Return the step that fed only these rows and the tokens from `begin` to `end`."""
-        T = self.rows.size(1)
+        fed = self.fed - self.rows.size(1) + end
         parts = [x[rows, begin:end] for x in (self.rows, self.positions)]
-        drafts = min(end - begin, max(0, end - T + self.drafts))
-        return Step(*parts, drafts, self.fed - T + end, self.pads[rows], self.ragged, [], self.hidden)
+        return Step(*parts, fed, self.pads[rows], self.ragged, [], self.hidden)
 
 
 class Stream:
@@ -77,27 +75,30 @@ class Stream:
 
     def step(self, T, drafts):
         """Feed T tokens at once, the last of which are drafts. Raise Wrong if a logit of the others is off."""
-        reference, decoder, count = self.reference, self.decoder, T - drafts
+        reference, decoder = self.reference, self.decoder
         ids, rows, positions, mask = self.next(T, drafts)
         pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
+        most = decoder.accepted.get((self.kind, self.fed > 0), 0)
         try:
             with Watch() as watch:
                 logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
         except (NotImplementedError, AdapterError, Wrong):
             raise
         except (Exception, SystemExit) as error:
-            raise StepError(T, self.fed > 0) from error
-        most = decoder.accepted.get((self.kind, self.fed > 0), 0)
+            if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
+                raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
+            raise
         decoder.accepted[self.kind, self.fed > 0] = max(most, T)
         self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
         if missing and self.ragged:
             raise NotImplementedError("the step returns logits of the last slot, which may be padding")
-        seen, real = (rows[:, missing:count], pos[:, missing:count]), positions[:, missing:count] >= 0
-        error = reference.error(logits[:, : count - missing], *seen).where(real, 0)
-        self.found.append((error[real], reference.rounding[seen][real]))
+        positions = positions.where(torch.arange(T) < T - drafts, -1)
+        seen, compared = (rows[:, missing:], pos[:, missing:]), positions[:, missing:] >= 0
+        error = reference.error(logits, *seen).where(compared, 0)
+        self.found.append((error[compared], reference.rounding[seen][compared]))
         if (wrong := error > reference.limit).any():
-            step = Step(rows, positions, drafts, self.fed, self.pads, self.ragged, watch.reads, watch.hidden)
+            step = Step(rows, positions, self.fed, self.pads, self.ragged, watch.reads, watch.hidden)
             try:
                 cause = find_cause(reference, step)
             except Exception as problem:  # a kind of attention that we do not know

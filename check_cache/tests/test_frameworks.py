@@ -105,6 +105,16 @@ def test_a_query_of_keras_hub_without_a_position():
     assert report.exit_code == 1, report
 
 
+def test_bfloat16_of_mlx_has_to_be_cast():
+    import mlx.core as mx
+
+    weights = {"a.weight": mx.zeros((2, 2), dtype=mx.bfloat16)}
+    with pytest.raises(
+        TypeError, match=r"weights\['a.weight'\] cannot be read, so cast it first, for example to float32"
+    ):
+        check_cache(full=print, new=print, step=print, weights=weights)
+
+
 def test_padding_in_the_states_of_mlx_lm():
     """Rows of different lengths, as mlx-lm's BatchGenerator feeds them."""
     import mlx.core as mx

@@ -21,11 +21,13 @@ from wild.adapters import (
     espnet,
     fairseq2,
     infini_transformer,
+    kvboost,
     litgpt,
     llms_from_scratch,
     local_attention,
     mambapy,
     midigpt,
+    mini_infer,
     moshi,
     muscriptor,
     native_sparse_attention,
@@ -120,6 +122,8 @@ CORRECT = {
     "local-attention: position bias": lambda: local_attention(use_dynamic_pos_bias=True),
     "mambapy: Jamba": mambapy,
     "midigpt": midigpt,
+    "kvboost: a prefix of one chunk": kvboost,
+    "mini-infer without its prefix cache": lambda: mini_infer(enable_prefix_caching=False),
     "moshi: up to its context": lambda: moshi(context=64),
     "muscriptor": muscriptor,
     "native-sparse-attention: a prompt of a block": native_sparse_attention,
@@ -232,6 +236,16 @@ WRONG = {
         lambda: repros.local_attention_logits(use_dynamic_pos_bias=True, exact_windowsize=False)[31 - 8] > 0.01,
         "logits off by",
     ),
+    "kvboost: a prefix of several chunks": (
+        kvboost,
+        lambda: repros.kvboost_logits(100) > 0.1,
+        "WRONG decode.*first at row 0, position 64, .*layer 1: slot 32 should hold the key and value of row 0",
+    ),
+    "mini-infer: a prefix that it knows": (
+        mini_infer,
+        lambda: repros.mini_infer_greedy() > 10,
+        "WRONG generate, own cache: the (first|third) call of generate",
+    ),
     "moshi: two frames at a time over a full context": (
         lambda: moshi(context=WINDOW),
         lambda: (repros.moshi_stream(2, WINDOW)[WINDOW::2] > 0.01).all(),
@@ -296,7 +310,7 @@ def test_wrong(name):
     adapter, proof, cause = WRONG[name]
     assert proof()
     torch.manual_seed(0)
-    report = check_cache(**adapter(), length=48)
+    report = check_cache(**adapter(), length=100 if name.startswith("kvboost") else 48)
     assert report.exit_code == 1
     assert re.search(cause, said(report)), report
 
@@ -306,6 +320,8 @@ def test_repros_find_nothing_in_correct_decoders():
     assert repros.audiocraft_features(32, custom=True, past_context=WINDOW) < 1e-5
     assert repros.audiocraft_features(8, memory_efficient=True) < 1e-5
     assert repros.axiomlm_greedy(2) == 0
+    assert repros.mini_infer_greedy(enable_prefix_caching=False) == 0
+    assert repros.kvboost_logits(44) < 1e-4
     assert (repros.fairseq2_logits(1) < 1e-4).all() and (repros.fairseq2_logits(40) < 1e-4).all()
     assert (repros.trim_transformer_features(scale=0.1) < 1e-4).all()
     assert (repros.litgpt_logits("pythia-14m", [8] * 5) < 1e-4).all()

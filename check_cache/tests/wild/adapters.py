@@ -610,3 +610,63 @@ def transfusion():
 
     full = lambda ids: model.forward_text(ids, return_loss=False)  # noqa: E731
     return dict(model=model, full=full, new=lambda rows, length: None, step=step, chunk=1)
+
+
+def mini_infer(**options):
+    """Its model, and the loop of its engine, which shares pages among all requests."""
+    from mini_infer.engine import InferenceEngine
+    from mini_infer.models.config import Qwen2Config
+    from mini_infer.models.qwen2 import Qwen2ForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config = Qwen2Config(**sizes, num_key_value_heads=2, head_dim=16)
+    model = Qwen2ForCausalLM(config).eval()
+    for parameter in model.parameters():  # with small weights, it repeats its last token whatever comes before
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    engine = InferenceEngine(model, config, device=torch.device("cpu"), **options)
+
+    def with_cache(prompt, count):
+        request = engine.add_request(prompt, max_tokens=count)
+        while len(request.output_token_ids) < count:
+            engine.step()
+        return request.output_token_ids
+
+    def without(prompt, count):
+        ids = torch.tensor([prompt])
+        for _ in range(count):
+            ids = torch.cat((ids, model(ids)[0][:, -1:].argmax(-1)), dim=1)
+        return ids[0, len(prompt) :].tolist()
+
+    def generate(ids, count, use_cache):
+        return torch.tensor([(with_cache if use_cache else without)(row, count) for row in ids.tolist()])
+
+    step = lambda ids, cache: model(ids, past_key_values=cache)  # noqa: E731
+    return dict(full=model, new=lambda rows, length: None, step=step, generate=generate)
+
+
+def kvboost(chunk_size=32):
+    """Its cache of prefixes: a step gives the engine all tokens so far, which reuses the chunks that it knows."""
+    import transformers
+    from kvboost import GenerationMode, KVBoost
+
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    ids_as_text = SimpleNamespace(
+        encode=lambda ids, **options: ids, decode=lambda ids, **options: "", eos_token_id=None
+    )
+    engine = KVBoost(model, ids_as_text, max_cache_bytes=10**9, chunk_size=chunk_size, device="cpu")
+
+    def new(rows, length):
+        engine.reset_cache()
+        return [[] for _ in range(rows)]
+
+    def step(ids, texts):
+        logits = []
+        for text, tokens in zip(texts, ids.tolist()):
+            text += tokens
+            result = engine.generate(list(text), max_new_tokens=1, mode=GenerationMode.PREFIX_CACHE)
+            logits.append(torch.tensor(result.first_token_logits))
+        return torch.stack(logits)
+
+    return dict(model=model, full=lambda ids: model(ids).logits, new=new, step=step)

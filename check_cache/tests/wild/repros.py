@@ -328,3 +328,46 @@ def fairseq2_logits(chunk):
         got.append(model(part, BatchLayout.of(part), state_bag=state))
         state.increment_step_nr(part.size(1))
     return (torch.cat(got, 1) - model(ids, BatchLayout.of(ids))).abs().amax(-1)[0]
+
+
+@torch.no_grad()
+def mini_infer_greedy(**options):
+    """Return how many of 20 greedy tokens differ when an engine gets the same prompt for the second time."""
+    from mini_infer.engine import InferenceEngine
+    from mini_infer.models.config import Qwen2Config
+    from mini_infer.models.qwen2 import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config = Qwen2Config(**sizes, num_key_value_heads=2, head_dim=16)
+    model = Qwen2ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    engine, prompt, outputs = InferenceEngine(model, config, device=torch.device("cpu"), **options), [*range(40)], []
+    for _ in range(2):
+        request = engine.add_request(prompt, max_tokens=20)
+        while len(request.output_token_ids) < 20:
+            engine.step()
+        outputs.append(torch.tensor(request.output_token_ids))
+    return (outputs[0] != outputs[1]).sum().item()
+
+
+@torch.no_grad()
+def kvboost_logits(length):
+    """Return how far the first logit moves when a prompt of so many tokens comes for the second time."""
+    from types import SimpleNamespace
+
+    import transformers
+    from kvboost import GenerationMode, KVBoost
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.3)).eval()
+    ids_as_text = SimpleNamespace(
+        encode=lambda ids, **options: ids, decode=lambda ids, **options: "", eos_token_id=None
+    )
+    engine = KVBoost(model, ids_as_text, max_cache_bytes=10**9, chunk_size=32, device="cpu")
+    ids = torch.randint(64, (length,)).tolist()
+    results = [engine.generate(ids, max_new_tokens=1, mode=GenerationMode.PREFIX_CACHE) for _ in range(2)]
+    return abs(results[0].first_token_logits - results[1].first_token_logits).max().item()
