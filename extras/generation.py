@@ -112,13 +112,8 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     fed = len(prompts) * (1 if args.kv_cache else model.config.block_size) * (NUM_DRAFTS + 1 if args.draft else 1)
     threads = sample.num_threads(fed * sum(p.numel() for p in model.parameters()))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
-        how = dict(
-            draft=args.draft,
-            ngrams=checkpoint.get("ngrams"),
-            compile=args.compile,
-            weights=args.weights,
-            threads=threads,
-        )
+        how = dict(draft=args.draft, compile=args.compile, weights=args.weights, threads=threads)
+        how["ngrams"] = checkpoint.get("ngrams")
         blocks = start_generation(model, prompts, num_new, sampling, ended, **how)
         return blocks, getattr(blocks, "slots", slots)
     torch.set_num_threads(threads)
