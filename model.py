@@ -717,10 +717,8 @@ def build_model(checkpoint):
         model = GPT(GPTConfig(**checkpoint["model_args"]))
         weights = {name: p.float() for name, p in checkpoint["model"].items()}
         missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-        if missing or unexpected:
-            raise ValueError(
-                f"{len(missing)} keys missing, {len(unexpected)} unknown: {(missing[:2] + unexpected)[:3]}"
-            )
+        if wrong := (missing[:2] + unexpected)[:3]:
+            raise ValueError(f"{len(missing)} keys missing, {len(unexpected)} unknown: {wrong}")
     except (TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch of shapes
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
