@@ -70,7 +70,11 @@ def read_vocabulary(path):
     """Return {"chars": ...} from nanoGPT's meta.pkl, or {"tokenizer": ...} from a tokenizer. Raises ValueError."""
     if path.suffix == ".pkl":
         return {"chars": read_meta(path)}
-    return tokenizer_from_json(read_tokenizer(path)).state_dict()  # as prepare.py writes it
+    content = read_tokenizer(path)
+    try:
+        return tokenizer_from_json(content).state_dict()  # as prepare.py writes it
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def make_tokenizer(name, vocab_size, training_text):
