@@ -97,9 +97,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EVAL_TOKENS = 2**17  # val tokens per evaluation, unless --eval_iters is set
 
 
-def flag(default, help, choices=None, least=None):
-    """Return a dataclass field for a flag of the command line. A number must be at least `least`."""
-    return field(default=default, metadata=dict(help=help, choices=choices, least=least))
+def flag(default, help, choices=None, least=None, most=math.inf):
+    """Return a dataclass field for a flag of the command line. A number must be from `least` to `most`."""
+    return field(default=default, metadata=dict(help=help, choices=choices, least=least, most=most))
 
 
 @dataclass
@@ -148,24 +148,25 @@ class TrainConfig:
     lr_decay_iters: int | None = flag(None, "step at which the decay ends; None: max_iters", least=1)
     min_lr: float | None = flag(0.0, "learning rate at the end of the decay; None: learning_rate/10", least=0)
     weight_decay: float = flag(0.0, "AdamW's weight decay, on matrices and embeddings", least=0)
-    beta1: float = flag(0.9, "AdamW's beta1", least=0)
-    beta2: float = flag(0.95, "AdamW's beta2", least=0)
+    beta1: float = flag(0.9, "AdamW's beta1", least=0, most=0.99999)
+    beta2: float = flag(0.95, "AdamW's beta2", least=0, most=0.99999)
     grad_clip: float = flag(0.0, "clip the norm of the gradient to this; 0: no clipping", least=0)
     # system
-    seed: int = flag(1337, "seed of weights, batches and dropout", least=0)
+    seed: int = flag(1337, "seed of weights, batches and dropout", least=0, most=2**63 - 1)
     device: str = flag("auto", "cpu, cuda, cuda:1, mps; auto: cuda if there is one, else cpu")
     dtype: str = flag("auto", "dtype of the forward; auto: half precision on a GPU, float32 on a CPU", choices=DTYPES)
-    threads: int | None = flag(None, "CPU threads, kept by a resume; None: PyTorch's choice", least=1)
+    threads: int | None = flag(None, "CPU threads, kept by a resume; None: PyTorch's choice", least=1, most=1024)
     compile: bool = flag(False, "torch.compile the training step")
 
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            least = f.metadata["least"]
+            least, most = f.metadata["least"], f.metadata["most"]
             if value == "":
                 raise ValueError(f"--{f.name} is empty")
-            if least is not None and value is not None and not value >= least:  # NaN, too
-                raise ValueError(f"--{f.name} {value} is not at least {least}")
+            if least is not None and value is not None and not least <= value <= most:  # NaN, too
+                limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                raise ValueError(f"--{f.name} {value} is not {limits}")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise ValueError(f"--min_lr {self.min_lr} is above --learning_rate {self.learning_rate}: lower it")
 
@@ -742,10 +743,14 @@ COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "g
 def lock_folder(folder, name=".lock"):
     """Lock a folder through a file in it, and return the open file. The lock ends with the process.
 
-    Raises ValueError if another process holds the lock, and OSError if the folder is not writable.
+    Raises ValueError if another process holds the lock, or if the folder is not writable.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / name, "ab")  # noqa: SIM115
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / name, "ab")  # noqa: SIM115
+    except OSError as error:
+        hint = f"change --out_dir; to resume there, copy the folder first (cp -r {folder} COPY)"
+        raise ValueError(f"cannot write to {folder} ({error.strerror}): {hint}") from None
     try:
         import fcntl
 
@@ -1009,7 +1014,8 @@ def check_vocabulary(data, data_dir, checkpoint, config):
         same = data.tokenizer.gives_ids_of(checkpoint["tokenizer"], data.val)
     if not same:
         what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
-        raise ValueError(f"{what}: python data/prepare.py --tokenizer {config.meta or path} prepares them")
+        command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"
+        raise ValueError(f"{what}: encode your text with those ({command})")
 
 
 def make_model(config, checkpoint, vocab_size):
@@ -1043,6 +1049,8 @@ def make_run(flags, has_extras):
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
     device = pick_device(config.device)
+    if device.type == "cpu" and config.tokens_per_step() * config.block_size * config.n_layer * config.n_embd > 2**42:
+        raise ValueError(f"--block_size {config.block_size}: a step would take many minutes on a CPU: lower it")
     if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
@@ -1140,6 +1148,8 @@ def main():
         f"from {data.source}",
         flush=True,
     )
+    if config.init_from not in ("scratch", "resume"):
+        print(f"starting at step 0 from the weights in {config.init_from}; --init_from resume would continue a run")
     if config.compile:
         state.training_loss = torch.compile(state.training_loss)
     if WORLD_SIZE > 1:
@@ -1162,9 +1172,9 @@ def main():
         sys.exit(128 + signum)
     if state.iter_num < config.max_iters:
         evals = f"val loss has not improved in {state.evals_since_best} evaluations"
-        print(f"stopped at {done}: {evals}; pass a larger --patience to train longer")
+        print(f"stopped at {done}: {evals}; --init_from resume with a larger --patience trains longer")
     elif state.iter_num == first_step:
-        print(f"finished at step {state.iter_num}; pass --max_iters {2 * state.iter_num} to train longer")
+        print(f"finished at step {state.iter_num}; --init_from resume --max_iters {2 * state.iter_num} trains longer")
     best = f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}"
     print(f"{best}; {state.seconds - seconds_before:.0f} s. A sample:\n")
     start = torch.tensor([data.tokenizer.encode(data.tokenizer.default_prompt)], device=state.device)

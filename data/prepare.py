@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -116,6 +117,14 @@ def distinct_characters(pieces):
         seen[code_points(piece)] = True
         length += len(piece)
     return "".join(map(chr, np.flatnonzero(seen))), length
+
+
+def begin_differently(train, val):
+    """Return whether the lines of two texts, in pieces, mostly begin with different characters, as in a sorted list."""
+    counts = [Counter(line[:1] for line in "".join(pieces).splitlines() if line) for pieces in (train, val)]
+    totals = [max(1, counter.total()) for counter in counts]
+    common = sum(min(counts[0][char] / totals[0], counts[1][char] / totals[1]) for char in counts[1])
+    return min(totals) >= 20 and common < 0.5
 
 
 def encode_characters(pieces, chars):
@@ -233,9 +242,8 @@ def main():
         if meta and old_source not in (url, CORPUS_URL, STAND_IN_SOURCE):
             hint = "--force replaces it, a different --data_dir keeps both"
             raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
-    args.data_dir.mkdir(parents=True, exist_ok=True)  # raises OSError before we download what we cannot write
 
-    with tempfile.TemporaryDirectory(dir=args.data_dir) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         # the text, its characters, and where the val split begins
         if args.input:
             texts = [(os.path.abspath(name), Path(name)) for name in args.input]
@@ -251,6 +259,9 @@ def main():
             chars, length = distinct_characters(read_text(texts, "read"))
         if not 0 < split < length:
             raise ValueError(f"{source} has {split} characters for training and {length - split} for validation")
+
+        if begin_differently(read_text(texts, "", 0, min(split, PIECE)), read_text(texts, "", split, split + PIECE)):
+            note("the lines of the val split begin differently: if the text is sorted, shuffle it, or pass --val FILE")
 
         # the vocabulary
         vocabulary = {"chars": chars}

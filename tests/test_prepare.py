@@ -86,6 +86,25 @@ def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "") and tree(old) == before
 
 
+def test_the_val_split_can_be_a_file_of_its_own(call, text, tmp_path):
+    (tmp_path / "val.txt").write_text("März 1\n", encoding="utf-8")
+    assert (
+        "vocabulary" in ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "data")).stdout
+    )
+    data = load_dataset(tmp_path / "data", 2)
+    assert data.tokenizer.decode(data.val.tolist()) == "März 1\n"
+    assert data.tokenizer.decode(data.train.tolist()) == BODY.decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path):
+    """Its last tenth has only names that begin with the last letters, so the val loss says nothing."""
+    lines = [f"{chr(97 + i % 26)}name{i}" for i in range(520)]
+    text.write_text("\n".join(lines if shuffled else sorted(lines)), encoding="utf-8")
+    result = ok(call("--input", text, "--data_dir", tmp_path / "data"))
+    assert ("the lines of the val split begin differently" in result.stderr) != shuffled
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 

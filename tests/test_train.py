@@ -171,7 +171,7 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
     flags = [*SMALL, "--learning_rate", 0, "--max_iters", 6, "--eval_interval", 2, "--patience", 3]
     ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     result = ok(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 50))
-    line = "stopped at step 8 of 50: val loss has not improved in 3 evaluations; pass a larger --patience"
+    line = "stopped at step 8 of 50: val loss has not improved in 3 evaluations; --init_from resume with a larger --patience"
     assert line in result.stdout
     assert load(tmp_path / "last.pt")["iter_num"] == 8  # the first evaluation is the best, three more are no better
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2
@@ -216,6 +216,11 @@ MISTAKES = [  # flags, and what the line says
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "--n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
+    ("--block_size 3000000 --n_embd 8", "--block_size 3000000: a step would take many minutes on a CPU"),
+    ("--threads 100000", "--threads 100000 is not from 1 to 1024"),
+    ("--beta2 1", "--beta2 1.0 is not from 0 to 0.99999"),
+    ("--seed -1", "--seed -1 is not from 0 to"),
+    ("--out_dir train.py", "cannot write to train.py (File exists)"),
     ("--device nonsense", "--device nonsense cannot be used here"),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--init_from out/none", "no checkpoint at out/none"),

@@ -189,7 +189,10 @@ def test_a_run_that_has_ended_says_so_and_changes_no_file(out, data_dir):
     flags = ["--init_from", "resume", "--out_dir", out]
     before = contents(out)
     said = ok(here(*flags)).stdout
-    assert "finished at step 60; pass --max_iters 120 to train longer\nbest val loss " in said and "A sample:" in said
+    assert (
+        "finished at step 60; --init_from resume --max_iters 120 trains longer\nbest val loss " in said
+        and "A sample:" in said
+    )
     ok(here(*flags, "--max_iters", 30))
     assert contents(out) == before
     worse = ["--max_iters", 90, "--eval_interval", 5, "--patience", 1, "--learning_rate", 0.5, "--min_lr", 0.5]
