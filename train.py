@@ -295,7 +295,7 @@ def boolean(text):
 class Dataset:
     """The training data of a run: token ids from train.bin and val.bin, and the vocabulary from meta.json.
 
-    tokenizer   a CharTokenizer, or a BPETokenizer of extras/bpe.py
+    tokenizer   a CharTokenizer, or one of those in extras/tokenizer.py
     train, val  arrays of ids
     sha256      the hashes of train.bin and val.bin, by split
     source      the files or the URL of the text
@@ -316,18 +316,23 @@ def load_dataset(data_dir, min_train):
     hint = "run python data/prepare.py, or pass a different --data_dir"
     sha256 = {}
     try:
-        meta = json.loads((data_dir / "meta.json").read_bytes())
+        if (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
+            from extras.nanogpt import read_data
+
+            meta = read_data(data_dir)
+        else:
+            meta = json.loads((data_dir / "meta.json").read_bytes())
         for split in ("train", "val"):
             with open(data_dir / f"{split}.bin", "rb") as file:
                 sha256[split] = hashlib.file_digest(file, "sha256").hexdigest()
             if sha256[split] != meta["sha256"][split]:
                 raise ValueError(f"{split}.bin has changed")
-        if "tokenizer" in meta:
-            from extras.bpe import tokenizer_from_json
-
-            tokenizer = tokenizer_from_json(meta["tokenizer"])
-        else:
+        if "chars" in meta:
             tokenizer = CharTokenizer(meta["chars"])
+        else:
+            from extras.tokenizer import tokenizer_from_state
+
+            tokenizer = tokenizer_from_state(meta)
     except OSError as error:
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -1003,15 +1008,13 @@ def check_vocabulary(data, data_dir, checkpoint, config):
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    if "tokenizer" in checkpoint:
-        from extras.tokenizer import build_tokenizer
-
-        tokenizer = build_tokenizer(checkpoint)
-    else:
-        tokenizer = char_tokenizer(checkpoint)
-    same = data.tokenizer.state_dict() == tokenizer.state_dict()
-    if not same and data.tokenizer.unit == tokenizer.unit == "tokens":
-        same = data.tokenizer.gives_ids_of(checkpoint["tokenizer"], data.val)
+    ours = data.tokenizer.state_dict()
+    theirs = {name: checkpoint[name] for name in ("chars", "tokenizer") if name in checkpoint}
+    if ours and not theirs:
+        char_tokenizer(checkpoint)  # raises ValueError: there is none
+    same = ours == theirs and len(data.tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
+    if not same and "tokenizer" in ours and "tokenizer" in theirs:
+        same = data.tokenizer.gives_ids_of(theirs["tokenizer"], data.val)
     if not same:
         what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
         command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"

@@ -1,6 +1,9 @@
-"""nanoGPT's meta.pkl, the vocabulary of its checkpoints of characters."""
+"""nanoGPT's data folder, and its meta.pkl, the vocabulary of its checkpoints of characters."""
 
+import hashlib
 import pickle
+
+import numpy as np
 
 from extras.cli import first_line
 
@@ -12,17 +15,49 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, but a meta.pkl needs plain values only")
 
 
-def read_meta(path):
-    """Return the characters of nanoGPT's meta.pkl in the order of their ids. Raises ValueError."""
+def unpickle(path):
+    """Return the content of a meta.pkl, a dict. Raises ValueError."""
     if not path.is_file():
         raise ValueError(f"there is no {path}")
     try:
         with open(path, "rb") as file:
-            meta = PlainUnpickler(file).load()
-        itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta["stoi"].items()}
-        tokens = [itos[i] for i in range(len(itos))]
-        if any(len(token) != 1 for token in tokens):
-            raise ValueError("its tokens are not characters, so pass their tokenizer.json instead")
-        return "".join(tokens)
+            return dict(PlainUnpickler(file).load())
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise ValueError(f"{path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
+
+
+def read_meta(path):
+    """Return the characters of nanoGPT's meta.pkl in the order of their ids. Raises ValueError."""
+    meta = unpickle(path)
+    try:
+        itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta["stoi"].items()}
+        tokens = [itos[i] for i in range(len(itos))]
+        characters = all(len(token) == 1 for token in tokens)
+    except Exception as error:
+        raise ValueError(f"{path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
+    if not characters:
+        raise ValueError(f"the tokens of {path} are not characters, so pass their tokenizer.json instead")
+    return "".join(tokens)
+
+
+def read_data(folder):
+    """Return what meta.json would hold for nanoGPT's data folder: "chars", or "vocab_size" if tokens are just ids.
+
+    Without a meta.pkl the tokens are GPT-2's, and nanoGPT pads their number to 50,304. Raises ValueError, and OSError.
+    """
+    vocabulary = {"vocab_size": 50304}
+    if (folder / "meta.pkl").exists():
+        meta = unpickle(folder / "meta.pkl")
+        try:
+            vocabulary = {"chars": read_meta(folder / "meta.pkl")}
+        except ValueError:  # moves, notes or words
+            vocabulary = {"vocab_size": meta.get("vocab_size") or len(meta.get("itos", ()))}
+    size = len(vocabulary.get("chars", "")) or vocabulary["vocab_size"]
+    hashes = {}
+    for split in ("train", "val"):
+        content = (folder / f"{split}.bin").read_bytes()
+        hashes[split] = hashlib.sha256(content).hexdigest()
+        largest = np.frombuffer(content, "<u2").max(initial=0)
+        if largest >= size:
+            raise ValueError(f"{split}.bin has the id {largest}, but the vocabulary has {size}")
+    return vocabulary | {"source": str(folder), "sha256": hashes}

@@ -10,7 +10,7 @@ from model import CharTokenizer, char_tokenizer, load_checkpoint
 class IdTokenizer:
     """Writes tokens as their ids, for a model without a vocabulary: its tokens may be moves, notes or strokes.
 
-    It has the attributes and methods of CharTokenizer in model.py, but for state_dict: there is nothing to save.
+    It has the attributes and methods of CharTokenizer in model.py.
     """
 
     unit = "ids"
@@ -33,6 +33,9 @@ class IdTokenizer:
     def decode(self, ids):
         return "".join(f" {i}" for i in ids)
 
+    def state_dict(self):
+        return {}  # the number of tokens is in model_args
+
 
 def build_tokenizer(checkpoint):
     """Return the tokenizer of a checkpoint. Raises ValueError if there is none, or if it does not fit the weights."""
@@ -47,10 +50,10 @@ def build_tokenizer(checkpoint):
 
 
 def tokenizer_from_state(state):
-    """Return the tokenizer for a dict with "tokenizer" or "chars". Raises ValueError, or KeyError if it has neither."""
+    """Return the tokenizer for a dict with "tokenizer", "chars" or "vocab_size". Raises ValueError or KeyError."""
     if "tokenizer" in state:
         return tokenizer_from_json(state["tokenizer"])
-    return CharTokenizer(state["chars"])
+    return CharTokenizer(state["chars"]) if "chars" in state else IdTokenizer(state["vocab_size"])
 
 
 def check_vocab_size(tokenizer, vocab_size, path):

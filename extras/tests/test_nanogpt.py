@@ -38,6 +38,35 @@ def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared
     assert all(torch.equal(p, trained["model"][name]) for name, p in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "meta, size", [({"vocab_size": 300}, 300), (None, 50304), ({"itos": ["the", "a"] * 150}, 300)], ids=str
+)
+def test_ids_that_are_no_text_are_trained_on_and_sampled(meta, size, tmp_path):
+    """nanoGPT's data folder holds whatever its user has counted: moves, notes, strokes, or the tokens of GPT-2."""
+    ids = np.random.default_rng(0).integers(300, size=3000).astype("<u2")
+    ids[:2700].tofile(tmp_path / "train.bin")
+    ids[2700:].tofile(tmp_path / "val.bin")
+    if meta:
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    tiny = "--n_layer 1 --n_head 2 --n_embd 8 --block_size 16 --ngram_targets 0 --device cpu".split()
+    run = ["--data_dir", tmp_path, "--out_dir", tmp_path / "out"]
+    said = ok(here(*tiny, *run, "--max_iters", 2)).stdout
+    assert f"of 32 ids from {tmp_path}\n" in said
+    assert "resuming" in ok(here("--init_from", "resume", "--out_dir", tmp_path / "out", "--max_iters", 3)).stdout
+    assert load(tmp_path / "out" / "ckpt.pt")["model_args"]["vocab_size"] == size
+    flags = ["--out_dir", tmp_path / "out", "--prompt", "5 17 3", "--max_new_tokens", 4, "--verify", "--device", "cpu"]
+    written = ok(here(*flags, script="sample.py")).stdout.split()
+    assert written[:3] == ["5", "17", "3"] and len(written) == 7 and all(int(word) < size for word in written)
+
+
+def test_ids_beyond_the_vocabulary_are_one_line(tmp_path):
+    for name in ("train", "val"):
+        np.array([1, 2, 3], "<u2").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
+    result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
+    assert_one_line(result, "train.bin has the id 3, but the vocabulary has 3", code=1)
+
+
 def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
     result = here("--init_from=gpt2-xl", "--out_dir", tmp_path / "out")
     assert_one_line(result, "hf download openai-community/gpt2-xl --local-dir gpt2-xl", code=1)
