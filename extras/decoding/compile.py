@@ -34,8 +34,8 @@ __all__ = ["CompileError", "NotHereError", "compile_step"]
 
 # Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
-# From this many rows per thread on, each thread computes some of the rows, so it waits for nobody but reads all weights.
-# With fewer rows it computes some outputs of each layer. The weights of a larger model take longer to read.
+# From this many rows per thread on, each thread computes some of the rows: it waits for nobody, but reads all weights.
+# With fewer rows, it computes some outputs of each layer. The weights of a larger model take longer to read.
 MEDIUM, ROWS_PER_THREAD_SMALL, ROWS_PER_THREAD = 2**20, 8, 32  # MEDIUM in parameters
 # We feed a draft token only if it and all before it are accepted with at least this probability. In a small model,
 # whose weights stay in the cache of a core, each further row costs half as much as the first. In a larger one it costs
