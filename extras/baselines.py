@@ -1,13 +1,16 @@
-"""The baselines of bench.py: transformers and llama2.c."""
+"""The baselines of bench.py: transformers, OpenVINO, CTranslate2 and llama2.c."""
 
 import ctypes
 import subprocess
 import tempfile
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
+from extras.cli import need
 from model import Sampling
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -44,6 +47,98 @@ def transformers_run(model):
             top_k=0,
             stopping_criteria=transformers.StoppingCriteriaList([after_step]),
         )
+
+    return run
+
+
+# -- OpenVINO ----------------------------------------------------------------------------------------------------------
+
+
+class OpenVinoGPT:
+    """A file of write_onnx, run by OpenVINO on the CPU in float32, as `generate` of model.py runs a GPT.
+
+    OpenVINO chooses the number of threads. Raises ValueError if it is not installed.
+    """
+
+    def __init__(self, file, config):
+        openvino = need("OpenVINO", "openvino")
+        self.config = config
+        program = openvino.Core().compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        self.request = program.create_infer_request()
+        self.slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty cache: its `length`, and `past`, {input of the graph: keys or values}."""
+        shape = (batch_size, self.config.n_kv_head, 0, self.config.head_size)
+        past = {f"past_key_values.{slot}": np.zeros(shape, np.float32) for slot in self.slots}
+        return SimpleNamespace(length=0, past=past)
+
+    def next_logits(self, idx, start=0, cache=None):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, as GPT.next_logits does."""
+        B, T = idx.shape
+        cache = cache or self.new_cache(B)
+        cache.length = start + T
+        inputs = {
+            "input_ids": idx.numpy(),
+            "attention_mask": np.ones((B, cache.length), np.int64),
+            "position_ids": np.arange(start, cache.length)[None].repeat(B, axis=0),
+        }
+        outputs = self.request.infer(inputs | cache.past)
+        cache.past = {f"past_key_values.{slot}": outputs[f"present.{slot}"] for slot in self.slots}
+        return torch.from_numpy(outputs["logits"][:, -1])
+
+
+# -- CTranslate2 -------------------------------------------------------------------------------------------------------
+
+
+def ctranslate2_run(model):
+    """Return CTranslate2's run(idx, max_new_tokens, seed, record), which records a single block.
+
+    It draws its own random numbers. It runs on one thread or on all, whichever is faster: it splits every operation
+    among OpenMP threads, and in a small model they wait for each other longer than they compute. Two threads were 10
+    times as slow as one at 4/4/128/256, and over 1,000 times while other processes kept both cores busy.
+    Raises ValueError if it is not installed, or does not know the network.
+    """
+    ctranslate2 = need("CTranslate2", "ctranslate2")
+    import transformers
+    from ctranslate2.converters.transformers import GPT2Loader
+
+    from extras.interop.hf_write import to_transformers
+
+    hf = to_transformers(model)
+    if not isinstance(hf, transformers.GPT2LMHeadModel):
+        raise ValueError("CTranslate2 runs the layers of GPT-2, which are those of --recipe nanogpt")
+    spec = GPT2Loader().get_model_spec(hf)
+    spec.register_vocabulary([str(id) for id in range(model.config.vocab_size)])
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
+    spec.validate()
+    spec.optimize()
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(folder)
+        generators = {
+            threads: ctranslate2.Generator(folder, compute_type="float32", intra_threads=threads)
+            for threads in {1, torch.get_num_threads()}
+        }
+
+    def generate(threads, idx, max_new_tokens):
+        texts = generators[threads].generate_batch(
+            [[str(id) for id in row] for row in idx.tolist()],
+            min_length=max_new_tokens,  # otherwise token 0 would end a text
+            max_length=max_new_tokens,
+            include_prompt_in_result=False,
+            sampling_topk=0,
+            sampling_temperature=Sampling.temperature,
+        )
+        return torch.tensor([text.sequences_ids[0] for text in texts])
+
+    def seconds(threads):
+        idx = torch.zeros(1, 1, dtype=torch.int64)
+        return min(timeit.repeat(lambda: generate(threads, idx, 15), number=1, repeat=3))
+
+    fastest = min(generators, key=seconds)
+
+    def run(idx, max_new_tokens, seed, record):
+        record(generate(fastest, idx, max_new_tokens))
 
     return run
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from extras.baselines import llama2c_run, transformers_run
+from extras.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.cores import share_cores
@@ -41,7 +41,7 @@ from model import (
     write_atomically,
 )
 from sample import find_checkpoint, near_tie, num_threads, put_on_device
-from train import RECIPES, TrainConfig
+from train import PRESETS, RECIPES, TrainConfig
 
 VARIANTS = {
     "uncached": "sample.py --no-kv_cache",
@@ -51,10 +51,12 @@ VARIANTS = {
     "compile+draft": "sample.py --draft ngram --compile",
     "int8": "sample.py --weights int8 --compile",
     "onnx": "sample.py --engine onnx",
+    "openvino": "OpenVINO",
     "hf": "transformers' generate",
+    "ctranslate2": "CTranslate2",
     "llama2c": "llama2.c",
 }
-BASELINES = ("hf", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
+BASELINES = ("hf", "ctranslate2", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
     "shape": ("shape", "{}"),
     "variant": ("variant", "{}"),
@@ -84,7 +86,9 @@ def warm_runs(names, model, ngrams, llama2c, idx):
         "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
         "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
         "onnx": lambda: recorded(onnx_stream(model)),
+        "openvino": lambda: recorded(openvino_stream(model)),
         "hf": lambda: transformers_run(model),
+        "ctranslate2": lambda: ctranslate2_run(model),
         "llama2c": lambda: llama2c_run(model.config, llama2c),
     }
     runs = {}
@@ -137,14 +141,26 @@ def rounded(model):
 
 
 def onnx_stream(model):
-    """Export the model to a temporary file and return the stream of ONNX Runtime, which runs on the CPU."""
-    from extras.interop.onnx import OnnxGPT, write_onnx
+    """Return the stream of ONNX Runtime, which runs on the CPU."""
+    from extras.interop.onnx import OnnxGPT
+
+    return graph_stream(model, OnnxGPT)
+
+
+def openvino_stream(model):
+    """Return the stream of OpenVINO on the CPU, for the same graph as onnx_stream."""
+    return graph_stream(model, lambda file: OpenVinoGPT(file, model.config))
+
+
+def graph_stream(model, load):
+    """Export the model to a temporary file and return the stream of load(file)."""
+    from extras.interop.onnx import write_onnx
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "model.onnx"
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
         write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
-        stream = plain_stream(OnnxGPT(file))
+        stream = plain_stream(load(file))
     return lambda idx, steps, seed: stream(idx.cpu(), steps, seed)
 
 
@@ -386,13 +402,19 @@ def parse_args():
     return args
 
 
+def network(recipe, sizes):
+    """Return the model_args of train.py: those of its preset of these sizes if it has one, otherwise its defaults."""
+    configs = [TrainConfig(**RECIPES[recipe] | preset) for preset in PRESETS.values()]
+    fitting = [c for c in configs if all(getattr(c, name, size) == size for name, size in sizes.items())]
+    return (fitting or configs)[0].model_args()
+
+
 def models(args):
     """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
     if args.shapes:
-        recipe = TrainConfig(**RECIPES[args.recipe or "modern"] | {"mlp_ratio": 4})
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            yield None, GPT(GPTConfig(**recipe.model_args() | sizes)).eval(), None
+            yield None, GPT(GPTConfig(**network(args.recipe or "modern", sizes) | sizes)).eval(), None
     else:
         for file in args.ckpt or [find_checkpoint(None, None)]:
             checkpoint = load_checkpoint(find_checkpoint(file, None))

@@ -34,6 +34,9 @@ __all__ = ["CompileError", "NotHereError", "compile_step"]
 
 # Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
+# From this many rows per thread on, each thread computes some of the rows: it waits for nobody, but reads all weights.
+# With fewer rows, it computes some outputs of each layer. The weights of a larger model take longer to read.
+MEDIUM, ROWS_PER_THREAD_SMALL, ROWS_PER_THREAD = 2**20, 8, 32  # MEDIUM in parameters
 # We feed a draft token only if it and all before it are accepted with at least this probability. In a small model,
 # whose weights stay in the cache of a core, each further row costs half as much as the first. In a larger one it costs
 # less.
@@ -57,6 +60,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
     refuse_other_networks(model)
     config = model.config
     num_params = sum(p.numel() for p in model.parameters())
+    rows_per_thread = ROWS_PER_THREAD_SMALL if num_params < MEDIUM else ROWS_PER_THREAD
     layout = int8_panels if weights == "int8" else panels
     library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout))
     struct = model_struct(config.n_layer)
@@ -87,7 +91,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
                 table=table,
                 rows=B,
                 threads=min(pool.threads, max(1, num_params * active // WORK_PER_THREAD)),
-                by_rows=active >= 8 * pool.threads,
+                by_rows=active >= rows_per_thread * pool.threads,
                 max_steps=max_steps,
                 num_drafts=num_drafts,
             )

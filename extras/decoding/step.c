@@ -153,6 +153,10 @@ INLINE vec vlog(vec x) {
     return power * 0.693359375f + (s * 2.0f + (s * z * p - power * 2.12194440e-4f));
 }
 
+INLINE void prefetch(const float *x, int n) {
+    for (int i = 0; i < n; i += 16) __builtin_prefetch(x + i); /* a line of the cache */
+}
+
 INLINE float sum(const float *x, int n) {
     vec sums = {0};
     int i = 0;
@@ -217,6 +221,7 @@ typedef struct { /* what a tile of a product reads and writes: K inputs per toke
     const float *bias, *residual; /* or NULL */
     float *y;
     int ldy;
+    const char *next; /* a panel to prefetch */
 } Tile;
 
 /* The inner loop of matmul for a few tokens and panels, one function per layout. Both counts are constants in every
@@ -239,6 +244,7 @@ INLINE void tile_of_panels(int tokens, int panels, const Tile *t) {
     vec sums[TILE_TOKENS][ONE_TOKEN_PANELS], w[ONE_TOKEN_PANELS];
     start_with_bias(tokens, panels, t, sums);
     for (int k = 0; k < t->K; k++) {
+        if (2 * tokens > TILE_TOKENS) __builtin_prefetch(t->next + k * sizeof(vec));
         for (int s = 0; s < panels; s++) w[s] = load((const float *)(t->weight + s * PANEL(t->K)) + k * LANES);
         for (int i = 0; i < tokens; i++)
             for (int s = 0; s < panels; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
@@ -303,7 +309,10 @@ static void matmul(const Worker *w, int n, Rows x, Params params, const float *r
             tokens = (n - i + tiles - 1) / tiles; /* tiles of about the same size */
             int at = i * y.ld + s * LANES;
             const float *plus = residual ? residual + at : NULL;
-            Tile t = {x.data + i * x.ld, x.ld, x.width, weight, bias, plus, y.data + at, y.ld};
+            /* all tiles but the first find their panels in the L2 cache, so the last ones prefetch the next panels */
+            int ahead = n > TILE_TOKENS && tiles <= width ? width + tiles - 1 : 0;
+            const char *next = weight + ahead * PANEL(x.width);
+            Tile t = {x.data + i * x.ld, x.ld, x.width, weight, bias, plus, y.data + at, y.ld, next};
             if (width == TILE_PANELS) tile_of_tokens(tokens, TILE_PANELS, &t);
             else if (width == 1) tile_of_tokens(tokens, 1, &t);
             else tile(1, ONE_TOKEN_PANELS, &t);
@@ -334,10 +343,17 @@ INLINE void rotate(float *x, const float *cos, const float *sin) {
 }
 
 /* Attention of one query over the first `slots` slots of its head: y = softmax(q K^T / sqrt(HEAD_SIZE)) V. `weights`
- * has room for the weights and for four parts of each score. */
-static void attend(const float *q, const float *key, const float *value, int slots, float *weights, float *y) {
+ * has room for the weights and for four parts of each score.
+ *
+ * The cache of many rows comes from memory. So while we read the keys we prefetch the values, and then the keys of the
+ * next query, unless next_key is NULL. */
+static void attend(const float *q, const float *key, const float *value, int slots, const float *next_key,
+                   float *weights, float *y) {
     float *parts = weights + PAD(BLOCK_SIZE), scale = 1 / sqrtf(HEAD_SIZE);
-    for (int s = 0; s < slots; s++) dot_in_four(q, key + s * HEAD_SIZE, HEAD_SIZE, parts + 4 * s);
+    for (int s = 0; s < slots; s++) {
+        if (next_key) prefetch(value + s * HEAD_SIZE, HEAD_SIZE);
+        dot_in_four(q, key + s * HEAD_SIZE, HEAD_SIZE, parts + 4 * s);
+    }
     for (int s = 0; s < slots; s++)
         weights[s] = ((parts[4 * s] + parts[4 * s + 2]) + (parts[4 * s + 1] + parts[4 * s + 3])) * scale;
     for (int s = slots; s % LANES; s++) weights[s] = -INFINITY;
@@ -354,10 +370,12 @@ static void attend(const float *q, const float *key, const float *value, int slo
     enum { VECTORS = HEAD_SIZE / LANES, CHAINS = VECTORS < 4 ? 4 : 1 };
     vec chains[CHAINS][VECTORS + 1] = {{{0}}};
     int s = 0;
-    for (; s + CHAINS <= slots; s += CHAINS)
+    for (; s + CHAINS <= slots; s += CHAINS) {
+        if (next_key) prefetch(next_key + s * HEAD_SIZE, CHAINS * HEAD_SIZE);
         for (int c = 0; c < CHAINS; c++)
             for (int v = 0; v < VECTORS; v++)
                 chains[c][v] += weights[s + c] * load(value + (s + c) * HEAD_SIZE + v * LANES);
+    }
     for (; s < slots; s++)
         for (int v = 0; v < VECTORS; v++) chains[0][v] += weights[s] * load(value + s * HEAD_SIZE + v * LANES);
     for (int v = 0; v < VECTORS; v++) {
@@ -422,6 +440,9 @@ static void forward(const Worker *w) {
                 float *keys = w->cache[l].key + head, *values = w->cache[l].value + head;
                 int pos = g->pos[i], rope = pos * HEAD_SIZE;
                 float *q = qkv.data + i * QKV, *k = q + (N_HEAD + h) * HEAD_SIZE, *v = k + N_KV_HEAD * HEAD_SIZE;
+                const float *next_key = NULL;
+                if (n > TILE_TOKENS && i + 1 < n && g->row[i + 1] != g->row[i])
+                    next_key = keys + (size_t)(g->row[i + 1] - g->row[i]) * N_KV_HEAD * BLOCK_SIZE * HEAD_SIZE;
                 layer_norm(k, layer->k_norm, k, HEAD_SIZE);
                 if (m->cos) rotate(k, m->cos + rope, m->sin + rope);
                 memcpy(keys + pos * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
@@ -429,7 +450,7 @@ static void forward(const Worker *w) {
                 for (int j = h * GROUP * HEAD_SIZE; j < (h + 1) * GROUP * HEAD_SIZE; j += HEAD_SIZE) {
                     layer_norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
                     if (m->cos) rotate(q + j, m->cos + rope, m->sin + rope);
-                    attend(q + j, keys, values, pos + 1, w->weights, y.data + i * X + j);
+                    attend(q + j, keys, values, pos + 1, next_key, w->weights, y.data + i * X + j);
                 }
             }
         barrier(&g->barrier);

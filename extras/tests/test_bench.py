@@ -2,15 +2,17 @@
 
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.baselines import llama2c_run
-from extras.bench import VARIANTS, compare_tokens, timed, warm_runs
-from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, run
+from extras.baselines import ctranslate2_run, llama2c_run
+from extras.bench import VARIANTS, compare_tokens, network, timed, warm_runs
+from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, random_model, run
 from model import GPTConfig
+from train import resolve_config
 
 SAME = "the same tokens as a forward without a cache, up to rounding: "
 
@@ -65,6 +67,31 @@ def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     assert sys.float_info.min / 2 > 0, "the library makes the process round subnormal numbers to 0"
 
 
+def test_openvino_gives_the_tokens_of_the_model():
+    pytest.importorskip("openvino")
+    model = MODELS[0]
+    idx = prompts(2, 3)
+    _, new = timed(warm_runs(["openvino"], model, None, None, idx)["openvino"], idx, CONTEXT - 3, seed=0)
+    compare_tokens("openvino", model, idx, [new])
+
+
+def test_ctranslate2_fills_the_context():
+    pytest.importorskip("ctranslate2")
+    model = random_model(GPTConfig(**network("nanogpt", {}) | dict(block_size=16, n_layer=1, vocab_size=V)))
+    idx = prompts(2, 3)
+    _, new = timed(ctranslate2_run(model), idx, 13, seed=0)
+    assert new.shape == (2, 13) and (new < V).all()
+
+
+@pytest.mark.parametrize(("preset", "recipe"), [("cpu", "modern"), ("gpu", "modern"), ("lecture", "nanogpt")])
+def test_a_shape_is_the_network_that_train_py_makes(preset, recipe):
+    expected = resolve_config(dict(preset=preset, recipe=recipe)).model_args()
+    sizes = {name: expected[name] for name in ("n_layer", "n_head", "n_embd", "block_size")}
+    assert network(recipe, sizes) == expected
+    larger = sizes | dict(n_layer=7)
+    assert network(recipe, larger) | larger == resolve_config(dict(recipe=recipe, preset="cpu", **larger)).model_args()
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +102,9 @@ def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_p
         run("-m", "extras.bench", "--ckpt", trained / "ckpt.pt", "--batch", 2, "--repeats", 2, *files, timeout=400)
     )
     rows = json.loads((tmp_path / "new" / "b.json").read_text(encoding="utf-8"))
-    variants = [name for name in VARIANTS if name != "llama2c"]
+    left_out = ["llama2c", "ctranslate2", *([] if find_spec("openvino") else ["openvino"])]
+    variants = [name for name in VARIANTS if name not in left_out]
+    assert "no ctranslate2 row: " in result.stderr
     assert [row["variant"] for row in rows] == variants, result.stderr
     assert SAME + ", ".join(name for name in variants if name != "hf") + "\n" in result.stdout
     assert "medians of 2 runs; --llama2c adds a row for llama2.c" in result.stdout

@@ -121,6 +121,37 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
         assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
 
 
+@pytest.mark.parametrize("rows_per_thread", [4, 1000])  # threads that compute some rows, or some outputs
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, rows_per_thread, monkeypatch):
+    """Rounding shows in every bit of the keys, and hardly ever in a token."""
+    keys = []
+
+    class Cache(c_library.Cache):
+        def __init__(self, key, value):
+            keys.append(key)
+            super().__init__(key=key, value=value)
+
+    monkeypatch.setattr(compiling, "Cache", Cache)
+    monkeypatch.setattr(compiling, "ROWS_PER_THREAD_SMALL", rows_per_thread)
+    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+    model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=3, n_embd=96))
+    model = round_weights(model) if weights == "int8" else model
+    prompt = prompts(1, 3)
+
+    def last_keys(samples):
+        """The keys of the last layer, without the slot of the newest token, which is not cached."""
+        decoder.generate(prompt.expand(len(samples), 3), 13, seed=1, samples=samples)
+        return keys[-1][:, :, :15].clone()
+
+    with num_threads(2):
+        decoder = Decoder(model, compile=True, weights=weights)
+        alone = {i: last_keys([i])[0] for i in (0, 1, 2, 5, 7, 15, 31, 32, 63)}
+        for B in (2, 3, 8, 16, 64):
+            batch = last_keys(list(range(B)))
+            assert all(torch.equal(batch[i], alone[i]) for i in alone if i < B), B
+
+
 A_SLEEP = [("spins < SPINS", "spins < 0")]
 NO_THREAD = [("if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;", "return NULL;")]
 NO_MEMORY = [("pool->memory = malloc(size);", "pool->memory = NULL;")]
