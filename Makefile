@@ -17,7 +17,10 @@ PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 .PHONY: demo compare test check newest hub gpu findings web lint data
 .DELETE_ON_ERROR:
 
+OLD = make: Python 3.11 or newer is needed, and $(PYTHON) is Python %d.%d: make PYTHON=python3.12, for example
 .venv/installed: requirements.txt tests/constraints.txt pyproject.toml
+	@command -v $(PYTHON) > /dev/null || { echo "make: there is no $(PYTHON): install Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("$(OLD)" % v if v < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "installing requirements.txt and the dev tools into .venv; torch is large, this can take minutes"
@@ -60,6 +63,7 @@ LONG = --timeout 900
 test: lint
 	@(command -v cc || command -v gcc || command -v clang) > /dev/null || echo "no C compiler: the tests of the C backend skip"
 	@command -v node > /dev/null || echo "no Node.js: the tests of the web page skip"
+	@test -d extras/web/node_modules || echo "no extras/web/node_modules: tests of the web page skip until make check installs it"
 	$(PYTEST) -m "not slow"
 
 check: test

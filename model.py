@@ -687,7 +687,7 @@ def load_checkpoint(path):
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}: train one first (python train.py), or check the path")
+        raise FileNotFoundError(f"no checkpoint at {path}: run python train.py, or pass a file such as out/ckpt.pt")
     try:
         if zipfile.is_zipfile(path):  # torch.load does not check the CRC-32
             with zipfile.ZipFile(path) as archive:
@@ -698,13 +698,12 @@ def load_checkpoint(path):
         entries = checkpoint.keys()
     except pickle.UnpicklingError as error:
         kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # the class of a pickled object
-        what = f"contains {kind}" if kind else "is damaged, or not a file of torch.save"
-        raise ValueError(f"{path} {what}: not loaded, because it could run code") from None
-    except Exception as error:  # a damaged file can raise anything
-        why = next(iter(str(error).strip().splitlines()), "no message")
-        raise ValueError(f"{path} is not a checkpoint of a GPT, or damaged ({type(error).__name__}: {why})") from None
+        what = f"contains {kind}: not loaded, because it could run code" if kind else "is not a file of torch.save"
+        raise ValueError(f"{path} {what}") from None
+    except Exception:  # a damaged file can raise anything, with pages of advice
+        raise ValueError(f"{path} is not a checkpoint of a GPT, or incomplete: copy or download it again") from None
     if not {"model", "model_args"} <= entries:  # a bare state_dict, or a file of Lightning
-        raise ValueError(f"{path} has weights and no model_args: save both in one dict, as train.py does")
+        raise ValueError(f"{path} has weights and no model_args, so it is not from train.py or nanoGPT")
     return {**checkpoint, "path": path}
 
 
@@ -716,9 +715,12 @@ def build_model(checkpoint):
     path = checkpoint["path"]
     try:
         model = GPT(GPTConfig(**checkpoint["model_args"]))
-        model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
+        weights = {name: p.float() for name, p in checkpoint["model"].items()}
+        missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+        if wrong := (missing[:2] + unexpected)[:3]:
+            raise ValueError(f"{len(missing)} keys missing, {len(unexpected)} unknown: {wrong}")
     except (TypeError, ValueError, RuntimeError) as error:
-        *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch
+        *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch of shapes
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight

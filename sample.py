@@ -23,17 +23,14 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+try:  # importing torch takes a second, in which Ctrl-C may come
+    import torch
 
-from model import (
-    Sampling,
-    build_model,
-    char_tokenizer,
-    generate,
-    gumbel_noise,
-    load_checkpoint,
-    sample_token,
-)
+    from model import Sampling, build_model, char_tokenizer, generate, gumbel_noise, load_checkpoint, sample_token
+except ModuleNotFoundError as error:
+    sys.exit(f"sample.py: {error}: activate the environment, or install it as README.md says")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 SEPARATOR = "\n---------------\n"  # between samples
 PRETRAINED = Path(__file__).resolve().parent / "assets" / "shakespeare.pt"
@@ -98,6 +95,8 @@ def parse_args(parser):
         parser.error("--ckpt or --out_dir is empty")
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
+    for texts in (args.prompt or [], args.stop):  # line ends as when reading a file
+        texts[:] = [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
     return args
 
 
@@ -138,8 +137,16 @@ def find_checkpoint(ckpt=None, out_dir=None):
         return folder
     if ckpt or out_dir or not PRETRAINED.exists():
         return folder / "ckpt.pt"  # load_checkpoint reports that it is missing
-    note(f"no checkpoint in out: using the pretrained {PRETRAINED.name}")
     return PRETRAINED
+
+
+def which_model(checkpoint, ckpt, out_dir):
+    """Return a line that says which model this is, or None if --ckpt or --out_dir has named its file."""
+    path = checkpoint["path"]
+    if (ckpt or out_dir) and (path.name != "last.pt" or path == Path(ckpt or out_dir)):
+        return None
+    name = f"no checkpoint in out: using the pretrained {path.name}" if path == PRETRAINED else f"using {path}"
+    return f"{name}, step {checkpoint.get('iter_num', 'unknown')}"
 
 
 def put_on_device(model, device, dtype):
@@ -152,8 +159,10 @@ def put_on_device(model, device, dtype):
     try:
         torch.zeros(1, device=device).tolist()
     except Exception as error:  # every backend raises its own kind
-        why = str(error).strip().partition("\n")[0]
-        raise ValueError(f"--device {device} cannot be used here: {why[:150]}") from None
+        why = str(error).strip().partition("\n")[0].partition(". ")[0]
+        if device.partition(":")[0] not in ("cpu", "cuda", "mps"):
+            why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
+        raise ValueError(f"--device {device} cannot be used here: {why}") from None
     model.to(device, getattr(torch, dtype))
     if torch.device(device).type == "cuda":  # the first forward takes a third of a second to load libraries
         model.next_logits(torch.zeros(1, 1, dtype=torch.int64, device=device))
@@ -177,7 +186,6 @@ def encode_prompt(prompt, tokenizer):
             raise ValueError(f"cannot read the prompt from the file {name!r}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise ValueError(f"the prompt in {name} is not UTF-8: convert it first") from None
-    prompt = prompt.replace("\r\n", "\n").replace("\r", "\n")  # as when reading a file
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
@@ -209,14 +217,11 @@ def read_prompts(args, tokenizer, block_size):
 
 def sampling_of(args, num_prompts):
     """Return the Sampling of the flags. The samples of every prompt use the same noise. Raises ValueError."""
-    return Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        samples=list(range(args.num_samples)) * num_prompts,
-        overflow=args.overflow,
-    )
+    samples = list(range(args.num_samples)) * num_prompts
+    try:
+        return Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+    except ValueError as error:  # it starts with the name of a setting, which is also a flag
+        raise ValueError(f"--{error}") from None
 
 
 # -- text as it arrives ------------------------------------------------------------------------------------------------
@@ -351,7 +356,7 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
     kv_cache  whether the plain loop uses the cache: the opposite of the run that we compare
     engine    what generated the texts, if it was not `model`: an OnnxGPT
     numbers   row numbers for messages; None: 0 to B - 1
-    Writes what it finds to stderr, and returns whether the texts are the same, up to near-ties.
+    Writes differences to stderr. Returns the numbers of the rows with a near-tie, or None if a text differs otherwise.
     """
     T = idx.size(1)
     numbers = numbers or range(len(texts))
@@ -363,7 +368,7 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
     for number, text, tokens in zip(numbers, texts, new):
         if len(tokens) < asked and not text.ended:
             note(f"verify: DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")
-            return False
+            return None
 
     # the plain loop picks again; where it picks another token, look at the logits of both runs
     steps = max(map(len, new))
@@ -387,16 +392,19 @@ def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=Non
                 agree = (ours - theirs).abs().max() <= NEAR_TIE
                 hint = ". The logits agree, so the two sampled differently" if agree else ""
                 note(f"verify: DIFFERENT at {line}{hint}")
-                return False
+                return None
             note(f"verify: near-tie at {line}. Rounding decides between logits this close")
-            tied.add(row)
-    found = "OK up to near-ties, texts match" if tied else f"OK, {sum(map(len, new))} tokens match"
-    note(f"verify: {found} the run {their_run} ({len(texts) - len(tied)} of {len(texts)} samples)")
-    return True
+            tied.add(numbers[row])
+    return tied
 
 
-def report_speedup(name, cached, uncached):
-    note(f"verify: {cached:.2f} s {name}, {uncached:.2f} s without the cache: {uncached / cached:.1f} times as fast")
+def report_verify(new, tied, run, times, seconds, kv_cache, way="with the cache"):
+    """Report texts of `new` tokens each that match `run`, up to near-ties in the rows `tied`, and compare the times."""
+    found = "OK up to near-ties, texts match" if tied else f"OK, {sum(new)} tokens match"
+    note(f"verify: {found} {run} ({len(new) - len(tied)} of {len(new)} samples)")
+    if len(times) > 1:
+        cached, uncached = (times[-1], seconds) if kv_cache else (seconds, times[-1])
+        note(f"verify: {cached:.2f} s {way}, {uncached:.2f} s without the cache: {uncached / cached:.1f} times as fast")
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
@@ -441,7 +449,7 @@ def main():
         path = find_checkpoint(args.ckpt, args.out_dir)
         read = extras.load_checkpoint if extras else load_checkpoint  # extras reads nanoGPT's files, too
         checkpoint = None if path.is_dir() else read(path)
-        if checkpoint is None or "tokenizer" in checkpoint:
+        if checkpoint is None or "chars" not in checkpoint:
             if extras:
                 return extras.main(args, checkpoint)
             raise ValueError(f"{path} {NEEDS_EXTRAS}")
@@ -455,6 +463,8 @@ def main():
         sampling = sampling_of(args, len(prompts))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
+    if line := which_model(checkpoint, args.ckpt, args.out_dir):
+        note(line)
 
     # generate: a row per sample, those of the first prompt, then those of the next
     rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
@@ -472,12 +482,12 @@ def main():
     if args.verify:
         torch.set_num_threads(all_threads)
         began = time.perf_counter()
-        same = verify(model, idx, texts, num_new, sampling, not args.kv_cache, tokenizer)
+        tied = verify(model, idx, texts, num_new, sampling, not args.kv_cache, tokenizer)
         seconds = time.perf_counter() - began
-        if same and len(times) > 1:
-            cached, uncached = (times[-1], seconds) if args.kv_cache else (seconds, times[-1])
-            report_speedup("with the cache", cached, uncached)
-        sys.exit(0 if same else 1)
+        if tied is None:
+            sys.exit(1)
+        run = f"the run {'without' if args.kv_cache else 'with'} the cache"
+        report_verify([len(text.ids) - T for text in texts], tied, run, times, seconds, args.kv_cache)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import model
+from extras.foreign import refuse_foreign
 from extras.interop.hf_read import SkipInit, read_folder
 from extras.tokenizer import build_tokenizer, read_vocabulary
 
@@ -30,6 +31,7 @@ def load_checkpoint(path, meta=None):
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
+    refuse_foreign(path)
     if path.is_dir():
         if meta:
             raise ValueError(f"{path} has its own tokenizer: leave out --meta")

@@ -1,6 +1,7 @@
 """The command lines of extras: flags, and messages in one line each, without a traceback."""
 
 import argparse
+import errno
 import importlib
 import signal
 import sys
@@ -43,6 +44,17 @@ def one_line_errors():
         yield
     except ValueError as error:
         fail(error)
+
+
+@contextmanager
+def writing_to(folder, hint):
+    """Turn a folder that cannot be written, or is a file, into one line with a way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR):
+            raise
+        fail(f"cannot write to {folder} ({error.strerror}): {hint}")
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ both with PyTorch's.
 from pathlib import Path
 
 from extras.checkpoint import load_checkpoint
-from extras.cli import Parser, fail, need, one_line_errors, path, run_main
+from extras.cli import Parser, fail, need, note, one_line_errors, path, run_main, writing_to
 from extras.interop.hf_read import known_ids
 from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.tokenizer import build_tokenizer
 from model import build_model
-from sample import find_checkpoint
+from sample import find_checkpoint, which_model
 from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -51,16 +51,19 @@ def main():
         checkpoint = load_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
         tokenizer = build_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
+    if line := which_model(checkpoint, args.ckpt, args.out_dir):
+        note(line)
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     if (args.onnx or args.format == "onnx") and not fits_one_file(model):
         fail("an ONNX file cannot hold more than 2 GB: use --format hf, without --onnx")
     folder = Path(args.out_dir or "out") / args.format
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # the lock is next to the folder, because people publish everything inside it
-    with one_line_errors():
+    hint = "pass a folder that you can write to as --out_dir, and the model as --ckpt"
+    with one_line_errors(), writing_to(folder.parent, hint):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # the lock is next to the folder, because people publish everything inside it
         lock = lock_folder(folder.parent, f".{args.format}.lock")
-    with lock:
+    with lock, writing_to(folder, hint):
         if args.format == "onnx":
             found = checkpoint.get("special_tokens") or {}
             export_onnx(model, tokenizer, folder, known_ids(found.get("eos", []), len(tokenizer.vocab)))

@@ -14,8 +14,8 @@ import sample
 from extras.checkpoint import build_model, load_checkpoint
 from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
-from extras.text import PartialText
-from extras.tokenizer import build_tokenizer
+from extras.text import IdText, PartialText
+from extras.tokenizer import IdTokenizer, build_tokenizer
 
 __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
 
@@ -60,7 +60,7 @@ def wanted(args, error):
 
 
 def open_model(args, checkpoint):
-    """Return (model, tokenizer, ngrams): the last are the n-gram counts for --draft, or None.
+    """Return (model, tokenizer, checkpoint); with --engine onnx, there is no checkpoint.
 
     Raises FileNotFoundError or ValueError with one line.
     """
@@ -76,14 +76,16 @@ def open_model(args, checkpoint):
             f"--draft ngram needs n-gram counts, and {checkpoint['path']} has none (train.py saves them for "
             "vocabularies of up to 2,895 tokens): leave it out"
         )
-    tokenizer = build_tokenizer(checkpoint)
+    has_vocabulary = checkpoint.keys() & {"chars", "tokenizer"}
+    vocab_size = checkpoint["model_args"]["vocab_size"]
+    tokenizer = build_tokenizer(checkpoint) if has_vocabulary else IdTokenizer(vocab_size)
     model = build_model(checkpoint).eval()
     if args.weights == "int8":
         from extras.decoding.quantize import round_weights
 
         round_weights(model)
     sample.put_on_device(model, args.device, args.dtype)
-    return model, tokenizer, checkpoint.get("ngrams")
+    return model, tokenizer, checkpoint
 
 
 def refuse_lengths(args, prompts, unit):
@@ -96,7 +98,7 @@ def refuse_lengths(args, prompts, unit):
         raise ValueError(f"{equal} needs prompts of equal length in a batch, but these have {counts} {unit}")
 
 
-def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
+def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     """Return (blocks, slots): an iterator over new tokens `(B, n)`, and the slots of its cache.
 
     The blocks come from the plain loop, or from a Generation, which does the same for drafts, the C backend and several
@@ -110,7 +112,8 @@ def open_blocks(args, model, ngrams, prompts, num_new, sampling, ended):
     fed = len(prompts) * (1 if args.kv_cache else model.config.block_size) * (NUM_DRAFTS + 1 if args.draft else 1)
     threads = sample.num_threads(fed * sum(p.numel() for p in model.parameters()))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
-        how = dict(draft=args.draft, ngrams=ngrams, compile=args.compile, weights=args.weights, threads=threads)
+        how = dict(draft=args.draft, compile=args.compile, weights=args.weights, threads=threads)
+        how["ngrams"] = checkpoint.get("ngrams")
         blocks = start_generation(model, prompts, num_new, sampling, ended, **how)
         return blocks, getattr(blocks, "slots", slots)
     torch.set_num_threads(threads)
@@ -127,7 +130,7 @@ def main(args, checkpoint=None):
     """
     # the model and the prompts
     try:
-        model, tokenizer, ngrams = open_model(args, checkpoint)
+        model, tokenizer, checkpoint = open_model(args, checkpoint)
         reference = model  # what --verify compares with
         if args.verify and args.engine == "onnx":
             reference = model.exported_from(load_checkpoint(sample.find_checkpoint(None, args.out_dir)))
@@ -136,6 +139,10 @@ def main(args, checkpoint=None):
         sampling = sample.sampling_of(args, len(encoded))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
+    if checkpoint and (line := sample.which_model(checkpoint, args.ckpt, args.out_dir)):
+        sample.note(line)
+    if tokenizer.unit == "ids":
+        sample.note("the checkpoint has no vocabulary, so this is ids; --meta takes nanoGPT's meta.pkl or a tokenizer")
     device = model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")
     prompts = [torch.tensor(ids, device=device) for ids in encoded for _ in range(args.num_samples)]
     if args.explain:
@@ -145,11 +152,11 @@ def main(args, checkpoint=None):
         return
 
     # generate
-    text_class = PartialText if tokenizer.unit == "tokens" else sample.GeneratedText
+    text_class = {"tokens": PartialText, "ids": IdText}.get(tokenizer.unit, sample.GeneratedText)
     texts = [text_class(prompt.tolist(), tokenizer, args.stop) for prompt in prompts]
     ended = [False] * len(prompts)
     all_threads = torch.get_num_threads()
-    blocks, slots = open_blocks(args, model, ngrams, prompts, num_new, sampling, ended)
+    blocks, slots = open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended)
     times = sample.write_texts(blocks, texts, ended)
 
     # report, and check
@@ -158,25 +165,20 @@ def main(args, checkpoint=None):
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
         torch.set_num_threads(all_threads)
-        same, seconds = verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
-        if same and len(times) > 1:
-            cached, uncached = (times[-1], seconds) if args.kv_cache else (seconds, times[-1])
-            plain = not (args.draft or args.compile or args.engine == "onnx")
-            sample.report_speedup("with the cache" if plain else "this way", cached, uncached)
-        sys.exit(0 if same else 1)
+        sys.exit(0 if verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer, times) else 1)
 
 
-def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer):
-    """Compare the texts with the plain loop, as sample.py does, for prompts of any length.
+def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer, times):
+    """Compare the texts with the plain loop, and report, as sample.py does, for prompts of any length.
 
     A Decoder computes its own positions, so it could hide a bug in the cache of model.py. So we compare it
     with the plain loop in both ways, without the cache and with it.
-    Returns (same, seconds): whether they agree, and the time of the plain loop, without the cache if it ran both ways.
+    Returns whether they agree, up to near-ties.
     """
     engine = model if args.engine == "onnx" else None
     own_loop = args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1
-    same = True
-    seconds = 0.0
+    tied = []
+    seconds = 0.0  # of the plain loop; without the cache, if it runs both ways
     samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
@@ -185,6 +187,13 @@ def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer)
         settings = replace(sampling, samples=[samples[row] for row in rows])
         for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
             began = time.perf_counter()
-            same &= sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows)
+            tied.append(sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows))
         seconds += time.perf_counter() - began
-    return same, seconds
+    if None in tied:
+        return False
+    run = f"the run {'in PyTorch ' if engine else ''}{'without' if args.kv_cache else 'with'} the cache"
+    run = "the runs with and without the cache" if own_loop else run
+    name = "this way" if args.draft or args.compile or engine else "with the cache"
+    new = [len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts)]
+    sample.report_verify(new, set().union(*tied), run, times, seconds, args.kv_cache, name)
+    return True

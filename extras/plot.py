@@ -7,7 +7,7 @@ import csv
 import io
 from pathlib import Path
 
-from extras.cli import Parser, need, one_line_errors, run_main
+from extras.cli import Parser, need, one_line_errors, run_main, writing_to
 from model import write_atomically
 
 
@@ -38,7 +38,8 @@ def main():
         need("extras.plot", "matplotlib")
     with open(out_dir / "log.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    write_atomically(out_dir / "loss.png", [plot_loss(rows)])
+    with writing_to(out_dir, "copy log.csv into a folder that you can write to, and pass that folder"):
+        write_atomically(out_dir / "loss.png", [plot_loss(rows)])
     print(out_dir / "loss.png")
 
 

@@ -1,10 +1,19 @@
-"""Text as it arrives when tokens are not characters: a character can be spread over several tokens."""
+"""Text as it arrives when tokens are not characters."""
 
 from sample import GeneratedText
 
 
+class IdText(GeneratedText):
+    """A GeneratedText of an IdTokenizer: ids with a space between them. A stop string is whole ids, too."""
+
+    def __init__(self, ids, tokenizer, stops=()):
+        super().__init__(ids, tokenizer, [f" {' '.join(stop.split())}" for stop in stops])
+        self.text = self.text.removeprefix(" ")
+        self.prompt_length = len(self.text)
+
+
 class PartialText(GeneratedText):
-    """A GeneratedText of a BPETokenizer.
+    """A GeneratedText of a BPETokenizer, where a character can be spread over several tokens.
 
     `settled` leaves out what the next tokens may still change: the bytes of a character that is not complete.
     """

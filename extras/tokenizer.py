@@ -1,10 +1,37 @@
-"""The tokenizer of a checkpoint: characters, or those of a tokenizer.json."""
+"""The tokenizer of a checkpoint: characters, those of a tokenizer.json, or ids if it has no vocabulary."""
 
 from pathlib import Path
 
 from extras.bpe import read_tokenizer, tokenizer_from_json, train_bpe
 from extras.nanogpt import read_meta
 from model import CharTokenizer, char_tokenizer, load_checkpoint
+
+
+class IdTokenizer:
+    """Writes tokens as their ids, for a model without a vocabulary: its tokens may be moves, notes or strokes.
+
+    It has the attributes and methods of CharTokenizer in model.py, but for state_dict: there is nothing to save.
+    """
+
+    unit = "ids"
+    default_prompt = "0"
+
+    def __init__(self, vocab_size):
+        self.vocab = range(vocab_size)
+
+    def encode(self, text):
+        """Return the ids in text such as "5 17 3" as a list. Raises ValueError."""
+        words = text.split()
+        wrong = next((word for word in words if not word.isdecimal() or int(word) not in self.vocab), None)
+        if wrong or not words:
+            hint = f"the model has no vocabulary, so text is ids from 0 to {len(self.vocab) - 1}, such as '5 17 3'"
+            raise ValueError(
+                f"{wrong or text!r} is not an id: {hint} (or add --meta, nanoGPT's meta.pkl or a tokenizer)"
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids):
+        return "".join(f" {i}" for i in ids)
 
 
 def build_tokenizer(checkpoint):
@@ -43,7 +70,11 @@ def read_vocabulary(path):
     """Return {"chars": ...} from nanoGPT's meta.pkl, or {"tokenizer": ...} from a tokenizer. Raises ValueError."""
     if path.suffix == ".pkl":
         return {"chars": read_meta(path)}
-    return tokenizer_from_json(read_tokenizer(path)).state_dict()  # as prepare.py writes it
+    content = read_tokenizer(path)
+    try:
+        return tokenizer_from_json(content).state_dict()  # as prepare.py writes it
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def make_tokenizer(name, vocab_size, training_text):

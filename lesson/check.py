@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python lesson/check.py
 from check_cache import check_cache, copies_of
 
 
@@ -83,7 +84,12 @@ CHECKS = {
 
 
 if __name__ == "__main__":
-    name = " ".join(sys.argv[1:]).removesuffix(".py")
+    name = " ".join(sys.argv[1:])
+    if name in ("-h", "--help"):
+        sys.exit(print(__doc__.strip()))
+    if not name:
+        sys.exit("lesson/check.py: which file? One of this folder, as in python -m lesson.check 2_cache")
+    name = Path(name).name.removesuffix(".py")  # also of lesson/2_cache.py
     if not Path(__file__).with_name(f"{name}.py").is_file():
         sys.exit(f"lesson/check.py: no file lesson/{name}.py: name one of this folder, such as 2_cache")
     torch.manual_seed(0)

@@ -433,7 +433,7 @@ def tiny(**network):
     return random_model(GPTConfig(**(SIZE | network)))
 
 
-def save_model(folder, model, chars=CHARS, ngrams=None):
+def save_model(folder, model, chars=CHARS, ngrams=None, name="ckpt.pt"):
     """Write ckpt.pt with what the scripts need of a checkpoint."""
     content = dict(model=model.state_dict(), model_args=vars(model.config).copy(), chars=chars, ngrams=ngrams)
-    save_checkpoint(folder / "ckpt.pt", content)
+    save_checkpoint(folder / name, content | dict(iter_num=7))

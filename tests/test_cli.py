@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SMALL, ok, run, save_model, tiny, unix
+from helpers import ONE_THREAD, ROOT, SMALL, here, ok, run, save_model, tiny, unix
 from sample import PRETRAINED, boolean, find_checkpoint, positive
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -38,14 +38,35 @@ def test_a_flag_is_true_or_false_and_a_number_of_things_at_least_one():
         ([None, None], ["out/demo"], str(PRETRAINED)),
     ],
 )
-def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in holds:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert find_checkpoint(*flags) == Path(expected)
-    said = f"sample.py: no checkpoint in out: using the pretrained {PRETRAINED.name}\n"
-    assert capsys.readouterr() == ("", said if expected == str(PRETRAINED) else "")
+
+
+@pytest.mark.parametrize(
+    "flags, holds, said",
+    [
+        ([], ["out/ckpt.pt", "out/last.pt"], "using out/ckpt.pt, step 7"),
+        ([], ["out/last.pt"], "using out/last.pt, step 7"),
+        (["--out_dir", "run"], ["run/last.pt"], "using run/last.pt, step 7"),
+        (["--ckpt", "run"], ["run/last.pt"], "using run/last.pt, step 7"),
+        ([], ["run/ckpt.pt"], f"no checkpoint in out: using the pretrained {PRETRAINED.name}, step 7000"),
+        (["--ckpt", "run"], ["run/ckpt.pt", "run/last.pt"], None),
+        (["--ckpt", "run/last.pt"], ["run/last.pt"], None),
+    ],
+)
+def test_the_model_is_named_unless_the_command_line_does(flags, holds, said, tmp_path, monkeypatch):
+    """Between Ctrl-C and the first evaluation a run has last.pt only."""
+    monkeypatch.chdir(tmp_path)
+    for name in holds:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_model((tmp_path / name).parent, tiny(), name=Path(name).name)
+    result = ok(here(*flags, "--prompt", "a", "--max_new_tokens", 2, "--device", "cpu", script="sample.py"))
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if "using" in line] == ([f"sample.py: {said}"] if said else [])
 
 
 # -- sample.py as a process --------------------------------------------------------------------------------------------

@@ -24,9 +24,15 @@ def entry(name, change):
     return damage
 
 
+def cut(file):
+    """As a download that broke off."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
 DAMAGES = [
     # the damage, a word of the message
-    (bytes_of("ckpt.pt", b"not a checkpoint at all"), "damaged"),
+    (bytes_of("ckpt.pt", b"not a checkpoint at all"), "not a file of torch.save"),
+    (lambda files: cut(files / "ckpt.pt"), "ckpt.pt is not a checkpoint of a GPT, or incomplete: copy or download it"),
     (bytes_of("ckpt.pt", saved({"model": {}})), "has weights and no model_args"),
     (bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
     (bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
@@ -35,7 +41,9 @@ DAMAGES = [
     (bytes_of("ckpt.pt", saved([1, 2])), "not a checkpoint"),
     (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), "contains numpy.*not loaded"),
     (entry("model", lambda old: old | {"path": Path("x")}), "contains pathlib.*not loaded"),
-    (entry("model_args", lambda old: old | {"n_layer": 3}), "Missing key"),
+    (entry("model_args", lambda old: old | {"n_layer": 3}), r"6 keys missing, 0 unknown: \['\S+', '\S+'\]$"),
+    (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), r"\['\S+', '\S+', '\S+'\]$"),
+    (entry("model_args", lambda old: old | {"n_embd": 16}), "size mismatch for"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
     (entry("chars", lambda old: old[:-1]), "characters"),
     (entry("chars", lambda old: old[1] + old[1:]), "characters"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import model
-from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, texts_of, unix
+from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, text_before, texts_of, unix
 from model import GPTConfig, KVCache, save_checkpoint
 from sample import PRETRAINED, report
 
@@ -97,6 +97,14 @@ def test_the_line_ends_of_a_prompt_are_those_of_a_file(trained, tmp_path):
     (tmp_path / "p.txt").write_bytes(text.encode())
     results = [ok(sample(trained, "--prompt", prompt)) for prompt in (text, f"FILE:{tmp_path / 'p.txt'}")]
     assert results[0].stdout == results[1].stdout and results[0].stdout.startswith("ab\ncd\ne\n")
+
+
+def test_a_stop_text_has_the_line_ends_of_the_text(trained):
+    """A script written on Windows passes CR LF."""
+    text = texts_of(trained, "First ", 100)[0]
+    stop = next(text[i : i + 3] for i in range(8, len(text) - 3) if text[i + 1] == "\n")
+    result = ok(sample(trained, "--prompt", "First ", "--stop", stop.replace("\n", "\r\n")))
+    assert result.stdout == "First " + text_before(text.removeprefix("First "), [stop]) != text
 
 
 @pytest.mark.slow
@@ -224,13 +232,18 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
         (["--prompt", "x" * 32], ["32", "at most 31"]),
         (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
         (["--prompt", "FILE:"], ["the prompt from the file ''"]),
-        (["--temperature", "-1"], ["sample.py: temperature=-1.0: must be a number >= 0"]),
-        (["--temperature", "nan"], ["temperature=nan"]),
-        (["--top_k", "0"], ["top_k=0"]),
-        (["--top_p", "1.5"], ["top_p=1.5"]),
-        (["--seed", str(2**64)], [f"seed={2**64}"]),
+        (["--temperature", "-1"], ["sample.py: --temperature=-1.0: must be a number >= 0"]),
+        (["--temperature", "nan"], ["--temperature=nan"]),
+        (["--top_k", "0"], ["--top_k=0"]),
+        (["--top_p", "1.5"], ["--top_p=1.5"]),
+        (["--seed", str(2**64)], [f"--seed={2**64}"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
         (["--device", "cuda:99"], ["cuda:99"]),
+        (
+            ["--device", "gpu"],
+            ["--device gpu cannot be used here: it is cpu, cuda (a GPU) or mps"],
+        ),
+        (["--device", "mps:7"], ["--device mps:7 cannot be used here: "]),
     ],
     ids=lambda value: " ".join(map(str, value))[:40],
 )
@@ -243,7 +256,7 @@ def test_mistakes_are_one_line(trained, flags, words):
 def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
     for file, *words in (
         ("mine.pt", "no checkpoint at mine.pt", "python train.py"),
-        (ROOT / "README.md", "README.md", "damaged"),
+        (ROOT / "README.md", "README.md", "not a file of torch.save"),
     ):
         assert_one_line(here("--ckpt", file, script="sample.py"), *words, code=1)
 

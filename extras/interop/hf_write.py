@@ -97,6 +97,7 @@ def known_special_tokens(found, tokenizer):
     """
     ids = {}
     names = {}
+    unknown = {}  # id: the settings that name it
     size = len(tokenizer.vocab)
     special = {t["id"]: t["content"] for t in json.loads(to_json(tokenizer))["added_tokens"] if t["special"]}
     for role in WITH_ID:
@@ -104,10 +105,13 @@ def known_special_tokens(found, tokenizer):
         known = known_ids(value, size)
         if known:  # only eos may be several
             ids[role] = known if isinstance(value, list) and role == "eos" else known[0]
-        if unknown := [i for i in (value if isinstance(value, list) else [value]) if i not in known]:
-            note(f"leaving out {role}_token_id {unknown}: an id is a whole number from 0 to {size - 1}")
+        for i in value if isinstance(value, list) else [value]:
+            if i not in known:
+                unknown.setdefault(repr(i), []).append(f"{role}_token_id")
         # only what the tokenizer treats as special already: an ordinary token would vanish from text
         names |= {f"{role}_token": special[i] for i in known[::-1] if i in special}
+    for i, roles in unknown.items():  # transformers writes the same one as bos and as eos
+        note(f"leaving out {' and '.join(roles)} {i}: an id is a whole number from 0 to {size - 1}")
     for key, name in found.items():
         if key.endswith("_token") and name in special.values():
             names[key] = name

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -243,7 +244,13 @@ class OnnxGPT:
             file = file / "onnx" / "model.onnx"
         self.file = file
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
-            raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx writes one")
+            run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else Path("out")
+            where = "" if run == Path("out") else f" --out_dir {shlex.quote(str(run))}"
+            raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx{where} writes one")
+        with open(file, "rb") as opened:
+            if opened.read(2) == b"PK":
+                hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"
+                raise ValueError(f"{file} is a checkpoint, and --engine onnx needs an ONNX file: {hint}")
         onnxruntime = need("--engine onnx", "onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised, so it need not print them too

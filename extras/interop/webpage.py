@@ -30,7 +30,7 @@ def export_web(model, tokenizer, folder):
     )
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
-        fail(f"the page needs onnxruntime-web, but {runtime} is missing: make web installs it (npm ci in web)")
+        fail(f"the page needs {runtime}: make web installs it (npm ci --prefix extras/web)")
 
     # make and check the graph
     config = model.config

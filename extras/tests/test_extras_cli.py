@@ -1,6 +1,7 @@
 """extras/cli.py: argument types, errors in one line, and what a closed pipe does to a command."""
 
 import argparse
+import errno
 import itertools
 import os
 import signal
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extras.cli import Parser, need, number, path
-from helpers import ROOT, unix
+from helpers import ROOT, assert_one_line, here, run, unix
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -52,6 +53,33 @@ def test_a_package_that_is_missing_is_named_with_the_command():
     assert need("--plot", "argparse", "itertools") is argparse
     with pytest.raises(ValueError, match=r"--plot needs nowhere \(No module named 'nowhere'\): pip install nowhere$"):
         need("--plot", "nowhere")
+
+
+COMMANDS = ("bench", "export", "loss", "plot")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_is_run_as_a_file_says_how_to_start_it(name):
+    result = run(ROOT / "extras" / f"{name}.py", "--help")
+    assert_one_line(result, f"python -m extras.{name}", code=1)
+
+
+@pytest.mark.parametrize("command", [["sample.py"], *(["-m", f"extras.{name}"] for name in COMMANDS)], ids=" ".join)
+def test_without_the_environment_one_line_says_so(command):
+    """-S leaves out site-packages."""
+    assert_one_line(run("-S", *command), "No module named", "README.md", code=1)
+
+
+@unix
+@pytest.mark.parametrize("command", [["sample.py"], ["-m", "extras.loss"]], ids=" ".join)
+def test_ctrl_c_during_the_imports_is_quiet(command, tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(99)", encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, **pipes) as process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
 
 
 # -- commands as processes ---------------------------------------------------------------------------------------------
@@ -116,3 +144,36 @@ def test_a_reader_that_has_gone_is_no_error(lines, script):
     with open(write, "wb") as pipe:
         process = script(f"for i in range({lines}):", "    print(i)", stdout=pipe)
         assert finish(process) == (-signal.SIGPIPE, "", "")
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (["plot"], "copy log.csv into a folder that you can write to, and pass that folder"),
+        (["export", "--format", "onnx", "--ckpt", ROOT / "assets" / "shakespeare.pt"], "as --out_dir, and the model"),
+    ],
+    ids=["plot", "export"],
+)
+def test_a_folder_that_cannot_be_written_is_one_line_with_a_way_out(command, words, tmp_path, monkeypatch):
+    """As on Kaggle. The tests may run as root, who can write everywhere, so the system call fails here."""
+    (tmp_path / "log.csv").write_text("step,train_loss,val_loss\n1,2.0,2.0\n", encoding="utf-8")
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    monkeypatch.setattr("model.write_atomically", refuse)
+    monkeypatch.setattr("train.lock_folder", refuse)
+    name, *flags = command
+    flags += ["--out_dir", tmp_path] if flags else [tmp_path]
+    result = here(*flags, script=f"extras/{name}.py")
+    lines = [line for line in result.stderr.splitlines() if "using the" not in line]
+    assert result.returncode == 1 and len(lines) == 1
+    assert f"cannot write to {tmp_path} (Read-only file system): " in lines[0] and words in lines[0]
+
+
+def test_an_out_dir_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "out").touch()
+    flags = ["--format", "onnx", "--ckpt", ROOT / "assets" / "shakespeare.pt", "--out_dir", tmp_path / "out"]
+    assert_one_line(
+        here(*flags, script="extras/export.py"), f"cannot write to {tmp_path / 'out'} (File exists)", code=1
+    )

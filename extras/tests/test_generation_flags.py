@@ -38,3 +38,13 @@ def test_prompts_of_different_lengths_need_the_cache(tmp_path):
 def test_drafts_without_ngrams_are_one_line(tmp_path):
     save_model(tmp_path, tiny())
     assert_one_line(sample(tmp_path, "--draft", "ngram"), "--draft ngram needs n-gram counts", code=1)
+
+
+def test_the_onnx_engine_says_how_to_export_this_model(tmp_path):
+    save_model(tmp_path, tiny())
+    hint = f"python -m extras.export --format onnx --out_dir {tmp_path} writes one"
+    assert_one_line(sample(tmp_path, "--engine", "onnx"), "no ONNX model", hint, code=1)
+    result = here("--engine", "onnx", "--ckpt", tmp_path / "ckpt.pt", script="sample.py")
+    assert_one_line(
+        result, "ckpt.pt is a checkpoint", f"--format onnx --ckpt {tmp_path / 'ckpt.pt'} writes one", code=1
+    )

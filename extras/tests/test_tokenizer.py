@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import sys
 from collections import Counter
 
@@ -15,7 +16,7 @@ from transformers import GPT2Tokenizer
 
 from extra_helpers import TOKENIZER, bpe
 from extras.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
-from extras.tokenizer import check_vocab_size, tokenizer_from_state
+from extras.tokenizer import check_vocab_size, read_vocabulary, tokenizer_from_state
 from helpers import CHARS, SAMPLE, ok, run
 
 TEXT = SAMPLE.read_text(encoding="utf-8")
@@ -175,6 +176,12 @@ def test_a_damaged_tokenizer_is_one_line(content):
     with pytest.raises(ValueError, match=r"^the tokenizer cannot be read: ") as error:
         tokenizer_from_state({"tokenizer": content})
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path))}: the tokenizer cannot be read: "):
+        read_vocabulary(tmp_path)
 
 
 def test_a_text_without_tokens_or_of_broken_bytes_is_one_line():

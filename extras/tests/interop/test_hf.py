@@ -217,10 +217,20 @@ def test_special_tokens_survive_a_finetuning_and_an_export_so_that_text_ends(tmp
 
 END = {"content": "<|endoftext|>", "lstrip": False}  # as transformers writes it
 SPECIAL = [  # files of a folder whose vocabulary has 512 tokens and an END; ids and names of its export; words of notes
-    ({"config": {"bos_token_id": 50256, "eos_token_id": 50256}}, (None, None), {}, ["bos_token_id [50256]", "eos"]),
+    (
+        {"config": {"bos_token_id": 50256, "eos_token_id": 50256}},
+        (None, None),
+        {},
+        ["bos_token_id and eos_token_id 50256: "],
+    ),
     ({"config": {"eos_token_id": []}}, (None, None), {}, []),
-    ({"config": {"eos_token_id": "256", "bos_token_id": True}}, (None, None), {}, ["eos_token_id ['256']", "[True]"]),
-    ({"config": {"eos_token_id": [3, -1, 513]}}, (None, [3]), {}, ["eos_token_id [-1, 513]"]),
+    (
+        {"config": {"eos_token_id": "256", "bos_token_id": True}},
+        (None, None),
+        {},
+        ["eos_token_id '256': ", "bos_token_id True: "],
+    ),
+    ({"config": {"eos_token_id": [3, -1, 513]}}, (None, [3]), {}, ["eos_token_id -1: ", "eos_token_id 513: "]),
     (
         {"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [512, 3]}},
         (None, [512, 3]),
