@@ -1008,13 +1008,18 @@ def check_vocabulary(data, data_dir, checkpoint, config):
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    ours = data.tokenizer.state_dict()
     theirs = {name: checkpoint[name] for name in ("chars", "tokenizer") if name in checkpoint}
-    if ours and not theirs:
-        char_tokenizer(checkpoint)  # raises ValueError: there is none
-    same = ours == theirs and len(data.tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
-    if not same and "tokenizer" in ours and "tokenizer" in theirs:
+    if "tokenizer" in theirs:
+        from extras.tokenizer import build_tokenizer
+
+        theirs = build_tokenizer(checkpoint).state_dict()
+    elif theirs or data.tokenizer.unit != "ids":
+        theirs = char_tokenizer(checkpoint).state_dict()
+    same = data.tokenizer.state_dict() == theirs
+    if not same and data.tokenizer.unit == "tokens" and "tokenizer" in theirs:
         same = data.tokenizer.gives_ids_of(theirs["tokenizer"], data.val)
+    if not theirs:
+        same = len(data.tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
     if not same:
         what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
         command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"

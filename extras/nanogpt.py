@@ -36,7 +36,7 @@ def read_meta(path):
     except Exception as error:
         raise ValueError(f"{path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
     if not characters:
-        raise ValueError(f"the tokens of {path} are not characters, so pass their tokenizer.json instead")
+        raise ValueError(f"{path}: its tokens are not characters, so pass their tokenizer.json instead")
     return "".join(tokens)
 
 

@@ -124,7 +124,7 @@ def test_the_scripts_run_in_a_notebook(tmp_path):
     """%run gives them a stdout that cannot change its encoding."""
     folder = ["--data_dir", str(tmp_path / "data")]
     for words, said in (
-        (["data/prepare.py", "--input", "data/sample.txt", *folder], "characters, 65 distinct"),
+        (["data/prepare.py", "--input", "data/sample.txt", *folder], "characters, a vocabulary of 65"),
         (["train.py", *SMALL, "--max_iters", "1", *folder, "--out_dir", str(tmp_path)], "A sample:"),
         (["sample.py", "--out_dir", str(tmp_path), "--device", "cpu", "--prompt", "ROM"], "ROM"),
     ):

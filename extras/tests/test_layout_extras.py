@@ -48,7 +48,7 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
         "extras.export": {"train", "sample"},
         "extras.generation": {"sample"},
         "extras.text": {"sample"},
-        "extras.loss": {"sample"},
+        "extras.loss": {"train", "sample"},
     }
 
 
