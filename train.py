@@ -38,24 +38,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
+try:  # importing torch takes a second, in which Ctrl-C may come
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn as nn
+    from torch.nn import functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from tqdm import tqdm
 
-from model import (
-    GPT,
-    CharTokenizer,
-    GPTConfig,
-    build_model,
-    char_tokenizer,
-    load_checkpoint,
-    save_checkpoint,
-    write_atomically,
-)
+    from model import (
+        GPT,
+        CharTokenizer,
+        GPTConfig,
+        build_model,
+        char_tokenizer,
+        load_checkpoint,
+        save_checkpoint,
+        write_atomically,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -954,8 +959,10 @@ def pick_device(name):
     try:
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
-        why = str(error).strip().partition("\n")[0]
-        raise ValueError(f"--device {name} cannot be used here: {why[:150]}") from None
+        why = str(error).strip().partition("\n")[0].partition(". ")[0]
+        if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
+            why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
+        raise ValueError(f"--device {name} cannot be used here: {why}") from None
     device = torch.device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -22,8 +22,11 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
+try:
+    import numpy as np
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    sys.exit(f"prepare.py: {error}: activate the environment, or install it as README.md says")
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SMALL, here, ok, run, save_model, tiny, unix
+from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, ok, run, save_model, tiny, unix
 from sample import PRETRAINED, boolean, find_checkpoint, positive
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -100,6 +100,13 @@ def test_ctrl_c_ends_sample_py_quietly(tmp_path):
         child.send_signal(signal.SIGINT)
         _, said = child.communicate(timeout=60)
     assert (child.returncode, said) == (130, b"")
+
+
+@pytest.mark.parametrize("script", ["sample.py", "train.py", "data/prepare.py"])
+def test_without_the_environment_there_is_one_line(script):
+    """Python that ignores the packages of its environment, as in a terminal where it is not activated."""
+    result = subprocess.run([sys.executable, "-S", script], cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert_one_line(result, "No module named", "activate the environment, or install it as README.md says", code=1)
 
 
 def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):
