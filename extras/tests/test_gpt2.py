@@ -294,8 +294,8 @@ def test_what_does_not_fit_the_folder_is_one_line(gpt2, data_dir, tmp_path):
     bpe_flags = ["--tokenizer", "bpe", "--vocab_size", "300"]
     ok(here("--input", SAMPLE, *bpe_flags, "--data_dir", tmp_path / "bpe", script="data/prepare.py"))
     for flags, words in (
-        (["--data_dir", data_dir], ["are not those of", f"python data/prepare.py --tokenizer {gpt2}"]),
-        (["--data_dir", tmp_path / "bpe"], ["are not those of", f"python data/prepare.py --tokenizer {gpt2}"]),
+        (["--data_dir", data_dir], ["are not those of", f"--tokenizer {gpt2}"]),
+        (["--data_dir", tmp_path / "bpe"], ["are not those of", f"--tokenizer {gpt2}"]),
         (["--data_dir", gpt2 / "data", "--block_size", 64], ["--block_size 64 conflicts", "block_size 48"]),
         (["--data_dir", gpt2 / "data", "--n_layer", 3], ["--n_layer 3 conflicts", "n_layer 2"]),
         (["--data_dir", gpt2 / "data", "--init_from", "scratch", "--preset", "finetune"], ["--preset finetune"]),
