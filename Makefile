@@ -63,7 +63,7 @@ LONG = --timeout 900
 test: lint
 	@(command -v cc || command -v gcc || command -v clang) > /dev/null || echo "no C compiler: the tests of the C backend skip"
 	@command -v node > /dev/null || echo "no Node.js: the tests of the web page skip"
-	@test -d extras/web/node_modules || echo "no extras/web/node_modules: tests of the web page skip until make check installs it"
+	@command -v nvidia-smi > /dev/null || echo "no NVIDIA GPU: extras/tests/test_gpu.py skips (make gpu runs it)"
 	$(PYTEST) -m "not slow"
 
 check: test

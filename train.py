@@ -753,14 +753,10 @@ COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "g
 def lock_folder(folder, name=".lock"):
     """Lock a folder through a file in it, and return the open file. The lock ends with the process.
 
-    Raises ValueError if another process holds the lock, or if the folder is not writable.
+    Raises ValueError if another process holds the lock, and OSError if the folder is not writable.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / name, "ab")  # noqa: SIM115
-    except OSError as error:
-        hint = f"change --out_dir; to resume there, copy the folder first (cp -r {folder} COPY)"
-        raise ValueError(f"cannot write to {folder} ({error.strerror}): {hint}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / name, "ab")  # noqa: SIM115
     try:
         import fcntl
 
@@ -1126,7 +1122,11 @@ def main():
         config, data, state, metadata = make_run(flags, has_extras=ngrams is not None)
         out_dir = Path(config.out_dir)
         if RANK == 0 and not config.eval_only:
-            lock = lock_folder(out_dir)
+            try:
+                lock = lock_folder(out_dir)
+            except OSError as error:
+                hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
+                raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
             begin_log(out_dir, state)
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")

@@ -1,13 +1,14 @@
-"""CONTRIBUTING.md: its worked change is complete."""
+"""CONTRIBUTING.md: its worked change is complete. And make, with a Python that is too old or missing."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from helpers import ROOT, ok
+from helpers import ROOT, ok, unix
 
 CHECK = """
 import torch
@@ -56,3 +57,27 @@ def test_the_worked_change_trains_and_gives_the_same_text_in_c(tmp_path):
     python("train.py", "--norm", "rms", "--max_iters", "5", "--device", "cpu")
     verified = python("sample.py", "--device", "cpu", "--max_new_tokens", "40", "--compile", "--verify")
     assert "verify: OK" in verified.stderr and "decoding without --compile" not in verified.stderr
+
+
+# -- make --------------------------------------------------------------------------------------------------------------
+
+OLD = """#!/bin/sh
+shift
+exec {python} -c "import sys; sys.version_info = (3, 10, 12); exec(sys.argv[1])" "$@"
+"""
+
+
+@unix
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_says_in_one_line_that_python_is_missing_or_too_old(tmp_path):
+    for name in ("Makefile", "requirements.txt", "pyproject.toml", "tests/constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    old = tmp_path / "python3.10"
+    old.write_text(OLD.format(python=shlex.quote(sys.executable)), encoding="utf-8")
+    old.chmod(0o755)
+    for python, words in (("./python3.10", "is Python 3.10: make PYTHON="), ("./none", "there is no ./none")):
+        result = subprocess.run(["make", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        ours, makes_own = result.stderr.strip().splitlines()
+        assert result.returncode and words in ours and "3.11 or newer" in ours and "Error" in makes_own
+        assert not (tmp_path / ".venv").exists() and not result.stdout

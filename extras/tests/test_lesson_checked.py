@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from check_cache import check_cache, copies_of
-from helpers import ROOT
+from helpers import ROOT, assert_one_line, ok, run
 from lesson import check
 from lesson_files import CACHE, INT8, PAGES, PREALLOCATED, RECOMPUTE, WINDOW, load
 
@@ -146,3 +146,15 @@ def test_it_runs_from_the_command_line_as_the_readme_says():
     assert right.returncode == 0 and "scenarios ran, 200 tokens per row" in right.stdout
     missing = run("mine")
     assert missing.returncode == 1 and missing.stderr.startswith("lesson/check.py: no file lesson/mine.py")
+
+
+def test_check_takes_a_path_and_says_what_to_pass():
+    assert ok(run("-m", "lesson.check", "--help")).stdout.startswith("Is the cache in one of these files correct?")
+    for command in (["-m", "lesson.check"], [ROOT / "lesson" / "check.py"]):
+        assert_one_line(run(*command), "which file?", "python -m lesson.check 2_cache", code=1)
+    assert_one_line(run(ROOT / "lesson" / "check.py", "lesson/none.py"), "no file lesson/none.py", code=1)
+
+
+@pytest.mark.slow
+def test_check_runs_as_a_file_with_the_path_of_a_file():
+    assert "correct" in ok(run(ROOT / "lesson" / "check.py", ROOT / "lesson" / "2_cache.py")).stdout
