@@ -11,9 +11,9 @@
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 
-If the folder extras is present, it adds three things without a flag: threads yield on a busy machine (extras/cores.py),
-the modern recipe trains on n-gram targets, and checkpoints contain the n-gram counts for sample.py --draft (both in
-extras/decoding/ngrams.py).
+If the folder extras is present, it adds four things without a flag: threads yield on a busy machine (extras/cores.py),
+a second run in the same folder is refused (extras/cli.py), the modern recipe trains on n-gram targets, and checkpoints
+contain the n-gram counts for sample.py --draft (both in extras/decoding/ngrams.py).
 """
 
 # Read it from top to bottom: settings, data, batches, the loss, the optimizers, a step, evaluation, the loop, main.
@@ -30,7 +30,6 @@ import shlex
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -252,21 +251,18 @@ def parse_flags():
     """Return {name: value} of the flags on the command line. resolve_config fills in the rest."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=presets_and_recipes(),
+        epilog="These are preset cpu and recipe modern. What the rest change is in PRESETS and RECIPES, in train.py.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     for name, f in FLAGS.items():
-        kind = get_args(f.type)[0] if get_args(f.type) else f.type  # int, for int | None
+        kind = next(iter(get_args(f.type)), f.type)  # int, for int | None
         choices = f.metadata["choices"]
+        options = dict(type=kind, choices=choices, metavar=None if choices else name.split("_")[-1].upper())
         if kind is bool:
             options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
-        elif choices:
-            options = dict(type=kind, choices=choices)
-        else:
-            options = dict(type=kind, metavar=name.split("_")[-1].upper())
         help = f"{f.metadata['help']} (default: {f.default})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags, unknown = parser.parse_known_args()
@@ -275,15 +271,6 @@ def parse_flags():
         hint = f": did you mean {similar[0]}?" if similar else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return vars(flags)
-
-
-def presets_and_recipes():
-    """Return what each preset and recipe changes, as text for the end of --help."""
-    lines = ["The defaults above are preset cpu with recipe modern. The rest change these flags:"]
-    for name, settings in (PRESETS | RECIPES).items():
-        text = " ".join(f"{key}={value}" for key, value in settings.items()) or "(the defaults)"
-        lines.append(textwrap.fill(f"  {name}: {text}", 118, subsequent_indent="    "))
-    return "\n".join(lines)
 
 
 def boolean(text):
@@ -619,8 +606,7 @@ class TrainState:
         with_optimizers  needed to resume; without them the file is half the size
         """
         state = dict(model=self.model.state_dict())
-        for name in COUNTERS:
-            state[name] = getattr(self, name)
+        state |= {name: getattr(self, name) for name in COUNTERS}
         if with_optimizers:
             state["optimizer"] = [optimizer.state_dict() for optimizer in self.optimizers]
             state["scaler"] = self.scaler.state_dict()
@@ -631,11 +617,8 @@ class TrainState:
     def resume(self, saved):
         """Continue the run of a checkpoint. Its weights are already loaded."""
         for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
-            # keep our settings, because a resume may change --weight_decay or --beta2, and the learning rate so far
-            groups = optimizer.state_dict()["param_groups"]
-            for group, saved_group in zip(groups, state["param_groups"]):
-                group["lr"] = saved_group["lr"]
-            optimizer.load_state_dict(dict(state=state["state"], param_groups=groups))
+            # our own settings, because a resume may change --weight_decay or --beta2
+            optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
         self.mtp.load_state_dict(saved["mtp"])
         if self.scaler.is_enabled() and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
@@ -678,11 +661,8 @@ def train_step(config, data, state):
             state.scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(state.training_loss.parameters(), config.grad_clip)
 
-    # update: AdamW and Muon each have their own peak learning rate
-    lr_scale = lr_multiplier(state.iter_num, config)
+    # update
     for optimizer in state.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * lr_scale
         state.scaler.step(optimizer)
     state.scaler.update()
     state.training_loss.zero_grad(set_to_none=True)
@@ -740,7 +720,7 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
             count += y.numel()
             bar.update(y.numel() * WORLD_SIZE)
     model.train()
-    if all_reduce(len(signals), dist.ReduceOp.MAX):
+    if stop_signal(signals):
         return None
     return all_reduce(total) / all_reduce(count)
 
@@ -748,24 +728,6 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
 # -- the folder of a run -----------------------------------------------------------------------------------------------
 
 COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
-
-
-def lock_folder(folder, name=".lock"):
-    """Lock a folder through a file in it, and return the open file. The lock ends with the process.
-
-    Raises ValueError if another process holds the lock, and OSError if the folder is not writable.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / name, "ab")  # noqa: SIM115
-    try:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another process is writing to {folder}: stop it, or change --out_dir") from None
-    except (ImportError, OSError):  # Windows and some network drives have no such locks
-        pass
-    return lock
 
 
 def begin_log(out_dir, state):
@@ -816,86 +778,89 @@ def log_row(out_dir, bar, row, best_val_loss):
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
+def require_finite(loss, step, config):
+    """Exit if a loss is not finite, so that broken weights replace no checkpoint."""
+    if not math.isfinite(loss):
+        sys.exit(
+            f"train.py: stopped at step {step}: the loss is {loss}. Lower --learning_rate "
+            f"(now {config.learning_rate}). The checkpoints in {config.out_dir} are from before that step"
+        )
+
+
 def train(config, data, state, metadata, bar, signals):
     """Train from state.iter_num until max_iters, a stop signal, or until patience runs out.
 
     metadata  the entries of a checkpoint that stay the same during the run
     bar       a tqdm bar; if it is disabled, because stderr is not a terminal, we print lines instead
     signals   a list from catch_signals
-    Returns the number of the stop signal, or 0. Exits rather than save weights whose loss is not finite.
+    Returns the number of the stop signal, or 0.
     """
     out_dir = Path(config.out_dir)
-    signum = 0
-    grad_norm = None
-    row_began = time.perf_counter()  # start of the interval for the next row of log.csv
+    row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     row_step = state.iter_num
     began = row_began - state.seconds
-
-    def save_as(name, with_optimizers):
-        state.seconds = round(time.perf_counter() - began, 3)
-        if RANK == 0:
-            save_checkpoint(out_dir / name, metadata | state.state_dict(with_optimizers))
-
-    def require_finite(loss):
-        if not math.isfinite(loss):
-            sys.exit(
-                f"train.py: stopped at step {state.iter_num}: the loss is {loss}. Lower --learning_rate "
-                f"(now {config.learning_rate}). The checkpoints in {out_dir} are from before that step"
-            )
+    grad_norm = None
 
     while True:
-        # We evaluate, log and save before a step, as nanoGPT does. So a resumed run first does the evaluation or
-        # writes the row of log.csv that it still owes. If no step is unlogged, it owes none.
+        # As in nanoGPT, we evaluate, log and save before a step. A resumed run begins with what a stop signal has put
+        # off; if all steps are logged, that is nothing.
         step = state.iter_num
+        signum = stop_signal(signals)
         ending = step >= config.max_iters
-        evaluating = ending or step % config.eval_interval == 0
-        saving = evaluating or step % config.save_interval == 0
-        logging = saving or step % config.log_interval == 0
+        due = state.num_unlogged > 0
+        evaluating = due and not signum and (ending or step % config.eval_interval == 0)
+        saving = due and (signum or evaluating or step % config.save_interval == 0)
+        logging = due and not signum and (saving or step % config.log_interval == 0)
 
-        if state.num_unlogged and (logging or signum):
+        # learning rate: AdamW and Muon each have their own peak
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * lr_multiplier(step, config)
+
+        # evaluate
+        val_loss = None
+        if logging or saving:
             tokens_per_s = (step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began)
             train_loss = state.mean_loss()
-            require_finite(train_loss)
-            if saving or signum:  # train_loss is from before the last update, so try the new weights too
-                require_finite(evaluate(state, data.val[: config.block_size + 1]))
+            require_finite(train_loss, step, config)
+        if evaluating:
+            val_loss = evaluate(state, data.val, config.eval_tokens(), signals)
+            if val_loss is None:  # a signal has cut it short
+                continue
+            require_finite(val_loss, step, config)
+            state.evals_since_best += 1
+            if val_loss < state.best_val_loss:
+                state.best_val_loss = val_loss
+                state.evals_since_best = 0
+        elif saving:  # try the new weights, because train_loss is from before the last update
+            require_finite(evaluate(state, data.val[: config.block_size + 1]), step, config)
+        state.seconds = round(time.perf_counter() - began, 3)
 
-            # evaluate
-            val_loss = None
-            if evaluating and not signum:
-                val_loss = evaluate(state, data.val, config.eval_tokens(), signals)
-                if val_loss is None:
-                    signum = stop_signal(signals)
-            if val_loss is not None:
-                require_finite(val_loss)
-                state.evals_since_best += 1
-                if val_loss < state.best_val_loss:
-                    state.best_val_loss = val_loss
-                    state.evals_since_best = 0
-                    save_as("ckpt.pt", with_optimizers=False)
+        # log
+        if logging:
+            row = dict(step=step, seconds=state.seconds, train_loss=train_loss, val_loss=val_loss)
+            row["lr"] = config.learning_rate * lr_multiplier(step - 1, config)  # of the last step
+            row["tokens_per_s"] = round(tokens_per_s)
+            row["grad_norm"] = None if grad_norm is None else grad_norm.item()
+            log_row(out_dir, bar, row, state.best_val_loss)
+            state.loss_sum.zero_()
+            state.num_unlogged = 0
 
-            # log, unless we stop: then the resumed run will write the row
-            if not signum:
-                row = dict(step=step, train_loss=train_loss, val_loss=val_loss, tokens_per_s=round(tokens_per_s))
-                row["seconds"] = round(time.perf_counter() - began, 3)
-                row["lr"] = state.optimizers[0].param_groups[0]["lr"]
-                row["grad_norm"] = None if grad_norm is None else grad_norm.item()
-                log_row(out_dir, bar, row, state.best_val_loss)
-                state.loss_sum.zero_()
-                state.num_unlogged = 0
-
-            # save
-            if saving or signum:
-                save_as("last.pt", with_optimizers=True)
-            row_began = time.perf_counter()
-            row_step = step
+        # save
+        if saving and RANK == 0:
+            if evaluating and state.evals_since_best == 0:
+                save_checkpoint(out_dir / "ckpt.pt", metadata | state.state_dict(with_optimizers=False))
+            save_checkpoint(out_dir / "last.pt", metadata | state.state_dict(with_optimizers=True))
 
         if signum or ending or (config.patience and state.evals_since_best >= config.patience):
             return signum
 
         # step
+        if state.num_unlogged == 0:  # the first of a row
+            row_began = time.perf_counter()
+            row_step = step
         grad_norm = train_step(config, data, state)
         bar.update()
-        signum = stop_signal(signals)
 
 
 # -- processes and devices ---------------------------------------------------------------------------------------------
@@ -945,11 +910,11 @@ def end_all_but_rank_0(exit_code=0):
 def pick_device(name):
     """Return this process's torch.device for --device. "auto" is a GPU if there is one. Raises ValueError.
 
-    With torchrun, every process gets a GPU of its own. A numbered GPU becomes PyTorch's current device, because pinned
-    memory and NCCL use that.
+    With torchrun, every process gets a GPU of its own. It becomes PyTorch's current device, because pinned memory and
+    NCCL use that.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{LOCAL_RANK}" if WORLD_SIZE > 1 else "cuda"
+        name = f"cuda:{LOCAL_RANK}"
     elif name == "auto":
         name = "cpu"
     try:
@@ -960,7 +925,7 @@ def pick_device(name):
             why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
         raise ValueError(f"--device {name} cannot be used here: {why}") from None
     device = torch.device(name)
-    if device.type == "cuda" and device.index is not None:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
@@ -988,12 +953,9 @@ def initial_checkpoint(init_from, out_dir, meta):
     """
     if init_from == "scratch":
         return None
-    if init_from == "resume":
-        last = out_dir / "last.pt"
-        if not last.exists():
-            raise ValueError(f"nothing to resume: there is no {last}")
-        return load_checkpoint(last)
-    path = Path(init_from)
+    path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
+    if init_from == "resume" and not path.exists():
+        raise ValueError(f"nothing to resume: there is no {path}")
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
     try:
@@ -1011,18 +973,12 @@ def check_vocabulary(data, data_dir, checkpoint, config):
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    theirs = {name: checkpoint[name] for name in ("chars", "tokenizer") if name in checkpoint}
-    if "tokenizer" in theirs:
-        from extras.tokenizer import build_tokenizer
+    if data.tokenizer.unit == "characters" and "tokenizer" not in checkpoint:
+        same = data.tokenizer.vocab == char_tokenizer(checkpoint).vocab
+    else:
+        from extras.tokenizer import gives_ids_of
 
-        theirs = build_tokenizer(checkpoint).state_dict()
-    elif theirs or data.tokenizer.unit != "ids":
-        theirs = char_tokenizer(checkpoint).state_dict()
-    same = data.tokenizer.state_dict() == theirs
-    if not same and data.tokenizer.unit == "tokens" and "tokenizer" in theirs:
-        same = data.tokenizer.gives_ids_of(theirs["tokenizer"], data.val)
-    if not theirs:
-        same = len(data.tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
+        same = gives_ids_of(data.tokenizer, checkpoint, data.val)
     if not same:
         what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
         command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"
@@ -1108,6 +1064,7 @@ def make_run(flags, has_extras):
 def main():
     # what the folder extras adds without a flag
     try:
+        from extras.cli import lock_folder
         from extras.cores import share_cores
         from extras.decoding import ngrams
 
@@ -1116,6 +1073,7 @@ def main():
         if error.name.partition(".")[0] != "extras":
             raise
         ngrams = None
+    lock = nullcontext()
 
     flags = parse_flags()
     try:
@@ -1123,11 +1081,13 @@ def main():
         out_dir = Path(config.out_dir)
         if RANK == 0 and not config.eval_only:
             try:
-                lock = lock_folder(out_dir)
+                out_dir.mkdir(parents=True, exist_ok=True)
+                if ngrams:
+                    lock = lock_folder(out_dir)
+                begin_log(out_dir, state)
             except OSError as error:
                 hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
                 raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
-            begin_log(out_dir, state)
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
     unit = data.tokenizer.unit
@@ -1174,12 +1134,11 @@ def main():
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     steps = dict(total=config.max_iters, initial=first_step, unit="step")
     # a notebook keeps every update, so there is at most one a second
-    with tqdm(**steps, ncols=ncols, nrows=nrows, mininterval=1.0, disable=NO_BAR) as bar:
+    with lock, tqdm(**steps, ncols=ncols, nrows=nrows, mininterval=1.0, disable=NO_BAR) as bar:
         signum = train(config, data, state, metadata, bar=bar, signals=catch_signals())
     end_all_but_rank_0(128 + signum if signum else 0)
 
     # report
-    lock.close()  # a notebook, which may keep our variables, can resume
     done = f"step {state.iter_num} of {config.max_iters}"
     if signum:
         command = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"

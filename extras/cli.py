@@ -57,6 +57,24 @@ def writing_to(folder, hint):
         fail(f"cannot write to {folder} ({error.strerror}): {hint}")
 
 
+def lock_folder(folder, name=".lock"):
+    """Lock a folder, which may be new, through a file in it, and return the open file. The lock ends with the process.
+
+    Raises ValueError if another process holds the lock, and OSError if the folder is not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / name, "ab")  # noqa: SIM115
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is writing to {folder}: stop it, or change --out_dir") from None
+    except (ImportError, OSError):  # Windows and some network drives have no such locks
+        pass
+    return lock
+
+
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 

@@ -12,13 +12,12 @@ both with PyTorch's.
 from pathlib import Path
 
 from extras.checkpoint import load_checkpoint
-from extras.cli import Parser, fail, need, note, one_line_errors, path, run_main, writing_to
+from extras.cli import Parser, fail, lock_folder, need, note, one_line_errors, path, run_main, writing_to
 from extras.interop.hf_read import known_ids
 from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.tokenizer import build_tokenizer
 from model import build_model
 from sample import find_checkpoint, which_model
-from train import lock_folder
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
@@ -60,7 +59,6 @@ def main():
     folder = Path(args.out_dir or "out") / args.format
     hint = "pass a folder that you can write to as --out_dir, and the model as --ckpt"
     with one_line_errors(), writing_to(folder.parent, hint):
-        folder.parent.mkdir(parents=True, exist_ok=True)
         # the lock is next to the folder, because people publish everything inside it
         lock = lock_folder(folder.parent, f".{args.format}.lock")
     with lock, writing_to(folder, hint):

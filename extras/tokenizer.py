@@ -56,6 +56,19 @@ def tokenizer_from_state(state):
     return CharTokenizer(state["chars"]) if "chars" in state else IdTokenizer(state["vocab_size"])
 
 
+def gives_ids_of(tokenizer, checkpoint, ids):
+    """Return whether `ids`, text in the tokens of a tokenizer, mean the same to the model of a checkpoint.
+
+    Ids without a vocabulary only have to be below the vocabulary size. Raises ValueError.
+    """
+    if tokenizer.unit == "ids" and not {"chars", "tokenizer"} & checkpoint.keys():
+        return len(tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
+    theirs = build_tokenizer(checkpoint).state_dict()
+    if tokenizer.state_dict() == theirs:
+        return True
+    return tokenizer.unit == "tokens" and "tokenizer" in theirs and tokenizer.gives_ids_of(theirs["tokenizer"], ids)
+
+
 def check_vocab_size(tokenizer, vocab_size, path):
     """Raise ValueError unless the weights from `path`, with vocab_size tokens, fit this tokenizer.
 

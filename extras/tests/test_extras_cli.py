@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_with_a_way_out(command, wor
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
 
     monkeypatch.setattr("model.write_atomically", refuse)
-    monkeypatch.setattr("train.lock_folder", refuse)
+    monkeypatch.setattr("extras.cli.lock_folder", refuse)
     name, *flags = command
     flags += ["--out_dir", tmp_path] if flags else [tmp_path]
     result = here(*flags, script=f"extras/{name}.py")

@@ -45,7 +45,7 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
         assert IMPORTS[name] <= {"model"} | SCRIPTS | in_package("extras"), name
     assert {name: found & SCRIPTS for name, found in IMPORTS.items() if found & SCRIPTS} == {
         "extras.bench": {"train", "sample"},
-        "extras.export": {"train", "sample"},
+        "extras.export": {"sample"},
         "extras.generation": {"sample"},
         "extras.text": {"sample"},
         "extras.loss": {"train", "sample"},

@@ -1,4 +1,4 @@
-"""train.py with extras: tokens that are not characters, n-grams in the checkpoints, and the plot of a run."""
+"""train.py with extras: tokens that are not characters, n-grams in the checkpoints, the lock, and the plot of a run."""
 
 import math
 import re
@@ -8,7 +8,21 @@ import pytest
 import torch
 
 from extras.checkpoint import load_model
-from helpers import SAMPLE, STATEFUL, assert_one_line, assert_same_run, here, load, log, ok, plain_val_loss, progress
+from helpers import (
+    SAMPLE,
+    SMALL,
+    STATEFUL,
+    assert_one_line,
+    assert_same_run,
+    child,
+    here,
+    load,
+    log,
+    ok,
+    plain_val_loss,
+    progress,
+    start,
+)
 from train import load_dataset
 
 
@@ -62,6 +76,22 @@ def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
 def test_the_checkpoints_of_a_run_hold_ngrams_for_drafts(trained):
     for name in ("ckpt.pt", "last.pt"):
         assert len(load(trained / name)["ngrams"]["counts"]) > 0
+
+
+@pytest.mark.slow
+def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir, tmp_path):
+    """The lock needs no cleaning up, because kill -9 frees it."""
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 10**6, "--log_interval", 1]
+    process = start(*flags, "--save_interval", 2)
+    with process:
+        for line in process.stdout:
+            if line.startswith("step 4/"):
+                break
+        for more in (flags, ["--init_from", "resume", "--out_dir", tmp_path]):
+            assert_one_line(child(*more), f"another process is writing to {tmp_path}: stop it", code=1)
+        assert not (tmp_path / "previous-1").exists()
+        process.kill()
+    ok(child("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", load(tmp_path / "last.pt")["iter_num"] + 2))
 
 
 # -- the plot ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
-"""The folder of a run: log.csv, the lock, and the run that was there before."""
+"""The folder of a run: log.csv, and the run that was there before."""
 
 from types import SimpleNamespace
-
-import pytest
 
 from helpers import (
     BROKEN,
@@ -10,13 +8,10 @@ from helpers import (
     SMALL,
     assert_one_line,
     assert_refused,
-    child,
     contents,
     here,
-    load,
     log,
     ok,
-    start,
 )
 from train import begin_log
 
@@ -67,23 +62,7 @@ def test_a_damaged_log_is_one_line_and_a_run_goes_on_without_it(out):
     assert [row["step"] for row in log(out)] == ["61"]
 
 
-# -- one run per folder, whole at any moment ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir, tmp_path):
-    """The lock needs no cleaning up, because kill -9 frees it."""
-    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path, "--max_iters", 10**6, "--log_interval", 1]
-    process = start(*flags, "--save_interval", 2)
-    with process:
-        for line in process.stdout:
-            if line.startswith("step 4/"):
-                break
-        for more in (flags, ["--init_from", "resume", "--out_dir", tmp_path]):
-            assert_one_line(child(*more), f"another process is writing to {tmp_path}: stop it", code=1)
-        assert not (tmp_path / "previous-1").exists()
-        process.kill()
-    ok(child("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", load(tmp_path / "last.pt")["iter_num"] + 2))
+# -- a folder that cannot be written -----------------------------------------------------------------------------------
 
 
 def test_an_out_dir_that_cannot_be_made_is_one_line(data_dir, tmp_path):
