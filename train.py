@@ -46,16 +46,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     from torch.nn.parallel import DistributedDataParallel
     from tqdm import tqdm
 
-    from model import (
-        GPT,
-        CharTokenizer,
-        GPTConfig,
-        build_model,
-        char_tokenizer,
-        load_checkpoint,
-        save_checkpoint,
-        write_atomically,
-    )
+    from model import GPT, CharTokenizer, GPTConfig, build_model, load_checkpoint, save_checkpoint, write_atomically
 except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
 except KeyboardInterrupt:
@@ -973,8 +964,8 @@ def check_vocabulary(data, data_dir, checkpoint, config):
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    if data.tokenizer.unit == "characters" and "tokenizer" not in checkpoint:
-        same = data.tokenizer.vocab == char_tokenizer(checkpoint).vocab
+    if data.tokenizer.unit == "characters" and "chars" in checkpoint:
+        same = data.tokenizer.vocab == checkpoint["chars"]
     else:
         from extras.tokenizer import gives_ids_of
 

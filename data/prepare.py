@@ -41,42 +41,25 @@ PIECE = 2**20  # characters per read, so that the text may be larger than memory
 
 
 def download(url, path):
-    """Write the response from `url` to a file, and check the hash of tiny Shakespeare.
-
-    Raises OSError, like all errors of requests, or ValueError if the response is not the text.
-    """
-    import requests  # here, because --input works without it
-
-    with requests.get(url, stream=True, timeout=TIMEOUT) as response, open(path, "wb") as file:
-        response.raise_for_status()
-        if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
-            raise ValueError("the response is an HTML page, not plain text")
-        size = int(response.headers.get("Content-Length", 0))
-        with tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar:
-            for chunk in response.iter_content(2**20):
-                file.write(chunk)
-                bar.update(len(chunk))
-    if url == CORPUS_URL and sha256_of(path) != CORPUS_SHA256:
-        raise ValueError(f"the response ({path.stat().st_size} bytes) is not tiny Shakespeare: its SHA-256 differs")
-
-
-def open_corpus(url, path, stand_in):
-    """Return the (name, path) of the text from a URL, downloaded to `path`. Raises ValueError if that is impossible.
-
-    stand_in  whether data/sample.txt may replace it if we are offline
-    """
+    """Write the text at `url` to a file. Raises ValueError if that is impossible, or if it is not the text."""
     try:
-        download(url, path)
-        return url, path
+        import requests  # here, because --input works without it
+
+        with requests.get(url, stream=True, timeout=TIMEOUT) as response, open(path, "wb") as file:
+            response.raise_for_status()
+            if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
+                raise ValueError("the response is an HTML page, not plain text")
+            size = int(response.headers.get("Content-Length", 0))
+            with tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar:
+                for chunk in response.iter_content(2**20):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+        if url == CORPUS_URL and sha256_of(path) != CORPUS_SHA256:
+            raise ValueError(f"the response ({path.stat().st_size} bytes) is not tiny Shakespeare: its SHA-256 differs")
     except (ImportError, OSError, ValueError) as error:
         while error.__context__:  # the outer errors of requests are full of object addresses
             error = error.__context__
-        why = str(error) or type(error).__name__
-    if not stand_in or not STAND_IN.exists():
-        raise ValueError(f"cannot download {url}: {why}; nothing was changed")
-    note(f"WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE ({why})")
-    note("USING THE SMALL STAND-IN data/sample.txt INSTEAD")
-    return STAND_IN_SOURCE, STAND_IN
+        raise ValueError(f"cannot download {url}: {str(error) or type(error).__name__}") from None
 
 
 # -- from text to ids --------------------------------------------------------------------------------------------------
@@ -162,22 +145,18 @@ def write(data_dir, vocabulary, size, train, val, source):
     hashes = {}
     num_ids = {}
     data_dir.mkdir(parents=True, exist_ok=True)
-    temporary = {name: data_dir / f".{name}.tmp" for name in ("train.bin", "val.bin", "meta.json")}
-    try:
+    with tempfile.TemporaryDirectory(dir=data_dir) as folder:
         for split, pieces in (("train", train), ("val", val)):
-            path = temporary[f"{split}.bin"]
+            path = Path(folder) / f"{split}.bin"
             with open(path, "wb") as file:
                 for ids in pieces:
                     file.write(np.asarray(ids, id_type).tobytes())
             hashes[split] = sha256_of(path)
             num_ids[split] = path.stat().st_size // id_type.itemsize
         meta = vocabulary | {"source": source, "sha256": hashes}
-        temporary["meta.json"].write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for name, path in temporary.items():
-            os.replace(path, data_dir / name)
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+        (Path(folder) / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        for name in ("train.bin", "val.bin", "meta.json"):
+            os.replace(Path(folder) / name, data_dir / name)
     return num_ids
 
 
@@ -222,8 +201,6 @@ def parse_args():
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
     if "" in (args.url, args.tokenizer, args.data_dir, args.val):
         parser.error("--url, --tokenizer, --data_dir or --val is empty")
-    if args.vocab_size is not None and args.vocab_size < 256:
-        parser.error(f"argument --vocab_size: {args.vocab_size} is below 256, the number of bytes")
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
     for name in [*(args.input or []), args.val]:
@@ -248,11 +225,17 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         # the text, its characters, and where the val split begins
-        if args.input:
-            texts = [(os.path.abspath(name), Path(name)) for name in args.input]
-        else:
-            stand_in = url == CORPUS_URL and old_source in (None, STAND_IN_SOURCE)
-            texts = [open_corpus(url, Path(folder) / "text", stand_in)]
+        texts = [(os.path.abspath(name), Path(name)) for name in args.input or []]
+        if not texts:
+            texts = [(url, Path(folder) / "text")]
+            try:
+                download(*texts[0])
+            except ValueError as error:
+                if url != CORPUS_URL or old_source not in (None, STAND_IN_SOURCE) or not STAND_IN.exists():
+                    raise ValueError(f"{error}; nothing was changed") from None
+                note(f"WARNING: {error}")
+                note("USING THE SMALL STAND-IN data/sample.txt INSTEAD OF TINY SHAKESPEARE")
+                texts = [(STAND_IN_SOURCE, STAND_IN)]
         source = ", ".join(name for name, _ in texts)
         chars, length = distinct_characters(read_text(texts, "read"))
         split = int(0.9 * length)
@@ -268,26 +251,25 @@ def main():
 
         # the vocabulary
         vocabulary = {"chars": chars}
-        size = len(chars)
-        encode = None
         if args.tokenizer:
             from extras.tokenizer import make_tokenizer
 
             training_text = read_text(texts, "learn", 0, split)
             tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, training_text, chars)
             vocabulary = tokenizer.state_dict()
+        if "chars" in vocabulary:
+            size = len(vocabulary["chars"])
+            encode = partial(encode_characters, chars=vocabulary["chars"])
+        else:
             size = len(tokenizer.vocab)
-            encode = getattr(tokenizer, "encode_pieces", None)
-        encode = encode or partial(encode_characters, chars=vocabulary["chars"])
+            encode = tokenizer.encode_pieces
 
         # the ids
         train = encode(read_text(texts, "encode", 0, split))
         val = encode(read_text(texts, "encode", split))
         num_ids = write(args.data_dir, vocabulary, size, train, val, source)
-    counts = (
-        f"{length:,} characters, a vocabulary of {size:,}; train {num_ids['train']:,}, val {num_ids['val']:,} tokens"
-    )
-    print(f"source: {source}\n{counts}: {args.data_dir}")
+    counts = f"{length:,} characters, a vocabulary of {size:,}; train {num_ids['train']:,}, val {num_ids['val']:,}"
+    print(f"source: {source}\n{counts} tokens: {args.data_dir}")
 
 
 if __name__ == "__main__":

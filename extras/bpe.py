@@ -175,8 +175,10 @@ def train_bpe(texts, vocab_size):
     """Return the tokenizer.json of a byte-level BPE like GPT-2's, with vocab_size tokens: 256 bytes and merged pairs.
 
     texts  the text, in pieces of any size
-    The most frequent pair is merged first. Raises ValueError if too few pairs occur twice.
+    The most frequent pair is merged first. Raises ValueError if vocab_size is below 256 or too few pairs occur twice.
     """
+    if vocab_size < 256:
+        raise ValueError(f"--vocab_size {vocab_size} is below 256, the number of bytes")
     hf = library()
     tokenizer = byte_level(hf.models.BPE())
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()

@@ -122,7 +122,6 @@ def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path)
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
         ("--url=", BODY, ["--url, --tokenizer, --data_dir or --val is empty"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
-        ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size", "255"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
     ],
 )
@@ -214,7 +213,7 @@ def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path
     server.answer = 200, {"Content-Encoding": "gzip"}, gzip.compress(BODY)
     corpus = {"CORPUS_URL": server.url, "CORPUS_SHA256": sha256(BODY).hexdigest()}
     result = ok(call("--data_dir", tmp_path, CORPUS_URL=CLOSED))
-    assert "WARNING: COULD NOT DOWNLOAD TINY SHAKESPEARE" in result.stderr
+    assert f"WARNING: cannot download {CLOSED}" in result.stderr
     assert_holds(tmp_path, SAMPLE.read_bytes(), STAND_IN)
     assert call("--data_dir", tmp_path, **corpus).stderr == ""
     assert_holds(tmp_path, BODY, server.url)

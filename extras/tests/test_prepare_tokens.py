@@ -61,6 +61,7 @@ def test_the_size_of_a_piece_makes_no_difference_to_tokens(call, text, tmp_path)
     "flags, raw, words",
     [
         ("--input in.txt --tokenizer bpe --vocab_size 9999", BODY, ["--vocab_size 9999 is too large", "at most"]),
+        ("--input in.txt --tokenizer bpe --vocab_size 255", BODY, ["--vocab_size 255 is below 256"]),
         ("--input in.txt --tokenizer none", BODY, ["there is no tokenizer at none"]),
         ("--input in.txt --tokenizer old", BODY, ["there is no tokenizer at old", "tokenizer.json"]),
         ("--input in.txt --tokenizer none.pkl", BODY, ["prepare.py: there is no none.pkl"]),
