@@ -192,19 +192,17 @@ def resolve_config(flags, checkpoint=None, on_gpu=False):
     Raises ValueError for flags that contradict the checkpoint or each other, and for a checkpoint that cannot be
     resumed.
     """
-    flags = dict(flags)
-    if flags.get("preset") == "auto":
-        del flags["preset"]
     if flags.get("init_from") == "resume":
         return resume_config(flags, checkpoint)
     if flags.get("preset") == "finetune" and checkpoint is None:
         raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
 
-    default = "gpu" if on_gpu else "cpu"
-    if checkpoint and checkpoint["path"].is_dir():
-        default = "finetune"
-    preset = flags.get("preset", default)
     recipe = flags.get("recipe", "modern")
+    preset = flags.get("preset", "auto")
+    if preset == "auto":
+        preset = "gpu" if on_gpu else "cpu"
+        if checkpoint and checkpoint["path"].is_dir():
+            preset = "finetune"
     settings = RECIPES[recipe] | PRESETS[preset]
     if checkpoint:
         # the network comes from the checkpoint; only its context may shrink
@@ -585,12 +583,6 @@ class TrainState:
         self.best_val_loss = math.inf
         self.evals_since_best = 0
 
-    def mean_loss(self):
-        """Return the mean loss of the steps since the last row of log.csv, over all processes."""
-        # each process keeps the mean over all, so that any number of them can resume
-        self.loss_sum.fill_(all_reduce(self.loss_sum.item()) / WORLD_SIZE)
-        return self.loss_sum.item() / self.num_unlogged
-
     def state_dict(self, with_optimizers):
         """Return the part of a checkpoint that changes from step to step.
 
@@ -811,8 +803,10 @@ def train(config, data, state, metadata, bar, signals):
         # evaluate
         val_loss = None
         if logging or saving:
+            # every process keeps the mean over all of them, so that any number of processes can resume
+            state.loss_sum.fill_(all_reduce(state.loss_sum.item()) / WORLD_SIZE)
+            train_loss = state.loss_sum.item() / state.num_unlogged
             tokens_per_s = (step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began)
-            train_loss = state.mean_loss()
             require_finite(train_loss, step, config)
         if evaluating:
             val_loss = evaluate(state, data.val, config.eval_tokens(), signals)
@@ -901,11 +895,11 @@ def end_all_but_rank_0(exit_code=0):
 def pick_device(name):
     """Return this process's torch.device for --device. "auto" is a GPU if there is one. Raises ValueError.
 
-    With torchrun, every process gets a GPU of its own. It becomes PyTorch's current device, because pinned memory and
-    NCCL use that.
+    With torchrun, every process gets a GPU of its own. A numbered GPU becomes PyTorch's current device, because pinned
+    memory and NCCL use that.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{LOCAL_RANK}"
+        name = f"cuda:{LOCAL_RANK}" if WORLD_SIZE > 1 else "cuda"
     elif name == "auto":
         name = "cpu"
     try:
@@ -916,7 +910,7 @@ def pick_device(name):
             why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
         raise ValueError(f"--device {name} cannot be used here: {why}") from None
     device = torch.device(name)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device
 
