@@ -180,7 +180,10 @@ def test_a_val_loss_that_is_not_finite_is_neither_logged_nor_saved(tmp_path, mon
 
 @pytest.mark.parametrize("cut", ["train_step", "evaluate"])
 def test_steps_before_the_stop_do_not_count_as_fast_ones(cut, tmp_path, monkeypatch):
-    """The speed of a row is that of the steps which this process has done. Here a step takes a second."""
+    """The speed of a row is that of the steps which this process has done, without the evaluations before them.
+
+    Here a step takes a second, and an evaluation ten.
+    """
     clock = SimpleNamespace(now=0.0)
 
     def perf_counter():
@@ -188,7 +191,7 @@ def test_steps_before_the_stop_do_not_count_as_fast_ones(cut, tmp_path, monkeypa
         return clock.now
 
     def step(number, name, signals):
-        clock.now += name == "train_step"
+        clock.now += {"train_step": 1, "evaluate": 10}.get(name, 0)
 
     def stop(number, name, signals):
         step(number, name, signals)
