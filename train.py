@@ -910,11 +910,11 @@ def end_all_but_rank_0(exit_code=0):
 def pick_device(name):
     """Return this process's torch.device for --device. "auto" is a GPU if there is one. Raises ValueError.
 
-    With torchrun, every process gets a GPU of its own. It becomes PyTorch's current device, because pinned memory and
-    NCCL use that.
+    With torchrun, every process gets a GPU of its own. A numbered GPU becomes PyTorch's current device, because pinned
+    memory and NCCL use that.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{LOCAL_RANK}"
+        name = f"cuda:{LOCAL_RANK}" if WORLD_SIZE > 1 else "cuda"
     elif name == "auto":
         name = "cpu"
     try:
@@ -925,7 +925,7 @@ def pick_device(name):
             why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
         raise ValueError(f"--device {name} cannot be used here: {why}") from None
     device = torch.device(name)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device
 
