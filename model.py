@@ -80,8 +80,7 @@ class KVCache:
     """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, slots, hs)`.
 
     Slot s holds the key or value of the token at position s. Attention is causal, so a later token never changes an
-    earlier slot, so we can keep them all: a new token adds one slot and reads every slot so far. Each generation has a
-    cache of its own, so two of them cannot disturb each other.
+    earlier slot, and we can keep them all: a new token adds one slot and reads every slot so far.
 
     slots   how many positions fit; None: block_size, which is also the most
     length  the number of filled slots. Lower it to forget the slots beyond it
@@ -98,9 +97,8 @@ class KVCache:
     def extend(self, start, batch_size, T):
         """Extend the cache by T positions from `start` on. The length grows once the forward inside the `with` is done.
 
-        If that forward fails halfway, say because of Ctrl-C, the length stays as it was, and the next one overwrites
-        what some of the layers have written. Raises ValueError if the positions do not continue where the cache ends,
-        or do not fit.
+        If that forward fails halfway, say because of Ctrl-C, the length stays as it was. Raises ValueError if the
+        positions do not continue where the cache ends, or do not fit.
         """
         if batch_size != self.batch_size:
             raise ValueError(f"the cache is for {self.batch_size} rows, but idx has {batch_size}")
@@ -119,11 +117,20 @@ class KVCache:
 
         Returns the keys and values of all positions so far, `(B, nkv, length + T, hs)` each.
         """
-        key, value = self._buffers(layer, k, v)
-        key.index_copy_(2, pos, k)
-        value.index_copy_(2, pos, v)
+        if layer == len(self.key):
+            # all slots at once, because growing with torch.cat would copy the cache at every step; zeros, because a
+            # masked slot has a weight of 0, but 0 times a NaN left in torch.empty is NaN
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+                key, value = (x.new_zeros(*x.shape[:2], self.slots, x.size(3)) for x in (k, v))
+            self.key.append(key)
+            self.value.append(value)
+        self.write(self.key[layer], pos, k)
+        self.write(self.value[layer], pos, v)
         t = self.length + k.size(2)
-        return key.narrow(2, 0, t), value.narrow(2, 0, t)
+        return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
+
+    def write(self, slots, pos, x):
+        slots.index_copy_(2, pos, x)
 
     def mask(self, pos):
         """Return which slots each query may see, `(T, length + T)` bool: those up to its own position. None: all."""
@@ -133,23 +140,10 @@ class KVCache:
 
     def select(self, rows):
         """Make row i a copy of row rows[i], for example to let several samples share the prefill of their prompt."""
-        with torch.inference_mode(False):  # as in _buffers
+        with torch.inference_mode(False):  # as in update
             self.key = [key[rows] for key in self.key]
             self.value = [value[rows] for value in self.value]
         self.batch_size = len(rows)
-
-    def _buffers(self, layer, k, v):
-        """Return the keys and values of a layer, `(B, nkv, slots, hs)` each, in the dtypes of k and v.
-
-        The first call makes them, all slots at once, because growing with torch.cat would copy the cache at every step.
-        We fill them with zeros, because a masked slot has a weight of 0, but 0 times a NaN left in torch.empty is NaN.
-        """
-        if layer == len(self.key):
-            B, nkv, _, hs = k.shape
-            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-                self.key.append(torch.zeros(B, nkv, self.slots, hs, dtype=k.dtype, device=k.device))
-                self.value.append(torch.zeros(B, nkv, self.slots, hs, dtype=v.dtype, device=v.device))
-        return self.key[layer], self.value[layer]
 
 
 class Head:
@@ -689,20 +683,20 @@ def load_checkpoint(path):
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: run python train.py, or pass a file such as out/ckpt.pt")
     try:
-        if zipfile.is_zipfile(path):  # torch.load does not check the CRC-32
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise zipfile.BadZipFile(f"{damaged} has changed")
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # torch.load does not check the CRC-32
+            raise zipfile.BadZipFile
         with warnings.catch_warnings(action="ignore"):  # about files that torch did not write
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        entries = checkpoint.keys()
+        complete = {"model", "model_args"} <= checkpoint.keys()
+    except OSError:
+        raise
     except pickle.UnpicklingError as error:
         kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # the class of a pickled object
         what = f"contains {kind}: not loaded, because it could run code" if kind else "is not a file of torch.save"
         raise ValueError(f"{path} {what}") from None
     except Exception:  # a damaged file can raise anything, with pages of advice
         raise ValueError(f"{path} is not a checkpoint of a GPT, or incomplete: copy or download it again") from None
-    if not {"model", "model_args"} <= entries:  # a bare state_dict, or a file of Lightning
+    if not complete:  # a bare state_dict, or a file of Lightning
         raise ValueError(f"{path} has weights and no model_args, so it is not from train.py or nanoGPT")
     return {**checkpoint, "path": path}
 
@@ -719,7 +713,7 @@ def build_model(checkpoint):
         missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
         if wrong := (missing[:2] + unexpected)[:3]:
             raise ValueError(f"{len(missing)} keys missing, {len(unexpected)} unknown: {wrong}")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch of shapes
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # assign=True has untied them
@@ -741,11 +735,25 @@ def char_tokenizer(checkpoint):
         raise ValueError(f"{path} contains no vocabulary of characters: {where}")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if len(tokenizer.vocab) != vocab_size:
         raise ValueError(f"{path} has weights for {vocab_size:,} tokens, but {len(tokenizer.vocab):,} characters")
     return tokenizer
+
+
+def pick_device(name):
+    """Return the torch.device for --device; "auto" is a GPU if there is one. Raises ValueError if it does not work."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).tolist()
+    except Exception as error:  # every backend raises its own kind
+        why = str(error).strip().partition("\n")[0].partition(". ")[0]
+        if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
+            why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
+        raise ValueError(f"--device {name} cannot be used here: {why}") from None
+    return torch.device(name)
 
 
 def load_model(path):

@@ -26,7 +26,7 @@ from pathlib import Path
 try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
-    from model import Sampling, build_model, char_tokenizer, generate, gumbel_noise, load_checkpoint, sample_token
+    from model import Sampling, build_model, char_tokenizer, generate, load_checkpoint, pick_device, sample_token
 except ModuleNotFoundError as error:
     sys.exit(f"sample.py: {error}: activate the environment, or install it as README.md says")
 except KeyboardInterrupt:
@@ -122,54 +122,31 @@ def note(message):
 
 
 def find_checkpoint(ckpt=None, out_dir=None):
-    """Return the path of the checkpoint for --ckpt and --out_dir.
-
-    --ckpt may be a file, the folder of a run, or a Hugging Face folder. Without either flag we look in out, and fall
-    back to the pretrained model that comes with the code.
-    """
-    if ckpt and not Path(ckpt).is_dir():
-        return Path(ckpt)
+    """Return the path of the model: a file, or a Hugging Face folder. Without flags: that in out, or the pretrained."""
     folder = Path(ckpt or out_dir or "out")
-    for file in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
-        if file.exists():
-            return file
+    if ckpt and not folder.is_dir():
+        return folder
+    for path in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
+        if path.exists():
+            return path
     if ckpt and (folder / "config.json").exists():
         return folder
-    if ckpt or out_dir or not PRETRAINED.exists():
-        return folder / "ckpt.pt"  # load_checkpoint reports that it is missing
-    return PRETRAINED
+    return folder / "ckpt.pt" if ckpt or out_dir else PRETRAINED
 
 
-def which_model(checkpoint, ckpt, out_dir):
-    """Return a line that says which model this is, or None if --ckpt or --out_dir has named its file."""
-    path = checkpoint["path"]
-    if (ckpt or out_dir) and (path.name != "last.pt" or path == Path(ckpt or out_dir)):
-        return None
-    name = f"no checkpoint in out: using the pretrained {path.name}" if path == PRETRAINED else f"using {path}"
-    return f"{name}, step {checkpoint.get('iter_num', 'unknown')}"
+def which_model(checkpoint):
+    return f"using {checkpoint['path']}, step {checkpoint.get('iter_num', 'unknown')}"
 
 
 def put_on_device(model, device, dtype):
-    """Move a model to --device in --dtype. Raises ValueError if the device does not work.
-
-    "auto" is a GPU if there is one.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device).tolist()
-    except Exception as error:  # every backend raises its own kind
-        why = str(error).strip().partition("\n")[0].partition(". ")[0]
-        if device.partition(":")[0] not in ("cpu", "cuda", "mps"):
-            why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
-        raise ValueError(f"--device {device} cannot be used here: {why}") from None
+    """Move a model to --device in --dtype. Raises ValueError."""
+    device = pick_device(device)
     model.to(device, getattr(torch, dtype))
-    if torch.device(device).type == "cuda":  # the first forward takes a third of a second to load libraries
+    if device.type == "cuda":  # the first forward takes a third of a second to load libraries
         model.next_logits(torch.zeros(1, 1, dtype=torch.int64, device=device))
 
 
 def num_threads(multiply_adds):
-    """Return how many threads to use for a step with this many multiply-adds: one, or all that torch may use."""
     return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
 
 
@@ -177,7 +154,6 @@ def num_threads(multiply_adds):
 
 
 def encode_prompt(prompt, tokenizer):
-    """Return the token ids of the prompt. Raises ValueError with one line."""
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:")
         try:
@@ -193,10 +169,7 @@ def encode_prompt(prompt, tokenizer):
 
 
 def read_prompts(args, tokenizer, block_size):
-    """Return (prompts, num_new): the ids of each prompt, and how many new tokens to ask for. Raises ValueError.
-
-    A row whose context is full before that stops earlier.
-    """
+    """Return (prompts, num_new): the ids of each prompt, and the number of new tokens. Raises ValueError."""
     prompts = [encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
     for stop in args.stop:
         tokenizer.encode(stop)  # the model could never generate an unknown character
@@ -205,10 +178,8 @@ def read_prompts(args, tokenizer, block_size):
         return prompts, num_new or 1000
     longest = max(map(len, prompts))
     if longest >= block_size:
-        raise ValueError(
-            f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} needs room for a new one: use "
-            f"at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
-        )
+        fits = f"use at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
+        raise ValueError(f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} is full: {fits}")
     room = block_size - min(map(len, prompts))
     if num_new and num_new > room:
         note(f"--max_new_tokens {num_new} is capped at {room}, the end of the context (--overflow slide continues)")
@@ -231,10 +202,8 @@ class GeneratedText:
     """A prompt and its continuation, whose tokens are characters.
 
     ids    all tokens so far, including those of a stop string
-    text   their text, which ends before the first stop string to be completed
-    ended  whether a stop string has ended it
-    If one character completes two stop strings, the longer one wins. The prompt may contain a stop string, because only
-    the continuation counts.
+    text   their text, without the first stop string in the continuation. If two end at once, the longer one counts
+    ended  whether there was one
     """
 
     def __init__(self, ids, tokenizer, stops=()):
@@ -264,11 +233,10 @@ class GeneratedText:
 
 
 def write_texts(blocks, texts, ended):
-    """Write the first of `texts`, GeneratedTexts, to stdout as its tokens arrive, and then the rest.
+    """Write the first of `texts` to stdout as its tokens arrive, and then the rest. Returns the arrival of each block.
 
     blocks  new tokens, `(B, n)` each; shorter rows are padded with -1
     ended   B booleans: we set one to True when that text has reached a stop string
-    Returns the seconds from the start to the arrival of each block.
     """
     began = time.perf_counter()
     times = []
@@ -295,19 +263,13 @@ def write_texts(blocks, texts, ended):
     return times
 
 
-def num_slots(T, num_new, block_size):
-    """Return how many slots the cache has for a prompt of T tokens and num_new new ones."""
+def num_slots(T, num_new, block_size):  # of the cache
     kept = T if T <= block_size else max(1, block_size // 2)  # --overflow slide keeps the newest half
     return min(block_size, kept + num_new)
 
 
 def report(args, config, slots, texts, lengths, times):
-    """Write time and memory to stderr.
-
-    slots    per row, in the cache
-    lengths  of the prompts, in tokens
-    times    as write_texts returns them
-    """
+    """Write time and memory to stderr. lengths: of the prompts, in tokens; times: as write_texts returns them."""
     new = [len(text.ids) - length for text, length in zip(texts, lengths)]
     line = f"{sum(new)} tokens: TTFT {times[0] * 1e3:.2f} ms, "  # time to first token, and time per output token
     if max(new) > 1:
@@ -327,10 +289,8 @@ def report(args, config, slots, texts, lengths, times):
 
 
 def near_tie(logits, noise, picks, sampling):
-    """Return whether rounding alone can explain two different picks from the same logits.
+    """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
 
-    logits, noise  (V,)
-    picks          two token ids
     Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: up with it and
     down with the rest; up with it and all that are less likely, which brings it into the set of top_p; and down with
     the other one and all that are less likely, which takes that out of the set.
@@ -345,85 +305,71 @@ def near_tie(logits, noise, picks, sampling):
     return True
 
 
-def verify(model, idx, texts, num_new, sampling, kv_cache, tokenizer, engine=None, numbers=None):
-    """Compare texts with the plain loop: given the same tokens so far, does it pick the same next one?
+def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
+    """Feed texts to the plain loop, with the cache and without: does it pick the same tokens?
 
-    model     a GPT, or what `generate` accepts
-    idx       (B, T) int64, the prompts
-    texts     B GeneratedTexts
-    num_new   new tokens per text, unless a stop string or a full context ended it
-    sampling  the Sampling that they were generated with
-    kv_cache  whether the plain loop uses the cache: the opposite of the run that we compare
-    engine    what generated the texts, if it was not `model`: an OnnxGPT
-    numbers   row numbers for messages; None: 0 to B - 1
-    Writes differences to stderr. Returns the numbers of the rows with a near-tie, or None if a text differs otherwise.
+    model, idx, num_new, sampling  those of the run: what `generate` accepts
+    texts                          its B GeneratedTexts
+    numbers                        row numbers for messages; None: 0 to B - 1
+    Writes differences to stderr. Returns (tied, seconds): the numbers of the rows with a near-tie, or None if a text
+    differs otherwise, and the seconds that the loop without the cache took.
     """
     T = idx.size(1)
     numbers = numbers or range(len(texts))
-    their_run, our_run = ("with the cache", "without the cache")[:: 1 if kv_cache else -1]
-    if engine:
-        their_run, our_run = f"in PyTorch {their_run}", f"in ONNX Runtime {our_run}"
     new = [text.ids[T:] for text in texts]
     asked = sampling.num_new_tokens(T, num_new, model.config.block_size)
     for number, text, tokens in zip(numbers, texts, new):
         if len(tokens) < asked and not text.ended:
             note(f"verify: DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")
-            return None
+            return None, 0.0
 
-    # the plain loop picks again; where it picks another token, look at the logits of both runs
     steps = max(map(len, new))
     forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=idx.device)
-    samples = sampling.samples_of(len(texts), idx.device)
+    runs = {"with": True, "without": False}
+    runs = {way: generate(model, idx, steps, sampling, kv_cache, forced=forced) for way, kv_cache in runs.items()}
     tied = set()
-    for step, (picks, logits) in enumerate(generate(model, idx, steps, sampling, kv_cache, forced=forced)):
-        for row in (picks != forced[:, step]).nonzero().flatten().tolist():
-            if step >= len(new[row]):
+    seconds = 0.0
+    for step, noise in enumerate(sampling.noise(len(texts), steps, model.config.vocab_size, idx.device)):
+        picks = {}
+        logits = {}
+        for way, run in runs.items():
+            began = time.perf_counter()
+            new_tokens, logits[way] = next(run)
+            picks[way] = new_tokens.tolist()  # waits for the device
+        seconds += time.perf_counter() - began
+        for row, tokens in enumerate(new):
+            others = {way: picks[way][row] for way in runs if tokens[step:] and picks[way][row] != tokens[step]}
+            if not others:
                 continue
-            both = [new[row][step], picks[row].item()]
-            *_, (_, our_logits) = generate(engine or model, idx, step + 1, sampling, not kv_cache, forced=forced)
-            ours, theirs = our_logits[row].float(), logits[row].float()
-            names = ", but ".join(repr(tokenizer.decode([token])) for token in both)
-            a, b = (" and ".join(f"{x:.5f}" for x in row_logits[both].tolist()) for row_logits in (ours, theirs))
-            line = f"row {numbers[row]}, new token {step}: {names} {their_run}. "
-            line += f"Logits of the two: {a} {our_run}, {b} {their_run}"
-            this_step = torch.tensor([step], device=idx.device)
-            noise = gumbel_noise(sampling.seed, samples[row : row + 1], this_step, logits.size(-1))[0, 0]
-            if not near_tie(theirs, noise, both, sampling):
-                agree = (ours - theirs).abs().max() <= NEAR_TIE
-                hint = ". The logits agree, so the two sampled differently" if agree else ""
-                note(f"verify: DIFFERENT at {line}{hint}")
-                return None
+            way, other = next(iter(others.items()))
+            both = [tokens[step], other]
+            first, second = (repr(tokenizer.decode([token])) for token in both)
+            values = (f"{a:.5f} and {b:.5f}" for a, b in (logits[way][row, both].tolist() for way in runs))
+            line = f"row {numbers[row]}, new token {step}: {first}, but {second} {way} the cache. "
+            line += "Logits of the two: {} with the cache, {} without the cache".format(*values)
+            for way, other in others.items():
+                if not near_tie(logits[way][row], noise[row], (tokens[step], other), sampling):
+                    note(f"verify: DIFFERENT at {line}")
+                    return None, seconds
             note(f"verify: near-tie at {line}. Rounding decides between logits this close")
             tied.add(numbers[row])
-    return tied
+    return tied, seconds
 
 
-def report_verify(new, tied, run, times, seconds, kv_cache, way="with the cache"):
-    """Report texts of `new` tokens each that match `run`, up to near-ties in the rows `tied`, and compare the times."""
-    found = "OK up to near-ties, texts match" if tied else f"OK, {sum(new)} tokens match"
-    note(f"verify: {found} {run} ({len(new) - len(tied)} of {len(new)} samples)")
-    if len(times) > 1:
-        cached, uncached = (times[-1], seconds) if kv_cache else (seconds, times[-1])
-        note(f"verify: {cached:.2f} s {way}, {uncached:.2f} s without the cache: {uncached / cached:.1f} times as fast")
+def report_verify(new, tied, times, seconds, args):
+    """Report that texts of `new` tokens each agree, but for near-ties in the rows `tied`. Returns the exit code."""
+    if tied is None:
+        return 1
+    found = "OK up to near-ties" if tied else "OK"
+    rows = f"{len(new) - len(tied)} of {len(new)} samples"
+    note(f"verify: {found}, {sum(new)} tokens are the same with and without the cache ({rows})")
+    if args.kv_cache and len(times) > 1:
+        ratio = seconds / times[-1]
+        note(f"verify: {times[-1]:.2f} s this way, {seconds:.2f} s without the cache: {ratio:.1f} times as fast")
+    return 0
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
-
-
-def plain_blocks(model, idx, num_new, sampling, kv_cache, shared):
-    """Yield the new tokens of `generate`, `(B, 1)` per step.
-
-    shared  whether all rows have the same prompt. Then they share its prefill, up to the last token
-    """
-    B, T = idx.shape
-    block_size = model.config.block_size
-    cache = None
-    if shared and kv_cache and B > 1 and 1 < T <= block_size:
-        cache = model.new_cache(1, num_slots(T, num_new, block_size))
-        model.next_logits(idx[:1, :-1], 0, cache)
-        cache.select([0] * B)
-    for new, _ in generate(model, idx, num_new, sampling, kv_cache, cache):
-        yield new[:, None]
 
 
 def main():
@@ -463,8 +409,7 @@ def main():
         sampling = sampling_of(args, len(prompts))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
-    if line := which_model(checkpoint, args.ckpt, args.out_dir):
-        note(line)
+    note(which_model(checkpoint))
 
     # generate: a row per sample, those of the first prompt, then those of the next
     rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
@@ -473,7 +418,7 @@ def main():
     all_threads = torch.get_num_threads()
     fed = len(rows) * (1 if args.kv_cache else model.config.block_size)
     torch.set_num_threads(num_threads(fed * sum(p.numel() for p in model.parameters())))
-    blocks = plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=len(prompts) == 1)
+    blocks = (new[:, None] for new, _ in generate(model, idx, num_new, sampling, args.kv_cache))
     times = write_texts(blocks, texts, [False] * len(rows))
 
     # report, and check
@@ -481,13 +426,8 @@ def main():
     report(args, model.config, slots, texts, [T] * len(rows), times)
     if args.verify:
         torch.set_num_threads(all_threads)
-        began = time.perf_counter()
-        tied = verify(model, idx, texts, num_new, sampling, not args.kv_cache, tokenizer)
-        seconds = time.perf_counter() - began
-        if tied is None:
-            sys.exit(1)
-        run = f"the run {'without' if args.kv_cache else 'with'} the cache"
-        report_verify([len(text.ids) - T for text in texts], tied, run, times, seconds, args.kv_cache)
+        tied, seconds = verify(model, idx, texts, num_new, sampling, tokenizer)
+        sys.exit(report_verify([len(text.ids) - T for text in texts], tied, times, seconds, args))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 
 If the folder extras is present, it adds four things without a flag: threads yield on a busy machine (extras/cores.py),
-a second run in the same folder is refused (extras/cli.py), the modern recipe trains on n-gram targets, and checkpoints
-contain the n-gram counts for sample.py --draft (both in extras/decoding/ngrams.py).
+a second run in the same folder is refused (extras/cli.py), the modern recipe has auxiliary targets (extras/targets.py),
+and checkpoints contain n-gram counts for sample.py --draft (extras/decoding/ngrams.py).
 """
 
-# Read it from top to bottom: settings, data, batches, the loss, the optimizers, a step, evaluation, the loop, main.
+# Read it from top to bottom: settings, data, batches, the optimizers, a step, evaluation, the loop, main.
 
 import argparse
 import csv
@@ -42,11 +42,10 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
     import torch.distributed as dist
     import torch.nn as nn
-    from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel
     from tqdm import tqdm
 
-    from model import GPT, CharTokenizer, GPTConfig, build_model, load_checkpoint, save_checkpoint, write_atomically
+    from model import GPT, CharTokenizer, GPTConfig, build_model, load_checkpoint, pick_device, save_checkpoint
 except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
 except KeyboardInterrupt:
@@ -64,8 +63,8 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 # The defaults of TrainConfig are what `python train.py` uses on a CPU. A preset changes size and length, a recipe the
 # network and the optimizer. If both change a setting, the preset wins, and the command line wins over everything.
 #
-# No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. RoPE has
-# no table of positions, so at a context of 256 a small modern network needs a wider MLP to be as large as nanoGPT's.
+# No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. So the
+# modern one, which has no table of positions, has a wider MLP.
 
 # nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
 FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
@@ -168,12 +167,10 @@ class TrainConfig:
     def tokens_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
-    def eval_tokens(self):
-        """Return the number of tokens of the val split per evaluation, at most."""
+    def eval_tokens(self):  # per evaluation, at most
         return self.eval_iters * self.batch_size * self.block_size if self.eval_iters else EVAL_TOKENS
 
     def model_args(self):
-        """Return the fields that GPTConfig shares."""
         return {name: getattr(self, name) for name in MODEL_FLAGS}
 
 
@@ -184,13 +181,11 @@ REMOVED_FLAGS = {"text", "stride"}  # older checkpoints have them in their confi
 
 
 def resolve_config(flags, checkpoint=None, on_gpu=False):
-    """Return the TrainConfig of a run.
+    """Return the TrainConfig of a run. Raises ValueError.
 
     flags       the flags given, as {name: value}
     checkpoint  that of the run to resume, or of the model to start from; None: from scratch
     on_gpu      whether preset "auto" means "gpu"
-    Raises ValueError for flags that contradict the checkpoint or each other, and for a checkpoint that cannot be
-    resumed.
     """
     if flags.get("init_from") == "resume":
         return resume_config(flags, checkpoint)
@@ -216,7 +211,7 @@ def resolve_config(flags, checkpoint=None, on_gpu=False):
 
 
 def resume_config(flags, checkpoint):
-    """Return the TrainConfig of the run that a checkpoint continues: its own settings, overridden by the flags."""
+    """Return the settings of the run that a checkpoint continues, overridden by the flags."""
     path = checkpoint["path"]
     try:
         saved = {name: value for name, value in checkpoint["config"].items() if name not in REMOVED_FLAGS}
@@ -274,13 +269,7 @@ def boolean(text):
 
 @dataclass
 class Dataset:
-    """The training data of a run: token ids from train.bin and val.bin, and the vocabulary from meta.json.
-
-    tokenizer   a CharTokenizer, or one of those in extras/tokenizer.py
-    train, val  arrays of ids
-    sha256      the hashes of train.bin and val.bin, by split
-    source      the files or the URL of the text
-    """
+    """What data/prepare.py wrote: token ids from train.bin and val.bin, the vocabulary, and the files' hashes."""
 
     tokenizer: object
     train: np.ndarray
@@ -290,10 +279,7 @@ class Dataset:
 
 
 def load_dataset(data_dir, min_train):
-    """Return the Dataset in data_dir, a Path.
-
-    Raises ValueError if a file is missing or damaged, if train has fewer than min_train tokens, or val fewer than two.
-    """
+    """Return the Dataset in data_dir, a Path. Raises ValueError, also if train has fewer than min_train tokens."""
     hint = "run python data/prepare.py, or pass a different --data_dir"
     sha256 = {}
     try:
@@ -368,65 +354,6 @@ def to_device(tensor, device):
     return tensor.to(device)
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
-
-NUM_AHEAD = 3  # extra tokens to predict, after the next one
-NGRAM_END = 0.5  # fraction of the n-grams' initial weight in the targets that remains at the end
-
-
-class TrainingLoss(nn.Module):
-    """A GPT and the loss that training minimizes: cross-entropy, and two auxiliary terms that fade.
-
-    mtp  NUM_AHEAD Linear layers `(C, C)`, or none if multi-token prediction is off. They start as the identity and
-         exist only in training
-    """
-
-    def __init__(self, model, config):
-        super().__init__()
-        self.model = model
-        C = model.config.n_embd
-        count = min(NUM_AHEAD, config.block_size - 1) if config.mtp_weight else 0
-        self.mtp = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(count))
-        for layer in self.mtp:
-            nn.init.eye_(layer.weight)
-
-    def forward(self, x, y, mtp_weight=None, ngram_weight=None, ngram_probs=None):
-        """Return (total, loss), 0-d tensors: what we minimize, and the plain cross-entropy, without a gradient.
-
-        x, y          (B, T) int64: tokens, and the next token of each
-        mtp_weight    0-d tensor: weight of the loss for the token after the next; layer j's loss is divided by j
-        ngram_weight  0-d tensor: weight of ngram_probs in the targets
-        ngram_probs   (B, T, V): the n-gram distribution of the next token; None: the target is the next token alone
-        """
-        hidden = self.model.hidden_states(x)  # (B, T, C)
-        logits = self.model.unembed(hidden).flatten(0, 1).float()
-        total = F.cross_entropy(logits, y.flatten())
-        loss = total.detach()
-        targets = y  # (B, T), or distributions (B, T, V)
-        if ngram_probs is not None:
-            targets = F.one_hot(y, logits.size(-1)).float().lerp(ngram_probs, ngram_weight)
-            total = F.cross_entropy(logits, targets.flatten(0, 1))
-        # Multi-token prediction (Gloeckle et al., arXiv:2404.19737): layer j predicts the hidden state j positions
-        # ahead, which lm_head maps to logits. The paper uses a block per extra token, we use a matrix.
-        for j, layer in enumerate(self.mtp, start=1):
-            # a norm without weights; if you replace the model's norm, replace this one too
-            ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
-            logits_ahead = self.model.unembed(ahead).flatten(0, 1).float()
-            total = total + mtp_weight / j * F.cross_entropy(logits_ahead, targets[:, j:].flatten(0, 1))
-        return total, loss
-
-
-def loss_weights(step, config):
-    """Return mtp_weight and ngram_weight at a step, a float32 tensor `(2,)`.
-
-    Both fall linearly until lr_decay_iters. We return a tensor because torch.compile would recompile the step for every
-    new number.
-    """
-    left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
-    ngram_weight = config.ngram_targets * (NGRAM_END + (1 - NGRAM_END) * left)
-    return torch.tensor([config.mtp_weight * left, ngram_weight])
-
-
 # -- the optimizers ----------------------------------------------------------------------------------------------------
 
 # Muon updates the matrices of the blocks, and AdamW everything else. Muon (Jordan et al. 2024,
@@ -490,15 +417,15 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-lr * scale)
 
 
-def configure_optimizers(training_loss, config, device):
-    """Return [AdamW] or [AdamW, Muon], with every parameter of a TrainingLoss in exactly one group.
+def configure_optimizers(params, model, config, device):
+    """Return [AdamW] or [AdamW, Muon], with each of the params in one group, whose peak_lr the schedule scales.
 
-    group["peak_lr"] is the learning rate that the schedule scales. Weight decay applies to AdamW's matrices and
-    embeddings, but not to biases and norms, and not to Muon.
+    params  those of the model, a GPT, and perhaps of auxiliary targets
+    Weight decay applies to AdamW's matrices and embeddings, but not to biases and norms, and not to Muon.
     """
-    muon_params = muon_groups(training_loss.model, config.muon_learning_rate) if config.optimizer == "muon" else []
+    muon_params = muon_groups(model, config.muon_learning_rate) if config.optimizer == "muon" else []
     of_muon = {id(p) for group in muon_params for p in group["params"]}
-    rest = [p for p in training_loss.parameters() if id(p) not in of_muon]
+    rest = [p for p in params if id(p) not in of_muon]
     matrices = [p for p in rest if p.dim() >= 2]
     vectors = [p for p in rest if p.dim() < 2]
     adamw_params = [
@@ -561,21 +488,20 @@ class TrainState:
     """The weights, and everything else that changes from step to step.
 
     model          the GPT, for evaluation and checkpoints
-    training_loss  the TrainingLoss of the same GPT; main may compile or wrap it
+    targets        a TrainingLoss of extras/targets.py, which adds to the cross-entropy of the model; None: nothing does
+    training_loss  what a step calls: one of the two, which main may compile or wrap
     optimizers     AdamW, or AdamW and Muon
-    ngrams         (table, rows) of ngram_distributions in extras/decoding/ngrams.py, or None
     """
 
-    def __init__(self, model, config, device, dtype):
+    def __init__(self, model, config, device, dtype, targets=None):
         self.model = model
-        self.training_loss = TrainingLoss(model, config).to(device)
-        self.mtp = self.training_loss.mtp  # for checkpoints, because a wrapper adds a prefix to its names
+        self.targets = targets
+        self.training_loss = targets or model
         self.device = device
         self.dtype = dtype
-        self.optimizers = configure_optimizers(self.training_loss, config, device)
+        self.optimizers = configure_optimizers(self.training_loss.parameters(), model, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-        self.ngrams = None
         self.iter_num = 0  # steps done
         self.seconds = 0.0  # so far, including evaluations and saves
         self.num_unlogged = 0  # steps since the last row of log.csv
@@ -584,16 +510,13 @@ class TrainState:
         self.evals_since_best = 0
 
     def state_dict(self, with_optimizers):
-        """Return the part of a checkpoint that changes from step to step.
-
-        with_optimizers  needed to resume; without them the file is half the size
-        """
+        """Return the part of a checkpoint that changes from step to step, with or without what only a resume needs."""
         state = dict(model=self.model.state_dict())
         state |= {name: getattr(self, name) for name in COUNTERS}
         if with_optimizers:
             state["optimizer"] = [optimizer.state_dict() for optimizer in self.optimizers]
             state["scaler"] = self.scaler.state_dict()
-            state["mtp"] = self.mtp.state_dict()
+            state["mtp"] = self.targets.mtp.state_dict() if self.targets else {}
             state["loss_sum"] = self.loss_sum
         return state
 
@@ -602,7 +525,8 @@ class TrainState:
         for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
             # our own settings, because a resume may change --weight_decay or --beta2
             optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
-        self.mtp.load_state_dict(saved["mtp"])
+        if self.targets:
+            self.targets.mtp.load_state_dict(saved["mtp"])
         if self.scaler.is_enabled() and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         self.loss_sum.copy_(saved["loss_sum"])
@@ -611,31 +535,30 @@ class TrainState:
 
 
 def train_step(config, data, state):
-    """Run one optimizer step: forward and backward per micro-step, clip, update.
-
-    Returns the norm of the gradients, a tensor, or None if we do not clip them.
-    """
+    """Run one optimizer step. Returns the norm of the gradients, a tensor, or None if we do not clip them."""
     # forward and backward
     micro_steps = config.gradient_accumulation_steps
     mean_loss = 0.0
     for micro_step in range(micro_steps):
         number = state.iter_num * micro_steps + micro_step
         x, y = get_batch(data.train, config, number, state.device)
-        ngram_probs = None
-        if state.ngrams:
-            table, rows = state.ngrams
-            batch_rows, _ = get_batch(rows, config, number, state.device)
-            ngram_probs = table[batch_rows]
         if config.dropout:  # like the batches, the masks depend only on the seed and the step
             sequence = np.random.SeedSequence((config.seed, state.iter_num, micro_step, RANK))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
         if WORLD_SIZE > 1:  # only the last micro-step averages the gradients over the processes
             state.training_loss.require_backward_grad_sync = micro_step == micro_steps - 1
-        mtp_weight, ngram_weight = to_device(loss_weights(state.iter_num, config), state.device)
         with state.autocast:
-            total, loss = state.training_loss(x, y, mtp_weight, ngram_weight, ngram_probs)
+            if state.targets:
+                contexts = state.targets.contexts
+                if contexts is not None:
+                    contexts, _ = get_batch(contexts, config, number, state.device)
+                weights = to_device(state.targets.weights(state.iter_num), state.device)
+                total, loss = state.training_loss(x, y, weights, contexts)
+            else:
+                _, loss = state.training_loss(x, y)
+                total = loss
         state.scaler.scale(total / micro_steps).backward()
-        mean_loss = mean_loss + loss / micro_steps
+        mean_loss = mean_loss + loss.detach() / micro_steps
 
     # clip
     grad_norm = None
@@ -659,10 +582,9 @@ def train_step(config, data, state):
 
 
 def eval_windows(ids, block_size, num_tokens, at_once):
-    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`.
+    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`: the same in every evaluation.
 
-    They do not overlap and together cover `ids`; the last one may be shorter. If that is more than num_tokens, we
-    take fewer windows, spread evenly over `ids`. They are the same in every evaluation.
+    They do not overlap and together cover `ids`, or if that is more than num_tokens, fewer windows, spread evenly.
     """
     starts = block_size * np.arange((len(ids) - 1) // block_size)
     rest = ids[len(starts) * block_size :]
@@ -677,11 +599,9 @@ def eval_windows(ids, block_size, num_tokens, at_once):
 
 @torch.no_grad()
 def evaluate(state, ids, num_tokens=math.inf, signals=()):
-    """Return the mean cross-entropy in nats over every token of `ids` but the first. The processes share the work.
+    """Return the mean cross-entropy in nats over `ids`, at most num_tokens. It draws no random numbers.
 
-    We draw no random numbers, so evaluating more often does not change a run.
-    num_tokens  read at most this many
-    signals     a list of catch_signals; we return None once any process has received one
+    The processes share the work. Returns None once any of them has received one of the signals.
     """
     model = state.model
     block_size = model.config.block_size
@@ -714,10 +634,7 @@ COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "g
 
 
 def begin_log(out_dir, state):
-    """Begin log.csv, or for a resume, trim it to the step of the checkpoint. An earlier run moves out of the way.
-
-    Raises ValueError if the log is damaged.
-    """
+    """Begin log.csv, or for a resume, trim it to the step of the checkpoint. An earlier run moves out of the way."""
     log = out_dir / "log.csv"
     best = out_dir / "ckpt.pt"
     last = out_dir / "last.pt"
@@ -733,12 +650,12 @@ def begin_log(out_dir, state):
     rows = []
     newest = state.iter_num - state.num_unlogged
     if state.iter_num and log.exists():
-        _, *rows = log.read_bytes().splitlines(keepends=True)
-    try:
-        rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[0]) <= newest]
-    except ValueError:
-        raise ValueError(f"{log} is damaged: remove it to start a new one") from None
-    write_atomically(log, [",".join(COLUMNS).encode() + b"\r\n", *rows])
+        rows = log.read_bytes().splitlines(keepends=True)[1:]
+    steps = [row.split(b",")[0] for row in rows]
+    rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
+    temporary = out_dir / ".log.csv.tmp"
+    temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
+    temporary.replace(log)
 
 
 def log_row(out_dir, bar, row, best_val_loss):
@@ -771,12 +688,11 @@ def require_finite(loss, step, config):
 
 
 def train(config, data, state, metadata, bar, signals):
-    """Train from state.iter_num until max_iters, a stop signal, or until patience runs out.
+    """Train until max_iters, a stop signal, or until patience runs out. Returns the number of the signal, or 0.
 
     metadata  the entries of a checkpoint that stay the same during the run
     bar       a tqdm bar; if it is disabled, because stderr is not a terminal, we print lines instead
     signals   a list from catch_signals
-    Returns the number of the stop signal, or 0.
     """
     out_dir = Path(config.out_dir)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
@@ -852,7 +768,7 @@ def train(config, data, state, metadata, bar, signals):
 
 
 def all_reduce(value, op=dist.ReduceOp.SUM):
-    """Reduce a number over all processes, by default to the sum."""
+    """Reduce a number over all processes."""
     if WORLD_SIZE == 1:
         return value
     value = torch.tensor(value, dtype=torch.float64)
@@ -892,26 +808,13 @@ def end_all_but_rank_0(exit_code=0):
         os._exit(exit_code)  # during a normal exit, a thread of gloo can abort the process
 
 
-def pick_device(name):
-    """Return this process's torch.device for --device. "auto" is a GPU if there is one. Raises ValueError.
-
-    With torchrun, every process gets a GPU of its own. A numbered GPU becomes PyTorch's current device, because pinned
-    memory and NCCL use that.
-    """
-    if name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{LOCAL_RANK}" if WORLD_SIZE > 1 else "cuda"
-    elif name == "auto":
-        name = "cpu"
-    try:
-        torch.zeros(1, device=name).tolist()
-    except Exception as error:  # every backend raises its own kind
-        why = str(error).strip().partition("\n")[0].partition(". ")[0]
-        if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
-            why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
-        raise ValueError(f"--device {name} cannot be used here: {why}") from None
-    device = torch.device(name)
+def device_of_process(name):
+    """Return this process's torch.device for --device. With torchrun, each has a GPU of its own. Raises ValueError."""
+    if WORLD_SIZE > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{LOCAL_RANK}"
+    device = pick_device(name)
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # because pinned memory and NCCL use PyTorch's current device
     return device
 
 
@@ -931,11 +834,7 @@ def pick_dtype(name, device):
 
 
 def initial_checkpoint(init_from, out_dir, meta):
-    """Return the checkpoint to resume or to start from, or None for a run from scratch.
-
-    meta  for a nanoGPT checkpoint: the file of its vocabulary
-    Raises FileNotFoundError or ValueError.
-    """
+    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError."""
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
@@ -971,7 +870,7 @@ def check_vocabulary(data, data_dir, checkpoint, config):
 
 
 def make_model(config, checkpoint, vocab_size):
-    """Return the GPT to train: a new one, or that of the checkpoint that we start from. Raises ValueError."""
+    """Return the GPT to train: a new one, or that of a checkpoint. Raises ValueError."""
     try:
         model_config = GPTConfig(vocab_size=vocab_size, **config.model_args())
     except ValueError as error:  # it starts with the name of a field, which is also a flag
@@ -989,18 +888,36 @@ def make_model(config, checkpoint, vocab_size):
     return model
 
 
-def make_run(flags, has_extras):
-    """Return (config, data, state, metadata): metadata holds the entries of a checkpoint that stay the same.
+def auxiliary_targets(flags, config, model, data, device):
+    """Return the TrainingLoss of extras/targets.py that a run with --ngram_targets or --mtp_weight needs, or None.
 
-    Raises ValueError or OSError with one line for the user.
+    Raises ValueError if the folder is missing, and the flags or the run to resume ask for it.
     """
+    if config.eval_only or not (config.ngram_targets or config.mtp_weight):
+        return None
+    try:
+        from extras.targets import TrainingLoss
+    except ModuleNotFoundError:
+        if config.init_from == "resume" or flags.get("ngram_targets") or flags.get("mtp_weight"):
+            raise ValueError("--ngram_targets and --mtp_weight need the folder extras, next to train.py") from None
+        config.ngram_targets = config.mtp_weight = 0.0  # recorded, so a resume does the same
+        print("training without auxiliary targets, which need the folder extras: the val loss will be XXXX higher")
+        return None
+    targets = TrainingLoss(model, config, data.train, device)
+    if config.ngram_targets and targets.table is None:
+        print(f"training without n-gram targets: the text is too long or has too many distinct {data.tokenizer.unit}")
+    return targets
+
+
+def make_run(flags):
+    """Return (config, data, state, metadata), the latter for checkpoints. Raises ValueError or OSError."""
     # settings
     init_from = flags.get("init_from", TrainConfig.init_from)
     out_dir = Path(flags.get("out_dir", TrainConfig.out_dir))
     checkpoint = initial_checkpoint(init_from, out_dir, flags.get("meta"))
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
-    device = pick_device(config.device)
+    device = device_of_process(config.device)
     if device.type == "cpu" and config.tokens_per_step() * config.block_size * config.n_layer * config.n_embd > 2**42:
         raise ValueError(f"--block_size {config.block_size}: a step would take many minutes on a CPU: lower it")
     if (config.eval_only or config.meta) and not checkpoint:
@@ -1022,18 +939,13 @@ def make_run(flags, has_extras):
         check_vocabulary(data, data_dir, checkpoint, config)
         vocab_size = checkpoint["model_args"]["vocab_size"]
     model = make_model(config, checkpoint, vocab_size).to(device)
-    state = TrainState(model, config, device, pick_dtype(config.dtype, device))
+    targets = auxiliary_targets(flags, config, model, data, device)
+    state = TrainState(model, config, device, pick_dtype(config.dtype, device), targets)
     if init_from == "resume":
         state.resume(checkpoint)
         if not (out_dir / "ckpt.pt").exists():  # so the next evaluation saves new weights
             state.best_val_loss = math.inf
             state.evals_since_best = 0
-    if config.ngram_targets and not has_extras and not config.eval_only:
-        if init_from == "resume" or "ngram_targets" in flags:
-            hint = "put it next to train.py, or pass --ngram_targets 0 to train without them"
-            raise ValueError(f"--ngram_targets {config.ngram_targets} needs the folder extras: {hint}")
-        config.ngram_targets = 0.0  # recorded, so a resume does the same
-        print("training without n-gram targets, which need the folder extras: the val loss will be about 0.04 higher")
     metadata = dict(
         model_args=asdict(model.config),
         config=asdict(config),
@@ -1062,7 +974,7 @@ def main():
 
     flags = parse_flags()
     try:
-        config, data, state, metadata = make_run(flags, has_extras=ngrams is not None)
+        config, data, state, metadata = make_run(flags)
         out_dir = Path(config.out_dir)
         if RANK == 0 and not config.eval_only:
             try:
@@ -1091,17 +1003,10 @@ def main():
     metadata["ngrams"] = None
     if ngrams and RANK == 0:  # for sample.py --draft: at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
         metadata["ngrams"] = ngrams.count_ngrams(data.train, vocab_size, num_params // 16)
-    if ngrams and config.ngram_targets:
-        state.ngrams = ngrams.ngram_distributions(data.train, vocab_size, state.device)
-        if not state.ngrams:
-            print(f"training without n-gram targets: the text is too long or has too many distinct {unit} for them")
 
     # train
-    recipe = config.recipe
-    if "ngram_targets" not in RECIPES[recipe] and not state.ngrams:
-        recipe += " without n-gram targets"
     print(
-        f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {recipe}, on "
+        f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
         f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
         f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "

@@ -34,18 +34,17 @@ CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/ti
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
-TIMEOUT = 30  # seconds, for connecting and for each read
 PIECE = 2**20  # characters per read, so that the text may be larger than memory
 
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
 def download(url, path):
-    """Write the text at `url` to a file. Raises ValueError if that is impossible, or if it is not the text."""
+    """Write the text at `url` to a file. Raises ValueError."""
     try:
         import requests  # here, because --input works without it
 
-        with requests.get(url, stream=True, timeout=TIMEOUT) as response, open(path, "wb") as file:
+        with requests.get(url, stream=True, timeout=30) as response, open(path, "wb") as file:
             response.raise_for_status()
             if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
                 raise ValueError("the response is an HTML page, not plain text")
@@ -66,11 +65,9 @@ def download(url, path):
 
 
 def read_text(texts, task, begin=0, end=sys.maxsize):
-    """Yield characters `begin` to `end` of the text in pieces, with a progress bar if that takes long.
+    """Yield characters `begin` to `end` of UTF-8 files, [(name, path), ...], in pieces. Line ends become "\\n".
 
-    texts  [(name, path), ...] of UTF-8 files. Their line ends become "\\n"
-    task   what the bar says
-    Raises ValueError if a file is not UTF-8.
+    Shows a progress bar for the `task` if that takes long. Raises ValueError if a file is not UTF-8.
     """
     position = 0  # characters so far
     size = sum(path.stat().st_size for _, path in texts)
@@ -96,7 +93,7 @@ def code_points(text):
 
 
 def distinct_characters(pieces):
-    """Return (chars, length): the distinct characters of the text in order, and its number of characters."""
+    """Return the distinct characters of the text, in order, and its number of characters."""
     seen = np.zeros(sys.maxunicode + 1, bool)
     length = 0
     for piece in pieces:
@@ -115,13 +112,10 @@ def begin_differently(train, val):
 
 def encode_characters(pieces, chars):
     """Yield arrays of ids, one per piece of text. The id of a character is its index in `chars`."""
-    ids = np.full(sys.maxunicode + 1, len(chars), np.uint32)
+    ids = np.zeros(sys.maxunicode + 1, np.uint32)
     ids[code_points(chars)] = np.arange(len(chars))
     for piece in pieces:
-        found = ids[code_points(piece)]
-        if (found == len(chars)).any():
-            raise ValueError("the text has changed while we read it: it has a new character")
-        yield found
+        yield ids[code_points(piece)]
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
@@ -135,28 +129,28 @@ def sha256_of(path):
 def write(data_dir, vocabulary, size, train, val, source):
     """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none.
 
-    vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}
-    size        the number of tokens in it
+    vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}, with `size` tokens
     train, val  the ids, in pieces: iterables of sequences
     source      where the text comes from
-    Returns {"train": the number of ids, "val": the same}. Raises OSError.
+    Returns the number of ids in train and in val. Raises OSError.
     """
     id_type = np.dtype("<u2" if size <= 2**16 else "<u4")
     hashes = {}
-    num_ids = {}
+    num_ids = []
     data_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data_dir) as folder:
+        folder = Path(folder)
         for split, pieces in (("train", train), ("val", val)):
-            path = Path(folder) / f"{split}.bin"
+            path = folder / f"{split}.bin"
             with open(path, "wb") as file:
                 for ids in pieces:
                     file.write(np.asarray(ids, id_type).tobytes())
             hashes[split] = sha256_of(path)
-            num_ids[split] = path.stat().st_size // id_type.itemsize
+            num_ids.append(path.stat().st_size // id_type.itemsize)
         meta = vocabulary | {"source": source, "sha256": hashes}
-        (Path(folder) / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         for name in ("train.bin", "val.bin", "meta.json"):
-            os.replace(Path(folder) / name, data_dir / name)
+            os.replace(folder / name, data_dir / name)
     return num_ids
 
 
@@ -224,28 +218,27 @@ def main():
             raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
 
     with tempfile.TemporaryDirectory() as folder:
-        # the text, its characters, and where the val split begins
+        # the text, and where the val split begins
         texts = [(os.path.abspath(name), Path(name)) for name in args.input or []]
         if not texts:
             texts = [(url, Path(folder) / "text")]
             try:
                 download(*texts[0])
             except ValueError as error:
-                if url != CORPUS_URL or old_source not in (None, STAND_IN_SOURCE) or not STAND_IN.exists():
+                if url != CORPUS_URL or old_source not in (None, STAND_IN_SOURCE):
                     raise ValueError(f"{error}; nothing was changed") from None
                 note(f"WARNING: {error}")
                 note("USING THE SMALL STAND-IN data/sample.txt INSTEAD OF TINY SHAKESPEARE")
                 texts = [(STAND_IN_SOURCE, STAND_IN)]
-        source = ", ".join(name for name, _ in texts)
         chars, length = distinct_characters(read_text(texts, "read"))
         split = int(0.9 * length)
         if args.val:
             split = length
-            texts.append((args.val, Path(args.val)))
+            texts.append((f"{os.path.abspath(args.val)} (val)", Path(args.val)))
             chars, length = distinct_characters(read_text(texts, "read"))
+        source = ", ".join(name for name, _ in texts)
         if not 0 < split < length:
             raise ValueError(f"{source} has {split} characters for training and {length - split} for validation")
-
         if begin_differently(read_text(texts, "", 0, min(split, PIECE)), read_text(texts, "", split, split + PIECE)):
             note("the lines of the val split begin differently: if the text is sorted, shuffle it, or pass --val FILE")
 
@@ -267,9 +260,11 @@ def main():
         # the ids
         train = encode(read_text(texts, "encode", 0, split))
         val = encode(read_text(texts, "encode", split))
-        num_ids = write(args.data_dir, vocabulary, size, train, val, source)
-    counts = f"{length:,} characters, a vocabulary of {size:,}; train {num_ids['train']:,}, val {num_ids['val']:,}"
-    print(f"source: {source}\n{counts} tokens: {args.data_dir}")
+        num_train, num_val = write(args.data_dir, vocabulary, size, train, val, source)
+    print(f"source: {source}")
+    print(
+        f"{length:,} characters, a vocabulary of {size:,}; train {num_train:,}, val {num_val:,} tokens: {args.data_dir}"
+    )
 
 
 if __name__ == "__main__":

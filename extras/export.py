@@ -50,8 +50,7 @@ def main():
         checkpoint = load_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
         tokenizer = build_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
-    if line := which_model(checkpoint, args.ckpt, args.out_dir):
-        note(line)
+    note(which_model(checkpoint))
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     if (args.onnx or args.format == "onnx") and not fits_one_file(model):

@@ -4,7 +4,6 @@ sample.py adds the flags to its parser with add_flags, and calls main if `wanted
 """
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
 from extras.text import IdText, PartialText
 from extras.tokenizer import IdTokenizer, build_tokenizer
+from model import generate
 
 __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
 
@@ -36,7 +36,10 @@ def add_flags(parser):
 
 
 def wanted(args, error):
-    """Return whether a flag of this folder is given. Calls error(message) if flags contradict each other."""
+    """Return whether this folder generates: for its flags and for several rows, which can share the prefill.
+
+    Calls error(message) if flags contradict each other.
+    """
     num_prompts = len(args.prompt or [""])
     for name in ("draft", "compile"):
         if getattr(args, name) and not args.kv_cache:
@@ -56,7 +59,7 @@ def wanted(args, error):
     if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
         error("--ckpt and --out_dir both say which model: pass one of them")
     flags = (args.draft, args.compile, args.engine == "onnx", args.weights != "float32", args.explain, args.meta)
-    return any(flags) or num_prompts > 1
+    return any(flags) or num_prompts > 1 or args.num_samples > 1
 
 
 def open_model(args, checkpoint):
@@ -107,8 +110,7 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     slots = sample.num_slots(max(map(len, prompts)), num_new, model.config.block_size)
     if args.engine == "onnx":
         torch.set_num_threads(1)  # it has threads of its own
-        idx = torch.stack(prompts)
-        return sample.plain_blocks(model, idx, num_new, sampling, args.kv_cache, shared=False), slots
+        return plain_blocks(model, prompts, num_new, sampling, args.kv_cache), slots
     fed = len(prompts) * (1 if args.kv_cache else model.config.block_size) * (NUM_DRAFTS + 1 if args.draft else 1)
     threads = sample.num_threads(fed * sum(p.numel() for p in model.parameters()))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
@@ -117,10 +119,20 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
         blocks = start_generation(model, prompts, num_new, sampling, ended, **how)
         return blocks, getattr(blocks, "slots", slots)
     torch.set_num_threads(threads)
-    idx = torch.stack(prompts)
-    return sample.plain_blocks(
-        model, idx, num_new, sampling, args.kv_cache, shared=len(args.prompt or [""]) == 1
-    ), slots
+    cache = None
+    T = len(prompts[0])
+    one_prompt = len(args.prompt or [""]) == 1
+    if one_prompt and args.kv_cache and 1 < T <= model.config.block_size:  # its samples share the prefill
+        cache = model.new_cache(1, slots)
+        model.next_logits(prompts[0][None, :-1], 0, cache)
+        cache.select([0] * len(prompts))
+    return plain_blocks(model, prompts, num_new, sampling, args.kv_cache, cache), slots
+
+
+def plain_blocks(model, prompts, num_new, sampling, kv_cache, cache=None):
+    """Yield the new tokens of the plain loop, `(B, 1)` per step."""
+    for new, _ in generate(model, torch.stack(prompts), num_new, sampling, kv_cache, cache):
+        yield new[:, None]
 
 
 def main(args, checkpoint=None):
@@ -139,8 +151,8 @@ def main(args, checkpoint=None):
         sampling = sample.sampling_of(args, len(encoded))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
-    if checkpoint and (line := sample.which_model(checkpoint, args.ckpt, args.out_dir)):
-        sample.note(line)
+    if checkpoint:
+        sample.note(sample.which_model(checkpoint))
     if tokenizer.unit == "ids":
         sample.note("the checkpoint has no vocabulary, so this is ids; --meta takes nanoGPT's meta.pkl or a tokenizer")
     device = model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")
@@ -165,35 +177,24 @@ def main(args, checkpoint=None):
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
         torch.set_num_threads(all_threads)
-        sys.exit(0 if verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer, times) else 1)
+        sys.exit(verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times))
 
 
-def verify(args, model, reference, prompts, texts, num_new, sampling, tokenizer, times):
+def verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times):
     """Compare the texts with the plain loop, and report, as sample.py does, for prompts of any length.
 
-    A Decoder computes its own positions, so it could hide a bug in the cache of model.py. So we compare it
-    with the plain loop in both ways, without the cache and with it.
-    Returns whether they agree, up to near-ties.
+    Returns the exit code.
     """
-    engine = model if args.engine == "onnx" else None
-    own_loop = args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1
-    tied = []
-    seconds = 0.0  # of the plain loop; without the cache, if it runs both ways
+    tied = set()
+    seconds = 0.0
     samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
         idx = torch.stack([prompts[row] for row in rows])
         group = [texts[row] for row in rows]
         settings = replace(sampling, samples=[samples[row] for row in rows])
-        for kv_cache in [True, False] if own_loop else [not args.kv_cache]:
-            began = time.perf_counter()
-            tied.append(sample.verify(reference, idx, group, num_new, settings, kv_cache, tokenizer, engine, rows))
-        seconds += time.perf_counter() - began
-    if None in tied:
-        return False
-    run = f"the run {'in PyTorch ' if engine else ''}{'without' if args.kv_cache else 'with'} the cache"
-    run = "the runs with and without the cache" if own_loop else run
-    name = "this way" if args.draft or args.compile or engine else "with the cache"
+        found, took = sample.verify(reference, idx, group, num_new, settings, tokenizer, rows)
+        tied = None if tied is None or found is None else tied | found
+        seconds += took
     new = [len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts)]
-    sample.report_verify(new, set().union(*tied), run, times, seconds, args.kv_cache, name)
-    return True
+    return sample.report_verify(new, tied, times, seconds, args)

@@ -43,15 +43,11 @@ class RaggedCache(KVCache):
     is `(T,)`, as in a KVCache.
     """
 
-    def update(self, layer, pos, k, v):
+    def write(self, slots, pos, x):
         if pos.dim() == 1:
-            return super().update(layer, pos, k, v)
-        key, value = self._buffers(layer, k, v)
-        rows = torch.arange(len(k), device=pos.device)[:, None]
-        key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
-        value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
-        t = self.length + k.size(2)
-        return key.narrow(2, 0, t), value.narrow(2, 0, t)
+            return super().write(slots, pos, x)
+        rows = torch.arange(len(x), device=pos.device)[:, None]
+        slots.transpose(1, 2)[rows, pos] = x.transpose(1, 2)
 
     def mask(self, pos):
         if pos.dim() == 1:

@@ -16,21 +16,17 @@ class StaticCache(KVCache):
     """A KVCache that always reads all its slots, so that no shape depends on its length."""
 
     def update(self, layer, pos, k, v):
-        key, value = self._buffers(layer, k, v)
-        key.index_copy_(2, pos, k)
-        value.index_copy_(2, pos, v)
-        return key, value
+        if layer < len(self.key):
+            self.write(self.key[layer], pos, k)
+            self.write(self.value[layer], pos, v)
+        else:
+            super().update(layer, pos, k, v)
+            for slots in (self.key[layer], self.value[layer]):
+                torch._dynamo.mark_static_address(slots)  # so that a CUDA graph may write to it
+        return self.key[layer], self.value[layer]
 
     def mask(self, pos):
         return torch.arange(self.slots, device=pos.device) <= pos[:, None]
-
-    def _buffers(self, layer, k, v):
-        if layer < len(self.key):
-            return self.key[layer], self.value[layer]
-        buffers = super()._buffers(layer, k, v)
-        for buffer in buffers:
-            torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
-        return buffers
 
 
 class CompiledGPT:
