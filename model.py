@@ -31,10 +31,7 @@ def require(settings, name, condition, why):
 
 @dataclass
 class GPTConfig:
-    """The shape of the network. The defaults are GPT-2's, so nanoGPT's `model_args` build the same network here.
-
-    Raises ValueError, with the field and its value, for an impossible shape.
-    """
+    """The shape of the network. The defaults are GPT-2's, as nanoGPT's. Raises ValueError for an impossible shape."""
 
     block_size: int = 1024  # the context length: positions per forward, and slots in the cache
     vocab_size: int = 50304
@@ -147,11 +144,10 @@ class KVCache:
 
 
 class Head:
-    """One key/value head of a layer, as two views of the KVCache that the layer used last.
+    """One key/value head of a layer: `key_cache` and `value_cache`, `(B, t, hs)`, or None while empty.
 
-    `key_cache` and `value_cache` are `(B, t, hs)`, or None while empty. A Head computes nothing, because a layer
-    computes all its heads in one batched call. For a Head that computes attention with its own cache, see
-    lesson/2_cache.py.
+    They are views of the KVCache that the layer used last. A Head computes nothing, because a layer computes all its
+    heads in one batched call. For a Head that computes attention with its own cache, see lesson/2_cache.py.
     """
 
     def __init__(self, attn, index):
@@ -174,7 +170,7 @@ class Head:
 
 
 def clear_kv_cache(model):
-    """Empty the key_cache and value_cache of every Head, which frees the memory of the cache that was used last.
+    """Empty the key_cache and value_cache of every Head, which frees their memory.
 
     Call it after changing weights in place in eval mode, which we cannot detect: they must never meet old keys.
     """
@@ -191,8 +187,8 @@ def clear_kv_cache(model):
 def rotate(x, cos, sin):
     """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(1, T, hs)` of GPT.rope.
 
-    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, so a
-    rotation is x * cos + swapped * sin. In eager mode every operation costs time, so we want few.
+    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, which
+    saves operations: in eager mode, every one costs time.
     """
     first, second = x.float().chunk(2, dim=-1)  # rotate in float32, whatever the dtype of x
     swapped = torch.cat((second, first), dim=-1)
@@ -343,8 +339,8 @@ class GPT(nn.Module):
             sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
             self.rope = torch.stack((angle.cos(), angle.sin() * sign))
 
-    # Changed weights must never meet old keys. So we empty the cache wherever weights change or move: when training
-    # starts, when weights are loaded, and in _apply, which to(), half() and cuda() call.
+    # Changed weights must never meet old keys, so we empty the model's cache wherever weights change or move. to() and
+    # half() call _apply.
 
     def train(self, mode=True):
         if mode:
@@ -367,10 +363,10 @@ class GPT(nn.Module):
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
         pos      (T,) int64, the positions of idx, which continue where the cache ends: the call uses the cache, and
-                 has no gradient. None: positions 0 to T - 1 without a cache, so that an evaluation cannot fill one
+                 has no gradient. None: positions 0 to T - 1 without a cache
         cache    the KVCache to use; None: the model's own, which a call with pos from 0 starts again
         Raises TypeError if pos is something else, ValueError for positions beyond block_size or not next in the cache,
-        and RuntimeError in train mode, where there is no cache.
+        and RuntimeError in train mode.
         """
         if pos is None and cache is None:
             logits = self.unembed(self.hidden_states(idx))
@@ -396,7 +392,6 @@ class GPT(nn.Module):
         """Return the logits `(B, V)` of the token after idx `(B, T)`, whose first token is at position `start`.
 
         cache  the KVCache that holds the positions before, to which idx is added; None: idx is the whole context
-        Raises ValueError as forward does, and RuntimeError in train mode.
         """
         if self.training:
             raise RuntimeError(TRAIN_MODE)
@@ -444,10 +439,8 @@ class GPT(nn.Module):
         max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
         kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
         settings        those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
-        Raises ValueError for invalid arguments, and RuntimeError in train mode, where there is no cache.
-
-        The Heads show the cache until clear_kv_cache frees it. A small model, below about 4 million parameters, runs
-        best on one thread: torch.set_num_threads(1).
+        The Heads show the cache until clear_kv_cache frees it. Raises ValueError for invalid arguments, and
+        RuntimeError in train mode. A model below about 4 million parameters runs best on one thread.
         """
         sampling = Sampling(*settings, **more_settings)
         new = [token[:, None] for token, _ in generate(self, idx, max_new_tokens, sampling, kv_cache)]
@@ -497,10 +490,9 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, fo
 
 @dataclass
 class Sampling:
-    """The settings of one generation. Raises ValueError, with the field and its value, for an invalid one.
+    """The settings of one generation. Raises ValueError for an invalid one.
 
-    temperature  0 is greedy (the largest logit, ties to the lowest id), 1 is the model's distribution; below 1 favors
-                 likely tokens
+    temperature  0 is greedy (the largest logit, ties to the lowest id), 1 is the model's distribution
     top_k        sample from the k most likely tokens
     top_p        sample from the smallest set of most likely tokens whose probabilities add up to top_p
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
@@ -532,7 +524,7 @@ class Sampling:
         return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
 
     def samples_of(self, B, device):
-        """Return `samples` as an int64 tensor (B,). Raises ValueError if it has a different shape."""
+        """Return `samples` as an int64 tensor (B,). Raises ValueError."""
         samples = torch.as_tensor(range(B) if self.samples is None else self.samples, device=device)
         if B < 1 or samples.shape != (B,) or samples.is_floating_point():
             raise ValueError(f"samples is {samples.tolist()}: {B} rows need a whole number each, and at least one")
@@ -551,8 +543,7 @@ def sample_token(logits, noise, sampling):
     """Pick tokens, `(...,)` int64, from logits and Gumbel noise, `(..., V)` each.
 
     argmax(logits / temperature + noise) is a sample of softmax(logits / temperature): the Gumbel-max trick. We multiply
-    the noise by the temperature instead, which needs no division and is greedy at 0. Filters then leave out unlikely
-    tokens, one filter after another, in the order of FILTERS.
+    the noise by the temperature instead, which is greedy at 0. FILTERS leave out unlikely tokens, one after another.
     """
     logits = logits.float()
     score = logits + sampling.temperature * noise
@@ -584,12 +575,10 @@ FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p}  # a setting of Sampling, a
 
 
 def gumbel_noise(seed, samples, steps, vocab_size):
-    """Return standard Gumbel noise, `(B, S, V)` float32, always finite.
+    """Return standard Gumbel noise, `(B, S, V)` float32, always finite, of samples `(B,)` and steps `(S,)` or `(B, S)`.
 
-    samples  (B,) int64
-    steps    (S,) int64 for all rows, or (B, S)
-    The noise is a hash of (seed, sample, step, token id) and nothing else. So every way to decode gets the same noise
-    and picks the same token from the same logits. The hash applies the 32-bit finalizer "lowbias32" by Chris Wellons to
+    It is a hash of (seed, sample, step, token id) and nothing else. So every way to decode gets the same noise and
+    picks the same token from the same logits. The hash applies the 32-bit finalizer "lowbias32" by Chris Wellons to
     one counter after another.
     """
     low32 = 0xFFFFFFFF
@@ -618,14 +607,9 @@ for function in (torch.cos, torch.sin, torch.log, torch.log1p):
 
 
 class CharTokenizer:
-    """Token i is the i-th character. Raises ValueError if a character occurs twice.
+    """Token i is the i-th character of `vocab`. Raises ValueError if one occurs twice."""
 
-    vocab           the characters in the order of their ids
-    unit            what messages call tokens
-    default_prompt  used instead of an empty prompt
-    """
-
-    unit = "characters"
+    unit = "characters"  # what messages call tokens
 
     def __init__(self, chars):
         self.vocab = chars
@@ -677,7 +661,7 @@ def load_checkpoint(path):
     """Return a checkpoint as a dict, and its "path" with it for messages. Runs no code that may be in the file.
 
     Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, and "chars" if the tokens
-    are characters. Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    are characters. Raises OSError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
     if not path.is_file():
@@ -688,7 +672,7 @@ def load_checkpoint(path):
         with warnings.catch_warnings(action="ignore"):  # about files that torch did not write
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         complete = {"model", "model_args"} <= checkpoint.keys()
-    except OSError:
+    except PermissionError:
         raise
     except pickle.UnpicklingError as error:
         kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # the class of a pickled object
@@ -702,10 +686,7 @@ def load_checkpoint(path):
 
 
 def build_model(checkpoint):
-    """Return the GPT of a checkpoint, on the CPU. It uses the tensors without a copy.
-
-    Raises ValueError if the weights do not fit "model_args", or are not finite.
-    """
+    """Return the GPT of a checkpoint, on the CPU, with its tensors. Raises ValueError if they do not fit."""
     path = checkpoint["path"]
     try:
         model = GPT(GPTConfig(**checkpoint["model_args"]))
@@ -757,10 +738,9 @@ def pick_device(name):
 
 
 def load_model(path):
-    """Return (model, tokenizer) of a checkpoint of characters: the GPT on the CPU, in eval mode, and a CharTokenizer.
+    """Return (model, tokenizer): the GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError.
 
-    Raises FileNotFoundError or ValueError, with one line. load_model in extras/checkpoint.py reads every other model:
-    one with a tokenizer, a Hugging Face folder, and nanoGPT's, whose vocabulary is in a file of its own.
+    load_model in extras/checkpoint.py reads every other model: one with a tokenizer, a Hugging Face folder, nanoGPT's.
     """
     checkpoint = load_checkpoint(path)
     return build_model(checkpoint).eval(), char_tokenizer(checkpoint)

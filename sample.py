@@ -76,7 +76,7 @@ def make_parser():
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
     # a check
-    add("--verify", action="store_true", help="generate again the other way, with or without the cache, and compare")
+    add("--verify", action="store_true", help="generate again, with the cache and without, and compare")
     return parser
 
 
@@ -325,34 +325,32 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
 
     steps = max(map(len, new))
     forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=idx.device)
-    runs = {"with": True, "without": False}
-    runs = {way: generate(model, idx, steps, sampling, kv_cache, forced=forced) for way, kv_cache in runs.items()}
+    runs = [generate(model, idx, steps, sampling, kv_cache, forced=forced) for kv_cache in (True, False)]
     tied = set()
     seconds = 0.0
     for step, noise in enumerate(sampling.noise(len(texts), steps, model.config.vocab_size, idx.device)):
-        picks = {}
-        logits = {}
-        for way, run in runs.items():
+        found = []  # with the cache, and without
+        for run in runs:
             began = time.perf_counter()
-            new_tokens, logits[way] = next(run)
-            picks[way] = new_tokens.tolist()  # waits for the device
+            picks, logits = next(run)
+            found.append((picks.tolist(), logits))  # tolist waits for the device
         seconds += time.perf_counter() - began
         for row, tokens in enumerate(new):
-            others = {way: picks[way][row] for way in runs if tokens[step:] and picks[way][row] != tokens[step]}
-            if not others:
-                continue
-            way, other = next(iter(others.items()))
-            both = [tokens[step], other]
-            first, second = (repr(tokenizer.decode([token])) for token in both)
-            values = (f"{a:.5f} and {b:.5f}" for a, b in (logits[way][row, both].tolist() for way in runs))
-            line = f"row {numbers[row]}, new token {step}: {first}, but {second} {way} the cache. "
-            line += "Logits of the two: {} with the cache, {} without the cache".format(*values)
-            for way, other in others.items():
-                if not near_tie(logits[way][row], noise[row], (tokens[step], other), sampling):
-                    note(f"verify: DIFFERENT at {line}")
+            for way, (picks, logits) in zip(("with", "without"), found):
+                if step >= len(tokens) or picks[row] == tokens[step]:
+                    continue
+                both = [tokens[step], picks[row]]
+                tie = near_tie(logits[row], noise[row], both, sampling)
+                ours, theirs = (repr(tokenizer.decode([token])) for token in both)
+                a, b = (" and ".join(f"{x:.5f}" for x in run[row, both].tolist()) for _, run in found)
+                note(
+                    f"verify: {'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {numbers[row]}, "
+                    f"new token {step}: {ours}, but {theirs} {way} the cache. Logits of the two: "
+                    f"{a} with the cache, {b} without the cache"
+                )
+                if not tie:
                     return None, seconds
-            note(f"verify: near-tie at {line}. Rounding decides between logits this close")
-            tied.add(numbers[row])
+                tied.add(numbers[row])
     return tied, seconds
 
 

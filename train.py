@@ -11,9 +11,8 @@
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
 a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
 
-If the folder extras is present, it adds four things without a flag: threads yield on a busy machine (extras/cores.py),
-a second run in the same folder is refused (extras/cli.py), the modern recipe has auxiliary targets (extras/targets.py),
-and checkpoints contain n-gram counts for sample.py --draft (extras/decoding/ngrams.py).
+If the folder extras is present, it adds four things without a flag: threads yield on a busy machine, a second run in
+the same folder is refused, the modern recipe has auxiliary targets, and checkpoints hold n-grams for sample.py --draft.
 """
 
 # Read it from top to bottom: settings, data, batches, the optimizers, a step, evaluation, the loop, main.
@@ -50,6 +49,13 @@ except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
 except KeyboardInterrupt:
     sys.exit(130)
+try:
+    from extras import training as extras
+except ModuleNotFoundError as error:
+    if error.name != "extras":
+        raise
+    extras = None
+NEEDS_EXTRAS = "needs the folder extras of the repository, next to train.py"
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -177,7 +183,6 @@ class TrainConfig:
 FLAGS = {f.name: f for f in fields(TrainConfig)}
 MODEL_FLAGS = {f.name for f in fields(GPTConfig) if f.name in FLAGS}
 NETWORK_FLAGS = MODEL_FLAGS - {"dropout"}  # settings that the weights of a checkpoint determine
-REMOVED_FLAGS = {"text", "stride"}  # older checkpoints have them in their config; python -m extras.loss has them now
 
 
 def resolve_config(flags, checkpoint=None, on_gpu=False):
@@ -214,10 +219,9 @@ def resume_config(flags, checkpoint):
     """Return the settings of the run that a checkpoint continues, overridden by the flags."""
     path = checkpoint["path"]
     try:
-        saved = {name: value for name, value in checkpoint["config"].items() if name not in REMOVED_FLAGS}
-        config = TrainConfig(**saved)
-        checkpoint["optimizer"]
-    except (KeyError, TypeError):  # a ckpt.pt has no optimizer, and nanoGPT's config has other settings
+        checkpoint["mtp"]  # only a last.pt has it
+        config = TrainConfig(**{name: value for name, value in checkpoint["config"].items() if name in FLAGS})
+    except KeyError:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it") from None
     fixed = NETWORK_FLAGS | {"preset", "recipe", "optimizer", "mtp_weight"}
     refuse_changes(flags, asdict(config), fixed, f"the run in {path.parent}")
@@ -283,10 +287,8 @@ def load_dataset(data_dir, min_train):
     hint = "run python data/prepare.py, or pass a different --data_dir"
     sha256 = {}
     try:
-        if (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
-            from extras.nanogpt import read_data
-
-            meta = read_data(data_dir)
+        if extras and (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
+            meta = extras.read_data(data_dir)
         else:
             meta = json.loads((data_dir / "meta.json").read_bytes())
         for split in ("train", "val"):
@@ -294,12 +296,9 @@ def load_dataset(data_dir, min_train):
                 sha256[split] = hashlib.file_digest(file, "sha256").hexdigest()
             if sha256[split] != meta["sha256"][split]:
                 raise ValueError(f"{split}.bin has changed")
-        if "chars" in meta:
-            tokenizer = CharTokenizer(meta["chars"])
-        else:
-            from extras.tokenizer import tokenizer_from_state
-
-            tokenizer = tokenizer_from_state(meta)
+        if "tokenizer" in meta and not extras:
+            raise ValueError(f"their tokens are not characters, which {NEEDS_EXTRAS}")
+        tokenizer = extras.tokenizer_from_state(meta) if "tokenizer" in meta else CharTokenizer(meta["chars"])
     except OSError as error:
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -842,13 +841,11 @@ def initial_checkpoint(init_from, out_dir, meta):
         raise ValueError(f"nothing to resume: there is no {path}")
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
-    try:
-        from extras.checkpoint import load_checkpoint as load_any  # nanoGPT's files and Hugging Face folders, too
-    except ModuleNotFoundError:
-        if meta or path.is_dir():
-            raise
-        return load_checkpoint(path)
-    return load_any(path, meta)
+    if extras:
+        return extras.load_checkpoint(path, meta)
+    if meta or path.is_dir():
+        raise ValueError(f"--init_from {path} {NEEDS_EXTRAS}")
+    return load_checkpoint(path)
 
 
 def check_vocabulary(data, data_dir, checkpoint, config):
@@ -857,12 +854,9 @@ def check_vocabulary(data, data_dir, checkpoint, config):
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    if data.tokenizer.unit == "characters" and "chars" in checkpoint:
-        same = data.tokenizer.vocab == checkpoint["chars"]
-    else:
-        from extras.tokenizer import gives_ids_of
-
-        same = gives_ids_of(data.tokenizer, checkpoint, data.val)
+    same = data.tokenizer.unit == "characters" and data.tokenizer.vocab == checkpoint.get("chars")
+    if not same and extras:  # other tokenizers can give the same ids
+        same = extras.gives_ids_of(data.tokenizer, checkpoint, data.val)
     if not same:
         what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
         command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"
@@ -889,24 +883,16 @@ def make_model(config, checkpoint, vocab_size):
 
 
 def auxiliary_targets(flags, config, model, data, device):
-    """Return the TrainingLoss of extras/targets.py that a run with --ngram_targets or --mtp_weight needs, or None.
-
-    Raises ValueError if the folder is missing, and the flags or the run to resume ask for it.
-    """
+    """Return the TrainingLoss of extras/targets.py for --ngram_targets and --mtp_weight, or None. Raises ValueError."""
     if config.eval_only or not (config.ngram_targets or config.mtp_weight):
         return None
-    try:
-        from extras.targets import TrainingLoss
-    except ModuleNotFoundError:
+    if not extras:
         if config.init_from == "resume" or flags.get("ngram_targets") or flags.get("mtp_weight"):
-            raise ValueError("--ngram_targets and --mtp_weight need the folder extras, next to train.py") from None
+            raise ValueError(f"--ngram_targets or --mtp_weight {NEEDS_EXTRAS}")
         config.ngram_targets = config.mtp_weight = 0.0  # recorded, so a resume does the same
         print("training without auxiliary targets, which need the folder extras: the val loss will be XXXX higher")
         return None
-    targets = TrainingLoss(model, config, data.train, device)
-    if config.ngram_targets and targets.table is None:
-        print(f"training without n-gram targets: the text is too long or has too many distinct {data.tokenizer.unit}")
-    return targets
+    return extras.TrainingLoss(model, config, data.train, device)
 
 
 def make_run(flags):
@@ -959,19 +945,9 @@ def make_run(flags):
 
 
 def main():
-    # what the folder extras adds without a flag
-    try:
-        from extras.cli import lock_folder
-        from extras.cores import share_cores
-        from extras.decoding import ngrams
-
-        share_cores()
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "extras":
-            raise
-        ngrams = None
+    if extras:
+        extras.share_cores()
     lock = nullcontext()
-
     flags = parse_flags()
     try:
         config, data, state, metadata = make_run(flags)
@@ -979,8 +955,8 @@ def main():
         if RANK == 0 and not config.eval_only:
             try:
                 out_dir.mkdir(parents=True, exist_ok=True)
-                if ngrams:
-                    lock = lock_folder(out_dir)
+                if extras:
+                    lock = extras.lock_folder(out_dir)
                 begin_log(out_dir, state)
             except OSError as error:
                 hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
@@ -997,12 +973,10 @@ def main():
         print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {model_name}")
         return
 
-    # n-grams
-    vocab_size = state.model.config.vocab_size
     num_params = sum(p.numel() for p in state.model.parameters())
     metadata["ngrams"] = None
-    if ngrams and RANK == 0:  # for sample.py --draft: at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
-        metadata["ngrams"] = ngrams.count_ngrams(data.train, vocab_size, num_params // 16)
+    if extras and RANK == 0:  # for sample.py --draft: at most one n-gram of 8 or 12 bytes per 16 parameters of 4 bytes
+        metadata["ngrams"] = extras.count_ngrams(data.train, state.model.config.vocab_size, num_params // 16)
 
     # train
     print(
@@ -1056,7 +1030,3 @@ if __name__ == "__main__":
         sys.exit(130)
     except torch.OutOfMemoryError:
         sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "extras":
-            raise
-        sys.exit("train.py: this needs the folder extras of the repository, next to model.py")

@@ -3,7 +3,6 @@
     python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
     python data/prepare.py --input a.txt b.txt   your own UTF-8 text, one file or several
     python data/prepare.py --input a.txt --val b.txt   the same, with text of its own for validation
-    python data/prepare.py --url https://…  UTF-8 text from the web
     python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
     python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
 
@@ -39,26 +38,20 @@ PIECE = 2**20  # characters per read, so that the text may be larger than memory
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-def download(url, path):
-    """Write the text at `url` to a file. Raises ValueError."""
+def download(path):
+    """Write tiny Shakespeare to a file. Raises ValueError."""
     try:
         import requests  # here, because --input works without it
 
-        with requests.get(url, stream=True, timeout=30) as response, open(path, "wb") as file:
-            response.raise_for_status()
-            if "html" in response.headers.get("Content-Type", ""):  # a page about the file, or a sign-in page
-                raise ValueError("the response is an HTML page, not plain text")
-            size = int(response.headers.get("Content-Length", 0))
-            with tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar:
-                for chunk in response.iter_content(2**20):
-                    file.write(chunk)
-                    bar.update(len(chunk))
-        if url == CORPUS_URL and sha256_of(path) != CORPUS_SHA256:
-            raise ValueError(f"the response ({path.stat().st_size} bytes) is not tiny Shakespeare: its SHA-256 differs")
+        response = requests.get(CORPUS_URL, timeout=30)
+        response.raise_for_status()
+        path.write_bytes(response.content)
+        if sha256_of(path) != CORPUS_SHA256:
+            raise ValueError(f"the response ({len(response.content)} bytes) is not tiny Shakespeare")
     except (ImportError, OSError, ValueError) as error:
         while error.__context__:  # the outer errors of requests are full of object addresses
             error = error.__context__
-        raise ValueError(f"cannot download {url}: {str(error) or type(error).__name__}") from None
+        raise ValueError(f"cannot download {CORPUS_URL}: {str(error) or type(error).__name__}") from None
 
 
 # -- from text to ids --------------------------------------------------------------------------------------------------
@@ -178,9 +171,7 @@ def parse_args():
     # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     add = parser.add_argument
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--input", nargs="+", metavar="FILE", help="use these UTF-8 text files, one after the other")
-    text.add_argument("--url", help="download this UTF-8 text (default: tiny Shakespeare)")
+    add("--input", nargs="+", metavar="FILE", help="use these UTF-8 text files, one after the other")
     add("--val", metavar="FILE", help="text for the val split (default: the last tenth)")
     add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
     tokenizer_help = (
@@ -193,8 +184,8 @@ def parse_args():
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
-    if "" in (args.url, args.tokenizer, args.data_dir, args.val):
-        parser.error("--url, --tokenizer, --data_dir or --val is empty")
+    if "" in (args.tokenizer, args.data_dir, args.val):
+        parser.error("--tokenizer, --data_dir or --val is empty")
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
     for name in [*(args.input or []), args.val]:
@@ -206,14 +197,13 @@ def parse_args():
 
 def main():
     args = parse_args()
-    url = args.url or CORPUS_URL
     meta, whole = prepared(args.data_dir)
     old_source = meta.get("source")
     if not args.input and not args.force:
-        if whole and old_source == url and "chars" in meta and not args.tokenizer and not args.val:
-            print(f"{args.data_dir} already holds all of {url}: nothing to do (--force does it again)")
+        if whole and old_source == CORPUS_URL and "chars" in meta and not args.tokenizer and not args.val:
+            print(f"{args.data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
-        if meta and old_source not in (url, CORPUS_URL, STAND_IN_SOURCE):
+        if meta and old_source not in (CORPUS_URL, STAND_IN_SOURCE):
             hint = "--force replaces it, a different --data_dir keeps both"
             raise ValueError(f"{args.data_dir} holds your own text, from {old_source}: {hint}")
 
@@ -221,11 +211,11 @@ def main():
         # the text, and where the val split begins
         texts = [(os.path.abspath(name), Path(name)) for name in args.input or []]
         if not texts:
-            texts = [(url, Path(folder) / "text")]
+            texts = [(CORPUS_URL, Path(folder) / "text")]
             try:
-                download(*texts[0])
+                download(texts[0][1])
             except ValueError as error:
-                if url != CORPUS_URL or old_source not in (None, STAND_IN_SOURCE):
+                if old_source not in (None, STAND_IN_SOURCE):
                     raise ValueError(f"{error}; nothing was changed") from None
                 note(f"WARNING: {error}")
                 note("USING THE SMALL STAND-IN data/sample.txt INSTEAD OF TINY SHAKESPEARE")

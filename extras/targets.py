@@ -36,6 +36,8 @@ class TrainingLoss(nn.Module):
         self.table = self.contexts = None
         if config.ngram_targets:
             self.table, self.contexts = ngram_distributions(ids, model.config.vocab_size, device) or (None, None)
+            if self.table is None:
+                print("training without n-gram targets: the text is too long or has too many distinct tokens for them")
 
     def weights(self, step):
         """Return mtp_weight and ngram_weight at a step, a float32 tensor `(2,)`.

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -287,13 +286,6 @@ def tiny_run(**settings):
     model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
     return config, Dataset(CharTokenizer(chars), ids[:middle], ids[middle:], sha256={}, source=""), state
-
-
-def ngram_table(ids, vocab_size):
-    """Random n-gram targets as extras makes them: a table of distributions, and the row of each token."""
-    generator = torch.Generator().manual_seed(0)
-    rows = np.random.default_rng(0).integers(30, size=len(ids))
-    return torch.rand(30, vocab_size, generator=generator).softmax(-1), rows
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------

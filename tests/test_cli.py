@@ -49,24 +49,22 @@ def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, t
 @pytest.mark.parametrize(
     "flags, holds, said",
     [
-        ([], ["out/ckpt.pt", "out/last.pt"], "using out/ckpt.pt, step 7"),
-        ([], ["out/last.pt"], "using out/last.pt, step 7"),
-        (["--out_dir", "run"], ["run/last.pt"], "using run/last.pt, step 7"),
-        (["--ckpt", "run"], ["run/last.pt"], "using run/last.pt, step 7"),
-        ([], ["run/ckpt.pt"], f"no checkpoint in out: using the pretrained {PRETRAINED.name}, step 7000"),
-        (["--ckpt", "run"], ["run/ckpt.pt", "run/last.pt"], None),
-        (["--ckpt", "run/last.pt"], ["run/last.pt"], None),
+        ([], ["out/ckpt.pt", "out/last.pt"], "out/ckpt.pt, step 7"),
+        ([], ["out/last.pt"], "out/last.pt, step 7"),
+        (["--out_dir", "run"], ["run/last.pt"], "run/last.pt, step 7"),
+        (["--ckpt", "run"], ["run/ckpt.pt", "run/last.pt"], "run/ckpt.pt, step 7"),
+        (["--ckpt", "run/last.pt"], ["run/last.pt"], "run/last.pt, step 7"),
+        ([], ["run/ckpt.pt"], f"{PRETRAINED}, step 7000"),
     ],
 )
-def test_the_model_is_named_unless_the_command_line_does(flags, holds, said, tmp_path, monkeypatch):
+def test_a_line_says_which_model_it_is(flags, holds, said, tmp_path, monkeypatch):
     """Between Ctrl-C and the first evaluation a run has last.pt only."""
     monkeypatch.chdir(tmp_path)
     for name in holds:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         save_model((tmp_path / name).parent, tiny(), name=Path(name).name)
     result = ok(here(*flags, "--prompt", "a", "--max_new_tokens", 2, "--device", "cpu", script="sample.py"))
-    lines = result.stderr.splitlines()
-    assert [line for line in lines if "using" in line] == ([f"sample.py: {said}"] if said else [])
+    assert result.stderr.splitlines()[0] == f"sample.py: using {said}"
 
 
 # -- sample.py as a process --------------------------------------------------------------------------------------------
@@ -84,7 +82,7 @@ def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, tmp_path):
     ) as child:
         assert len(child.stdout.read(reads)) == reads
         child.stdout.close()
-        assert child.stderr.read() == b""
+        assert len(child.stderr.read().splitlines()) <= 1  # which model it is
         assert child.wait(60) == -signal.SIGPIPE
 
 
@@ -99,7 +97,7 @@ def test_ctrl_c_ends_sample_py_quietly(tmp_path):
         child.stdout.read(99)
         child.send_signal(signal.SIGINT)
         _, said = child.communicate(timeout=60)
-    assert (child.returncode, said) == (130, b"")
+    assert child.returncode == 130 and len(said.splitlines()) == 1, said  # which model it is
 
 
 @pytest.mark.parametrize("script", ["sample.py", "train.py", "data/prepare.py"])

@@ -39,7 +39,7 @@ def test_training_and_a_resume(dtype, device):
     """float16 has a scaler, whose first steps may be skipped. Muon leaves vectors and embeddings to AdamW."""
 
     def new_state(where):
-        config, data, state = tiny_run(optimizer="muon", tie_weights=False, mtp_weight=0.3)
+        config, data, state = tiny_run(optimizer="muon", tie_weights=False)
         return config, data, TrainState(state.model.to(where), config, where, dtype)
 
     def steps(config, data, state):

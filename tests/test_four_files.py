@@ -89,7 +89,7 @@ def alone(tmp_path_factory):
 
 
 def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tmp_path):
-    """The same model, optimizer and logged losses as without n-gram targets, which are in extras.
+    """The same model, optimizer and logged losses as without auxiliary targets, which are in extras.
 
     The checkpoints differ in paths and in n-grams for --draft.
     """
@@ -97,8 +97,8 @@ def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tm
     assert [code for code, _, _ in results[:3]] == [0] * 3, results[:3]
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (folder / "data" / name).read_bytes() == (data_dir / name).read_bytes()
-    assert results[1][1].startswith("training without n-gram targets, which need the folder extras")
-    flags = [*MODERN, "--ngram_targets", 0, "--max_iters", 20]
+    assert results[1][1].startswith("training without auxiliary targets, which need the folder extras")
+    flags = [*MODERN, "--ngram_targets", 0, "--mtp_weight", 0, "--max_iters", 20]
     ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     ours, theirs = load(folder / "out" / "last.pt"), load(tmp_path / "last.pt")
     for name in ("model", "optimizer", "mtp", "scaler", "iter_num", "best_val_loss", "model_args", "chars"):

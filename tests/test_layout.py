@@ -19,11 +19,11 @@ def ours(nodes):
     return {name.partition(".")[0] for name in imported_names(nodes)} & PROJECT
 
 
-def test_the_four_files_import_model_py_at_the_top_and_extras_only_inside():
-    """A flag or a file opens extras. test_four_files.py runs them without it."""
+def test_the_four_files_import_model_py_and_extras_alone():
+    """sample.py and prepare.py need extras only for a flag or a file. test_four_files.py runs all without it."""
     assert {name: ours(top(tree)) for name, tree in TREES.items()} == {
         "model": set(),
-        "train": {"model"},
+        "train": {"model", "extras"},
         "sample": {"model"},
         "prepare": set(),
     }

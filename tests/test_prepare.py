@@ -91,6 +91,9 @@ def test_the_val_split_can_be_a_file_of_its_own(call, text, tmp_path):
     assert (
         "vocabulary" in ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "data")).stdout
     )
+    before = tree(tmp_path)
+    result = call("--data_dir", tmp_path / "data")  # a plain command must not replace it
+    assert_nothing_changed(result, tmp_path, before, "holds your own text", "val.txt (val)", "--force")
     data = load_dataset(tmp_path / "data", 2)
     assert data.tokenizer.decode(data.val.tolist()) == "März 1\n"
     assert data.tokenizer.decode(data.train.tolist()) == BODY.decode().replace("\r\n", "\n").replace("\r", "\n")
@@ -118,9 +121,8 @@ def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path)
         ("--input none.txt", BODY, ["there is no none.txt"]),
         ("--input old", BODY, ["old is a folder or a pipe: pass a file"]),
         ("--input in.txt --val none.txt", BODY, ["there is no none.txt"]),
-        ("--input in.txt --url http://127.0.0.1:9", BODY, ["not allowed with argument"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
-        ("--url=", BODY, ["--url, --tokenizer, --data_dir or --val is empty"]),
+        ("--val=", BODY, ["--tokenizer, --data_dir or --val is empty"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
     ],
@@ -148,45 +150,38 @@ def test_a_pipe_is_one_line(tmp_path):
     assert_one_line(result, "/dev/stdin is a folder or a pipe: pass a file", code=2)
 
 
-def test_text_that_changes_while_it_is_read_is_one_line(call, text, old, tmp_path):
-    """A character that only a later pass sees has no id."""
-    before = tree(tmp_path)
-    result = call("--input", text, "--data_dir", old, distinct_characters=lambda pieces: ("Whan\n", 99))
-    assert_nothing_changed(result, tmp_path, before, "the text has changed while we read it")
-
-
 def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "requests", None)  # importing it raises an ImportError
     ok(call("--input", text, "--data_dir", tmp_path / "mine"))
-    assert_one_line(call("--url", CLOSED, "--data_dir", tmp_path / "new"), f"cannot download {CLOSED}", "requests")
+    result = ok(call("--data_dir", tmp_path / "new", CORPUS_URL=CLOSED))
+    assert f"WARNING: cannot download {CLOSED}" in result.stderr and "requests" in result.stderr
 
 
 # -- downloads ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_url_is_asked_for_again_only_if_it_must_be(call, server, old):
+def test_the_corpus_is_asked_for_again_only_if_it_must_be(call, server, old):
     """If a file is damaged, or with --force, which replacing other text needs."""
+    corpus = dict(CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest())
 
     def assert_asked(num_times, *flags):
-        ok(call("--data_dir", old, "--url", *flags))
-        assert_holds(old, BODY, flags[0])
+        ok(call("--data_dir", old, *flags, **corpus))
+        assert_holds(old, BODY, server.url)
         assert len(server.asked) == num_times
 
-    assert_asked(1, server.url, "--force")
-    assert_asked(1, server.url)
-    assert_asked(2, server.url, "--force")
-    assert_asked(3, server.url + "2", "--force")
-    for num_times, name in enumerate(("train.bin", "val.bin", "meta.json"), start=4):
+    assert_asked(1, "--force")
+    assert_asked(1)
+    assert_asked(2, "--force")
+    for num_times, name in enumerate(("train.bin", "val.bin", "meta.json"), start=3):
         raw = (old / name).read_bytes()
         (old / name).write_bytes(raw[:50] + raw[51:])
-        assert_asked(num_times, server.url + "2")
+        assert_asked(num_times)
 
 
 def test_your_own_text_is_replaced_only_by_text_that_you_name(call, server, text, old):
     corpus, before = dict(CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest()), tree(old)
-    for flags in ([], ["--url", server.url + "2"]):
-        result = call("--data_dir", old, *flags, **corpus)
-        assert_nothing_changed(result, old, before, "holds your own text", SAMPLE, "--force", "--data_dir")
+    result = call("--data_dir", old, **corpus)
+    assert_nothing_changed(result, old, before, "holds your own text", SAMPLE, "--force", "--data_dir")
     assert not server.asked
     ok(call("--data_dir", old, "--input", text))
     assert_holds(old, BODY, text)
@@ -198,14 +193,14 @@ def test_your_own_text_is_replaced_only_by_text_that_you_name(call, server, text
     "status, headers, word",
     [
         (404, {}, "404"),
-        (200, {"Content-Type": "text/html; charset=utf-8"}, "HTML"),
         (200, {"Content-Length": len(BODY) + 500}, "IncompleteRead"),
     ],
 )
 def test_what_is_not_the_text_is_refused_in_one_line(status, headers, word, call, server, old):
     server.answer = status, headers, BODY
     before = tree(old)
-    assert_nothing_changed(call("--url", server.url, "--data_dir", old, "--force"), old, before, server.url, word)
+    result = call("--data_dir", old, "--force", CORPUS_URL=server.url)
+    assert_nothing_changed(result, old, before, server.url, word, "nothing was changed")
 
 
 def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path):

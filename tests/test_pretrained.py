@@ -10,7 +10,7 @@ from model import build_model, load_checkpoint
 from sample import PRETRAINED
 from train import TrainConfig, TrainState, evaluate, load_dataset
 
-NOTE = f"no checkpoint in out: using the pretrained {PRETRAINED.name}"
+NOTE = f"using {PRETRAINED}, step 7000"
 
 
 def test_it_is_small_and_has_no_state_of_its_training():

@@ -26,7 +26,6 @@ from helpers import (
     here,
     load,
     log,
-    ngram_table,
     ok,
     progress,
     same,
@@ -185,8 +184,7 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
 def test_a_compiled_step_is_the_plain_step():
     weights, losses = [], []
     for compiled in (False, True):
-        config, data, state = tiny_run(gradient_accumulation_steps=2, ngram_targets=0.5, mtp_weight=0.3)
-        state.ngrams = ngram_table(data.train, len(data.tokenizer.vocab))
+        config, data, state = tiny_run(gradient_accumulation_steps=2)
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()

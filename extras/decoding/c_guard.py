@@ -25,7 +25,8 @@ from extras.decoding.c_library import CompileError, NotHereError
 # the hash that the message names. Comments, docstrings and the layout of the code do not count.
 REPEATED = {
     "KVCache.extend": ("ca294b86775f9ebe", "plan, accept"),
-    "KVCache.update": ("3b5940b267508d45", "forward"),
+    "KVCache.update": ("5d6f07ec6a86cdb4", "forward"),
+    "KVCache.write": ("a880ace06317e06b", "forward"),
     "KVCache.mask": ("c311860223dddbd5", "forward"),
     "rotate": ("67c046e513b3b9a3", "rotate"),
     "CausalSelfAttention.project": ("7c18ab5bd3ee8161", "forward"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+from hashlib import sha256
 
 import pytest
 from tokenizers import Tokenizer
@@ -40,17 +41,18 @@ def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
 
 def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path):
     """With --tokenizer always: what a name stands for may have changed. Without, characters that are there stay."""
-    flags = ["--url", server.url, "--data_dir", tmp_path]
+    flags = ["--data_dir", tmp_path]
+    corpus = dict(CORPUS_URL=server.url, CORPUS_SHA256=sha256(BODY).hexdigest())
     learned = [["--tokenizer", "bpe", "--vocab_size", size] for size in (260, 261, 261)]
     for num_times, more in enumerate(([], *learned, []), start=1):
-        ok(call(*flags, *more))
+        ok(call(*flags, *more, **corpus))
         assert len(server.asked) == num_times
         tokenizer = load_dataset(tmp_path, 2).tokenizer
         assert len(tokenizer.vocab) == more[-1] if more else tokenizer.unit == "characters"
-    assert "nothing to do" in ok(call(*flags)).stdout and len(server.asked) == num_times
+    assert "nothing to do" in ok(call(*flags, **corpus)).stdout and len(server.asked) == num_times
     server.answer = 404, {}, b""
     before = tree(tmp_path)
-    assert_nothing_changed(call(*flags, "--tokenizer", "bpe"), tmp_path, before, "404", "nothing was changed")
+    assert_nothing_changed(call(*flags, "--tokenizer", "bpe", **corpus), tmp_path, before, "404", "nothing was changed")
 
 
 def test_the_size_of_a_piece_makes_no_difference_to_tokens(call, text, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, here, load, ok, same
 from model import GPT, GPTConfig
-from train import POLYNOMIALS, TrainConfig, TrainingLoss, configure_optimizers, lr_multiplier, orthogonalize
+from train import POLYNOMIALS, TrainConfig, configure_optimizers, lr_multiplier, orthogonalize
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
@@ -62,20 +62,16 @@ def test_a_learning_rate_that_never_falls(never):
 @pytest.mark.parametrize(
     "change", [{}, {"bias": True}, {"tie_weights": False}, {"pos_emb": "rope"}, {"norm_first": False, "bias": True}]
 )
-@pytest.mark.parametrize("mtp_weight", [0.0, 0.3])
-def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(change, mtp_weight):
+def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(change):
     model = GPT(GPTConfig(**(dict(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, bias=False) | change)))
-    config = TrainConfig(
-        optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95, mtp_weight=mtp_weight
-    )
-    training_loss = TrainingLoss(model, config)
-    (optimizer,) = configure_optimizers(training_loss, config, CPU)
+    config = TrainConfig(optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95)
+    (optimizer,) = configure_optimizers(model.parameters(), model, config, CPU)
     groups = optimizer.param_groups
     where = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
-    assert sorted(i for i, _ in where) == sorted({id(p) for p in training_loss.parameters()})
+    assert sorted(i for i, _ in where) == sorted({id(p) for p in model.parameters()})
     assert all(group["betas"] == (0.8, 0.95) for group in groups)
     expected = {}
-    for module in training_loss.modules():
+    for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             decays = name == "weight" and isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
             expected[id(p)] = 0.3 if decays else 0.0
@@ -113,7 +109,7 @@ def test_muon_is_momentum_made_orthogonal_for_q_k_and_v_apart(kv_heads):
     model = GPT(GPTConfig(**sizes, qk_norm=True, activation="swiglu" if kv_heads else "gelu"))
     settings = dict(weight_decay=0.1, learning_rate=1e-2, beta1=0.9, beta2=0.95, muon_learning_rate=0.03)
     config = TrainConfig(optimizer="muon", **settings)
-    optimizers = configure_optimizers(TrainingLoss(model, config), config, CPU)
+    optimizers = configure_optimizers(model.parameters(), model, config, CPU)
     matrices = {name: p for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
     muons = {id(p) for group in optimizers[1].param_groups for p in group["params"]}
     assert muons == set(map(id, matrices.values()))

@@ -66,36 +66,27 @@ def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
 FLAGS = [*STATEFUL, "--lr_decay_iters", 8, "--log_interval", 2, "--eval_interval", 4]
 
 
-@pytest.fixture
-def no_extras(monkeypatch):
-    """no_extras(): from now on, importing the folder extras fails, as if it were not there."""
-    return lambda: monkeypatch.setitem(sys.modules, "extras.cores", None)
-
-
-def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, tmp_path):
+def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, tmp_path, monkeypatch):
     """Also where a resume has the folder back: half a run on other targets would be a third kind of run."""
     plain, out = tmp_path / "plain", tmp_path / "out"
-    ok(here(*FLAGS, "--ngram_targets", 0, "--max_iters", 8, "--data_dir", data_dir, "--out_dir", plain))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "extras.cores", None)
-        said = ok(here(*FLAGS, "--max_iters", 5, "--data_dir", data_dir, "--out_dir", out)).stdout.splitlines()
-    assert said[0].startswith("training without n-gram targets, which need the folder extras: the val loss will be")
-    assert said[1].startswith("training preset cpu, recipe modern without n-gram targets, on 1 x cpu")
-    assert load(out / "last.pt")["config"]["ngram_targets"] == 0
-    said = ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 8)).stdout
-    assert said.startswith("resuming preset cpu, recipe modern without n-gram targets, on 1 x cpu")
+    without = ["--ngram_targets", 0, "--mtp_weight", 0]
+    ok(here(*FLAGS, *without, "--max_iters", 8, "--data_dir", data_dir, "--out_dir", plain))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "extras", None)
+        said = ok(here(*FLAGS, "--max_iters", 5, "--data_dir", data_dir, "--out_dir", out)).stdout
+    assert said.startswith("training without auxiliary targets, which need the folder extras: the val loss will be")
+    config = load(out / "last.pt")["config"]
+    assert config["ngram_targets"] == config["mtp_weight"] == 0
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 8))
     assert_same_run(plain, out)
     assert progress(plain)[-1] == progress(out)[-1]
 
 
-def test_a_run_on_targets_does_not_go_on_without_the_folder_unless_you_say_so(no_extras, data_dir, tmp_path):
-    said = ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", tmp_path)).stdout
-    assert said.startswith("training preset cpu, recipe modern, on 1 x cpu")
-    no_extras()
-    resume = ["--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3]
-    assert_one_line(here(*resume), "--ngram_targets 1.0 needs the folder extras", "pass --ngram_targets 0", code=1)
+def test_a_run_on_targets_does_not_go_on_without_the_folder(data_dir, tmp_path, monkeypatch):
+    ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", tmp_path))
+    monkeypatch.setitem(sys.modules, "extras", None)
+    words = "--ngram_targets or --mtp_weight needs the folder extras"
+    assert_one_line(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3), words, code=1)
     assert load(tmp_path / "last.pt")["iter_num"] == 2
-    ok(here(*resume, "--ngram_targets", 0))
-    assert load(tmp_path / "last.pt")["iter_num"] == 3
     flags = [*FLAGS, "--ngram_targets", 0.5, "--data_dir", data_dir, "--out_dir", tmp_path / "new"]
-    assert_one_line(here(*flags), "--ngram_targets 0.5 needs the folder extras", code=1)
+    assert_one_line(here(*flags), words, code=1)
