@@ -11,7 +11,6 @@ head size), V = vocab_size.
 import io
 import math
 import os
-import pickle
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -100,10 +99,8 @@ class KVCache:
         if batch_size != self.batch_size:
             raise ValueError(f"the cache is for {self.batch_size} rows, but idx has {batch_size}")
         if start != self.length:
-            raise ValueError(
-                f"pos starts at {start}, but the cache holds {self.length} positions: "
-                "prefill from 0 first, feed the next position, or lower the length of the cache to go back"
-            )
+            hint = "prefill from 0 first, feed the next position, or lower the length of the cache to go back"
+            raise ValueError(f"pos starts at {start}, but the cache holds {self.length} positions: {hint}")
         if start + T > self.slots:
             raise ValueError(f"{start + T} positions do not fit into a cache of {self.slots} slots")
         yield
@@ -134,13 +131,6 @@ class KVCache:
         if len(pos) == 1:
             return None
         return torch.arange(self.length + len(pos), device=pos.device) <= pos[:, None]
-
-    def select(self, rows):
-        """Make row i a copy of row rows[i], for example to let several samples share the prefill of their prompt."""
-        with torch.inference_mode(False):  # as in update
-            self.key = [key[rows] for key in self.key]
-            self.value = [value[rows] for value in self.value]
-        self.batch_size = len(rows)
 
 
 class Head:
@@ -221,14 +211,12 @@ class CausalSelfAttention(nn.Module):
     def project(self, x, rope=None):
         """Return q `(B, nh, T, hs)`, k and v `(B, nkv, T, hs)` of x `(B, T, C)`. rope: cos and sin at x's positions."""
         B, T, C = x.shape
-        nh = self.n_head
-        nkv = self.n_kv_head
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
-        q, k, v = qkv.split_with_sizes((nh, nkv, nkv), dim=1)
+        q, k, v = qkv.split_with_sizes((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:  # queries and keys together, to save operations
-            q, k = rotate(torch.cat((q, k), dim=1), *rope).split_with_sizes((nh, nkv), dim=1)
+            q, k = rotate(torch.cat((q, k), dim=1), *rope).split_with_sizes((self.n_head, self.n_kv_head), dim=1)
         return q, k, v
 
     def forward(self, x, rope=None, pos=None, mask=None, cache=None):
@@ -365,8 +353,7 @@ class GPT(nn.Module):
         pos      (T,) int64, the positions of idx, which continue where the cache ends: the call uses the cache, and
                  has no gradient. None: positions 0 to T - 1 without a cache
         cache    the KVCache to use; None: the model's own, which a call with pos from 0 starts again
-        Raises TypeError if pos is something else, ValueError for positions beyond block_size or not next in the cache,
-        and RuntimeError in train mode.
+        Raises TypeError for another pos, ValueError if it is not next in the cache, and RuntimeError in train mode.
         """
         if pos is None and cache is None:
             logits = self.unembed(self.hidden_states(idx))
@@ -577,9 +564,8 @@ FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p}  # a setting of Sampling, a
 def gumbel_noise(seed, samples, steps, vocab_size):
     """Return standard Gumbel noise, `(B, S, V)` float32, always finite, of samples `(B,)` and steps `(S,)` or `(B, S)`.
 
-    It is a hash of (seed, sample, step, token id) and nothing else. So every way to decode gets the same noise and
-    picks the same token from the same logits. The hash applies the 32-bit finalizer "lowbias32" by Chris Wellons to
-    one counter after another.
+    It is a hash of (seed, sample, step, token id) and nothing else, so every way to decode gets the same noise. The
+    hash applies the 32-bit finalizer "lowbias32" by Chris Wellons to one counter after another.
     """
     low32 = 0xFFFFFFFF
 
@@ -622,8 +608,7 @@ class CharTokenizer:
         """Return the ids of the text as a list. Raises ValueError for characters outside the vocabulary."""
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
-            names = ", ".join(map(repr, unknown[:20])) + (" is" if len(unknown) == 1 else " are")
-            raise ValueError(f"{names} not in the vocabulary {self.vocab[:200]!r}")
+            raise ValueError(f"no {', '.join(map(repr, unknown[:20]))} in the vocabulary {self.vocab[:200]!r}")
         return [self.ids[char] for char in text]
 
     def decode(self, ids):
@@ -635,10 +620,7 @@ class CharTokenizer:
 
 
 def write_atomically(path, pieces):
-    """Write pieces of bytes to a file. Even after a power cut or on a full disk, it is the old file or the new one.
-
-    Raises OSError.
-    """
+    """Write bytes to a file: even after a power cut or on a full disk, all of them or none. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -658,10 +640,9 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path):
-    """Return a checkpoint as a dict, and its "path" with it for messages. Runs no code that may be in the file.
+    """Return a checkpoint, a dict, with its "path" for messages. Runs no code. Raises OSError or ValueError.
 
-    Among its entries are the state_dict "model", "model_args" with the fields of GPTConfig, and "chars" if the tokens
-    are characters. Raises OSError, or ValueError with one line that says what is wrong with the file.
+    It has the state_dict "model", "model_args" for GPTConfig, and "chars" if the tokens are characters.
     """
     path = Path(path)
     if not path.is_file():
@@ -674,12 +655,9 @@ def load_checkpoint(path):
         complete = {"model", "model_args"} <= checkpoint.keys()
     except PermissionError:
         raise
-    except pickle.UnpicklingError as error:
-        kind = str(error).partition("GLOBAL ")[2].split(" ")[0]  # the class of a pickled object
-        what = f"contains {kind}: not loaded, because it could run code" if kind else "is not a file of torch.save"
-        raise ValueError(f"{path} {what}") from None
     except Exception:  # a damaged file can raise anything, with pages of advice
-        raise ValueError(f"{path} is not a checkpoint of a GPT, or incomplete: copy or download it again") from None
+        why = "it is damaged, not a checkpoint, or contains objects that could run code"
+        raise ValueError(f"{path} cannot be loaded: {why}") from None
     if not complete:  # a bare state_dict, or a file of Lightning
         raise ValueError(f"{path} has weights and no model_args, so it is not from train.py or nanoGPT")
     return {**checkpoint, "path": path}

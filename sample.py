@@ -9,11 +9,11 @@
 
 The text goes to stdout, and a report on time and memory to stderr. A token is a character, unless the model has a
 tokenizer. The folder extras adds --draft, --compile, --engine, --weights, --explain and --meta, prompts of different
-lengths, tokenizers and Hugging Face folders. With it, threads also yield on a busy machine (extras/cores.py).
+lengths, tokenizers and Hugging Face folders, and its threads yield on a busy machine.
 """
 
-# Read it from top to bottom: the command line, the model and the prompts, text as it arrives, --verify, and main, which
-# puts them together. The loop over the tokens, prefill and decode, is generate in model.py.
+# Read it from top to bottom: the command line, the model and the prompts, text as it arrives, --verify, and main. The
+# loop over the tokens, prefill and decode, is generate in model.py.
 
 import argparse
 import difflib
@@ -57,25 +57,24 @@ def make_parser():
     cache_help = "False recomputes everything for every token (default: True)"
     add("--kv_cache", type=boolean, nargs="?", const=True, default=True, metavar="True|False", help=cache_help)
     add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="the same as --kv_cache False")
-    new_help = "new tokens per sample (default: until the context is full; 1000 with --overflow slide)"
-    add("--max_new_tokens", type=positive, metavar="N", help=new_help)
+    add(
+        "--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with --overflow slide"
+    )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling
     add("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own distribution (default: 0.8)")
     add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
-    top_p_help = "sample from the most likely tokens whose probabilities add up to P"
-    add("--top_p", type=float, metavar="P", help=top_p_help)
+    add("--top_p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P")
     add("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
-    overflow_help = "when the context is full: stop, or keep its newest half and continue (default: stop)"
-    add("--overflow", choices=("stop", "slide"), default="stop", help=overflow_help)
-    add("--num_samples", type=positive, default=1, metavar="N", help="per prompt (default: 1)")
+    full = "when the context is full: stop, or keep its newest half and continue (default: stop)"
+    add("--overflow", choices=("stop", "slide"), default="stop", help=full)
+    add("--num_samples", type=int, default=1, metavar="N", help="per prompt (default: 1)")
     # files and device
     add("--out_dir", help="folder with ckpt.pt (default: out)")
     add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if there is one, else cpu (default: auto)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
-    # a check
     add("--verify", action="store_true", help="generate again, with the cache and without, and compare")
     return parser
 
@@ -93,6 +92,10 @@ def parse_args(parser):
         parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     if "" in (args.ckpt, args.out_dir):
         parser.error("--ckpt or --out_dir is empty")
+    for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
+            parser.error(f"--{name} {value} is not from 1 to {most}")
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     for texts in (args.prompt or [], args.stop):  # line ends as when reading a file
@@ -107,18 +110,11 @@ def boolean(text):
     return text.lower() in ("true", "1")
 
 
-def positive(text):
-    """An argparse type: an int of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
-
-
 def note(message):
     print(f"sample.py: {message}", file=sys.stderr)
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model and the prompts -----------------------------------------------------------------------------------------
 
 
 def find_checkpoint(ckpt=None, out_dir=None):
@@ -134,10 +130,6 @@ def find_checkpoint(ckpt=None, out_dir=None):
     return folder / "ckpt.pt" if ckpt or out_dir else PRETRAINED
 
 
-def which_model(checkpoint):
-    return f"using {checkpoint['path']}, step {checkpoint.get('iter_num', 'unknown')}"
-
-
 def put_on_device(model, device, dtype):
     """Move a model to --device in --dtype. Raises ValueError."""
     device = pick_device(device)
@@ -148,9 +140,6 @@ def put_on_device(model, device, dtype):
 
 def num_threads(multiply_adds):
     return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
-
-
-# -- the prompts -------------------------------------------------------------------------------------------------------
 
 
 def encode_prompt(prompt, tokenizer):
@@ -223,11 +212,10 @@ class GeneratedText:
             self.text = self.text[: -len(max(completed, key=len))]
 
     def settled(self):
-        """Return the text that no later token can change."""
-        return self.text if self.ended else self.without_ending(self.text)
+        """Return the text that no later token can change. Its last characters may be the first of a stop string."""
+        return self.text if self.ended else self.without_stop(self.text)
 
-    def without_ending(self, text):
-        """Return the text without its last characters, which may turn out to be part of a stop string."""
+    def without_stop(self, text):
         waiting = max(map(len, self.stops), default=1) - 1
         return text[: max(self.prompt_length, len(text) - waiting)]
 
@@ -311,8 +299,8 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
     model, idx, num_new, sampling  those of the run: what `generate` accepts
     texts                          its B GeneratedTexts
     numbers                        row numbers for messages; None: 0 to B - 1
-    Writes differences to stderr. Returns (tied, seconds): the numbers of the rows with a near-tie, or None if a text
-    differs otherwise, and the seconds that the loop without the cache took.
+    Returns (tied, seconds): the numbers of the rows with a near-tie, or None if a text differs otherwise, and the
+    seconds that the loop without the cache took.
     """
     T = idx.size(1)
     numbers = numbers or range(len(texts))
@@ -358,9 +346,8 @@ def report_verify(new, tied, times, seconds, args):
     """Report that texts of `new` tokens each agree, but for near-ties in the rows `tied`. Returns the exit code."""
     if tied is None:
         return 1
-    found = "OK up to near-ties" if tied else "OK"
-    rows = f"{len(new) - len(tied)} of {len(new)} samples"
-    note(f"verify: {found}, {sum(new)} tokens are the same with and without the cache ({rows})")
+    found = f"OK{' up to near-ties' if tied else ''}, {sum(new)} tokens are the same with and without the cache"
+    note(f"verify: {found} ({len(new) - len(tied)} of {len(new)} samples)")
     if args.kv_cache and len(times) > 1:
         ratio = seconds / times[-1]
         note(f"verify: {times[-1]:.2f} s this way, {seconds:.2f} s without the cache: {ratio:.1f} times as fast")
@@ -371,7 +358,6 @@ def report_verify(new, tied, times, seconds, args):
 
 
 def main():
-    # the command line; if the folder extras is there, it adds its flags
     parser = make_parser()
     try:
         from extras import generation as extras
@@ -379,7 +365,7 @@ def main():
         if error.name != "extras":
             raise
         extras = None
-    if extras:
+    if extras:  # it adds its flags
         extras.add_flags(parser)
         extras.share_cores()
     args = parse_args(parser)
@@ -407,7 +393,7 @@ def main():
         sampling = sampling_of(args, len(prompts))
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
-    note(which_model(checkpoint))
+    note(f"using {path}, step {checkpoint.get('iter_num', 'unknown')}")
 
     # generate: a row per sample, those of the first prompt, then those of the next
     rows = [prompt for prompt in prompts for _ in range(args.num_samples)]

@@ -9,13 +9,14 @@
     torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
-a CPU the same command gives bit-identical weights, whether or not the run was interrupted.
+a CPU the same command gives bit-identical weights, whether or not the run was interrupted. The defaults below are those
+of preset cpu and recipe modern; PRESETS and RECIPES, in this file, have the rest.
 
 If the folder extras is present, it adds four things without a flag: threads yield on a busy machine, a second run in
 the same folder is refused, the modern recipe has auxiliary targets, and checkpoints hold n-grams for sample.py --draft.
 """
 
-# Read it from top to bottom: settings, data, batches, the optimizers, a step, evaluation, the loop, main.
+# Read it from top to bottom: settings, data, the optimizers, a step, evaluation, the loop, main.
 
 import argparse
 import csv
@@ -30,9 +31,10 @@ import shutil
 import signal
 import sys
 import time
+from collections import namedtuple
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -60,7 +62,6 @@ NEEDS_EXTRAS = "needs the folder extras of the repository, next to train.py"
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
 RANK = int(os.environ["RANK"]) if TORCHRUN else 0
-LOCAL_RANK = int(os.environ["LOCAL_RANK"]) if TORCHRUN else 0
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and nothing elsewhere
 
@@ -72,7 +73,7 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 # No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. So the
 # modern one, which has no table of positions, has a wider MLP.
 
-# nanoGPT's settings for finetuning GPT-2 on Shakespeare, whatever the recipe
+# nanoGPT's for GPT-2 on Shakespeare, whatever the recipe
 FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
 FINETUNE_OPTIMIZER = dict(optimizer="adamw", learning_rate=3e-5, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
 FINETUNE_SCHEDULE = dict(lr_decay="none", warmup_iters=0)
@@ -188,9 +189,8 @@ NETWORK_FLAGS = MODEL_FLAGS - {"dropout"}  # settings that the weights of a chec
 def resolve_config(flags, checkpoint=None, on_gpu=False):
     """Return the TrainConfig of a run. Raises ValueError.
 
-    flags       the flags given, as {name: value}
-    checkpoint  that of the run to resume, or of the model to start from; None: from scratch
-    on_gpu      whether preset "auto" means "gpu"
+    flags are {name: value} of those given, checkpoint is that of the run to resume or of the model to start from, and
+    on_gpu says whether preset "auto" means "gpu".
     """
     if flags.get("init_from") == "resume":
         return resume_config(flags, checkpoint)
@@ -238,10 +238,7 @@ def refuse_changes(flags, settings, fixed, what):
 def parse_flags():
     """Return {name: value} of the flags on the command line. resolve_config fills in the rest."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="These are preset cpu and recipe modern. What the rest change is in PRESETS and RECIPES, in train.py.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
@@ -271,15 +268,8 @@ def boolean(text):
 # -- the data ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Dataset:
-    """What data/prepare.py wrote: token ids from train.bin and val.bin, the vocabulary, and the files' hashes."""
-
-    tokenizer: object
-    train: np.ndarray
-    val: np.ndarray
-    sha256: dict
-    source: str
+# what data/prepare.py wrote: the vocabulary, arrays of token ids, the hashes of the files, and where the text is from
+Dataset = namedtuple("Dataset", "tokenizer train val sha256 source")
 
 
 def load_dataset(data_dir, min_train):
@@ -296,9 +286,9 @@ def load_dataset(data_dir, min_train):
                 sha256[split] = hashlib.file_digest(file, "sha256").hexdigest()
             if sha256[split] != meta["sha256"][split]:
                 raise ValueError(f"{split}.bin has changed")
-        if "tokenizer" in meta and not extras:
+        if "chars" not in meta and not extras:
             raise ValueError(f"their tokens are not characters, which {NEEDS_EXTRAS}")
-        tokenizer = extras.tokenizer_from_state(meta) if "tokenizer" in meta else CharTokenizer(meta["chars"])
+        tokenizer = CharTokenizer(meta["chars"]) if "chars" in meta else extras.tokenizer_from_state(meta)
     except OSError as error:
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -314,15 +304,11 @@ def load_dataset(data_dir, min_train):
     return Dataset(tokenizer, train, val, sha256, source=str(meta.get("source")))
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=2)  # a batch can span two epochs
 def window_starts(length, block_size, seed, epoch):
     """Return where each window of an epoch starts, in random order.
 
-    The offset of the first window is random too. An epoch predicts every token once, apart from less than a window at
-    each end of the text.
+    The offset of the first window is random too. An epoch predicts every token once, but for some at the ends.
     """
     rng = np.random.default_rng((seed, epoch))
     offset = rng.integers(min(block_size, length - block_size))
@@ -332,8 +318,7 @@ def window_starts(length, block_size, seed, epoch):
 def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
     """Return x and y, `(batch_size / world_size, block_size)` int64: this rank's rows of batch `number` of the run.
 
-    A batch depends only on the seed and its number. So resuming needs no saved random state, and the batches are the
-    same for any number of processes.
+    They depend only on the seed and the number, so resuming needs no saved random state.
     """
     windows_per_epoch = (len(ids) - 1) // config.block_size
     starts = []
@@ -342,32 +327,27 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
         # if the offset leaves one window fewer, the epoch repeats its first window
         starts.append(epoch[i % windows_per_epoch % len(epoch)])
     windows = ids[np.array(starts)[:, None] + np.arange(config.block_size + 1)]
-    windows = to_device(torch.from_numpy(windows.astype(np.int64)), device)
+    windows = torch.from_numpy(windows.astype(np.int64))
+    if device.type == "cuda":  # pinned memory lets a GPU compute while it copies
+        windows = windows.pin_memory()
+    windows = windows.to(device, non_blocking=device.type == "cuda")
     return windows[:, :-1], windows[:, 1:]
-
-
-def to_device(tensor, device):
-    """Move a CPU tensor to the device. Pinned memory lets a GPU compute while it copies."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------------
 
 # Muon updates the matrices of the blocks, and AdamW everything else. Muon (Jordan et al. 2024,
 # kellerjordan.github.io/posts/muon) makes the update of a matrix nearly orthogonal: it moves all singular values
-# towards 1, so that directions with small gradients are learned as fast as those with large ones.
-#
-# A polynomial maps a singular value s to a s + b s^3 + c s^5. Applied in turn, these three bring every s in
-# (1e-3, 1] close to 1, as fast as possible: the first steps of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
+# towards 1, so that directions with small gradients are learned as fast as those with large ones. A polynomial maps a
+# singular value s to a s + b s^3 + c s^5. Applied in turn, these three bring every s in (1e-3, 1] close to 1, as fast
+# as possible: the first steps of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
 POLYNOMIALS = ((8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518))
 
 
 def orthogonalize(x):
-    """Move the singular values of the matrices x `(n, rows, cols)` towards 1, with matrix products alone.
+    """Move the singular values of the matrices x `(n, rows, cols)` towards 1.
 
-    We apply the polynomials to gram = x x^T, which is smaller, and multiply x only once at the end.
+    The polynomials apply to gram = x x^T, which is smaller, and x is multiplied only once, at the end.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     wide = wide / (1.01 * wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)  # no singular value above 1
@@ -386,14 +366,10 @@ def orthogonalize(x):
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonal updates, in float32, with one batched computation per matrix shape.
 
-    params  groups; group["parts"] are the sizes along dim 0 of the matrices in one parameter, such as q, k and v in
-            c_attn. Each gets its own orthogonal update, because one joint update trains worse
-    A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols)) in every direction. We do not use
-    torch.optim.Muon, because it works in bfloat16, which most CPUs emulate, and cannot split a parameter.
+    group["parts"] are the sizes along dim 0 of the matrices in one parameter, such as q, k and v in c_attn. Each gets
+    its own update, because a joint one trains worse. A step of size lr moves a matrix by lr * sqrt(max(1, rows / cols))
+    in every direction. torch.optim.Muon works in bfloat16, which most CPUs emulate, and cannot split a parameter.
     """
-
-    def __init__(self, params, lr, momentum=0.9):
-        super().__init__(params, dict(lr=lr, momentum=momentum))
 
     @torch.no_grad()
     def step(self):
@@ -431,11 +407,12 @@ def configure_optimizers(params, model, config, device):
         dict(params=matrices, weight_decay=config.weight_decay, peak_lr=config.learning_rate),
         dict(params=vectors, weight_decay=0.0, peak_lr=config.learning_rate),
     ]
-    betas = (config.beta1, config.beta2)
     fused = device.type in ("cpu", "cuda")
-    optimizers = [torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=betas, fused=fused)]
+    optimizers = [
+        torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+    ]
     if muon_params:
-        optimizers.append(Muon(muon_params, lr=config.muon_learning_rate))
+        optimizers.append(Muon(muon_params, dict(lr=config.muon_learning_rate, momentum=0.9)))
     return optimizers
 
 
@@ -458,10 +435,9 @@ def muon_groups(model, peak_lr):
 
 
 def lr_multiplier(step, config):
-    """Return the learning rate of a step as a fraction of its peak, 0 to 1.
+    """Return the learning rate of a step as a fraction of its peak: a linear warm-up, a plateau, and a decay.
 
-    It warms up linearly over warmup_iters. Of the remaining steps until lr_decay_iters, it stays at the peak for the
-    fraction lr_stable_frac, and then falls to min_lr / learning_rate along a cosine or a line, or not at all.
+    The plateau is the fraction lr_stable_frac of the steps from warmup_iters to lr_decay_iters.
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
@@ -484,18 +460,12 @@ COUNTERS = ("iter_num", "seconds", "num_unlogged", "best_val_loss", "evals_since
 
 
 class TrainState:
-    """The weights, and everything else that changes from step to step.
-
-    model          the GPT, for evaluation and checkpoints
-    targets        a TrainingLoss of extras/targets.py, which adds to the cross-entropy of the model; None: nothing does
-    training_loss  what a step calls: one of the two, which main may compile or wrap
-    optimizers     AdamW, or AdamW and Muon
-    """
+    """The weights, and everything else that changes from step to step."""
 
     def __init__(self, model, config, device, dtype, targets=None):
-        self.model = model
-        self.targets = targets
-        self.training_loss = targets or model
+        self.model = model  # the GPT, for evaluation and checkpoints
+        self.targets = targets  # a TrainingLoss of extras/targets.py, which adds to the cross-entropy of the GPT
+        self.training_loss = targets or model  # what a step calls; main may compile or wrap it
         self.device = device
         self.dtype = dtype
         self.optimizers = configure_optimizers(self.training_loss.parameters(), model, config, device)
@@ -540,7 +510,8 @@ def train_step(config, data, state):
     mean_loss = 0.0
     for micro_step in range(micro_steps):
         number = state.iter_num * micro_steps + micro_step
-        x, y = get_batch(data.train, config, number, state.device)
+        batch = partial(get_batch, config=config, number=number, device=state.device)
+        x, y = batch(data.train)
         if config.dropout:  # like the batches, the masks depend only on the seed and the step
             sequence = np.random.SeedSequence((config.seed, state.iter_num, micro_step, RANK))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -548,11 +519,7 @@ def train_step(config, data, state):
             state.training_loss.require_backward_grad_sync = micro_step == micro_steps - 1
         with state.autocast:
             if state.targets:
-                contexts = state.targets.contexts
-                if contexts is not None:
-                    contexts, _ = get_batch(contexts, config, number, state.device)
-                weights = to_device(state.targets.weights(state.iter_num), state.device)
-                total, loss = state.training_loss(x, y, weights, contexts)
+                total, loss = state.training_loss(x, y, *state.targets.inputs(state.iter_num, batch))
             else:
                 _, loss = state.training_loss(x, y)
                 total = loss
@@ -581,9 +548,9 @@ def train_step(config, data, state):
 
 
 def eval_windows(ids, block_size, num_tokens, at_once):
-    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`: the same in every evaluation.
+    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`, which cover `ids` once.
 
-    They do not overlap and together cover `ids`, or if that is more than num_tokens, fewer windows, spread evenly.
+    If that is more than num_tokens, we take fewer windows, spread evenly: the same ones in every evaluation.
     """
     starts = block_size * np.arange((len(ids) - 1) // block_size)
     rest = ids[len(starts) * block_size :]
@@ -609,7 +576,6 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
     total = 0.0
     count = 0
     model.eval()
-    # a long evaluation has a bar of its own, which replaces the run's for a while
     bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
     with state.autocast, bar:
         for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
@@ -635,12 +601,11 @@ COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "g
 def begin_log(out_dir, state):
     """Begin log.csv, or for a resume, trim it to the step of the checkpoint. An earlier run moves out of the way."""
     log = out_dir / "log.csv"
-    best = out_dir / "ckpt.pt"
-    last = out_dir / "last.pt"
-    if not state.iter_num and (best.exists() or last.exists()):
+    files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
+    if not state.iter_num and any(file.exists() for file in files[1:]):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
-        for file in (log, best, last):  # last.pt moves last, so an interrupted move is not taken for a new run
+        for file in files:  # last.pt moves last, so an interrupted move is not taken for a new run
             if file.exists():
                 file.rename(previous / file.name)
         print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
@@ -675,15 +640,6 @@ def log_row(out_dir, bar, row, best_val_loss):
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
-
-
-def require_finite(loss, step, config):
-    """Exit if a loss is not finite, so that broken weights replace no checkpoint."""
-    if not math.isfinite(loss):
-        sys.exit(
-            f"train.py: stopped at step {step}: the loss is {loss}. Lower --learning_rate "
-            f"(now {config.learning_rate}). The checkpoints in {config.out_dir} are from before that step"
-        )
 
 
 def train(config, data, state, metadata, bar, signals):
@@ -722,18 +678,21 @@ def train(config, data, state, metadata, bar, signals):
             state.loss_sum.fill_(all_reduce(state.loss_sum.item()) / WORLD_SIZE)
             train_loss = state.loss_sum.item() / state.num_unlogged
             tokens_per_s = (step - row_step) * config.tokens_per_step() / (time.perf_counter() - row_began)
-            require_finite(train_loss, step, config)
+            newest_loss = train_loss
+            if evaluating:
+                val_loss = newest_loss = evaluate(state, data.val, config.eval_tokens(), signals)
+                if val_loss is None:  # a signal has cut it short
+                    continue
+            elif saving:  # try the new weights, because train_loss is from before the last update
+                newest_loss = evaluate(state, data.val[: config.block_size + 1])
+            if not math.isfinite(train_loss + newest_loss):  # before broken weights replace a checkpoint
+                hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
+                sys.exit(f"train.py: stopped at step {step}: the loss is {train_loss + newest_loss}: {hint}")
         if evaluating:
-            val_loss = evaluate(state, data.val, config.eval_tokens(), signals)
-            if val_loss is None:  # a signal has cut it short
-                continue
-            require_finite(val_loss, step, config)
             state.evals_since_best += 1
             if val_loss < state.best_val_loss:
                 state.best_val_loss = val_loss
                 state.evals_since_best = 0
-        elif saving:  # try the new weights, because train_loss is from before the last update
-            require_finite(evaluate(state, data.val[: config.block_size + 1]), step, config)
         state.seconds = round(time.perf_counter() - began, 3)
 
         # log
@@ -810,7 +769,7 @@ def end_all_but_rank_0(exit_code=0):
 def device_of_process(name):
     """Return this process's torch.device for --device. With torchrun, each has a GPU of its own. Raises ValueError."""
     if WORLD_SIZE > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{LOCAL_RANK}"
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     device = pick_device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # because pinned memory and NCCL use PyTorch's current device
@@ -837,8 +796,6 @@ def initial_checkpoint(init_from, out_dir, meta):
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
-    if init_from == "resume" and not path.exists():
-        raise ValueError(f"nothing to resume: there is no {path}")
     if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
         path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
     if extras:
@@ -854,7 +811,10 @@ def check_vocabulary(data, data_dir, checkpoint, config):
     if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
         hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
         raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    same = data.tokenizer.unit == "characters" and data.tokenizer.vocab == checkpoint.get("chars")
+    if extras:  # other tokenizers can give the same ids
+        same = extras.gives_ids_of(data.tokenizer, checkpoint, data.val)
+    else:
+        same = data.tokenizer.vocab == checkpoint.get("chars")
     if not same and extras:  # other tokenizers can give the same ids
         same = extras.gives_ids_of(data.tokenizer, checkpoint, data.val)
     if not same:
@@ -932,13 +892,9 @@ def make_run(flags):
         if not (out_dir / "ckpt.pt").exists():  # so the next evaluation saves new weights
             state.best_val_loss = math.inf
             state.evals_since_best = 0
-    metadata = dict(
-        model_args=asdict(model.config),
-        config=asdict(config),
-        data_sha256=data.sha256,
-        special_tokens=checkpoint.get("special_tokens") if checkpoint else None,
-        **data.tokenizer.state_dict(),
-    )
+    metadata = dict(model_args=asdict(model.config), config=asdict(config), data_sha256=data.sha256)
+    metadata |= data.tokenizer.state_dict()
+    metadata["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
     if WORLD_SIZE > 1:  # waits until all processes have joined
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return config, data, state, metadata
@@ -963,14 +919,12 @@ def main():
                 raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
-    unit = data.tokenizer.unit
     if config.eval_only:
-        num_tokens = config.eval_tokens() if "eval_iters" in flags else math.inf
+        num_tokens = min(config.eval_tokens() if "eval_iters" in flags else math.inf, len(data.val) - 1)
         loss = evaluate(state, data.val, num_tokens)
         end_all_but_rank_0()
-        num_tokens = min(num_tokens, len(data.val) - 1)
-        model_name = f"{config.init_from}, {num_tokens:,} {unit} of the val split"
-        print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {model_name}")
+        text = f"{num_tokens:,} {data.tokenizer.unit} of the val split"
+        print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {config.init_from}, {text}")
         return
 
     num_params = sum(p.numel() for p in state.model.parameters())
@@ -983,7 +937,7 @@ def main():
         f"{'resuming' if state.iter_num else 'training'} preset {config.preset}, recipe {config.recipe}, on "
         f"{WORLD_SIZE} x {state.device} in {str(state.dtype).removeprefix('torch.')}: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, {num_params / 1e6:.2f}M "
-        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {unit} "
+        f"parameters; steps {state.iter_num}..{config.max_iters} of {config.tokens_per_step():,} {data.tokenizer.unit} "
         f"from {data.source}",
         flush=True,
     )
@@ -1005,16 +959,15 @@ def main():
     # report
     done = f"step {state.iter_num} of {config.max_iters}"
     if signum:
-        command = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
-        print(f"stopped at {done} and saved; to continue: {command}")
+        out = shlex.quote(str(out_dir))
+        print(f"stopped at {done} and saved; to continue: python train.py --init_from resume --out_dir={out}")
         sys.exit(128 + signum)
     if state.iter_num < config.max_iters:
-        evals = f"val loss has not improved in {state.evals_since_best} evaluations"
-        print(f"stopped at {done}: {evals}; --init_from resume with a larger --patience trains longer")
+        print(f"stopped at {done}: {state.evals_since_best} evaluations without a better val loss (--patience)")
     elif state.iter_num == first_step:
         print(f"finished at step {state.iter_num}; --init_from resume --max_iters {2 * state.iter_num} trains longer")
-    best = f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}"
-    print(f"{best}; {state.seconds - seconds_before:.0f} s. A sample:\n")
+    seconds = state.seconds - seconds_before
+    print(f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     start = torch.tensor([data.tokenizer.encode(data.tokenizer.default_prompt)], device=state.device)
     print(data.tokenizer.decode(state.model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
 

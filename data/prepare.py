@@ -7,7 +7,6 @@
     python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
 
 The first nine tenths of the text are for training, and the rest is the val split, unless --val names a file for it.
---tokenizer needs the folder extras.
 """
 
 import argparse
@@ -35,7 +34,7 @@ STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 PIECE = 2**20  # characters per read, so that the text may be larger than memory
 
-# -- fetching ----------------------------------------------------------------------------------------------------------
+# -- the text ----------------------------------------------------------------------------------------------------------
 
 
 def download(path):
@@ -52,9 +51,6 @@ def download(path):
         while error.__context__:  # the outer errors of requests are full of object addresses
             error = error.__context__
         raise ValueError(f"cannot download {CORPUS_URL}: {str(error) or type(error).__name__}") from None
-
-
-# -- from text to ids --------------------------------------------------------------------------------------------------
 
 
 def read_text(texts, task, begin=0, end=sys.maxsize):
@@ -120,12 +116,11 @@ def sha256_of(path):
 
 
 def write(data_dir, vocabulary, size, train, val, source):
-    """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none.
+    """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none. Raises OSError.
 
     vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}, with `size` tokens
     train, val  the ids, in pieces: iterables of sequences
-    source      where the text comes from
-    Returns the number of ids in train and in val. Raises OSError.
+    Returns the number of ids in train and in val.
     """
     id_type = np.dtype("<u2" if size <= 2**16 else "<u4")
     hashes = {}
@@ -174,10 +169,7 @@ def parse_args():
     add("--input", nargs="+", metavar="FILE", help="use these UTF-8 text files, one after the other")
     add("--val", metavar="FILE", help="text for the val split (default: the last tenth)")
     add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
-    tokenizer_help = (
-        "bpe: learn a BPE from the text; MODEL: the tokens of a Hugging Face folder, a checkpoint or a run "
-        "(default: the characters of the text)"
-    )
+    tokenizer_help = "bpe: learn a BPE from the text; MODEL: the tokens of a model folder, a checkpoint or a run"
     add("--tokenizer", metavar="bpe|MODEL", help=tokenizer_help)
     add("--vocab_size", type=int, metavar="N", help="vocabulary size of --tokenizer bpe (default: 512)")
     add("--force", action="store_true", help="replace what is there, even your own text")
@@ -188,6 +180,7 @@ def parse_args():
         parser.error("--tokenizer, --data_dir or --val is empty")
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
+    args.vocab_size = args.vocab_size or 512
     for name in [*(args.input or []), args.val]:
         if name and not Path(name).is_file():
             parser.error(f"{name} is a folder or a pipe: pass a file" if Path(name).exists() else f"there is no {name}")
@@ -234,27 +227,22 @@ def main():
 
         # the vocabulary
         vocabulary = {"chars": chars}
+        size = len(chars)
+        encode = partial(encode_characters, chars=chars)
         if args.tokenizer:
             from extras.tokenizer import make_tokenizer
 
-            training_text = read_text(texts, "learn", 0, split)
-            tokenizer = make_tokenizer(args.tokenizer, args.vocab_size or 512, training_text, chars)
-            vocabulary = tokenizer.state_dict()
-        if "chars" in vocabulary:
-            size = len(vocabulary["chars"])
-            encode = partial(encode_characters, chars=vocabulary["chars"])
-        else:
-            size = len(tokenizer.vocab)
-            encode = tokenizer.encode_pieces
+            learned = read_text(texts, "learn", 0, split)
+            vocabulary, size, encode = make_tokenizer(
+                args.tokenizer, args.vocab_size, learned, chars, encode_characters
+            )
 
         # the ids
         train = encode(read_text(texts, "encode", 0, split))
         val = encode(read_text(texts, "encode", split))
         num_train, num_val = write(args.data_dir, vocabulary, size, train, val, source)
-    print(f"source: {source}")
-    print(
-        f"{length:,} characters, a vocabulary of {size:,}; train {num_train:,}, val {num_val:,} tokens: {args.data_dir}"
-    )
+    print(f"source: {source}\n{length:,} characters, a vocabulary of {size:,}: {args.data_dir}")
+    print(f"train {num_train:,}, val {num_val:,} tokens")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ def note(message):
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
 
 
+def note_model(checkpoint):
+    note(f"using {checkpoint['path']}, step {checkpoint.get('iter_num', 'unknown')}")
+
+
 def fail(message):
     """Exit with code 1 and one line on stderr: a message or an error."""
     if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"

@@ -12,12 +12,12 @@ both with PyTorch's.
 from pathlib import Path
 
 from extras.checkpoint import load_checkpoint
-from extras.cli import Parser, fail, lock_folder, need, note, one_line_errors, path, run_main, writing_to
+from extras.cli import Parser, fail, lock_folder, need, note_model, one_line_errors, path, run_main, writing_to
 from extras.interop.hf_read import known_ids
 from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.tokenizer import build_tokenizer
 from model import build_model
-from sample import find_checkpoint, which_model
+from sample import find_checkpoint
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
@@ -50,7 +50,7 @@ def main():
         checkpoint = load_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
         tokenizer = build_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
-    note(which_model(checkpoint))
+    note_model(checkpoint)
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     if (args.onnx or args.format == "onnx") and not fits_one_file(model):

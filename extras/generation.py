@@ -11,8 +11,10 @@ import torch
 
 import sample
 from extras.checkpoint import build_model, load_checkpoint
+from extras.cli import note_model
 from extras.cores import share_cores
 from extras.decoding.decoder import NUM_DRAFTS, start_generation
+from extras.decoding.speculate import select_rows
 from extras.text import IdText, PartialText
 from extras.tokenizer import IdTokenizer, build_tokenizer
 from model import generate
@@ -125,7 +127,7 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     if one_prompt and args.kv_cache and 1 < T <= model.config.block_size:  # its samples share the prefill
         cache = model.new_cache(1, slots)
         model.next_logits(prompts[0][None, :-1], 0, cache)
-        cache.select([0] * len(prompts))
+        select_rows(cache, [0] * len(prompts))
     return plain_blocks(model, prompts, num_new, sampling, args.kv_cache, cache), slots
 
 
@@ -152,7 +154,7 @@ def main(args, checkpoint=None):
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
     if checkpoint:
-        sample.note(sample.which_model(checkpoint))
+        note_model(checkpoint)
     if tokenizer.unit == "ids":
         sample.note("the checkpoint has no vocabulary, so this is ids; --meta takes nanoGPT's meta.pkl or a tokenizer")
     device = model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")

@@ -39,22 +39,24 @@ class TrainingLoss(nn.Module):
             if self.table is None:
                 print("training without n-gram targets: the text is too long or has too many distinct tokens for them")
 
-    def weights(self, step):
-        """Return mtp_weight and ngram_weight at a step, a float32 tensor `(2,)`.
+    def inputs(self, step, batch):
+        """Return the last arguments of forward. batch(ids) gives x and y of the step, from an array `(N,)`.
 
-        Both fall linearly until lr_decay_iters. We return a tensor because torch.compile would recompile the step for
-        every new number.
+        Both weights fall linearly until lr_decay_iters. They are tensors, because torch.compile would recompile the
+        step for every new number.
         """
         config = self.config
         left = max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters))
         ngram_weight = config.ngram_targets * (NGRAM_END + (1 - NGRAM_END) * left)
-        return torch.tensor([config.mtp_weight * left, ngram_weight])
+        contexts = None if self.contexts is None else batch(self.contexts)[0]
+        device = self.model.lm_head.weight.device
+        return torch.tensor([config.mtp_weight * left, ngram_weight], device=device), contexts
 
     def forward(self, x, y, weights, contexts=None):
         """Return (total, loss), 0-d tensors: what we minimize, and the plain cross-entropy, without a gradient.
 
         x, y      (B, T) int64: tokens, and the next token of each
-        weights   (2,) of a step
+        weights   (2,) float32: mtp_weight and ngram_weight
         contexts  (B, T) int64: the row of `table` for each token; None: the target is the next token alone
         """
         mtp_weight, ngram_weight = weights

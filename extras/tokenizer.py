@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint: characters, those of a tokenizer.json, or ids if it has no vocabulary."""
 
+from functools import partial
 from pathlib import Path
 
 from extras.bpe import read_tokenizer, tokenizer_from_json, train_bpe
@@ -93,24 +94,29 @@ def read_vocabulary(path):
         raise ValueError(f"{path}: {error}") from None
 
 
-def make_tokenizer(name, vocab_size, training_text, chars):
-    """Return the tokenizer for prepare.py --tokenizer. Raises ValueError, also if it lacks a character of the text.
+def make_tokenizer(name, vocab_size, training_text, chars, encode_characters):
+    """Return (vocabulary, size, encode) for prepare.py --tokenizer. Raises ValueError, also if a character is missing.
 
-    name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
-    training_text  the text in pieces, from which a BPE of vocab_size tokens learns
-    chars          the characters of the text
+    name               "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
+    training_text      the text in pieces, from which a BPE of vocab_size tokens learns
+    chars              the characters of the text
+    encode_characters  that of prepare.py
+    vocabulary         as meta.json holds it, with `size` tokens
+    encode             a function from pieces of text to pieces of ids
     """
     if name == "bpe":
-        return tokenizer_from_json(train_bpe(training_text, vocab_size))
-    path = Path(name)
-    checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
-    if checkpoints:
-        tokenizer = build_tokenizer(load_checkpoint(checkpoints[0]))
+        tokenizer = tokenizer_from_json(train_bpe(training_text, vocab_size))
     else:
-        tokenizer = tokenizer_from_state(read_vocabulary(path))
+        path = Path(name)
+        checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
+        if checkpoints:
+            tokenizer = build_tokenizer(load_checkpoint(checkpoints[0]))
+        else:
+            tokenizer = tokenizer_from_state(read_vocabulary(path))
     if tokenizer.unit == "characters":
         tokenizer.encode(chars)
-    return tokenizer
+        return tokenizer.state_dict(), len(tokenizer.vocab), partial(encode_characters, chars=tokenizer.vocab)
+    return tokenizer.state_dict(), len(tokenizer.vocab), tokenizer.encode_pieces
 
 
 def is_checkpoint(file):

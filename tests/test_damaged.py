@@ -31,16 +31,19 @@ def cut(file):
 
 DAMAGES = [
     # the damage, a word of the message
-    (bytes_of("ckpt.pt", b"not a checkpoint at all"), "not a file of torch.save"),
-    (lambda files: cut(files / "ckpt.pt"), "ckpt.pt is not a checkpoint of a GPT, or incomplete: copy or download it"),
+    (
+        bytes_of("ckpt.pt", b"not a checkpoint at all"),
+        "cannot be loaded: it is damaged, not a checkpoint, or contains objects",
+    ),
+    (lambda files: cut(files / "ckpt.pt"), "ckpt.pt cannot be loaded: it is damaged"),
     (bytes_of("ckpt.pt", saved({"model": {}})), "has weights and no model_args"),
-    (bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "not loaded"),
-    (bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "not loaded"),
+    (bytes_of("ckpt.pt", lambda harm: saved({"model": Bomb(harm), "model_args": {}})), "could run code"),
+    (bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "could run code"),
     (bytes_of("ckpt.pt", saved({"transformer.wte.weight": torch.zeros(2, 3)})), "has weights and no model_args"),
     (bytes_of("ckpt.pt", saved({"state_dict": {}, "epoch": 3})), "has weights and no model_args"),
     (bytes_of("ckpt.pt", saved([1, 2])), "not a checkpoint"),
-    (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), "contains numpy.*not loaded"),
-    (entry("model", lambda old: old | {"path": Path("x")}), "contains pathlib.*not loaded"),
+    (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), "could run code"),
+    (entry("model", lambda old: old | {"path": Path("x")}), "could run code"),
     (entry("model_args", lambda old: old | {"n_layer": 3}), r"6 keys missing, 0 unknown: \['\S+', '\S+'\]$"),
     (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), r"\['\S+', '\S+', '\S+'\]$"),
     (entry("model_args", lambda old: old | {"n_embd": 16}), "size mismatch for"),

@@ -203,8 +203,9 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--max_new_tokens", "0"], ["--max_new_tokens", "0 is not at least 1"]),
-        (["--num_samples", "-2"], ["--num_samples", "-2 is not at least 1"]),
+        (["--max_new_tokens", "0"], ["--max_new_tokens 0 is not from 1 to"]),
+        (["--num_samples", "-2"], ["--num_samples -2 is not from 1 to 4096"]),
+        (["--num_samples", "100000"], ["--num_samples 100000 is not from 1 to 4096"]),
         (["--num_samples", "two"], ["--num_samples", "two"]),
         (["--kv_cache", "maybe"], ["--kv_cache", "maybe"]),
         (["--temperature", "warm"], ["--temperature", "warm"]),
@@ -256,7 +257,7 @@ def test_mistakes_are_one_line(trained, flags, words):
 def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
     for file, *words in (
         ("mine.pt", "no checkpoint at mine.pt", "python train.py"),
-        (ROOT / "README.md", "README.md", "not a file of torch.save"),
+        (ROOT / "README.md", "README.md", "cannot be loaded: it is damaged, not a checkpoint"),
     ):
         assert_one_line(here("--ckpt", file, script="sample.py"), *words, code=1)
 

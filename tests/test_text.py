@@ -83,6 +83,6 @@ def test_a_generation_ends_when_all_rows_have_stopped(trained):
 
 @pytest.mark.slow
 def test_a_stop_text_that_cannot_occur_is_one_line(trained):
-    assert_one_line(sample(trained, "--stop", "O#"), "'#' is not in the vocabulary", code=1)
+    assert_one_line(sample(trained, "--stop", "O#"), "no '#' in the vocabulary", code=1)
     assert_one_line(sample(trained, "--stop", ""), "--stop", "empty", code=2)
     assert_one_line(sample(trained, "--stop", "O", "--explain"), "--explain")

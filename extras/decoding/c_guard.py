@@ -24,12 +24,12 @@ from extras.decoding.c_library import CompileError, NotHereError
 # Function of model.py: its hash, and what computes the same in step.c. Once you have changed step.c to match, put in
 # the hash that the message names. Comments, docstrings and the layout of the code do not count.
 REPEATED = {
-    "KVCache.extend": ("ca294b86775f9ebe", "plan, accept"),
+    "KVCache.extend": ("cfc5a9debc5aca63", "plan, accept"),
     "KVCache.update": ("5d6f07ec6a86cdb4", "forward"),
     "KVCache.write": ("a880ace06317e06b", "forward"),
     "KVCache.mask": ("c311860223dddbd5", "forward"),
     "rotate": ("67c046e513b3b9a3", "rotate"),
-    "CausalSelfAttention.project": ("7c18ab5bd3ee8161", "forward"),
+    "CausalSelfAttention.project": ("212627da029f3ec4", "forward"),
     "CausalSelfAttention.forward": ("158008636d5c160f", "forward, attend"),
     "MLP.forward": ("9636203636806965", "forward, activate"),
     "Block.forward": ("6f1e8935893f8ee3", "forward, layer_norm"),

@@ -55,6 +55,14 @@ class RaggedCache(KVCache):
         return (torch.arange(self.length + pos.size(1), device=pos.device) <= pos[..., None])[:, None]  # (B, 1, T, t)
 
 
+def select_rows(cache, rows):
+    """Make row i of a KVCache a copy of row rows[i], so that several samples can share the prefill of their prompt."""
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+        cache.key = [key[rows] for key in cache.key]
+        cache.value = [value[rows] for value in cache.value]
+    cache.batch_size = len(rows)
+
+
 def prefill(model, state, slots):
     """Return a RaggedCache of `slots` slots with the known tokens of all rows, except the newest of each.
 
@@ -71,7 +79,7 @@ def prefill(model, state, slots):
         model.hidden_states(fed, torch.arange(longest, device=fed.device), cache)
     if len(firsts) < len(state.end):
         prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
-        cache.select([prompt_of[row] for row in range(len(state.end))])
+        select_rows(cache, [prompt_of[row] for row in range(len(state.end))])
     state.cached.copy_(state.end - 1)
     return cache
 

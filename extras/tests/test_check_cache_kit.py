@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from check_cache import check_cache
-from extras.decoding.speculate import RaggedCache
+from extras.decoding.speculate import RaggedCache, select_rows
 from helpers import ROOT, ok, random_model, run
 from model import GPTConfig, KVCache
 
@@ -24,7 +24,7 @@ def kvgpt(model):
         new=lambda rows, length: model.new_cache(rows),
         step=lambda ids, cache, pos: model(ids, pos=pos[0], cache=cache)[0],
         crop=lambda cache, length: setattr(cache, "length", length),
-        reorder=lambda cache, rows: cache.select(rows.tolist()),
+        reorder=lambda cache, rows: select_rows(cache, rows.tolist()),
         reset=lambda cache: model.new_cache(cache.batch_size),
         generate=lambda ids, count, use_cache: model.generate(ids, count, temperature=0, kv_cache=use_cache),
         context=model.config.block_size,

@@ -70,7 +70,7 @@ def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
     assert all(torch.equal(p, theirs["model"][name]) for name, p in ours["model"].items())
     (tmp_path / "text.txt").write_text("ROMEO: 中 and é", encoding="utf-8")
     result = here(*prepare, "--input", tmp_path / "text.txt", script="data/prepare.py")
-    assert_one_line(result, "'é', '中' are not in the vocabulary", code=1)
+    assert_one_line(result, "no 'é', '中' in the vocabulary", code=1)
 
 
 def test_the_checkpoints_of_a_run_hold_ngrams_for_drafts(trained):

@@ -161,7 +161,7 @@ def test_a_damaged_last_checkpoint_is_refused(out):
 
 
 def test_a_resume_of_nothing_is_refused(tmp_path):
-    assert_refused(tmp_path / "nowhere", words=[f"nothing to resume: there is no {tmp_path / 'nowhere' / 'last.pt'}"])
+    assert_refused(tmp_path / "nowhere", words=[f"no checkpoint at {tmp_path / 'nowhere' / 'last.pt'}"])
 
 
 def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_path):
