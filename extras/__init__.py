@@ -1,12 +1,14 @@
 """What model.py, train.py, sample.py and data/prepare.py do not need: it makes them faster, or talks to the outside.
 
 generation.py  what sample.py does with the flags of this folder
+training.py    what train.py takes from this folder
+targets.py     auxiliary targets of a training run
 text.py        text of tokens that are parts of characters
 tokenizer.py   the tokenizer of a checkpoint: characters, those of a tokenizer.json, or ids
 checkpoint.py  models with such a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl
 bpe.py         tokens that are words or parts of words
 foreign.py     files and folders that are no checkpoint: what each is
-nanogpt.py     nanoGPT's meta.pkl
+nanogpt.py     nanoGPT's meta.pkl and data folders
 cores.py       threads that yield on a busy machine
 decoding/      speculation with n-grams, the C backend, int8 weights, batches of prompts, --explain
 interop/       Hugging Face folders, ONNX and the web page
