@@ -135,7 +135,7 @@ class TrainConfig:
     qk_norm: bool = flag(True, "LayerNorm on queries and keys")
     zero_init: bool = flag(True, "every pre-LN block starts as the identity")
     # optimization
-    ngram_targets: float = flag(1.0, "weight of n-grams in the targets at the first step; halves by the end", least=0)
+    ngram_targets: float = flag(1.0, "weight of n-grams in the targets at first; halves by the end", least=0, most=1)
     mtp_weight: float = flag(0.3, "weight of the loss for the three tokens after the next; falls to 0", least=0)
     optimizer: str = flag("muon", "for the matrices of the blocks; the rest uses adamw", choices=("adamw", "muon"))
     batch_size: int = flag(2, "sequences per micro-step, over all processes", least=1)
@@ -954,6 +954,7 @@ def main():
     # a notebook keeps every update, so there is at most one a second
     with lock, tqdm(**steps, ncols=ncols, nrows=nrows, mininterval=1.0, disable=NO_BAR) as bar:
         signum = train(config, data, state, metadata, bar=bar, signals=catch_signals())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
     end_all_but_rank_0(128 + signum if signum else 0)
 
     # report
