@@ -850,7 +850,7 @@ def auxiliary_targets(flags, config, model, data, device):
         if config.init_from == "resume" or flags.get("ngram_targets") or flags.get("mtp_weight"):
             raise ValueError(f"--ngram_targets or --mtp_weight {NEEDS_EXTRAS}")
         config.ngram_targets = config.mtp_weight = 0.0  # recorded, so a resume does the same
-        print("training without auxiliary targets, which need the folder extras: the val loss will be about 0.05 higher")
+        print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
         return None
     return extras.TrainingLoss(model, config, data.train, device)
 
