@@ -1,6 +1,7 @@
 #!/bin/sh
 # Rows of docs/elsewhere.md: mlx 0.32.4 and mlx-lm 0.32.2. "causal" as the keys that the last of 1 and of 3 queries
-# sees, of 5; then its caches when they are full, cut back, and padded on the left.
+# sees, of 5; its caches when they are full, cut back, and padded on the left; the 4 slots of an array after a write
+# past its end; and RoPE.
 set -eu
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
@@ -65,6 +66,31 @@ def left_padding():
     return max(prefill, step)
 
 
+def written(start, tokens):
+    slots = mx.zeros(4, mx.int32)
+    try:
+        slots[start : start + tokens] = mx.ones(tokens, mx.int32)
+    except ValueError as error:
+        return type(error).__name__
+    return slots.tolist()
+
+
+def changes(copy):
+    """Return whether a copy of an array changes when the array is written to."""
+    slots = mx.zeros(4)
+    saved = copy(slots)
+    slots[:1] = 1
+    return saved[0].item() == 1
+
+
+def rope(x, **settings):
+    return mx.fast.rope(x, 8, **{"traditional": False, "base": 500000.0, "scale": 1.0, "offset": 10} | settings)
+
+
+x = mx.random.normal((1, 2, 5, 8))  # row i goes to 2i, row i + 4 to 2i + 1
+pairs = mx.array([0, 4, 1, 5, 2, 6, 3, 7])
+inverse = 500000.0 ** (-mx.arange(0, 8, 2) / 8)
+
 full = [RotatingKVCache(16) for _ in range(2)]
 model(ids[:, :40], full)
 seen = {
@@ -77,8 +103,17 @@ seen = {
     "KVCache.trim(8): logits off": after_trim(KVCache) > 1e-4,
     "KVCache.trim(50) of 40 returns": filled(trimmed := KVCache(), 40) and trimmed.trim(50),
     "BatchKVCache, left padding, learned positions: logits off": left_padding() > 1e-4,
+    "slots[4:5] = 1 token": written(4, 1),
+    "slots[3:5] = 2 tokens": written(3, 2),
+    "saved = slots changes with slots": changes(lambda slots: slots),
+    "saved = slots[:] changes with slots": changes(lambda slots: slots[:]),
+    "rope, halves permuted to pairs: off": off(rope(x)[..., pairs], rope(x[..., pairs], traditional=True)) > 1e-4,
+    "rope, freqs=inv_freq: off": off(rope(x), rope(x, base=None, freqs=inverse)) > 1e-4,
+    "rope, freqs=1 / inv_freq: off": off(rope(x), rope(x, base=None, freqs=1 / inverse)) > 1e-4,
 }
-expected = dict(zip(seen, [[5, 5], [0, 1, 2, 3, 4], [4, 1, 2, 3], 0, 8, True, False, 40, False]))
+of_caches = [[5, 5], [0, 1, 2, 3, 4], [4, 1, 2, 3], 0, 8, True, False, 40, False]
+of_arrays = [[0, 0, 0, 0], "ValueError", True, False, False, True, False]
+expected = dict(zip(seen, of_caches + of_arrays))
 print("\n".join(f"{name:70} {result}" for name, result in seen.items()))
 if changed := [name for name, result in seen.items() if result != expected[name]]:
     sys.exit(f"changed: {changed}")

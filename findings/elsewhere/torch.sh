@@ -1,6 +1,7 @@
 #!/bin/sh
 # Rows of docs/elsewhere.md: "causal" in torch 2.13.0 and xformers 0.0.35, as the keys that the last of 1 and of 3
-# queries sees, of 5. xformers' kernels need a GPU, so its masks are only written out.
+# queries sees, of 5, and the 4 slots of a tensor after a write past its end. xformers' kernels need a GPU, so its masks
+# are only written out.
 set -eu
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
@@ -50,6 +51,15 @@ def layer(need_weights):
                 return name
 
 
+def written(start, tokens):
+    slots = torch.zeros(4, dtype=torch.long)
+    try:
+        slots[start : start + tokens] = torch.ones(tokens, dtype=torch.long)
+    except RuntimeError as error:
+        return type(error).__name__
+    return slots.tolist()
+
+
 seen = {
     "sdpa is_causal": sees(lambda q, k, v: sdpa(q, k, v, is_causal=True)),
     "sdpa causal_upper_left": sees(lambda q, k, v: sdpa(q, k, v, attn_mask=causal_upper_left(q.size(2), 5))),
@@ -59,11 +69,12 @@ seen = {
     "xformers LowerTriangularFromBottomRightMask": sees(xformers(LowerTriangularFromBottomRightMask)),
     "nn.MultiheadAttention, mask and is_causal, need_weights=True": layer(True),
     "nn.MultiheadAttention, mask and is_causal, need_weights=False": layer(False),
+    "slots[4:5] = 1 token": written(4, 1),
+    "slots[3:5] = 2 tokens": written(3, 2),
 }
 top_left, bottom_right = [1, 3], [5, 5]
-expected = dict(
-    zip(seen, [top_left, top_left, bottom_right, top_left, top_left, bottom_right, "bottom right", "top left"])
-)
+causal = [top_left, top_left, bottom_right, top_left, top_left, bottom_right, "bottom right", "top left"]
+expected = dict(zip(seen, [*causal, [0, 0, 0, 0], "RuntimeError"]))
 print("\n".join(f"{name:70} {result}" for name, result in seen.items()))
 if changed := [name for name, result in seen.items() if result != expected[name]]:
     sys.exit(f"changed: {changed}")
