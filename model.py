@@ -30,7 +30,7 @@ def require(settings, name, condition, why):
 
 @dataclass
 class GPTConfig:
-    """The shape of the network. The defaults are GPT-2's, as nanoGPT's. Raises ValueError for an impossible shape."""
+    """The shape of the network. The defaults are nanoGPT's. Raises ValueError for an impossible shape."""
 
     block_size: int = 1024  # the context length: positions per forward, and slots in the cache
     vocab_size: int = 50304
@@ -127,17 +127,20 @@ class KVCache:
         slots.index_copy_(2, pos, x)
 
     def mask(self, pos):
-        """Return which slots each query may see, `(T, length + T)` bool: those up to its own position. None: all."""
+        """Return which slots each query may see, `(T, length + T)` bool: those up to its own position.
+
+        None: a single new token may see every slot, so a decode step needs no mask.
+        """
         if len(pos) == 1:
             return None
         return torch.arange(self.length + len(pos), device=pos.device) <= pos[:, None]
 
 
 class Head:
-    """One key/value head of a layer: `key_cache` and `value_cache`, `(B, t, hs)`, or None while empty.
+    """One key/value head of a layer: `key_cache` and `value_cache`, `(B, t, hs)` of the KVCache used last, or None.
 
-    They are views of the KVCache that the layer used last. A Head computes nothing, because a layer computes all its
-    heads in one batched call. For a Head that computes attention with its own cache, see lesson/2_cache.py.
+    A Head computes nothing, because a layer computes all its heads in one batched call. In lesson/2_cache.py, a Head
+    computes attention with a cache of its own.
     """
 
     def __init__(self, attn, index):
@@ -230,7 +233,6 @@ class CausalSelfAttention(nn.Module):
         elif self.training:  # the weights are about to change, and with them all keys and values
             raise RuntimeError(TRAIN_MODE)
         else:  # write the new keys and values, then read all so far: (B, nkv, t, hs)
-            self.cache = cache
             k, v = cache.update(self.layer, pos, k, v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
@@ -274,11 +276,11 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, *attn_args):  # attn_args: rope, pos, mask, cache
+    def forward(self, x, rope=None, pos=None, mask=None, cache=None):
         if self.norm_first:
-            x = x + self.attn(self.ln_1(x), *attn_args)
+            x = x + self.attn(self.ln_1(x), rope, pos, mask, cache)
             return x + self.mlp(self.ln_2(x))
-        x = self.ln_1(x + self.attn(x, *attn_args))
+        x = self.ln_1(x + self.attn(x, rope, pos, mask, cache))
         return self.ln_2(x + self.mlp(x))
 
 
@@ -359,7 +361,8 @@ class GPT(nn.Module):
             logits = self.unembed(self.hidden_states(idx))
         else:
             B, T = idx.shape
-            start = int(pos[0]) if isinstance(pos, torch.Tensor) and pos.shape == (T,) else -1
+            is_pos = isinstance(pos, torch.Tensor) and pos.dtype == torch.int64 and pos.shape == (T,) != (0,)
+            start = pos[0].item() if is_pos else -1
             if start < 0 or pos.tolist() != list(range(start, start + T)):
                 hint = f"pass the position of every token in idx, rising by one, such as torch.arange({T})"
                 raise TypeError(f"pos is {pos!r}: {hint}")
@@ -390,7 +393,7 @@ class GPT(nn.Module):
     def hidden_states(self, idx, pos=None, cache=None):
         """Return `(B, T, C)`: all of the network but lm_head.
 
-        pos    int64 positions of idx, (T,) or (B, T); None: 0 to T - 1
+        pos    int64 positions of idx, (T,), or (B, T) without a KVCache; None: 0 to T - 1
         cache  the KVCache to write to at pos, and to read; None: attention within idx
         """
         T = idx.size(1)
@@ -407,7 +410,11 @@ class GPT(nn.Module):
             rope = self.rope[:, pos].unsqueeze(-3)  # cos and sin, (1, T, hs) or (B, 1, T, hs) each
         if self.training:
             x = F.dropout(x, self.config.dropout)
-        mask = None if cache is None else cache.mask(pos)
+        mask = None
+        if cache is not None:
+            mask = cache.mask(pos)
+            for block in self.transformer["h"]:
+                block.attn.cache = cache  # for the Heads; it frees the one before
         for block in self.transformer["h"]:
             x = block(x, rope, pos, mask, cache)
         return self.transformer["ln_f"](x) if self.config.norm_first else x
@@ -453,22 +460,22 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, fo
     num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
     noises = sampling.noise(B, num_new, config.vocab_size, idx.device)
     context = idx
-    start = cache.length if cache else 0  # position of the first token to feed; the cache holds those before it
     for step, noise in enumerate(noises):
         if context.size(1) > config.block_size:
             # slide: keep the newest half of a full context. It starts at position 0 again, so all of its keys and
             # values change, and we prefill again, but only once every half context
             context = context[:, -max(1, config.block_size // 2) :]
-            start = 0
             cache = None
-        if kv_cache and cache is None:
+        if not kv_cache:  # recompute the whole context
+            logits = model.next_logits(context)
+        elif cache is None:  # prefill: feed the whole context, and keep its keys and values
             cache = model.new_cache(B, min(config.block_size, context.size(1) + num_new - step))
-        logits = model.next_logits(context[:, start:], start, cache)
+            logits = model.next_logits(context, 0, cache)
+        else:  # decode: feed what the cache does not hold yet, the newest token
+            logits = model.next_logits(context[:, cache.length :], cache.length, cache)
         new = sample_token(logits, noise, sampling)
         fed = new if forced is None else forced[:, step]
         context = torch.cat((context, fed[:, None]), dim=1)
-        if kv_cache:
-            start = context.size(1) - 1  # the first step was the prefill; the rest decode, and feed only the new token
         yield new, logits
 
 
@@ -500,7 +507,8 @@ class Sampling:
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         require(self, "top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
-        require(self, "seed", 0 <= self.seed < 2**64, "must be at least 0 and below 2**64")
+        whole = 0 <= self.seed < 2**64 and int(self.seed) == self.seed
+        require(self, "seed", whole, "must be a whole number, at least 0 and below 2**64")
         self.seed = int(self.seed)  # from NumPy's integers, which would overflow in gumbel_noise
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
 
@@ -652,14 +660,14 @@ def load_checkpoint(path):
             raise zipfile.BadZipFile
         with warnings.catch_warnings(action="ignore"):  # about files that torch did not write
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        complete = {"model", "model_args"} <= checkpoint.keys()
+        complete = "model" in checkpoint and checkpoint.get("model_args", {"": 0}).keys() <= vars(GPTConfig).keys()
     except PermissionError:
         raise
     except Exception:  # a damaged file can raise anything, with pages of advice
         why = "it is damaged, not a checkpoint, or contains objects that could run code"
         raise ValueError(f"{path} cannot be loaded: {why}") from None
-    if not complete:  # a bare state_dict, or a file of Lightning
-        raise ValueError(f"{path} has weights and no model_args, so it is not from train.py or nanoGPT")
+    if not complete:  # a bare state_dict, or the model_args of llama2.c
+        raise ValueError(f"{path} has no weights with model_args of a GPT, so it is not from train.py or nanoGPT")
     return {**checkpoint, "path": path}
 
 
@@ -668,7 +676,7 @@ def build_model(checkpoint):
     path = checkpoint["path"]
     try:
         model = GPT(GPTConfig(**checkpoint["model_args"]))
-        weights = {name: p.float() for name, p in checkpoint["model"].items()}
+        weights = {name.removeprefix("_orig_mod."): p.float() for name, p in checkpoint["model"].items()}
         missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
         if wrong := (missing[:2] + unexpected)[:3]:
             raise ValueError(f"{len(missing)} keys missing, {len(unexpected)} unknown: {wrong}")

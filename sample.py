@@ -213,9 +213,9 @@ class GeneratedText:
 
     def settled(self):
         """Return the text that no later token can change. Its last characters may be the first of a stop string."""
-        return self.text if self.ended else self.without_stop(self.text)
+        return self.text if self.ended else self.hold_back(self.text)
 
-    def without_stop(self, text):
+    def hold_back(self, text):
         waiting = max(map(len, self.stops), default=1) - 1
         return text[: max(self.prompt_length, len(text) - waiting)]
 
@@ -287,7 +287,7 @@ def near_tie(logits, noise, picks, sampling):
     for pick, other in (picks, picks[::-1]):
         ids = torch.arange(len(logits), device=logits.device)
         raised = (ids == pick, logits <= logits[pick], (logits > logits[other]) | (ids == pick))
-        moved = torch.stack([logits + NEAR_TIE / 2 * where.float().mul(2).sub(1) for where in raised])
+        moved = torch.stack([logits + torch.where(up, NEAR_TIE / 2, -NEAR_TIE / 2) for up in raised])
         if pick not in sample_token(moved, noise, sampling).tolist():
             return False
     return True

@@ -192,17 +192,17 @@ def resolve_config(flags, checkpoint=None, on_gpu=False):
     flags are {name: value} of those given, checkpoint is that of the run to resume or of the model to start from, and
     on_gpu says whether preset "auto" means "gpu".
     """
+    flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     if flags.get("init_from") == "resume":
         return resume_config(flags, checkpoint)
     if flags.get("preset") == "finetune" and checkpoint is None:
         raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
 
     recipe = flags.get("recipe", "modern")
-    preset = flags.get("preset", "auto")
-    if preset == "auto":
-        preset = "gpu" if on_gpu else "cpu"
-        if checkpoint and checkpoint["path"].is_dir():
-            preset = "finetune"
+    preset = "gpu" if on_gpu else "cpu"
+    if checkpoint and checkpoint["path"].is_dir():
+        preset = "finetune"
+    preset = flags.get("preset", preset)
     settings = RECIPES[recipe] | PRESETS[preset]
     if checkpoint:
         # the network comes from the checkpoint; only its context may shrink
@@ -218,11 +218,9 @@ def resolve_config(flags, checkpoint=None, on_gpu=False):
 def resume_config(flags, checkpoint):
     """Return the settings of the run that a checkpoint continues, overridden by the flags."""
     path = checkpoint["path"]
-    try:
-        checkpoint["mtp"]  # only a last.pt has it
-        config = TrainConfig(**{name: value for name, value in checkpoint["config"].items() if name in FLAGS})
-    except KeyError:
-        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it") from None
+    if not {"config", "optimizer", "mtp"} <= checkpoint.keys():
+        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
+    config = TrainConfig(**{name: value for name, value in checkpoint["config"].items() if name in FLAGS})
     fixed = NETWORK_FLAGS | {"preset", "recipe", "optimizer", "mtp_weight"}
     refuse_changes(flags, asdict(config), fixed, f"the run in {path.parent}")
     return replace(config, **(dict(out_dir=TrainConfig.out_dir) | flags))  # its folder may have a new name
@@ -510,8 +508,7 @@ def train_step(config, data, state):
     mean_loss = 0.0
     for micro_step in range(micro_steps):
         number = state.iter_num * micro_steps + micro_step
-        batch = partial(get_batch, config=config, number=number, device=state.device)
-        x, y = batch(data.train)
+        x, y = get_batch(data.train, config, number, state.device)
         if config.dropout:  # like the batches, the masks depend only on the seed and the step
             sequence = np.random.SeedSequence((config.seed, state.iter_num, micro_step, RANK))
             torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -519,6 +516,7 @@ def train_step(config, data, state):
             state.training_loss.require_backward_grad_sync = micro_step == micro_steps - 1
         with state.autocast:
             if state.targets:
+                batch = partial(get_batch, config=config, number=number, device=state.device)
                 total, loss = state.training_loss(x, y, *state.targets.inputs(state.iter_num, batch))
             else:
                 _, loss = state.training_loss(x, y)
@@ -815,8 +813,6 @@ def check_vocabulary(data, data_dir, checkpoint, config):
         same = extras.gives_ids_of(data.tokenizer, checkpoint, data.val)
     else:
         same = data.tokenizer.vocab == checkpoint.get("chars")
-    if not same and extras:  # other tokenizers can give the same ids
-        same = extras.gives_ids_of(data.tokenizer, checkpoint, data.val)
     if not same:
         what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
         command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"
@@ -865,7 +861,7 @@ def make_run(flags):
     config = resolve_config(flags, checkpoint, on_gpu)
     device = device_of_process(config.device)
     if device.type == "cpu" and config.tokens_per_step() * config.block_size * config.n_layer * config.n_embd > 2**42:
-        raise ValueError(f"--block_size {config.block_size}: a step would take many minutes on a CPU: lower it")
+        raise ValueError(f"--block_size {config.block_size}: a step takes minutes on a CPU: lower it or --batch_size")
     if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE and not config.eval_only:

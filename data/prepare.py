@@ -74,7 +74,7 @@ def read_text(texts, task, begin=0, end=sys.maxsize):
                         break
                     yield piece[max(0, begin - position) : max(0, end - position)]
                     position += len(piece)
-                    bar.update(len(piece))
+                    bar.update(len(piece.encode()))
 
 
 def code_points(text):
@@ -116,7 +116,7 @@ def sha256_of(path):
 
 
 def write(data_dir, vocabulary, size, train, val, source):
-    """Write train.bin, val.bin and meta.json into data_dir, a Path: all files or none. Raises OSError.
+    """Write train.bin, val.bin and meta.json into data_dir, a Path. If that fails, the old files stay. Raises OSError.
 
     vocabulary  {"chars": the characters} or {"tokenizer": a tokenizer.json}, with `size` tokens
     train, val  the ids, in pieces: iterables of sequences

@@ -54,9 +54,6 @@ def in_our_names(checkpoint):
     Whatever wraps a model puts its own name in front of those of the weights (DistributedDataParallel, Lightning) or
     between them, with an underscore (torch.compile, FSDP).
     """
-    if unknown := checkpoint["model_args"].keys() - model.GPTConfig.__dataclass_fields__:  # llama2.c has model_args too
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"{checkpoint['path']} is not a checkpoint of a GPT: unknown model_args: {names}")
     weights = {}
     for name, weight in checkpoint["model"].items():
         # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel

@@ -214,7 +214,7 @@ MISTAKES = [  # flags, and what the line says
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "--n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
-    ("--block_size 3000000 --n_embd 8", "--block_size 3000000: a step would take many minutes on a CPU"),
+    ("--block_size 3000000 --n_embd 8", "--block_size 3000000: a step takes minutes on a CPU: lower it"),
     ("--threads 100000", "--threads 100000 is not from 1 to 1024"),
     ("--beta2 1", "--beta2 1.0 is not from 0 to 0.99999"),
     ("--seed -1", "--seed -1 is not from 0 to"),
