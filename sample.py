@@ -66,15 +66,13 @@ def make_parser():
     add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
     add("--top_p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P")
     add("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
-    full = "when the context is full: stop, or keep its newest half and continue (default: stop)"
-    add("--overflow", choices=("stop", "slide"), default="stop", help=full)
+    add("--overflow", choices=("stop", "slide"), default="stop", help="slide keeps the newest half of a full context")
     add("--num_samples", type=int, default=1, metavar="N", help="per prompt (default: 1)")
     # files and device
     add("--out_dir", help="folder with ckpt.pt (default: out)")
     add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if there is one, else cpu (default: auto)")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="float32", help="dtype of weights and cache (default: float32)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
     add("--verify", action="store_true", help="generate again, with the cache and without, and compare")
     return parser
 
@@ -177,9 +175,9 @@ def read_prompts(args, tokenizer, block_size):
 
 def sampling_of(args, num_prompts):
     """Return the Sampling of the flags. The samples of every prompt use the same noise. Raises ValueError."""
-    samples = list(range(args.num_samples)) * num_prompts
+    settings = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed", "overflow")}
     try:
-        return Sampling(args.temperature, args.top_k, args.top_p, args.seed, samples, args.overflow)
+        return Sampling(samples=list(range(args.num_samples)) * num_prompts, **settings)
     except ValueError as error:  # it starts with the name of a setting, which is also a flag
         raise ValueError(f"--{error}") from None
 
@@ -406,8 +404,7 @@ def main():
     times = write_texts(blocks, texts, [False] * len(rows))
 
     # report, and check
-    slots = num_slots(T, num_new, model.config.block_size)
-    report(args, model.config, slots, texts, [T] * len(rows), times)
+    report(args, model.config, num_slots(T, num_new, model.config.block_size), texts, [T] * len(rows), times)
     if args.verify:
         torch.set_num_threads(all_threads)
         tied, seconds = verify(model, idx, texts, num_new, sampling, tokenizer)

@@ -9,11 +9,11 @@
     torchrun --standalone --nproc_per_node=2 train.py        the same run on two processes
 
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
-a CPU the same command gives bit-identical weights, whether or not the run was interrupted. The defaults below are those
-of preset cpu and recipe modern; PRESETS and RECIPES, in this file, have the rest.
+a CPU the same command gives bit-identical weights, interrupted or not. The defaults below are those of preset cpu and
+recipe modern; PRESETS and RECIPES have the rest.
 
-If the folder extras is present, it adds four things without a flag: threads yield on a busy machine, a second run in
-the same folder is refused, the modern recipe has auxiliary targets, and checkpoints hold n-grams for sample.py --draft.
+The folder extras adds threads that yield on a busy machine, a lock on --out_dir, auxiliary targets for the modern
+recipe, and n-grams for sample.py --draft in the checkpoints.
 """
 
 # Read it from top to bottom: settings, data, the optimizers, a step, evaluation, the loop, main.
@@ -290,7 +290,7 @@ def load_dataset(data_dir, min_train):
     except OSError as error:
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the data in {data_dir} are damaged ({error}): {hint}") from None
+        raise ValueError(f"the data in {data_dir} cannot be read ({error}): {hint}") from None
 
     # the files may be larger than memory. If prepare.py replaces them while we train, our mapping keeps the old ones
     id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
@@ -654,8 +654,8 @@ def train(config, data, state, metadata, bar, signals):
     grad_norm = None
 
     while True:
-        # As in nanoGPT, we evaluate, log and save before a step. A resumed run begins with what a stop signal has put
-        # off; if all steps are logged, that is nothing.
+        # As in nanoGPT, we evaluate, log and save before a step. An evaluation is saved, and what is saved is logged. A
+        # stop signal only saves, and the resumed run begins with what that has put off.
         step = state.iter_num
         signum = stop_signal(signals)
         ending = step >= config.max_iters
@@ -844,7 +844,7 @@ def auxiliary_targets(flags, config, model, data, device):
         return None
     if not extras:
         if config.init_from == "resume" or flags.get("ngram_targets") or flags.get("mtp_weight"):
-            raise ValueError(f"--ngram_targets or --mtp_weight {NEEDS_EXTRAS}")
+            raise ValueError(f"training with --ngram_targets or --mtp_weight {NEEDS_EXTRAS}")
         config.ngram_targets = config.mtp_weight = 0.0  # recorded, so a resume does the same
         print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
         return None
@@ -944,7 +944,7 @@ def main():
     if WORLD_SIZE > 1:
         state.training_loss = DistributedDataParallel(state.training_loss)
     first_step = state.iter_num
-    seconds_before = state.seconds
+    before = state.seconds
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     steps = dict(total=config.max_iters, initial=first_step, unit="step")
     # a notebook keeps every update, so there is at most one a second
@@ -955,16 +955,17 @@ def main():
 
     # report
     done = f"step {state.iter_num} of {config.max_iters}"
+    resume = f"--init_from resume --out_dir={shlex.quote(str(out_dir))}"
     if signum:
-        out = shlex.quote(str(out_dir))
-        print(f"stopped at {done} and saved; to continue: python train.py --init_from resume --out_dir={out}")
+        print(f"stopped at {done} and saved; to continue: python train.py {resume}")
         sys.exit(128 + signum)
     if state.iter_num < config.max_iters:
         print(f"stopped at {done}: {state.evals_since_best} evaluations without a better val loss (--patience)")
     elif state.iter_num == first_step:
-        print(f"finished at step {state.iter_num}; --init_from resume --max_iters {2 * state.iter_num} trains longer")
-    seconds = state.seconds - seconds_before
-    print(f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
+        print(f"finished at step {state.iter_num}; {resume} --max_iters {2 * state.iter_num} trains longer")
+    print(
+        f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {state.seconds - before:.0f} s. A sample:\n"
+    )
     start = torch.tensor([data.tokenizer.encode(data.tokenizer.default_prompt)], device=state.device)
     print(data.tokenizer.decode(state.model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
 
@@ -974,6 +975,8 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
     try:
         main()
     except KeyboardInterrupt:  # before the run has begun

@@ -178,9 +178,9 @@ def parse_args():
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
     if "" in (args.tokenizer, args.data_dir, args.val):
         parser.error("--tokenizer, --data_dir or --val is empty")
-    if args.vocab_size and args.tokenizer != "bpe":
+    if args.vocab_size is not None and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
-    args.vocab_size = args.vocab_size or 512
+    args.vocab_size = 512 if args.vocab_size is None else args.vocab_size
     for name in [*(args.input or []), args.val]:
         if name and not Path(name).is_file():
             parser.error(f"{name} is a folder or a pipe: pass a file" if Path(name).exists() else f"there is no {name}")

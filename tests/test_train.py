@@ -204,8 +204,8 @@ def test_a_compiled_step_is_the_plain_step():
 
 
 DAMAGE = [  # a file of the data, how it changes, and what the line says
-    ("meta.json", lambda raw: raw[:12], "the data in {data} are damaged"),
-    ("meta.json", lambda raw: b"[]", "the data in {data} are damaged"),
+    ("meta.json", lambda raw: raw[:12], "the data in {data} cannot be read"),
+    ("meta.json", lambda raw: b"[]", "the data in {data} cannot be read"),
     ("meta.json", lambda raw: raw.replace(b"abc", b"aba"), "characters only"),
     ("train.bin", lambda raw: raw[::-1], "(train.bin has changed): run python data/prepare.py"),
     ("val.bin", lambda raw: raw[:-2], "(val.bin has changed): run python data/prepare.py"),

@@ -38,7 +38,7 @@ def hf_settings(model):
     allowed |= {field.name: (field.default,) for field in fields(config) if field.name not in known | allowed.keys()}
     for name, values in allowed.items():
         if getattr(config, name) not in values:
-            nearest = f"the closest class of transformers, {kind}, only has {name}={values[-1]}"
+            nearest = f"{kind}, the closest class of transformers, is exported with {name}={values[-1]} only"
             raise ValueError(f"{name}={getattr(config, name)}: {nearest}")
 
     settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}

@@ -309,5 +309,5 @@ def test_a_setting_that_the_export_does_not_know_must_have_its_default():
     model.config = WithNorm(**vars(model.config))
     hf_settings(model)
     model.config.norm = "rms"
-    with pytest.raises(ValueError, match=r"^norm=rms: .*gpt2.* only has norm=layer$"):
+    with pytest.raises(ValueError, match=r"^norm=rms: gpt2, .* is exported with norm=layer only$"):
         hf_settings(model)
