@@ -189,7 +189,8 @@ def test_a_run_that_has_ended_says_so_and_changes_no_file(out, data_dir):
     flags = ["--init_from", "resume", "--out_dir", out]
     before = contents(out)
     said = ok(here(*flags)).stdout
-    assert "finished at step 60; --init_from resume --max_iters 120 trains longer\nbest val loss " in said
+    more = f"--init_from resume --out_dir={out} --max_iters 120"
+    assert f"finished at step 60; {more} trains longer\nbest val loss " in said
     assert "A sample:" in said
     ok(here(*flags, "--max_iters", 30))
     assert contents(out) == before
