@@ -1,7 +1,7 @@
 """What attention reads, seen from outside: every PyTorch decoder ends up in a few functions that we can watch."""
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -15,8 +15,7 @@ MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.
 HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
 
 
-@dataclass
-class Read:
+class Read(NamedTuple):
     """One call of attention. What we could not see is None. Keys and values may have fewer heads."""
 
     weights: torch.Tensor  # (B, heads, T, slots), after the softmax
@@ -39,8 +38,7 @@ def shaped(read, B, T, front):
 
 def joined(reads):
     """Return one read of all rows, from one per row."""
-    parts = zip(*((read.weights, read.query, read.key, read.value) for read in reads))
-    return Read(*(None if any(x is None for x in part) else torch.cat(part) for part in parts))
+    return Read(*(None if any(x is None for x in part) else torch.cat(part) for part in zip(*reads)))
 
 
 class Interruption(Exception):
@@ -69,18 +67,16 @@ class Watch(TorchFunctionMode):
         elif function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:
-            self.reads.append(Read(result))
-            if self.product and self.product[2][-2:] == result.shape[-2:]:
-                query, key, _ = self.product
-                self.reads[-1].query, self.reads[-1].key = query, key.mT
+            query, key, shape = self.product or (None, None, ())
+            seen = shape[-2:] == result.shape[-2:]
+            self.reads.append(Read(result, query, key.mT) if seen else Read(result))
             self.product = None
         elif (operands := operands_of(function, args)) and isinstance(result, torch.Tensor):
             self.product = (*operands, result.shape)
-            newest = self.reads[-1] if self.reads else None
-            if isinstance(newest, Read) and newest.key is not None and newest.value is None:
-                weights, value = operands
-                if weights.shape[-2:] == newest.weights.shape[-2:]:
-                    newest.weights, newest.value = weights, value  # after dropout, if any
+            newest, (weights, value) = self.reads[-1] if self.reads else None, operands
+            waits = isinstance(newest, Read) and newest.key is not None and newest.value is None
+            if waits and weights.shape[-2:] == newest.weights.shape[-2:]:
+                self.reads[-1] = newest._replace(weights=weights, value=value)  # after dropout, if any
         elif name := HIDING.get(getattr(function, "__name__", None)):
             self.hidden = f"{name} hides it"
             if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):

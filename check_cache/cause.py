@@ -53,7 +53,8 @@ def compare_layer(reference, step, read, expected):
     rows, positions = step.rows, step.positions
     heads, T, real = expected.weights.size(1), rows.size(1), positions >= 0
     if read.weights.size(2) > T == 1 and read.weights[0, ..., 0].numel() == heads:  # heads that share a key, there
-        read.weights, read.query = (x.reshape(len(x), heads, 1, -1) for x in (read.weights, read.query))
+        weights, query = (x.reshape(len(x), heads, 1, -1) for x in (read.weights, read.query))
+        read = read._replace(weights=weights, query=query)
     if read.weights.size(2) != T:
         return f"a step feeds {read.weights.size(2)} tokens to attention, not {T}"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
-from check_cache.report import AdapterError, Wrong, first_line, refuses
+from check_cache.report import Wrong, first_line, refuses
 from check_cache.texts import TWIN
 
 
@@ -82,9 +82,7 @@ class Stream:
         try:
             with Watch() as watch:
                 logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
-        except (NotImplementedError, AdapterError, Wrong):
-            raise
-        except (Exception, SystemExit) as error:
+        except (ValueError, AssertionError) as error:
             if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
                 raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
             raise
