@@ -102,14 +102,11 @@ def operands_of(function, args):
     if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")
         left, right = terms.split(",")
-        shared = [letter for letter in left if letter in right and letter in output]
-        summed = [letter for letter in left if letter in right and letter not in output]
-        row, column = [[x for x in letters if x not in other] for letters, other in ((left, right), (right, left))]
+        row, column = [x for x in left if x not in right], [x for x in right if x not in left]
+        batch, summed = ([x for x in left if x in right and (x in output) == kept] for kept in (True, False))
         if len(row) == len(summed) == len(column) == 1:
-            return (
-                args[1].permute([left.index(letter) for letter in shared + row + summed]),
-                args[2].permute([right.index(letter) for letter in shared + summed + column]),
-            )
+            first, second = batch + row + summed, batch + summed + column
+            return args[1].permute([*map(left.index, first)]), args[2].permute([*map(right.index, second)])
     return None
 
 

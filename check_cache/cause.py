@@ -104,20 +104,19 @@ def explain_slot(reference, expected, row, position, slot, here, asked):
     here   {"key" or "value", if wrong: (what is in the slot, what should be)}, both (heads, size)
     asked  whether the query of its token is wrong, too, or None if the token is not new
     """
-    what, of, reason = " and ".join(here), whose(row, position), None
+    what, reason, holds = f"{' and '.join(here)} of {whose(row, position)}", None, None
     if asked is not None and expected is reference.reads[0][-1]:
         reason = explain_arrival(reference, row, position, here)
     if asked and not reason:
-        reason = "position ids, because its query is wrong too"
-        if "value" in here:
-            reason = "wrong input: the token, an entry of inputs=, or what else comes before attention"
-    holds = None if reason else find_content(reference, expected, row, position, here)
-    if asked is None and not holds:
-        holds = "something else, such as what a later step, a rejected draft token or another layer wrote"
-    if holds:
-        return f"slot {slot} should hold the {what} of {of}, but holds {holds}"
-    reason = reason or "changed on the way into the cache or written to a different slot, because its query is correct"
-    return f"the new {what} of {of} {'are' if len(here) > 1 else 'is'} wrong on arrival: {reason}"
+        inputs = "wrong input: the token, an entry of inputs=, or what else comes before attention"
+        reason = inputs if "value" in here else "position ids, because its query is wrong too"
+    if not reason:
+        holds = find_content(reference, expected, row, position, here)
+    if holds or asked is None:
+        other = "something else, such as what a later step, a rejected draft token or another layer wrote"
+        return f"slot {slot} should hold the {what}, but holds {holds or other}"
+    changed = "changed on the way into the cache or written to a different slot, because its query is correct"
+    return f"the new {what} {'are' if len(here) > 1 else 'is'} wrong on arrival: {reason or changed}"
 
 
 def explain_arrival(reference, row, position, here):
@@ -183,7 +182,7 @@ def compare_weights(reference, step, got, wanted, places):
 def place(reference, step, read, expected):
     """Return which position is in each slot (B, slots). Once some are forgotten, only their keys show it."""
     slots, fed, (B, T) = read.weights.size(-1), step.fed, step.rows.shape
-    in_order = (torch.arange(slots) - (0 if step.ragged else step.pads)).expand(B, -1)
+    in_order = (torch.arange(slots) - step.pads).expand(B, -1)
     newest_last = in_order + fed - slots
     if slots == fed or read.key is None or expected.key is None or step.pads.any():
         return in_order if slots >= fed else newest_last

@@ -64,7 +64,9 @@ def check_cache(
     if not LEAST <= length <= most:
         most = decoder.context or "if you give one"
         raise ValueError(f"length={length}: must be at least {LEAST}, and at most the context, {most}")
-    chosen = choose([*SCENARIOS, *more_scenarios], scenarios, skip)
+    every = [*SCENARIOS, *more_scenarios]
+    skipped, excused = with_words(every, skip), with_words(every, may_miss)
+    chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
     sizes = Sizes(length, decoder.window, seed)
     with prepared(decoder, dtype, device, seed) as (dtype, device):
         results = run_all(decoder, chosen, sizes, dtype, atol)
@@ -78,12 +80,10 @@ def check_cache(
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
     beyond += dict.fromkeys(decoder.notes)
-    named = decoder.modules[0] if model is None and decoder.converts else model
-    name = "a decoder" if named is None else type(named).__name__
+    name = "a decoder" if model is None else type(model).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    names = [scenario.name for scenario in chosen]
-    must_run = [name for name in decoder.must_run if name in names and not any(w in name for w in as_list(may_miss))]
+    must_run = [one.name for one in chosen if one.name in decoder.must_run and one not in excused]
     return Report(title, results, ", ".join(beyond), tuple(must_run))
 
 
@@ -112,36 +112,28 @@ def prepared(decoder, dtype, device, seed):
             yield dtype, device
 
 
-def choose(scenarios, only, skip):
-    """Return the scenarios whose names contain a word of `only`, if there are any, and none of `skip`."""
-    only, skip = as_list(only) or [""], as_list(skip)
-    names = [scenario.name for scenario in scenarios]
-    for word in (*only, *skip):
-        if not any(word in name for name in names):
-            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(names)}")
-    wanted = [one for one in scenarios if any(word in one.name for word in only)]
-    return [one for one in wanted if not any(word in one.name for word in skip)]
+def with_words(scenarios, words):
+    """Return the scenarios whose name contains one of these words."""
+    for word in as_list(words):
+        if not any(word in one.name for one in scenarios):
+            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
+    return [one for one in scenarios if any(word in one.name for word in as_list(words))]
 
 
-def run_all(decoder, scenarios, sizes, *options):
-    """Return the results. The options are those of Reference."""
-    show("logits without a cache")
+def run_all(decoder, scenarios, sizes, dtype, atol):
+    """Return the results of the scenarios, with each kind of cache."""
+    results, kind = [], "any"
     try:
-        reference = Reference(decoder, sizes, *options)
-    except (Exception, SystemExit) as error:
-        return [failed(f"every scenario, with length={sizes.length}", "any", error)]
-    results = []
-    for kind in decoder.kinds:
-        try:
+        show("logits without a cache")
+        reference = Reference(decoder, sizes, dtype, atol)
+        for kind in decoder.kinds:
             decoder.call("new", 3, sizes.length, kind=kind)
-        except (Exception, SystemExit) as error:
-            results.append(failed("every scenario", kind, error))
-            continue
-        first = kind == decoder.kinds[0]  # generate() makes its own cache
-        mine = [one for one in scenarios if first or not any("generate" in need for need in one.needs)]
-        for count, scenario in enumerate(mine, 1):
-            show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
-            results.append(run_scenario(reference, scenario, kind, sizes))
+            for count, scenario in enumerate(scenarios, 1):
+                show(f"{kind} cache, {count} of {len(scenarios)}: {scenario.name}")
+                if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
+                    results.append(run_scenario(reference, scenario, kind, sizes))
+    except (Exception, SystemExit) as error:
+        results.append(failed(f"every scenario, with length={sizes.length}", kind, error))
     return results
 
 

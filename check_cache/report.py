@@ -82,20 +82,18 @@ class Report:
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
 
     def __repr__(self):
-        lines = [self.title]
-        for status, label in LABELS.items():
-            groups = {}  # results with the same cause, apart from rows and positions
-            for result in self.results:
-                if result.status == status:
-                    kind = result.cache if status in ("correct", "wrong") else None
-                    groups.setdefault((kind, re.sub(r"(?<!layer )\d+", "", str(result.why))), []).append(result)
-            for results in groups.values():
-                names = ", ".join(dict.fromkeys(result.scenario for result in results))
-                kinds = " and ".join(dict.fromkeys(result.cache for result in results))
-                said = ". ".join(text for text in (results[0].rule, results[0].why) if text)
-                if len({result.why for result in results}) > 1:
-                    said = f"in {results[0].scenario}, {said}"
-                lines.append(f"{label}  {names}, {kinds} cache" + (f": {said}" if said else ""))
+        lines, groups = [self.title], {}  # of results with the same cause, apart from rows and positions
+        for result in sorted(self.results, key=lambda result: [*LABELS].index(result.status)):
+            kind = result.cache if result.status in ("correct", "wrong") else None
+            same = result.status, kind, re.sub(r"(?<!layer )\d+", "", str(result.why))
+            groups.setdefault(same, []).append(result)
+        for (status, *_), results in groups.items():
+            names = ", ".join(dict.fromkeys(result.scenario for result in results))
+            kinds = " and ".join(dict.fromkeys(result.cache for result in results))
+            said = ". ".join(text for text in (results[0].rule, results[0].why) if text)
+            if len({result.why for result in results}) > 1:
+                said = f"in {results[0].scenario}, {said}"
+            lines.append(f"{LABELS[status]}  {names}, {kinds} cache" + (f": {said}" if said else ""))
         if self.must_run and "correct" in {result.status for result in self.results}:
             lines += [f"MISSING  {line}: must run, unless may_miss names it" for line in self.missing(self.must_run)]
         lines.append(f"beyond   not covered: {self.beyond}")

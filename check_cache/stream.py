@@ -20,7 +20,6 @@ class Step:
     positions: Tensor  # (B, T), below 0 for padding and for drafts, which come from another sequence
     fed: int  # slots per row after the step
     pads: Tensor  # (B, 1), slots of padding in front of each row
-    ragged: bool  # whether the padding came after the tokens of the prefill instead
     reads: list  # as in Watch
     hidden: str | None  # what hides attention from us, in words
 
@@ -28,25 +27,29 @@ class Step:
         """Return the step that fed only these rows and the tokens from `begin` to `end`."""
         fed = self.fed - self.rows.size(1) + end
         parts = [x[rows, begin:end] for x in (self.rows, self.positions)]
-        return Step(*parts, fed, self.pads[rows], self.ragged, [], self.hidden)
+        return Step(*parts, fed, self.pads[rows], [], self.hidden)
 
 
 class Stream:
     """A batch of the sequences `rows` on its way through one cache. Its errors go into `found`.
 
-    Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
+    Rows begin with `pads` tokens of padding, if there are any, and a mask hides them. `ragged` rows end with them in
+    the prefill, have none afterwards, and no mask.
     """
 
-    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False, spare=8):
+    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=None, ragged=False, spare=8):
         self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
-        self.rows, self.ragged, self.kind = torch.tensor([*rows]), ragged, kind
-        self.masked = (masked or any(pads)) and not ragged
+        self.rows, self.ragged, self.kind, self.masked = torch.tensor([*rows]), ragged, kind, pads and not ragged
         self.chunk = self.decoder.chunk or reference.length  # the most tokens of a step
-        if any(pads) and self.chunk == 1:
+        if any(pads or ()) and self.chunk == 1:
             raise NotImplementedError("a step of one token has no room for padding")
-        self.pads = torch.tensor(pads).clamp(max=self.chunk - 1)[:, None].expand(len(self.rows), 1)
+        self.padding = torch.tensor(pads or (0, 0, 0)).clamp(max=self.chunk - 1)  # of each row and its twin
         slots = reference.length + spare  # a static cache has empty slots, or none in the end
         self.cache = self.decoder.call("new", len(self.rows), min(slots, self.decoder.context or slots), kind=kind)
+
+    @property
+    def pads(self):
+        return self.padding[self.rows % TWIN, None]
 
     def next(self, T, drafts=0):
         """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
@@ -96,7 +99,7 @@ class Stream:
         error = reference.error(logits, *seen).where(compared, 0)
         self.found.append((error[compared], reference.rounding[seen][compared]))
         if (wrong := error > reference.limit).any():
-            step = Step(rows, positions, self.fed, self.pads, self.ragged, watch.reads, watch.hidden)
+            step = Step(rows, positions, self.fed, self.pads * (not self.ragged), watch.reads, watch.hidden)
             try:
                 cause = find_cause(reference, step)
             except Exception as problem:  # a kind of attention that we do not know
@@ -125,7 +128,5 @@ class Stream:
         """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
         cache = self.decoder.change(self.cache, name, *args)
         self.cache = self.cache if cache is None else cache
-        if rows is not None:
-            self.rows = torch.as_tensor(rows)
-            self.pads = self.pads if self.pads.any() else self.pads[:1].expand(len(self.rows), 1)
+        self.rows = self.rows if rows is None else torch.as_tensor(rows)
         return self
