@@ -13,8 +13,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from check_cache.huggingface import METHODS, Transformers, is_model, length_of, refusals
 from check_cache.report import AdapterError, first_line
-from check_cache.texts import ROWS, TWIN
 
+ROWS = 8  # the sequences that we feed
+TWIN = 3  # row i + TWIN begins like row i, for i < TWIN, and differs from `fork` of Sizes on
 NEEDED = ("full", "new", "step")
 FACTS = ("vocab_size", "context", "window", "chunk", "pad", "weights")
 PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")

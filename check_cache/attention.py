@@ -24,8 +24,8 @@ class Read(NamedTuple):
     value: torch.Tensor | None = None
 
 
-def shaped(read, B, T, front):
-    """Return a read of B rows in full shape, copied so that later steps cannot change it.
+def read_of(read, index, rows, T, front):
+    """Return what one of the rows reads, as (heads, T, slots) and so on, copied so that later steps cannot change it.
 
     We leave out `front` slots in front of the text, such as those of a class, and the queries before the last T.
     """
@@ -33,12 +33,7 @@ def shaped(read, B, T, front):
     skip = max(0, read.weights.size(-2) - T) if front else 0
     parts = (read.weights[..., front:], skip), (read.query, skip), (read.key, front), (read.value, front)
     parts = [x if x is None else x[..., first:, :] for x, first in parts]
-    return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
-
-
-def joined(reads):
-    """Return one read of all rows, from one per row."""
-    return Read(*(None if any(x is None for x in part) else torch.cat(part) for part in zip(*reads)))
+    return Read(*(x if x is None else x.reshape(rows, -1, *x.shape[-2:])[index].float().clone() for x in parts))
 
 
 class Interruption(Exception):

@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from check_cache.adapters import PARTS, adapter_of
+from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
 from check_cache.report import AdapterError, Fault, Report, Result, Wrong, as_list, describe, first_line
-from check_cache.scenarios import SCENARIOS, Scenario
+from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes
 from check_cache.stream import Stream
-from check_cache.texts import LEAST, ROWS, Sizes
 
 STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run"}
 

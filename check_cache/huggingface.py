@@ -8,9 +8,7 @@ import torch
 from check_cache.report import AdapterError, Wrong
 
 # the names of arguments of `forward`, newest first
-NAMES = dict(
-    cache=("cache", "past_key_values", "cache_params", "state"), mask=("attention_mask",), pos=("position_ids",)
-)
+NAMES = dict(cache="cache past_key_values cache_params state".split(), mask=["attention_mask"], pos=["position_ids"])
 # what a new name would contain (that of the cache may be anything), and arguments of other meanings
 WORDS = dict(cache="", mask="mask", pos="pos")
 OTHERS = """self input_ids inputs_embeds labels use_cache logits_to_keep token_type_ids head_mask return_dict

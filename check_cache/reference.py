@@ -6,19 +6,16 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from check_cache.adapters import Weights
-from check_cache.attention import Watch, joined, shaped
+from check_cache.adapters import ROWS, TWIN, Weights
+from check_cache.attention import Watch, read_of
 from check_cache.report import Fault
-from check_cache.texts import ROWS, draw_texts, generator
 
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
 LARGEST, MEDIAN = 4, 1.25
-# By how much we measure too little rounding if we can change the shape of the input, but no weights. The typical error
-# of a correct cache was up to 2.5 times what we measured then, in float32 and with 24 to 96 layers.
+# We measure too little rounding if we can change the shape of the input, but no weights: up to 2.5 times, in float32
 UNSEEN = 4
-# How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
-VISIBLE = 10
+VISIBLE = 10  # how much earlier tokens must matter, in units of typical rounding, or we would not see a wrong cache
 
 
 @contextmanager
@@ -73,13 +70,28 @@ def normal(tensor, draw):
     return torch.randn(tensor.shape, generator=draw, device="cpu").to(tensor)
 
 
+def draw_texts(sizes, vocab_size, pad, draw):
+    """Return ids (ROWS, length), some of which are the padding id, because a cache must not mistake them for padding.
+
+    Rows 3 to 5 begin like rows 0 to 2. Rows 6 and 7 begin differently from rows 0 and 1 and then go on like them, so
+    what is kept under its tokens alone is wrong for them.
+    """
+    ids = torch.randint(vocab_size, (ROWS, sizes.length), generator=draw, device="cpu")
+    ids[torch.rand(ids.shape, generator=draw, device="cpu") < 0.05] = pad
+    ids[TWIN : 2 * TWIN, : sizes.fork] = ids[:TWIN, : sizes.fork]
+    for row, begins in ((0, 3), (1, min(7, sizes.fork - 4))):
+        ids[row + 2 * TWIN] = ids[row]
+        ids[row + 2 * TWIN, :begins] = (ids[row, :begins] + 1) % vocab_size
+    return torch.tensor(ids.tolist())  # on the device
+
+
 class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits."""
 
     def __init__(self, decoder, sizes, dtype, atol):
         self.decoder, self.modules, self.length = decoder, decoder.modules, sizes.length
-        self.eps, length, draw = torch.finfo(dtype).eps, sizes.length, generator(sizes.seed)
-        self.coarse = self.eps**0.6  # how much keys, values and weights may differ, relative to the largest
+        self.eps, length, draw = torch.finfo(dtype).eps, sizes.length, torch.Generator().manual_seed(sizes.seed)
+        self.coarse = 0.3 if atol else self.eps**0.6  # how far off keys, values and weights may be, of the largest
         self.ids = draw_texts(sizes, decoder.vocab_size, decoder.pad, draw)
         self.set_logits(dtype)
         # Rounding moves logits when the batch has a different shape, or when the last digits of some weights change.
@@ -94,8 +106,6 @@ class Reference:
         if not decoder.modules:
             self.rounding *= UNSEEN
         self.find_blindness()
-        if atol:  # a cache that rounds on purpose
-            self.coarse = 0.3
         self.limit = (LARGEST * self.rounding.max()).clamp(min=atol)
         self.rounding = self.rounding.clamp(min=atol)
 
@@ -148,10 +158,7 @@ class Reference:
             raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
     def watch(self, row, ids):
-        """Return the calls of attention over all tokens of a row, unlike those of a router.
-
-        As [(index, slots in front of the text, its Read without them)].
-        """
+        """Return the calls of attention over all tokens of a row: [(index, slots in front of the text, Read)]."""
         with Watch() as watch:
             self.full(slice(row, row + 1), ids=ids)
         whole, self.calls, self.hidden = [], len(watch.reads), watch.hidden
@@ -159,17 +166,17 @@ class Reference:
             read = read() if callable(read) else read
             skip, front = (size - self.length for size in read.weights.shape[-2:])
             if 0 <= skip <= front:
-                read = shaped(read, 1, self.length, front)
-                if front == 0 or not read.weights.triu(1).any():  # not cross-attention
+                read = read_of(read, 0, 1, self.length, front)
+                if front == 0 or not read.weights.triu(1).any():  # neither cross-attention nor a router
                     whole.append((i, front, read))
         return whole
 
     @cached_property
     def reads(self):
-        """The calls of attention over all tokens, as in `watch`, of all rows. Each runs alone, as some decoders do."""
+        """The same with a list of the Reads of all rows. Each runs alone, as some decoders do."""
         with self.exactly():
             rows = [self.watch(row, self.ids) for row in range(ROWS)]
-        return [(*calls[0][:2], joined([read for *_, read in calls])) for calls in zip(*rows)]
+        return [(*calls[0][:2], [read for *_, read in calls]) for calls in zip(*rows)]
 
     def differ(self, x, wanted):
         """Whether keys, values or queries (..., size) differ from `wanted` by more than rounding explains."""

@@ -1,7 +1,6 @@
-"""The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing.
+"""The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing. README.md has this order.
 
-README.md lists them in this order. A scenario is a function of `start`, which makes a Stream, and Sizes. It feeds
-streams, and raises Wrong if a token is wrong. A Stream does so for a logit.
+A scenario is a function of `start`, which makes a Stream, and Sizes. It feeds streams, which compare logits.
 """
 
 import copy
@@ -12,12 +11,32 @@ from functools import partial
 
 import torch
 
+from check_cache.adapters import ROWS, TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.huggingface import prepare_rollback
 from check_cache.report import Wrong, first_line
-from check_cache.texts import PADS, ROWS, TWIN
 
+LEAST = 24  # tokens per row
+PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of LEAST
 MASK = ("step.mask",)
+
+
+class Sizes:
+    """How many tokens scenarios feed. `window` is of sliding attention, `seed` draws the sizes of chunks."""
+
+    def __init__(self, length, window=None, seed=0):
+        self.length, self.window, self.seed, self.third = length, window, seed, length // 3
+        self.fork = self.third | 1  # odd, so that it is within a page of a paged cache
+        self.page = 1 << self.fork.bit_length()  # where pages begin, of up to that many tokens
+        self.short = min(self.third, 16)  # where the length does not matter
+        self.ones = [1] * min(8, length // 4)  # enough single tokens to see a mistake
+        largest = int(((8 * length + 1) ** 0.5 - 1) / 2)  # chunks of 1, 2, ... up to it fit into the length
+        draw = torch.Generator().manual_seed(seed)
+        self.mixed = (torch.randperm(largest, generator=draw, device="cpu") + 1).tolist()
+        self.around = [window - 1, window + 2] * length if window else []
+        self.doubling = [len(self.ones) * 2**i for i in range(length.bit_length())]
+        # the prefill of `decode` nearly fills the window, if there is one
+        self.prefill = max(2, window - len(self.ones)) if window and window < length else self.third
 
 
 @dataclass(frozen=True)
@@ -41,18 +60,11 @@ decode = feeding("decode", lambda sizes: [sizes.prefill, *[1] * sizes.length], s
 decode_from_one = feeding("decode from 1 token", lambda sizes: [1] * sizes.prefill)  # both decode every position once
 chunks_mixed = feeding("chunks of mixed sizes", lambda sizes: sizes.mixed)
 chunks_doubling = feeding("chunks that double", lambda sizes: [len(sizes.ones), *sizes.doubling], spare=0)
-
-
-@scenario("chunks around the window", needs={"window"})
-def chunks_around(start, sizes):
-    for size in (sizes.window - 1, sizes.window + 2):
-        start().feed_all(*[size] * sizes.length)
-
-
+chunks_around = feeding("chunks around the window", lambda sizes: sizes.around, ("window",))
 mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], MASK, pads=(0, 0, 0))
 padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], MASK, pads=PADS)
 padding_in_chunks = feeding(
-    "left padding in chunks", lambda sizes: [sizes.third, *sizes.mixed[:8]], MASK, pads=[pad + 2 for pad in PADS]
+    "left padding in chunks", lambda sizes: [sizes.third, *sizes.mixed[:8]], MASK, pads=(2, 5, 7)
 )
 
 

@@ -6,28 +6,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from check_cache.adapters import TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
 from check_cache.report import Wrong, first_line, refuses
-from check_cache.texts import TWIN
 
 
 @dataclass
 class Step:
-    """What a step fed, and what attention read."""
+    """What a step fed to one row of a batch, and what attention read."""
 
-    rows: Tensor  # (B, T), which sequence
-    positions: Tensor  # (B, T), below 0 for padding and for drafts, which come from another sequence
+    index: int  # of this row in the batch
+    rows: int  # in the batch
+    row: int  # which sequence
+    positions: Tensor  # (T,), below 0 for padding and for drafts, which come from another sequence
+    pads: int  # slots of padding in front of the row
     fed: int  # slots per row after the step
-    pads: Tensor  # (B, 1), slots of padding in front of each row
     reads: list  # as in Watch
     hidden: str | None  # what hides attention from us, in words
-
-    def part(self, rows, begin, end):
-        """Return the step that fed only these rows and the tokens from `begin` to `end`."""
-        fed = self.fed - self.rows.size(1) + end
-        parts = [x[rows, begin:end] for x in (self.rows, self.positions)]
-        return Step(*parts, fed, self.pads[rows], [], self.hidden)
 
 
 class Stream:
@@ -99,13 +95,15 @@ class Stream:
         error = reference.error(logits, *seen).where(compared, 0)
         self.found.append((error[compared], reference.rounding[seen][compared]))
         if (wrong := error > reference.limit).any():
-            step = Step(rows, positions, self.fed, self.pads * (not self.ragged), watch.reads, watch.hidden)
-            try:
-                cause = find_cause(reference, step)
-            except Exception as problem:  # a kind of attention that we do not know
-                cause = f"cause unknown: {first_line(problem)}"
             t, i = wrong.T.nonzero()[0].tolist()
             row, position = (part[i, t].item() for part in seen)
+            pads = self.pads[:, 0] * (not self.ragged)
+            each = enumerate(zip(self.rows.tolist(), positions, pads.tolist()))
+            steps = [Step(i, len(ids), *one, self.fed, watch.reads, watch.hidden) for i, one in each]
+            try:
+                cause = find_cause(reference, steps)
+            except Exception as problem:  # a kind of attention that we do not know
+                cause = f"cause unknown: {first_line(problem)}"
             rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
             rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
             raise Wrong(cause, rule, error.max().item(), position, (len(ids), T))
