@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from check_cache.huggingface import METHODS, Transformers, is_model, length_of, refusals
-from check_cache.report import AdapterError, first_line
+from check_cache.report import Verdict, first_line
 
 ROWS = 8  # the sequences that we feed
 TWIN = 3  # row i + TWIN begins like row i, for i < TWIN, and differs from `fork` of Sizes on
@@ -151,12 +151,13 @@ class Adapter:
         try:
             inspect.signature(function).bind(*needed, **known)
         except TypeError as error:
-            raise AdapterError(f"{part} cannot be called as README.md says: {error}{source(function)}") from None
+            raise Verdict("error", f"{part} cannot be called as README.md says: {error}{source(function)}") from None
         return function(*needed, **known)
 
     def complain(self, part, returns, output):
-        """Raise AdapterError: a function does not return what it should."""
-        raise AdapterError(f"{part} must return {returns}, but returned {kind_of(output)}{source(self.parts[part])}")
+        """Say that a function does not return what it should."""
+        got = f"{kind_of(output)}{source(self.parts[part])}"
+        raise Verdict("error", f"{part} must return {returns}, but returned {got}")
 
     def full(self, ids, rows):
         output = self.call("full", ids, rows=rows)

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import AdapterError, Fault, Report, Result, Wrong, as_list, describe, first_line
+from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
 from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes
 from check_cache.stream import Stream
-
-STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run"}
 
 
 def check_cache(
@@ -132,40 +130,41 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
                 if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
                     results.append(run_scenario(reference, scenario, kind, sizes))
     except (Exception, SystemExit) as error:
-        results.append(failed(f"every scenario, with length={sizes.length}", kind, error))
+        results.append(failed(f"every scenario, with length={sizes.length}", kind, error, "not run"))
     return results
 
 
-def failed(scenario, kind, error, otherwise="not run", where=""):
+def run_scenario(reference, scenario, kind, sizes):
+    """Run a scenario, and return its result."""
+    decoder, found = reference.decoder, []
+    try:
+        for need in scenario.needs:
+            decoder.demand(kind, need)
+        scenario.run(partial(Stream, reference, kind, found), sizes)
+        if not found:  # generate() alone
+            return Result(scenario.name, kind, "correct")
+        error, rounding = (torch.cat(column) for column in zip(*found))
+        typical, usual = error.median().item(), MEDIAN * rounding.median().item()
+        if typical > usual:
+            rule = f"half of the logits off by {typical:.2g} or more (allowed {usual:.1g})"
+            raise Verdict("wrong", "cause unknown: rounding can move some logits as far, but not most", rule, typical)
+        return Result(scenario.name, kind, "correct", off=error.max().item())
+    except (Exception, SystemExit) as error:
+        if decoder.accepted:
+            return failed(scenario.name, kind, error, "wrong")
+        return failed(scenario.name, kind, error, "error", "the first step, with an empty cache, ")
+
+
+def failed(scenario, kind, error, status, where=""):
     """Return the result of a scenario that an exception has ended."""
-    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
-    return Result(scenario, kind, status or otherwise, first_line(error) if status else where + describe(error))
+    if isinstance(error, Verdict):
+        return Result(scenario, kind, *error.args)
+    if isinstance(error, NotImplementedError):
+        return Result(scenario, kind, "not run", first_line(error))
+    return Result(scenario, kind, status, where + describe(error))
 
 
 def show(text):
     """Show progress on a terminal, in a line that the next call overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def run_scenario(reference, scenario, kind, sizes):
-    """Run a scenario, and return its result."""
-    name, found = scenario.name, []
-    try:
-        for need in scenario.needs:
-            reference.decoder.demand(kind, need)
-        scenario.run(partial(Stream, reference, kind, found), sizes)
-        if not found:  # generate() alone
-            return Result(name, kind, "correct")
-        error, rounding = (torch.cat(column) for column in zip(*found))
-        typical, usual = error.median().item(), MEDIAN * rounding.median().item()
-        if typical > usual:
-            rule = f"half of the logits off by {typical:.2g} or more (allowed {usual:.1g})"
-            raise Wrong("cause unknown: rounding can move a logit as far, but not most of them", rule, typical)
-        return Result(name, kind, "correct", off=error.max().item())
-    except Wrong as wrong:
-        return Result(name, kind, "wrong", *wrong.args)
-    except (Exception, SystemExit) as error:
-        if reference.decoder.accepted:
-            return failed(name, kind, error, "wrong")
-        return failed(name, kind, error, "error", "the first step, with an empty cache, ")

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import torch
 
-from check_cache.report import AdapterError, Wrong
+from check_cache.report import Verdict
 
 # the names of arguments of `forward`, newest first
 NAMES = dict(cache="cache past_key_values cache_params state".split(), mask=["attention_mask"], pos=["position_ids"])
@@ -74,20 +74,20 @@ class Transformers:
         named = [name for name, parameter in self.parameters.items() if parameter.kind != parameter.VAR_KEYWORD]
         if any(WORDS[role] in name for name in {*named} - known):
             looked = f"none of {', '.join(NAMES[role])}, so we do not know its {role}: see huggingface.py"
-            raise AdapterError(f"forward({', '.join(named)}) takes {looked}")
+            raise Verdict("error", f"forward({', '.join(named)}) takes {looked}")
         return None
 
     def full(self, ids, **inputs):
         if self.unknown:
             known = f"we know windows as {', '.join(WINDOWS)}: see huggingface.py"
-            raise AdapterError(f"the config has {self.unknown[0]}, but {known}")
+            raise Verdict("error", f"the config has {self.unknown[0]}, but {known}")
         return self.model(input_ids=ids, use_cache=False, **inputs).logits
 
     def new(self, rows, length, kind):
         if kind == "own":
             return None  # the model makes one
         if not hasattr(self.model, "_can_compile_fullgraph"):
-            raise AdapterError("the model lacks _can_compile_fullgraph: does it have a static cache?")
+            raise Verdict("error", "the model lacks _can_compile_fullgraph: does it have a static cache?")
         if self.name_of("cache") and self.model._can_compile_fullgraph:
             return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
@@ -111,13 +111,13 @@ class Transformers:
         output = self.model(**more | dict(input_ids=ids))
         if output.logits.shape[:2] != ids.shape:
             got = f"logits {(*output.logits.shape,)}"
-            raise Wrong(f"forward returns {got} for {len(ids)} rows and {ids.size(1)} tokens")
+            raise Verdict("wrong", f"forward returns {got} for {len(ids)} rows and {ids.size(1)} tokens")
         held = getattr(output, name, None)
         if held is not None:
             return output.logits, held
         if unknown := {*output.keys()} - {*OUTPUTS}:
             returned = ", ".join(unknown)
-            raise AdapterError(f"forward takes {name} and returns {returned}, but no {name}: see huggingface.py")
+            raise Verdict("error", f"forward takes {name} and returns {returned}, but no {name}: see huggingface.py")
         raise NotImplementedError("the model returns no cache")
 
     def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):

@@ -8,7 +8,7 @@ from torch import nn
 
 from check_cache.adapters import ROWS, TWIN, Weights
 from check_cache.attention import Watch, read_of
-from check_cache.report import Fault
+from check_cache.report import Verdict
 
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
@@ -115,7 +115,7 @@ class Reference:
         return self.decoder.full(ids[rows, :end].clone(), torch.arange(ROWS)[rows])
 
     def set_logits(self, dtype):
-        """Set `logits`. Raise Fault if they depend on later tokens or other rows: then no cache can give them.
+        """Set `logits`. It is a fault if they depend on later tokens or other rows: then no cache can give them.
 
         The shorter sequences come first, because some decoders remember the longest.
         """
@@ -130,7 +130,7 @@ class Reference:
                 if self.exact == dtype:
                     raise
         if not self.logits.isfinite().all():
-            raise Fault("not the cache's fault: logits without a cache are not finite")
+            raise Verdict("fault", "not the cache's fault: logits without a cache are not finite")
         exact = self.decoder.converts and self.exact == torch.float64
         tolerance = self.logits.std() * (1e-4 if exact else 300 * self.eps)
         for what, logits in fewer.items():
@@ -138,7 +138,7 @@ class Reference:
             if (off > tolerance).any():
                 first = (off > tolerance).int().argmax()
                 why = f"change when {what} are left out, from position {first} on"
-                raise Fault(f"not the cache's fault: logits without a cache {why}")
+                raise Verdict("fault", f"not the cache's fault: logits without a cache {why}")
 
     def exactly(self):
         return changed(self.modules, lambda tensor: tensor.data.to(self.exact))
@@ -149,13 +149,13 @@ class Reference:
         return error.amax(-1).nan_to_num(torch.inf, torch.inf)
 
     def find_blindness(self):
-        """Raise Fault if a wrong cache could not show in these logits. They must depend on earlier tokens."""
+        """It is a fault if a wrong cache could not show in these logits. They must depend on earlier tokens."""
         others = self.ids.clone()
         others[:, ::2] = (others[:, ::2] + 1) % self.decoder.vocab_size
         matters, noise = self.error(self.full(slice(3), ids=others), slice(3))[:, 1::2].median(), self.rounding.median()
         if matters < VISIBLE * noise:
             moved = "earlier tokens move the logits no more than rounding does"
-            raise Fault(f"we cannot see the cache: {moved}, so a wrong cache would look correct")
+            raise Verdict("fault", f"we cannot see the cache: {moved}, so a wrong cache would look correct")
 
     def watch(self, row, ids):
         """Return the calls of attention over all tokens of a row: [(index, slots in front of the text, Read)]."""

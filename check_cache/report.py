@@ -13,16 +13,8 @@ NOT_THEIRS = str(Path(torch.__file__).parent), functools.__file__, *map(str, Pat
 LABELS = {"wrong": "WRONG  ", "error": "ERROR  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
 
 
-class AdapterError(Exception):
-    """A mistake in the adapter: one of its functions cannot be called as we do, or returns something else."""
-
-
-class Fault(Exception):
-    """Logits are not as they should be even without a cache, so it cannot be judged."""
-
-
-class Wrong(Exception):
-    """A logit or a token is not as without a cache. The arguments are the fields of a Result from `why` on."""
+class Verdict(Exception):
+    """Ends a scenario. The arguments are the fields of its Result, from `status` on."""
 
 
 @dataclass(frozen=True)

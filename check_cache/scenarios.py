@@ -14,7 +14,7 @@ import torch
 from check_cache.adapters import ROWS, TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.huggingface import prepare_rollback
-from check_cache.report import Wrong, first_line
+from check_cache.report import Verdict, first_line
 
 LEAST = 24  # tokens per row
 PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of LEAST
@@ -88,7 +88,7 @@ def generate_twice(start, sizes, **options):
 
     def compare(which, chosen, expected):
         if chosen != expected:
-            raise Wrong(f"the {which} call of generate() chooses different tokens with the cache than without")
+            raise Verdict("wrong", f"the {which} call of generate() chooses different tokens than without the cache")
 
     def run():
         row = call(False, second)[0]
@@ -164,10 +164,10 @@ def roll_back(start, sizes, everything=False, then=None):
                 stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
             if rejected != 1:  # then the next draft follows at once
                 stream.feed(1)
-    except Wrong as wrong:
-        if not refuses:
+    except Verdict as verdict:
+        if not refuses or verdict.args[0] != "wrong":
             raise
-        raise NotImplementedError(f"{refuses}, and after crop() {wrong.args[1].partition(' (')[0]}") from None
+        raise NotImplementedError(f"{refuses}, and after crop() {verdict.args[2].partition(' (')[0]}") from None
 
 
 rollback = scenario("speculative rollback", needs={"crop"})(roll_back)

@@ -9,7 +9,7 @@ from torch import Tensor
 from check_cache.adapters import TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
-from check_cache.report import Wrong, first_line, refuses
+from check_cache.report import Verdict, first_line, refuses
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Stream:
         return self
 
     def step(self, T, drafts):
-        """Feed T tokens at once, the last of which are drafts. Raise Wrong if a logit of the others is off."""
+        """Feed T tokens at once, the last of which are drafts. End the scenario if a logit of the others is off."""
         reference, decoder = self.reference, self.decoder
         ids, rows, positions, mask = self.next(T, drafts)
         pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
@@ -106,7 +106,7 @@ class Stream:
                 cause = f"cause unknown: {first_line(problem)}"
             rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
             rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
-            raise Wrong(cause, rule, error.max().item(), position, (len(ids), T))
+            raise Verdict("wrong", cause, rule, error.max().item(), position, (len(ids), T))
 
     def fail(self, at):
         """Feed a token, but stop the step at call number `at` of torch."""
