@@ -41,12 +41,11 @@ def main():
     model, require = args.pop("model"), args.pop("require")
     warnings.simplefilter("ignore")
     try:
-        report = check_cache(load(model), **args)
+        report = check_cache(load(model), **args).requiring(require)
     except (Exception, SystemExit) as error:
         parser.exit(2, f"check-cache: {model}: {type(error).__name__}: {first_line(error)}\n")
-    missing = report.missing(require)
-    print(report, *(f"MISSING  required, but not run: {line}" for line in missing), sep="\n")
-    sys.exit(report.exit_code or (2 if missing else 0))
+    print(report)
+    sys.exit(report.exit_code)
 
 
 if __name__ == "__main__":

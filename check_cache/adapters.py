@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from check_cache.huggingface import METHODS, Transformers, is_model, length_of, refusals
+from check_cache.huggingface import METHODS, Transformers, is_model, length_of
 from check_cache.report import Verdict, first_line
 
 ROWS = 8  # the sequences that we feed
@@ -196,12 +196,6 @@ class Adapter:
         if not hasattr(cache, METHODS[name]):
             raise NotImplementedError(f"the cache has no {METHODS[name]}")
         return getattr(cache, METHODS[name])
-
-    def change(self, cache, name, *args):
-        try:
-            return self.operation(cache, name)(*args)
-        except refusals(cache) as error:  # such as a full window that cannot be cropped
-            raise NotImplementedError(first_line(error)) from None
 
     def fork(self, cache):
         if "fork" in self.parts:

@@ -106,8 +106,8 @@ class Transformers:
             if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
                 first = mask.shape == ids.shape
                 made = self.model.prepare_inputs_for_generation(ids, is_first_iteration=first, **more)
-                more = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
-                more[name] = next((made[key] for key in NAMES["cache"] if key in made), cache)
+                kept = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
+                more = {name: cache, **kept}
         output = self.model(**more | dict(input_ids=ids))
         if output.logits.shape[:2] != ids.shape:
             got = f"logits {(*output.logits.shape,)}"

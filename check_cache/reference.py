@@ -134,10 +134,9 @@ class Reference:
         exact = self.decoder.converts and self.exact == torch.float64
         tolerance = self.logits.std() * (1e-4 if exact else 300 * self.eps)
         for what, logits in fewer.items():
-            off = self.error(logits, slice(len(logits)), slice(half)).amax(0)
-            if (off > tolerance).any():
-                first = (off > tolerance).int().argmax()
-                why = f"change when {what} are left out, from position {first} on"
+            off = self.error(logits, slice(len(logits)), slice(half)).amax(0) > tolerance
+            if off.any():
+                why = f"change when {what} are left out, from position {off.int().argmax()} on"
                 raise Verdict("fault", f"not the cache's fault: logits without a cache {why}")
 
     def exactly(self):

@@ -4,7 +4,7 @@ import functools
 import re
 import textwrap
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,16 +46,17 @@ class Report:
         statuses = {result.status for result in self.results}
         if "wrong" in statuses:
             return 1
-        incomplete = statuses & {"fault", "error"} or "correct" not in statuses or self.missing(self.must_run)
+        incomplete = statuses & {"fault", "error"} or "correct" not in statuses or self.missing
         return 2 if incomplete else 0
 
-    def missing(self, require):
-        """Return a line for each word in `require` that names no scenario, or one that was not run.
+    @property
+    def missing(self):
+        """A line for each word in `must_run` that names no scenario, or one that was not run.
 
         A word that is the whole name of a scenario means that one. Any other names all whose name contains it.
         """
         lines, results = [], {f"{result.scenario}, {result.cache} cache": result for result in self.results}
-        for word in as_list(require):
+        for word in self.must_run:
             exact = [name for name, result in results.items() if word in (result.scenario, name)]
             named = exact or [name for name in results if word in name]
             absent = [name for name in named if results[name].status in ("not run", "error")]
@@ -63,12 +64,15 @@ class Report:
                 lines.append(f"{word} ({'; '.join(absent) or 'no such scenario'})")
         return lines
 
+    def requiring(self, words):
+        """Return the report of a check in which the scenarios that `words` name must run, too."""
+        return replace(self, must_run=(*self.must_run, *as_list(words)))
+
     def assert_correct(self, require=()):
         """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
-        if self.exit_code:
-            raise AssertionError(f"the cache is wrong, or too little could be checked\n{self}")
-        if missing := self.missing(require):
-            raise AssertionError(f"required, but not run: {'. '.join(missing)}\n{self}")
+        report = self.requiring(require)
+        if report.exit_code:
+            raise AssertionError(f"the cache is wrong, or too little could be checked\n{report}")
 
     def __bool__(self):
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
@@ -86,8 +90,8 @@ class Report:
             if len({result.why for result in results}) > 1:
                 said = f"in {results[0].scenario}, {said}"
             lines.append(f"{LABELS[status]}  {names}, {kinds} cache" + (f": {said}" if said else ""))
-        if self.must_run and "correct" in {result.status for result in self.results}:
-            lines += [f"MISSING  {line}: must run, unless may_miss names it" for line in self.missing(self.must_run)]
+        if "correct" in {result.status for result in self.results}:
+            lines += [f"MISSING  required, but not run: {line}" for line in self.missing]
         lines.append(f"beyond   not covered: {self.beyond}")
         wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
         return "\n".join(wrapped)

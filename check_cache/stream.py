@@ -9,6 +9,7 @@ from torch import Tensor
 from check_cache.adapters import TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import find_cause
+from check_cache.huggingface import refusals
 from check_cache.report import Verdict, first_line, refuses
 
 
@@ -124,7 +125,10 @@ class Stream:
 
     def change(self, name, *args, rows=None):
         """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
-        cache = self.decoder.change(self.cache, name, *args)
+        try:
+            cache = self.decoder.operation(self.cache, name)(*args)
+        except refusals(self.cache) as error:  # such as a full window that cannot be cropped
+            raise NotImplementedError(first_line(error)) from None
         self.cache = self.cache if cache is None else cache
         self.rows = self.rows if rows is None else torch.as_tensor(rows)
         return self

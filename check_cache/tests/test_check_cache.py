@@ -150,7 +150,7 @@ def test_scenarios_that_cannot_run_are_listed_with_the_reason():
         "the step takes no mask",
         "there is no generate",
     }
-    assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).missing("generate") == []
+    assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).requiring("generate").missing == []
     with pytest.raises(AssertionError, match="not run  left padding, "):
         report.assert_correct()
 
