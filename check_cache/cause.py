@@ -7,12 +7,26 @@ Without a cache, each token has a slot of its own. With a cache, any slot may ho
 come first in both.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import cosine_similarity
 
 from check_cache.attention import read_of
+
+
+@dataclass
+class Step:
+    """What a step fed to one row of a batch, and what attention read."""
+
+    index: int  # of this row in the batch
+    rows: int  # in the batch
+    row: int  # which sequence
+    positions: torch.Tensor  # (T,), below 0 for padding and for drafts, which come from another sequence
+    pads: int  # slots of padding in front of the row
+    fed: int  # slots per row after the step
+    reads: list  # as in Watch
+    hidden: str | None  # what hides attention from us, in words
 
 
 def find_cause(reference, steps):

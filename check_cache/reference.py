@@ -13,9 +13,10 @@ from check_cache.report import Verdict
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
 LARGEST, MEDIAN = 4, 1.25
-# We measure too little rounding if we can change the shape of the input, but no weights: up to 2.5 times, in float32
+# If we can change the shape of the input, but no weights, we measure too little rounding: in float32 down to 1 / 2.5.
 UNSEEN = 4
-VISIBLE = 10  # how much earlier tokens must matter, in units of typical rounding, or we would not see a wrong cache
+# How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
+VISIBLE = 10
 
 
 @contextmanager
@@ -27,9 +28,8 @@ def changed(modules, change):
     parts = {part for module in modules for part in module.modules()}
     weights = [part for part in parts if isinstance(part, Weights)]  # which functions of another framework read
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
-    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    kept = {tensor: tensor.data for module in modules for tensor in (*module.parameters(), *module.buffers())}
     buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
-    kept = {tensor: tensor.data for tensor in (*parameters, *buffers)}
     try:
         for tensor in kept:
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:

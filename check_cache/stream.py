@@ -1,30 +1,14 @@
-"""A batch of sequences on its way through one cache, and a record of each step."""
+"""A batch of sequences on its way through one cache."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from check_cache.adapters import TWIN
 from check_cache.attention import Interruption, Watch
-from check_cache.cause import find_cause
+from check_cache.cause import Step, find_cause
 from check_cache.huggingface import refusals
 from check_cache.report import Verdict, first_line, refuses
-
-
-@dataclass
-class Step:
-    """What a step fed to one row of a batch, and what attention read."""
-
-    index: int  # of this row in the batch
-    rows: int  # in the batch
-    row: int  # which sequence
-    positions: Tensor  # (T,), below 0 for padding and for drafts, which come from another sequence
-    pads: int  # slots of padding in front of the row
-    fed: int  # slots per row after the step
-    reads: list  # as in Watch
-    hidden: str | None  # what hides attention from us, in words
 
 
 class Stream:

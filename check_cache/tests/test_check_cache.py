@@ -936,6 +936,19 @@ def test_a_mistake_in_the_first_step_is_an_error_with_its_line(wrong):
     )
 
 
+def test_a_first_step_that_fails_for_some_batches_is_wrong():
+    """As after a validation batch of two rows whose keys stay in the module."""
+    model = Decoder()
+
+    def step(ids, cache, mask, pos):
+        if len(ids) != 2:
+            raise RuntimeError("Sizes of tensors must match")
+        return model(ids, cache, mask, pos)
+
+    report = check_cache(**functions(model, step=step), scenarios=["decode", "equal pages"])
+    assert report.exit_code == 1 and "decode" in statuses(report), report
+
+
 def test_a_cache_that_lacks_crop_cannot_be_wrong_about_it():
     model = Decoder()
     step = lambda ids, cache, mask, pos: model(ids, cache["it"], mask, pos * 0)  # noqa: E731
