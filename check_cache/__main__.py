@@ -2,13 +2,10 @@
 
 import argparse
 import importlib
-import json
 import sys
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 
-from check_cache import __version__
 from check_cache.check import check_cache
 from check_cache.report import first_line
 
@@ -17,6 +14,7 @@ def load(name):
     """Return what module:function returns, or the model in a transformers folder."""
     module, _, function = name.rpartition(":")
     if module and function.isidentifier():
+        sys.path.insert(0, "")  # the module may be in this folder
         return getattr(importlib.import_module(module), function)()
     if not Path(name, "config.json").is_file():
         raise ValueError("neither a transformers folder with a config.json, nor module:function")
@@ -33,31 +31,21 @@ def main():
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
     add("--device", help="for example cuda (default: where the model is)")
+    add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
+    add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own or static")
     add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
     add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
     add("--may_miss", nargs="+", metavar="WORD", help="scenarios that need not run, of decode, chunks and left padding")
-    add("--require", nargs="+", metavar="WORD", default=(), help="exit with 2 if one of these scenarios cannot run")
-    add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
-    add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own or static")
-    add("--atol", type=float, default=0.0, help="how far off a logit may be, for a cache that rounds on purpose")
-    add("--rtol", type=float, default=0.0, help="the same, relative to the logit")
-    add("--seed", type=int, default=0, help="of the sequences and chunk sizes (default: 0)")
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--version", action="version", version=f"check-cache {__version__}")
+    add("--require", nargs="+", metavar="WORD", help="exit with 2 if one of these scenarios cannot run")
     args = vars(parser.parse_args())
-    model, require, as_json = (args.pop(name) for name in ("model", "require", "json"))
-    sys.path.insert(0, "")  # module:function may be in this folder
+    model, require = args.pop("model"), args.pop("require")
     warnings.simplefilter("ignore")
     try:
-        report = check_cache(load(model), **args)
+        report = check_cache(load(model), **args).requiring(require)
     except (Exception, SystemExit) as error:
         parser.exit(2, f"check-cache: {model}: {type(error).__name__}: {first_line(error)}\n")
-    missing = report.missing(require)
-    if as_json:
-        print(json.dumps({**asdict(report), "missing": missing, "exit_code": report.exit_code}, indent=2))
-    else:
-        print(report, *(f"MISSING  required, but not run: {line}" for line in missing), sep="\n")
-    sys.exit(report.exit_code or (2 if missing else 0))
+    print(report)
+    sys.exit(report.exit_code)
 
 
 if __name__ == "__main__":

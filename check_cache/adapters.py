@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from check_cache.huggingface import METHODS, Transformers, is_model, length_of, refusals
-from check_cache.report import AdapterError, first_line
-from check_cache.texts import ROWS, TWIN
+from check_cache.huggingface import METHODS, Transformers, is_model, length_of
+from check_cache.report import Verdict, first_line
 
+ROWS = 8  # the sequences that we feed
+TWIN = 3  # row i + TWIN begins like row i, for i < TWIN, and differs from `fork` of Sizes on
 NEEDED = ("full", "new", "step")
 FACTS = ("vocab_size", "context", "window", "chunk", "pad", "weights")
 PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
@@ -105,7 +106,7 @@ class Adapter:
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
         self.notes = []  # what else a report says that no scenario covers
-        self.offers = {}  # of each kind of cache, which functions and methods there are
+        self.samples = {}  # a cache of each kind, after two tokens
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
         self.dtype = torch.float32  # of the logits
         if "weights" in parts:
@@ -124,8 +125,8 @@ class Adapter:
         part, _, argument = need.partition(".")
         if argument and not self.takes(part, argument):
             raise NotImplementedError(f"the {part} takes no {argument}")
-        if part in METHODS and part not in self.offers.get(kind, METHODS):
-            raise NotImplementedError(f"the cache has no {METHODS[part]}")
+        if part in METHODS and kind in self.samples:
+            self.operation(self.samples[kind], part)
         if part not in METHODS and part not in self.parts:
             raise NotImplementedError(f"there is no {part}")
 
@@ -150,12 +151,13 @@ class Adapter:
         try:
             inspect.signature(function).bind(*needed, **known)
         except TypeError as error:
-            raise AdapterError(f"{part} cannot be called as README.md says: {error}{source(function)}") from None
+            raise Verdict("error", f"{part} cannot be called as README.md says: {error}{source(function)}") from None
         return function(*needed, **known)
 
     def complain(self, part, returns, output):
-        """Raise AdapterError: a function does not return what it should."""
-        raise AdapterError(f"{part} must return {returns}, but returned {kind_of(output)}{source(self.parts[part])}")
+        """Say that a function does not return what it should."""
+        got = f"{kind_of(output)}{source(self.parts[part])}"
+        raise Verdict("error", f"{part} must return {returns}, but returned {got}")
 
     def full(self, ids, rows):
         output = self.call("full", ids, rows=rows)
@@ -185,22 +187,15 @@ class Adapter:
             self.complain("generate", f"{count} new tokens per row, a tensor ({len(ids)}, {count})", output)
         return output
 
-    def offer(self, cache, name):
-        """Return what crops, reorders, ... a cache, a function of the adapter or the method of the cache, or None."""
+    def operation(self, cache, name):
+        """Return what crops, reorders, ... a cache: a function of the adapter, or the method of the cache."""
         if name in self.parts:
             return partial(self.call, name, cache)
         if name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
             return lambda: None  # a cache inside the module: its next text starts at position 0
-        return getattr(cache, METHODS[name], None)
-
-    def change(self, cache, name, *args):
-        change = self.offer(cache, name)
-        if change is None:
+        if not hasattr(cache, METHODS[name]):
             raise NotImplementedError(f"the cache has no {METHODS[name]}")
-        try:
-            return change(*args)
-        except refusals(cache) as error:  # such as a full window that cannot be cropped
-            raise NotImplementedError(first_line(error)) from None
+        return getattr(cache, METHODS[name])
 
     def fork(self, cache):
         if "fork" in self.parts:
@@ -240,7 +235,7 @@ class Adapter:
             _, cache = self.step(ids, cache, None, pos, torch.arange(1), None)
             self.accepted[kind, at > 0] = 1
             lengths.append(length_of(cache))
-        self.offers[kind] = {name for name in METHODS if self.offer(cache, name)}
+        self.samples[kind] = cache
         if lengths[0] == 2:
             note = "a length that get_seq_length() returned before a step, which is the tensor that the step changes"
             self.notes.append(f"{note}: take int() of it")

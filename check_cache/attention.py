@@ -1,7 +1,7 @@
 """What attention reads, seen from outside: every PyTorch decoder ends up in a few functions that we can watch."""
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -15,8 +15,7 @@ MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.
 HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
 
 
-@dataclass
-class Read:
+class Read(NamedTuple):
     """One call of attention. What we could not see is None. Keys and values may have fewer heads."""
 
     weights: torch.Tensor  # (B, heads, T, slots), after the softmax
@@ -25,8 +24,8 @@ class Read:
     value: torch.Tensor | None = None
 
 
-def shaped(read, B, T, front):
-    """Return a read of B rows in full shape, copied so that later steps cannot change it.
+def read_of(read, index, rows, T, front):
+    """Return what one of the rows reads, as (heads, T, slots) and so on, copied so that later steps cannot change it.
 
     We leave out `front` slots in front of the text, such as those of a class, and the queries before the last T.
     """
@@ -34,13 +33,7 @@ def shaped(read, B, T, front):
     skip = max(0, read.weights.size(-2) - T) if front else 0
     parts = (read.weights[..., front:], skip), (read.query, skip), (read.key, front), (read.value, front)
     parts = [x if x is None else x[..., first:, :] for x, first in parts]
-    return Read(*(x if x is None or not x.numel() else x.reshape(B, -1, *x.shape[-2:]).float().clone() for x in parts))
-
-
-def joined(reads):
-    """Return one read of all rows, from one per row."""
-    parts = zip(*((read.weights, read.query, read.key, read.value) for read in reads))
-    return Read(*(None if any(x is None for x in part) else torch.cat(part) for part in parts))
+    return Read(*(x if x is None else x.reshape(rows, -1, *x.shape[-2:])[index].float().clone() for x in parts))
 
 
 class Interruption(Exception):
@@ -69,18 +62,16 @@ class Watch(TorchFunctionMode):
         elif function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:
-            self.reads.append(Read(result))
-            if self.product and self.product[2][-2:] == result.shape[-2:]:
-                query, key, _ = self.product
-                self.reads[-1].query, self.reads[-1].key = query, key.mT
+            query, key, shape = self.product or (None, None, ())
+            seen = shape[-2:] == result.shape[-2:]
+            self.reads.append(Read(result, query, key.mT) if seen else Read(result))
             self.product = None
         elif (operands := operands_of(function, args)) and isinstance(result, torch.Tensor):
             self.product = (*operands, result.shape)
-            newest = self.reads[-1] if self.reads else None
-            if isinstance(newest, Read) and newest.key is not None and newest.value is None:
-                weights, value = operands
-                if weights.shape[-2:] == newest.weights.shape[-2:]:
-                    newest.weights, newest.value = weights, value  # after dropout, if any
+            newest, (weights, value) = self.reads[-1] if self.reads else None, operands
+            waits = isinstance(newest, Read) and newest.key is not None and newest.value is None
+            if waits and weights.shape[-2:] == newest.weights.shape[-2:]:
+                self.reads[-1] = newest._replace(weights=weights, value=value)  # after dropout, if any
         elif name := HIDING.get(getattr(function, "__name__", None)):
             self.hidden = f"{name} hides it"
             if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):
@@ -106,14 +97,11 @@ def operands_of(function, args):
     if function is torch.einsum and len(args) == 3 and isinstance(args[0], str) and "." not in args[0]:
         terms, _, output = args[0].replace(" ", "").partition("->")
         left, right = terms.split(",")
-        shared = [letter for letter in left if letter in right and letter in output]
-        summed = [letter for letter in left if letter in right and letter not in output]
-        row, column = [[x for x in letters if x not in other] for letters, other in ((left, right), (right, left))]
+        row, column = [x for x in left if x not in right], [x for x in right if x not in left]
+        batch, summed = ([x for x in left if x in right and (x in output) == kept] for kept in (True, False))
         if len(row) == len(summed) == len(column) == 1:
-            return (
-                args[1].permute([left.index(letter) for letter in shared + row + summed]),
-                args[2].permute([right.index(letter) for letter in shared + summed + column]),
-            )
+            first, second = batch + row + summed, batch + summed + column
+            return args[1].permute([*map(left.index, first)]), args[2].permute([*map(right.index, second)])
     return None
 
 

@@ -9,14 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from check_cache.adapters import PARTS, adapter_of
+from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
-from check_cache.report import AdapterError, Fault, Report, Result, Wrong, as_list, describe, first_line
-from check_cache.scenarios import SCENARIOS, Scenario
+from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
+from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes
 from check_cache.stream import Stream
-from check_cache.texts import LEAST, ROWS, Sizes
-
-STATUSES = {AdapterError: "error", Fault: "fault", NotImplementedError: "not run"}
 
 
 def check_cache(
@@ -32,7 +29,6 @@ def check_cache(
     may_miss: str | list[str] | None = None,
     more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
-    rtol: float = 0.0,
     seed: int = 0,
     **adapter: object,
 ) -> Report:
@@ -49,7 +45,7 @@ def check_cache(
     scenarios  only those whose name contains one of these words; skip: not those
     may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
     more_scenarios  of your own, made with @scenario
-    atol, rtol for a cache that rounds on purpose: a logit may be off by atol + rtol * abs(logit)
+    atol       for a cache that rounds on purpose: how far off a logit may be
     seed       of the sequences, the sizes of chunks, and how we perturb the weights
 
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
@@ -66,10 +62,12 @@ def check_cache(
     if not LEAST <= length <= most:
         most = decoder.context or "if you give one"
         raise ValueError(f"length={length}: must be at least {LEAST}, and at most the context, {most}")
-    chosen = choose([*SCENARIOS, *more_scenarios], scenarios, skip)
+    every = [*SCENARIOS, *more_scenarios]
+    skipped, excused = with_words(every, skip), with_words(every, may_miss)
+    chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
     sizes = Sizes(length, decoder.window, seed)
     with prepared(decoder, dtype, device, seed) as (dtype, device):
-        results = run_all(decoder, chosen, sizes, dtype, atol, rtol)
+        results = run_all(decoder, chosen, sizes, dtype, atol)
     show("")
 
     beyond = [f"more than {length} tokens or {ROWS} rows", "most sizes of chunks"]
@@ -84,8 +82,7 @@ def check_cache(
     name = "a decoder" if named is None else type(named).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    names = [scenario.name for scenario in chosen]
-    must_run = [name for name in decoder.must_run if name in names and not any(w in name for w in as_list(may_miss))]
+    must_run = [one.name for one in chosen if one.name in decoder.must_run and one not in excused]
     return Report(title, results, ", ".join(beyond), tuple(must_run))
 
 
@@ -114,36 +111,29 @@ def prepared(decoder, dtype, device, seed):
             yield dtype, device
 
 
-def choose(scenarios, only, skip):
-    """Return the scenarios whose names contain a word of `only`, if there are any, and none of `skip`."""
-    only, skip = as_list(only) or [""], as_list(skip)
-    names = [scenario.name for scenario in scenarios]
-    for word in (*only, *skip):
-        if not any(word in name for name in names):
-            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(names)}")
-    wanted = [one for one in scenarios if any(word in one.name for word in only)]
-    return [one for one in wanted if not any(word in one.name for word in skip)]
+def with_words(scenarios, words):
+    """Return the scenarios whose name contains one of these words."""
+    for word in as_list(words):
+        if not any(word in one.name for one in scenarios):
+            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
+    return [one for one in scenarios if any(word in one.name for word in as_list(words))]
 
 
-def run_all(decoder, scenarios, sizes, *options):
-    """Return the results. The options are those of Reference."""
-    show("logits without a cache")
+def run_all(decoder, scenarios, sizes, dtype, atol):
+    """Return the results of the scenarios, with each kind of cache."""
+    results, kind, every = [], "any", f"every scenario, with length={sizes.length}"
     try:
-        reference = Reference(decoder, sizes, *options)
-    except (Exception, SystemExit) as error:
-        return [failed(f"every scenario, with length={sizes.length}", "any", error)]
-    results = []
-    for kind in decoder.kinds:
-        try:
+        show("logits without a cache")
+        reference = Reference(decoder, sizes, dtype, atol)
+        every = "every scenario"
+        for kind in decoder.kinds:
             decoder.call("new", 3, sizes.length, kind=kind)
-        except (Exception, SystemExit) as error:
-            results.append(failed("every scenario", kind, error))
-            continue
-        first = kind == decoder.kinds[0]  # generate() makes its own cache
-        mine = [one for one in scenarios if first or not any("generate" in need for need in one.needs)]
-        for count, scenario in enumerate(mine, 1):
-            show(f"{kind} cache, {count} of {len(mine)}: {scenario.name}")
-            results.append(run_scenario(reference, scenario, kind, sizes))
+            for count, scenario in enumerate(scenarios, 1):
+                show(f"{kind} cache, {count} of {len(scenarios)}: {scenario.name}")
+                if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
+                    results.append(run_scenario(reference, scenario, kind, sizes))
+    except (Exception, SystemExit) as error:
+        results.append(failed(every, kind, error, "not run"))
     if not decoder.accepted:  # no step has worked, even with an empty cache: a mistake in the adapter
         for i, one in enumerate(results):
             if one.status == "wrong" and one.why.startswith("raises"):
@@ -151,34 +141,35 @@ def run_all(decoder, scenarios, sizes, *options):
     return results
 
 
-def failed(scenario, kind, error, otherwise="not run"):
+def run_scenario(reference, scenario, kind, sizes):
+    """Run a scenario, and return its result."""
+    found = []
+    try:
+        for need in scenario.needs:
+            reference.decoder.demand(kind, need)
+        scenario.run(partial(Stream, reference, kind, found), sizes)
+        if not found:  # generate() alone
+            return Result(scenario.name, kind, "correct")
+        error, rounding = (torch.cat(column) for column in zip(*found))
+        typical, usual = error.median().item(), MEDIAN * rounding.median().item()
+        if typical > usual:
+            rule = f"half of the logits off by {typical:.2g} or more (allowed {usual:.1g})"
+            raise Verdict("wrong", "cause unknown: rounding can move some logits as far, but not most", rule, typical)
+        return Result(scenario.name, kind, "correct", off=error.max().item())
+    except (Exception, SystemExit) as error:
+        return failed(scenario.name, kind, error, "wrong")
+
+
+def failed(scenario, kind, error, status):
     """Return the result of a scenario that an exception has ended."""
-    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
-    return Result(scenario, kind, status or otherwise, first_line(error) if status else describe(error))
+    if isinstance(error, Verdict):
+        return Result(scenario, kind, *error.args)
+    if isinstance(error, NotImplementedError):
+        return Result(scenario, kind, "not run", first_line(error))
+    return Result(scenario, kind, status, describe(error))
 
 
 def show(text):
     """Show progress on a terminal, in a line that the next call overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def run_scenario(reference, scenario, kind, sizes):
-    """Run a scenario, and return its result."""
-    name, found = scenario.name, []
-    try:
-        for need in scenario.needs:
-            reference.decoder.demand(kind, need)
-        scenario.run(partial(Stream, reference, kind, found), sizes)
-        if not found:  # generate() alone
-            return Result(name, kind, "correct")
-        error, rounding = (torch.cat(column) for column in zip(*found))
-        typical, usual = error.median().item(), MEDIAN * rounding.median().item()
-        if typical > usual:
-            rule = f"half of the logits off by {typical:.2g} or more (allowed {usual:.1g})"
-            raise Wrong("cause unknown: rounding can move a logit as far, but not most of them", rule, typical)
-        return Result(name, kind, "correct", off=error.max().item())
-    except Wrong as wrong:
-        return Result(name, kind, "wrong", *wrong.args)
-    except (Exception, SystemExit) as error:
-        return failed(name, kind, error, "wrong")

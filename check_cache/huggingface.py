@@ -5,12 +5,10 @@ from contextlib import suppress
 
 import torch
 
-from check_cache.report import AdapterError, Wrong
+from check_cache.report import Verdict
 
 # the names of arguments of `forward`, newest first
-NAMES = dict(
-    cache=("cache", "past_key_values", "cache_params", "state"), mask=("attention_mask",), pos=("position_ids",)
-)
+NAMES = dict(cache="cache past_key_values cache_params state".split(), mask=["attention_mask"], pos=["position_ids"])
 # what a new name would contain (that of the cache may be anything), and arguments of other meanings
 WORDS = dict(cache="", mask="mask", pos="pos")
 OTHERS = """self input_ids inputs_embeds labels use_cache logits_to_keep token_type_ids head_mask return_dict
@@ -76,20 +74,20 @@ class Transformers:
         named = [name for name, parameter in self.parameters.items() if parameter.kind != parameter.VAR_KEYWORD]
         if any(WORDS[role] in name for name in {*named} - known):
             looked = f"none of {', '.join(NAMES[role])}, so we do not know its {role}: see huggingface.py"
-            raise AdapterError(f"forward({', '.join(named)}) takes {looked}")
+            raise Verdict("error", f"forward({', '.join(named)}) takes {looked}")
         return None
 
     def full(self, ids, **inputs):
         if self.unknown:
             known = f"we know windows as {', '.join(WINDOWS)}: see huggingface.py"
-            raise AdapterError(f"the config has {self.unknown[0]}, but {known}")
+            raise Verdict("error", f"the config has {self.unknown[0]}, but {known}")
         return self.model(input_ids=ids, use_cache=False, **inputs).logits
 
     def new(self, rows, length, kind):
         if kind == "own":
             return None  # the model makes one
         if not hasattr(self.model, "_can_compile_fullgraph"):
-            raise AdapterError("the model lacks _can_compile_fullgraph: does it have a static cache?")
+            raise Verdict("error", "the model lacks _can_compile_fullgraph: does it have a static cache?")
         if self.name_of("cache") and self.model._can_compile_fullgraph:
             return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
@@ -108,18 +106,18 @@ class Transformers:
             if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
                 first = mask.shape == ids.shape
                 made = self.model.prepare_inputs_for_generation(ids, is_first_iteration=first, **more)
-                more = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
-                more[name] = next((made[key] for key in NAMES["cache"] if key in made), cache)
+                kept = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
+                more = {name: cache, **kept}
         output = self.model(**more | dict(input_ids=ids))
         if output.logits.shape[:2] != ids.shape:
             got = f"logits {(*output.logits.shape,)}"
-            raise Wrong(f"forward returns {got} for {len(ids)} rows and {ids.size(1)} tokens")
+            raise Verdict("wrong", f"forward returns {got} for {len(ids)} rows and {ids.size(1)} tokens")
         held = getattr(output, name, None)
         if held is not None:
             return output.logits, held
         if unknown := {*output.keys()} - {*OUTPUTS}:
             returned = ", ".join(unknown)
-            raise AdapterError(f"forward takes {name} and returns {returned}, but no {name}: see huggingface.py")
+            raise Verdict("error", f"forward takes {name} and returns {returned}, but no {name}: see huggingface.py")
         raise NotImplementedError("the model returns no cache")
 
     def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):

@@ -1,7 +1,6 @@
-"""The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing.
+"""The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing. README.md has this order.
 
-README.md lists them in this order. A scenario is a function of `start`, which makes a Stream, and Sizes. It feeds
-streams, and raises Wrong if a token is wrong. A Stream does so for a logit.
+A scenario is a function of `start`, which makes a Stream, and Sizes. It feeds streams, which compare logits.
 """
 
 import copy
@@ -12,10 +11,32 @@ from functools import partial
 
 import torch
 
+from check_cache.adapters import ROWS, TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.huggingface import prepare_rollback
-from check_cache.report import Wrong, first_line
-from check_cache.texts import PADS, ROWS, TWIN
+from check_cache.report import Verdict, first_line
+
+LEAST = 24  # tokens per row
+PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of LEAST
+MASK = ("step.mask",)
+
+
+class Sizes:
+    """How many tokens scenarios feed. `window` is of sliding attention, `seed` draws the sizes of chunks."""
+
+    def __init__(self, length, window=None, seed=0):
+        self.length, self.window, self.seed, self.third = length, window, seed, length // 3
+        self.fork = self.third | 1  # odd, so that it is within a page of a paged cache
+        self.page = 1 << self.fork.bit_length()  # where pages begin, of up to that many tokens
+        self.short = min(self.third, 16)  # where the length does not matter
+        self.ones = [1] * min(8, length // 4)  # enough single tokens to see a mistake
+        largest = int(((8 * length + 1) ** 0.5 - 1) / 2)  # chunks of 1, 2, ... up to it fit into the length
+        draw = torch.Generator().manual_seed(seed)
+        self.mixed = (torch.randperm(largest, generator=draw, device="cpu") + 1).tolist()
+        self.around = [window - 1, window + 2] * length if window else []
+        self.doubling = [len(self.ones) * 2**i for i in range(length.bit_length())]
+        # the prefill of `decode` nearly fills the window, if there is one
+        self.prefill = max(2, window - len(self.ones)) if window and window < length else self.third
 
 
 @dataclass(frozen=True)
@@ -39,21 +60,11 @@ decode = feeding("decode", lambda sizes: [sizes.prefill, *[1] * sizes.length], s
 decode_from_one = feeding("decode from 1 token", lambda sizes: [1] * sizes.prefill)  # both decode every position once
 chunks_mixed = feeding("chunks of mixed sizes", lambda sizes: sizes.mixed)
 chunks_doubling = feeding("chunks that double", lambda sizes: [len(sizes.ones), *sizes.doubling], spare=0)
-
-
-@scenario("chunks around the window", needs={"window"})
-def chunks_around(start, sizes):
-    for size in (sizes.window - 1, sizes.window + 2):
-        start().feed_all(*[size] * sizes.length)
-
-
-mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], needs=("step.mask",), masked=True)
-padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], needs=("step.mask",), pads=PADS)
+chunks_around = feeding("chunks around the window", lambda sizes: sizes.around, ("window",))
+mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], MASK, pads=(0, 0, 0))
+padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], MASK, pads=PADS)
 padding_in_chunks = feeding(
-    "left padding in chunks",
-    lambda sizes: [sizes.third, *sizes.mixed[: len(sizes.ones)]],
-    needs=("step.mask",),
-    pads=[pad + 2 for pad in PADS],
+    "left padding in chunks", lambda sizes: [sizes.third, *sizes.mixed[:8]], MASK, pads=(2, 5, 7)
 )
 
 
@@ -75,26 +86,26 @@ def generate_twice(start, sizes, **options):
         new = output[:, sizes.short :] if torch.equal(output[:, : sizes.short], ids) else output
         return [row[: row.index(eos) + 1] if eos in row else row for row in new.tolist()]
 
-    def compare():
-        row, watch = call(False, second)[0], Watch()
+    def compare(which, chosen, expected):
+        if chosen != expected:
+            raise Verdict("wrong", f"the {which} call of generate() chooses different tokens than without the cache")
+
+    def run():
+        row = call(False, second)[0]
         end = row[len(row) // 2] if decoder.takes("generate", "eos") else None
-        cases = dict(first=(first,), second=(second, end), third=(first,))
-        expected = {which: call(False, *cases[which]) for which in ("first", "second")}
-        expected["third"] = expected["first"]
-        for which, case in cases.items():
-            if which == "third":
-                with suppress(Interruption), Watch(stop=watch.calls // 4):
-                    call(True, second)
-            with watch:
-                chosen = call(True, *case)
-            if chosen != expected[which]:
-                raise Wrong(f"the {which} call of generate() chooses different tokens with the cache than without")
+        expected, ended = call(False, first), call(False, second, end)
+        with Watch() as watch:
+            compare("first", call(True, first), expected)
+            compare("second", call(True, second, end), ended)
+        with suppress(Interruption), Watch(stop=watch.calls // 4):
+            call(True, second)
+        compare("third", call(True, first), expected)
 
     try:
         with first.reference.exactly():  # so that rounding decides nothing
-            compare()
+            run()
     except RuntimeError:  # it cannot run in float64
-        compare()
+        run()
 
 
 generate = scenario("generate", needs={"generate"})(generate_twice)
@@ -153,10 +164,10 @@ def roll_back(start, sizes, everything=False, then=None):
                 stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
             if rejected != 1:  # then the next draft follows at once
                 stream.feed(1)
-    except Wrong as wrong:
-        if not refuses:
+    except Verdict as verdict:
+        if not refuses or verdict.args[0] != "wrong":
             raise
-        raise NotImplementedError(f"{refuses}, and after crop() {wrong.args[1].partition(' (')[0]}") from None
+        raise NotImplementedError(f"{refuses}, and after crop() {verdict.args[2].partition(' (')[0]}") from None
 
 
 rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
@@ -164,19 +175,17 @@ rollback_everything = scenario("rollback of everything", needs={"crop"})(partial
 rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))(partial(roll_back, then=(0, 0, 2)))
 
 
-def rearranged(name, operation, argument, rows, before=(0, 1, 2), pads=(0,), needs=()):
+def rearranged(name, operation, argument, rows, before=(0, 1, 2), pads=None, needs=()):
     """Return a scenario in which the cache is rearranged so that it holds `rows`."""
 
     def run(start, sizes):
-        to = torch.tensor(argument) if isinstance(argument, tuple) else argument
         stream = start(before, pads).feed(sizes.fork)
         try:
-            stream.change(operation, to, rows=rows)
+            stream.change(operation, torch.tensor(argument) if isinstance(argument, tuple) else argument, rows=rows)
         except (RuntimeError, IndexError) as error:
             if len(before) > 1:
                 raise
             raise NotImplementedError(first_line(error)) from None  # some caches have a fixed number of rows
-        stream.pads = stream.pads[to] if any(pads) else stream.pads
         stream.feed_all(*sizes.ones)
 
     return Scenario(name, run, (*needs, operation))
@@ -189,9 +198,7 @@ repeat = rearranged("repeat", "repeat", 2, (0, TWIN, 1, 1 + TWIN, 2, 2 + TWIN))
 repeat_one = rearranged("repeat from one row", "repeat", 3, (0, TWIN, 0), before=(0,))
 select = rearranged("select", "select", (2, 0), (2, 0))
 select_one = rearranged("select from one row", "select", (0, 0, 0), (0, TWIN, 0), before=(0,))
-padding_reorder = rearranged(
-    "left padding, then reorder", "reorder", (2, 0, 0), (2, 0, TWIN), pads=PADS, needs={"step.mask"}
-)
+padding_reorder = rearranged("left padding, then reorder", "reorder", (2, 0, 0), (2, 0, TWIN), pads=PADS, needs=MASK)
 
 
 @scenario("reuse after reset", needs={"reset"})

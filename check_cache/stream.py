@@ -1,52 +1,36 @@
-"""A batch of sequences on its way through one cache, and a record of each step."""
+"""A batch of sequences on its way through one cache."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from check_cache.adapters import TWIN
 from check_cache.attention import Interruption, Watch
-from check_cache.cause import find_cause
-from check_cache.report import AdapterError, Wrong, first_line, refuses
-from check_cache.texts import TWIN
-
-
-@dataclass
-class Step:
-    """What a step fed, and what attention read."""
-
-    rows: Tensor  # (B, T), which sequence
-    positions: Tensor  # (B, T), below 0 for padding and for drafts, which come from another sequence
-    fed: int  # slots per row after the step
-    pads: Tensor  # (B, 1), slots of padding in front of each row
-    ragged: bool  # whether the padding came after the tokens of the prefill instead
-    reads: list  # as in Watch
-    hidden: str | None  # what hides attention from us, in words
-
-    def part(self, rows, begin, end):
-        """Return the step that fed only these rows and the tokens from `begin` to `end`."""
-        fed = self.fed - self.rows.size(1) + end
-        parts = [x[rows, begin:end] for x in (self.rows, self.positions)]
-        return Step(*parts, fed, self.pads[rows], self.ragged, [], self.hidden)
+from check_cache.cause import Step, find_cause
+from check_cache.huggingface import refusals
+from check_cache.report import Verdict, first_line, refuses
 
 
 class Stream:
     """A batch of the sequences `rows` on its way through one cache. Its errors go into `found`.
 
-    Rows begin with `pads` tokens of padding. `ragged` rows end with them in the prefill, and have none afterwards.
+    Rows begin with `pads` tokens of padding, if there are any, and a mask hides them. `ragged` rows end with them in
+    the prefill, have none afterwards, and no mask.
     """
 
-    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=(0,), masked=False, ragged=False, spare=8):
+    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=None, ragged=False, spare=8):
         self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
-        self.rows, self.ragged, self.kind = torch.tensor([*rows]), ragged, kind
-        self.masked = (masked or any(pads)) and not ragged
+        self.rows, self.ragged, self.kind, self.masked = torch.tensor([*rows]), ragged, kind, pads and not ragged
         self.chunk = self.decoder.chunk or reference.length  # the most tokens of a step
-        if any(pads) and self.chunk == 1:
+        if any(pads or ()) and self.chunk == 1:
             raise NotImplementedError("a step of one token has no room for padding")
-        self.pads = torch.tensor(pads).clamp(max=self.chunk - 1)[:, None].expand(len(self.rows), 1)
+        self.padding = torch.tensor(pads or (0, 0, 0)).clamp(max=self.chunk - 1)  # of each row and its twin
         slots = reference.length + spare  # a static cache has empty slots, or none in the end
         self.cache = self.decoder.call("new", len(self.rows), min(slots, self.decoder.context or slots), kind=kind)
+
+    @property
+    def pads(self):
+        return self.padding[self.rows % TWIN, None]
 
     def next(self, T, drafts=0):
         """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
@@ -74,7 +58,7 @@ class Stream:
         return self
 
     def step(self, T, drafts):
-        """Feed T tokens at once, the last of which are drafts. Raise Wrong if a logit of the others is off."""
+        """Feed T tokens at once, the last of which are drafts. End the scenario if a logit of the others is off."""
         reference, decoder = self.reference, self.decoder
         ids, rows, positions, mask = self.next(T, drafts)
         pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
@@ -82,9 +66,7 @@ class Stream:
         try:
             with Watch() as watch:
                 logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
-        except (NotImplementedError, AdapterError, Wrong):
-            raise
-        except (Exception, SystemExit) as error:
+        except (ValueError, AssertionError) as error:
             if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
                 raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
             raise
@@ -98,16 +80,18 @@ class Stream:
         error = reference.error(logits, *seen).where(compared, 0)
         self.found.append((error[compared], reference.rounding[seen][compared]))
         if (wrong := error > reference.limit).any():
-            step = Step(rows, positions, self.fed, self.pads, self.ragged, watch.reads, watch.hidden)
-            try:
-                cause = find_cause(reference, step)
-            except Exception as problem:  # a kind of attention that we do not know
-                cause = f"cause unknown: {first_line(problem)}"
             t, i = wrong.T.nonzero()[0].tolist()
             row, position = (part[i, t].item() for part in seen)
+            pads = self.pads[:, 0] * (not self.ragged)
+            each = enumerate(zip(self.rows.tolist(), positions, pads.tolist()))
+            steps = [Step(i, len(ids), *one, self.fed, watch.reads, watch.hidden) for i, one in each]
+            try:
+                cause = find_cause(reference, steps)
+            except Exception as problem:  # a kind of attention that we do not know
+                cause = f"cause unknown: {first_line(problem)}"
             rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
             rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
-            raise Wrong(cause, rule, error.max().item(), position, (len(ids), T))
+            raise Verdict("wrong", cause, rule, error.max().item(), position, (len(ids), T))
 
     def fail(self, at):
         """Feed a token, but stop the step at call number `at` of torch."""
@@ -125,9 +109,10 @@ class Stream:
 
     def change(self, name, *args, rows=None):
         """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
-        cache = self.decoder.change(self.cache, name, *args)
+        try:
+            cache = self.decoder.operation(self.cache, name)(*args)
+        except refusals(self.cache) as error:  # such as a full window that cannot be cropped
+            raise NotImplementedError(first_line(error)) from None
         self.cache = self.cache if cache is None else cache
-        if rows is not None:
-            self.rows = torch.as_tensor(rows)
-            self.pads = self.pads if self.pads.any() else self.pads[:1].expand(len(self.rows), 1)
+        self.rows = self.rows if rows is None else torch.as_tensor(rows)
         return self

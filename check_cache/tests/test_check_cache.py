@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import re
 import sys
 import warnings
@@ -151,7 +150,7 @@ def test_scenarios_that_cannot_run_are_listed_with_the_reason():
         "the step takes no mask",
         "there is no generate",
     }
-    assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).missing("generate") == []
+    assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).requiring("generate").missing == []
     with pytest.raises(AssertionError, match="not run  left padding, "):
         report.assert_correct()
 
@@ -937,6 +936,19 @@ def test_a_mistake_in_the_first_step_is_an_error_with_its_line(wrong):
     )
 
 
+def test_a_first_step_that_fails_for_some_batches_is_wrong():
+    """As after a validation batch of two rows whose keys stay in the module."""
+    model = Decoder()
+
+    def step(ids, cache, mask, pos):
+        if len(ids) != 2:
+            raise RuntimeError("Sizes of tensors must match")
+        return model(ids, cache, mask, pos)
+
+    report = check_cache(**functions(model, step=step), scenarios=["decode", "equal pages"])
+    assert report.exit_code == 1 and "decode" in statuses(report), report
+
+
 def test_a_cache_that_lacks_crop_cannot_be_wrong_about_it():
     model = Decoder()
     step = lambda ids, cache, mask, pos: model(ids, cache["it"], mask, pos * 0)  # noqa: E731
@@ -1362,8 +1374,7 @@ def test_a_tolerance(monkeypatch):
     assert report.exit_code == 1
     atol = 2 * max(result.off for result in report.results if result.off)
     check_cache(**functions(Decoder()), **options, atol=atol).assert_correct()
-    assert check_cache(**functions(Decoder()), **options, rtol=1e-6).exit_code == 1
-    check_cache(**functions(Decoder()), **options, atol=atol / 2, rtol=0.5).assert_correct()
+    assert check_cache(**functions(Decoder()), **options, atol=atol / 100).exit_code == 1
     monkeypatch.setattr(Cache, "reorder_cache", lambda self, rows: None)
     assert check_cache(**functions(Decoder()), **options, atol=atol).exit_code == 1
 
@@ -1402,11 +1413,8 @@ def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
     assert code == 1 and "WRONG    rollback, then reorder, reorder, " in shown
     code, shown, _ = command("mine:broken", "--scenarios", "decode", "generate", "--require", "generate")
     assert code == 2 and "MISSING  required, but not run: generate" in shown
-    code, shown, _ = command("mine:broken", *flags, "--caches", "own", "--json")
-    report = json.loads(shown)
-    assert code == report["exit_code"] == 1 and {result["cache"] for result in report["results"]} == {"own"}
-    code, shown, _ = command("--version")
-    assert code == 0 and re.fullmatch(r"check-cache [0-9.]+\n", shown)
+    code, shown, _ = command("mine:broken", *flags, "--caches", "own")
+    assert code == 1 and "own cache" in shown and "static cache" not in shown
     for model, words in ((tmp_path / "nothing", "check-cache: "), ("mine:nothing", "AttributeError")):
         code, _, shown = command(model)
         assert code == 2 and words in shown and shown.count("\n") == 1
