@@ -83,7 +83,7 @@ def parse_args(parser):
         name = unknown[0].partition("=")[0]
         if name in EXTRAS_FLAGS:
             parser.error(f"{name} {NEEDS_EXTRAS}")
-        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1)
+        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
         hint = f": did you mean {similar[0]}?" if similar else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.verify and args.dtype != "float32":
@@ -102,7 +102,6 @@ def parse_args(parser):
 
 
 def boolean(text):
-    """An argparse type: True, False, 1 or 0."""
     if text.lower() not in ("true", "false", "1", "0"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
     return text.lower() in ("true", "1")
@@ -118,7 +117,7 @@ def note(message):
 def find_checkpoint(ckpt=None, out_dir=None):
     """Return the path of the model: a file, or a Hugging Face folder. Without flags: that in out, or the pretrained."""
     folder = Path(ckpt or out_dir or "out")
-    if ckpt and not folder.is_dir():
+    if (ckpt or out_dir) and not folder.is_dir():
         return folder
     for path in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
         if path.exists():

@@ -250,14 +250,13 @@ def parse_flags():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags, unknown = parser.parse_known_args()
     if unknown:
-        similar = difflib.get_close_matches(unknown[0].partition("=")[0], [f"--{name}" for name in FLAGS], n=1)
-        hint = f": did you mean {similar[0]}?" if similar else ""
+        similar = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), FLAGS, n=1, cutoff=0.7)
+        hint = f": did you mean --{similar[0]}?" if similar else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return vars(flags)
 
 
 def boolean(text):
-    """An argparse type: True, False, 1 or 0."""
     if text.lower() not in ("true", "false", "1", "0"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
     return text.lower() in ("true", "1")
@@ -724,7 +723,6 @@ def train(config, data, state, metadata, bar, signals):
 
 
 def all_reduce(value, op=dist.ReduceOp.SUM):
-    """Reduce a number over all processes."""
     if WORLD_SIZE == 1:
         return value
     value = torch.tensor(value, dtype=torch.float64)
@@ -870,8 +868,7 @@ def make_run(flags):
         config.threads = flags.get("threads")
     else:  # a resume uses the same number, because it changes how sums round
         config.threads = config.threads or torch.get_num_threads()
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
 
     # text and weights
     data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
@@ -938,15 +935,14 @@ def main():
         flush=True,
     )
     if config.init_from not in ("scratch", "resume"):
-        print(f"starting at step 0 from the weights in {config.init_from}; --init_from resume would continue a run")
+        print(f"starting at step 0 with the weights of {config.init_from}, not its optimizer: resume continues a run")
     if config.compile:
         state.training_loss = torch.compile(state.training_loss)
     if WORLD_SIZE > 1:
         state.training_loss = DistributedDataParallel(state.training_loss)
     first_step = state.iter_num
-    before = state.seconds
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
-    steps = dict(total=config.max_iters, initial=first_step, unit="step")
+    steps = dict(total=config.max_iters, initial=state.iter_num, unit="step")
     # a notebook keeps every update, so there is at most one a second
     with lock, tqdm(**steps, ncols=ncols, nrows=nrows, mininterval=1.0, disable=NO_BAR) as bar:
         signum = train(config, data, state, metadata, bar=bar, signals=catch_signals())
@@ -963,9 +959,7 @@ def main():
         print(f"stopped at {done}: {state.evals_since_best} evaluations without a better val loss (--patience)")
     elif state.iter_num == first_step:
         print(f"finished at step {state.iter_num}; {resume} --max_iters {2 * state.iter_num} trains longer")
-    print(
-        f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {state.seconds - before:.0f} s. A sample:\n"
-    )
+    print(f"best val loss {state.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {state.seconds:.0f} s. A sample:\n")
     start = torch.tensor([data.tokenizer.encode(data.tokenizer.default_prompt)], device=state.device)
     print(data.tokenizer.decode(state.model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
 

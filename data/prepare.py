@@ -2,7 +2,6 @@
 
     python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
     python data/prepare.py --input a.txt b.txt   your own UTF-8 text, one file or several
-    python data/prepare.py --input a.txt --val b.txt   the same, with text of its own for validation
     python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
     python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
 
@@ -145,6 +144,10 @@ def write(data_dir, vocabulary, size, train, val, source):
 def prepared(data_dir):
     """Return (meta, whole): the meta.json in data_dir, or {}, and whether train.bin and val.bin are what it says."""
     meta = {}
+    if (
+        not (data_dir / "meta.json").exists() and (data_dir / "train.bin").exists()
+    ):  # nanoGPT's prepare.py writes no meta
+        return {"source": "another program"}, False
     try:
         meta = dict(json.loads((data_dir / "meta.json").read_bytes()))
         return meta, all(sha256_of(data_dir / f"{split}.bin") == meta["sha256"][split] for split in ("train", "val"))
@@ -176,8 +179,8 @@ def parse_args():
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
-    if "" in (args.tokenizer, args.data_dir, args.val):
-        parser.error("--tokenizer, --data_dir or --val is empty")
+    if "" in (args.tokenizer, args.data_dir, args.val, *(args.input or [])):
+        parser.error("--input, --tokenizer, --data_dir or --val is empty")
     if args.vocab_size is not None and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
     args.vocab_size = 512 if args.vocab_size is None else args.vocab_size
@@ -210,8 +213,7 @@ def main():
             except ValueError as error:
                 if old_source not in (None, STAND_IN_SOURCE):
                     raise ValueError(f"{error}; nothing was changed") from None
-                note(f"WARNING: {error}")
-                note("USING THE SMALL STAND-IN data/sample.txt INSTEAD OF TINY SHAKESPEARE")
+                note(f"WARNING: {error}\nUSING THE SMALL STAND-IN data/sample.txt INSTEAD OF TINY SHAKESPEARE")
                 texts = [(STAND_IN_SOURCE, STAND_IN)]
         chars, length = distinct_characters(read_text(texts, "read"))
         split = int(0.9 * length)
@@ -222,7 +224,8 @@ def main():
         source = ", ".join(name for name, _ in texts)
         if not 0 < split < length:
             raise ValueError(f"{source} has {split} characters for training and {length - split} for validation")
-        if begin_differently(read_text(texts, "", 0, min(split, PIECE)), read_text(texts, "", split, split + PIECE)):
+        ends = (read_text(texts, "", 0, min(split, PIECE)), read_text(texts, "", split, split + PIECE))
+        if not args.val and begin_differently(*ends):
             note("the lines of the val split begin differently: if the text is sorted, shuffle it, or pass --val FILE")
 
         # the vocabulary

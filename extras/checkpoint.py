@@ -1,11 +1,15 @@
 """Models that model.py alone cannot read: with a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl."""
 
+import re
 from pathlib import Path
 
 import model
 from extras.foreign import refuse_foreign
 from extras.interop.hf_read import SkipInit, read_folder
 from extras.tokenizer import build_tokenizer, read_vocabulary
+
+# a weight of a GPT, after whatever wraps the model
+OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
 
 
 def load_model(path, meta=None):
@@ -59,7 +63,10 @@ def in_our_names(checkpoint):
         # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
         if name.endswith((".attn.bias", ".attn.masked_bias", "n_averaged")):
             continue
-        parts = [part for part in name.split(".") if not part.startswith("_")]
-        begin = next((i for i, part in enumerate(parts) if part in ("transformer", "lm_head")), 0)
-        weights[".".join(parts[begin:])] = weight
+        plain = ".".join(part for part in name.split(".") if not part.startswith("_"))
+        found = OURS.search(plain)
+        plain = found[1] if found else plain
+        if plain in weights:
+            raise ValueError(f"{checkpoint['path']} has the weights of two models: {plain} comes twice, once as {name}")
+        weights[plain] = weight
     return checkpoint | {"model": weights}

@@ -12,7 +12,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Unpickles plain values only. A pickle can name classes and functions, and unpickling it calls them."""
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, but a meta.pkl needs plain values only")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, but a meta.pkl needs plain values, as int(size)")
 
 
 def unpickle(path):

@@ -31,7 +31,8 @@ def test_a_flag_is_true_or_false():
         (["run", None], ["run/last.pt", "run/config.json"], "run/last.pt"),
         (["run", None], ["run/config.json", "out/ckpt.pt"], "run"),  # a Hugging Face folder
         (["run", None], ["run/notes", "out/ckpt.pt"], "run/ckpt.pt"),
-        ([None, "run"], ["out/ckpt.pt"], "run/ckpt.pt"),
+        ([None, "run"], ["out/ckpt.pt"], "run"),  # load says that it is not there
+        ([None, "run/last.pt"], ["run/last.pt"], "run/last.pt"),
         ([None, None], ["out/ckpt.pt"], "out/ckpt.pt"),
         ([None, None], ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
         ([None, None], ["out/demo"], str(PRETRAINED)),

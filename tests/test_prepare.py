@@ -122,7 +122,8 @@ def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path)
         ("--input old", BODY, ["old is a folder or a pipe: pass a file"]),
         ("--input in.txt --val none.txt", BODY, ["there is no none.txt"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
-        ("--val=", BODY, ["--tokenizer, --data_dir or --val is empty"]),
+        ("--val=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
+        ("--input=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
     ],
@@ -201,6 +202,13 @@ def test_what_is_not_the_text_is_refused_in_one_line(status, headers, word, call
     before = tree(old)
     result = call("--data_dir", old, "--force", CORPUS_URL=server.url)
     assert_nothing_changed(result, old, before, server.url, word, "nothing was changed")
+
+
+def test_data_of_another_program_are_your_own(call, old):
+    """nanoGPT's prepare.py writes no meta.json for ids that are no text."""
+    (old / "meta.json").unlink()
+    before = tree(old)
+    assert_nothing_changed(call("--data_dir", old), old, before, "holds your own text, from another program", "--force")
 
 
 def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path):

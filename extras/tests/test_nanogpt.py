@@ -106,6 +106,15 @@ def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(met
 # -- the names of weights ----------------------------------------------------------------------------------------------
 
 
+def test_the_weights_of_two_models_in_one_file_are_refused(tmp_path):
+    """As of distillation: the last one would win, and the text be noise."""
+    ours = tiny().state_dict()
+    both = {f"{name}.{key}": value for name in ("student", "teacher") for key, value in ours.items()}
+    torch.save({"model": both, "model_args": {}}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="has the weights of two models: .* comes twice, once as teacher"):
+        load_checkpoint(tmp_path / "ckpt.pt")
+
+
 @pytest.mark.parametrize(
     "prefix, bias",
     [
@@ -119,6 +128,7 @@ def test_a_meta_pkl_of_any_making_gives_its_characters_or_says_what_it_holds(met
         ("model.", True),
         ("_forward_module.module.net.", False),
         ("student.gpt.", True),
+        ("transformer.", True),
     ],
 )
 def test_a_nanogpt_checkpoint_loads_and_gives_nanogpts_logits(tmp_path, prefix, bias):
