@@ -111,7 +111,7 @@ def test_the_weights_of_two_models_in_one_file_are_refused(tmp_path):
     ours = tiny().state_dict()
     both = {f"{name}.{key}": value for name in ("student", "teacher") for key, value in ours.items()}
     torch.save({"model": both, "model_args": {}}, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match="has the weights of two models: .* comes twice, once as teacher"):
+    with pytest.raises(ValueError, match=r"has the weights of two models: .* comes twice, once as teacher"):
         load_checkpoint(tmp_path / "ckpt.pt")
 
 
