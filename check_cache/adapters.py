@@ -105,6 +105,7 @@ class Adapter:
         self.pad, self.must_run = parts.get("pad") or 0, parts.get("must_run") or ("decode",)
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
+        self.torch = True  # whether they return tensors
         self.notes = []  # what else a report says that no scenario covers
         self.samples = {}  # a cache of each kind, after two tokens
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
@@ -156,12 +157,15 @@ class Adapter:
 
     def complain(self, part, returns, output):
         """Say that a function does not return what it should."""
-        got = f"{kind_of(output)}{source(self.parts[part])}"
-        raise Verdict("error", f"{part} must return {returns}, but returned {got}")
+        parts = output if isinstance(output, tuple) else (output,)
+        got = ", ".join(f"{type(one).__name__} {tuple(getattr(one, 'shape', ()))}" for one in parts)
+        raise Verdict("error", f"{part} must return {returns}, but returned {got}{source(self.parts[part])}")
 
     def full(self, ids, rows):
         output = self.call("full", ids, rows=rows)
-        logits = tensor_of(output[0] if isinstance(output, tuple) and output else output)
+        given = output[0] if isinstance(output, tuple) and output else output
+        logits = tensor_of(given)
+        self.torch = logits is given
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
             self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
         self.dtype = logits.dtype
@@ -194,7 +198,7 @@ class Adapter:
         if name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
             return lambda: None  # a cache inside the module: its next text starts at position 0
         if not hasattr(cache, METHODS[name]):
-            raise NotImplementedError(f"the cache has no {METHODS[name]}")
+            raise NotImplementedError(f"the adapter has no {name}, the cache no {METHODS[name]}")
         return getattr(cache, METHODS[name])
 
     def fork(self, cache):
@@ -243,14 +247,6 @@ class Adapter:
 
 def asks_for(function, name):
     return name in inspect.signature(function).parameters
-
-
-def kind_of(output):
-    if isinstance(output, tuple):
-        return f"({', '.join(map(kind_of, output))})"
-    if hasattr(output, "shape"):
-        return f"a {'tensor' if isinstance(output, torch.Tensor) else type(output).__name__} {tuple(output.shape)}"
-    return f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
 
 
 def source(function):

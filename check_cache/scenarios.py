@@ -22,16 +22,16 @@ MASK = ("step.mask",)
 
 
 class Sizes:
-    """How many tokens scenarios feed. `window` is of sliding attention, `seed` draws the sizes of chunks."""
+    """How many tokens scenarios feed. `window` is of sliding attention."""
 
-    def __init__(self, length, window=None, seed=0):
-        self.length, self.window, self.seed, self.third = length, window, seed, length // 3
+    def __init__(self, length, window=None):
+        self.length, self.window, self.third = length, window, length // 3
         self.fork = self.third | 1  # odd, so that it is within a page of a paged cache
         self.page = 1 << self.fork.bit_length()  # where pages begin, of up to that many tokens
         self.short = min(self.third, 16)  # where the length does not matter
         self.ones = [1] * min(8, length // 4)  # enough single tokens to see a mistake
         largest = int(((8 * length + 1) ** 0.5 - 1) / 2)  # chunks of 1, 2, ... up to it fit into the length
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator().manual_seed(0)
         self.mixed = (torch.randperm(largest, generator=draw, device="cpu") + 1).tolist()
         self.around = [window - 1, window + 2] * length if window else []
         self.doubling = [len(self.ones) * 2**i for i in range(length.bit_length())]
@@ -143,17 +143,13 @@ def equal_pages(start, sizes):
     stream.feed_all(*sizes.ones[::2])
 
 
-def roll_back(start, sizes, everything=False, then=None):
+def roll_back(start, sizes, then=None):
     """Speculative decoding: feed a token and some drafts, take back those that differ, and go on."""
-    P, stream = sizes.page - 1, start()
-    if everything:
-        P = min(P, (sizes.window or sizes.length) - 1)
+    stream = start()
     prepare_rollback(stream.cache)
-    stream.feed(P)
+    stream.feed(sizes.page - 1)
     refuses = prepare_rollback(stream.cache)  # now that we have a cache that knows
     try:
-        if everything:
-            stream.crop(P).feed(P, 4).crop(4)
         for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
             if stream.fed + accepted + rejected + 2 > sizes.length:
                 break
@@ -171,7 +167,6 @@ def roll_back(start, sizes, everything=False, then=None):
 
 
 rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
-rollback_everything = scenario("rollback of everything", needs={"crop"})(partial(roll_back, everything=True))
 rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))(partial(roll_back, then=(0, 0, 2)))
 
 

@@ -96,7 +96,7 @@ class Stream:
     def fail(self, at):
         """Feed a token, but stop the step at call number `at` of torch."""
         ids, _, pos, mask = self.next(1)
-        if self.decoder.numpy:
+        if not self.decoder.torch:
             raise NotImplementedError("we can only interrupt PyTorch")
         with suppress(Interruption), Watch(stop=at):
             self.decoder.step(ids, self.cache, mask, pos, self.rows, None)
