@@ -11,8 +11,7 @@ from torch import Tensor
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
 from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
-from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes
-from check_cache.stream import Stream
+from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes, Stream
 
 
 def check_cache(
