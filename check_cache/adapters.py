@@ -5,7 +5,6 @@ import inspect
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from types import MethodType
 
 import torch
 from torch import nn
@@ -32,20 +31,6 @@ def adapter_of(model, parts, inputs):
         needs = "needs a causal language model of transformers, or an adapter"
         raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
     return Adapter(model, parts, inputs)
-
-
-def copies_of(model, setup=lambda model, rows, length: None):
-    """Return the function `new` for a decoder that keeps its cache inside: each cache is a copy of the module.
-
-    setup(copy, rows, length)  prepares a copy, for example copy.setup_caches(rows, length). Copies share parameters
-    """
-
-    def new(model, rows, length):
-        other = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-        setup(other, rows, length)
-        return other
-
-    return MethodType(new, model)  # so that we find the model
 
 
 def tensor_of(array):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
-from check_cache import Report, Result, check_cache, copies_of, scenario, show_attention
+from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, copies_of, rounded, tiny
+from check_cache import Report, Result, check_cache, scenario, show_attention
 from check_cache.__main__ import main
 from check_cache.adapters import METHODS
 from check_cache.scenarios import SCENARIOS
