@@ -21,7 +21,6 @@ PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
 
 
 def adapter_of(model, parts, inputs):
-    """Return the adapter of a model, or of the functions in `parts`."""
     if not parts:
         owner = Transformers(model) if is_model(model) else model
         parts = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
@@ -45,10 +44,7 @@ def tensor_of(array):
 
 
 class Weights(nn.Module):
-    """Arrays of another framework as parameters, so that we can perturb them.
-
-    `passed` says that functions take `weights`, a dict of all of them. Otherwise we write them back into the arrays.
-    """
+    """Arrays of another framework as parameters, so that we can perturb them. Functions take them if `passed`."""
 
     def __init__(self, arrays, passed):
         super().__init__()
@@ -81,8 +77,6 @@ class Weights(nn.Module):
 
 
 class Adapter:
-    """A decoder given as functions, or as an object with these methods."""
-
     def __init__(self, model, parts, inputs):
         owners = [getattr(part, "__self__", part) for part in (model, *parts.values())]
         self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
@@ -141,7 +135,6 @@ class Adapter:
         return function(*needed, **known)
 
     def complain(self, part, returns, output):
-        """Say that a function does not return what it should."""
         parts = output if isinstance(output, tuple) else (output,)
         got = ", ".join(f"{type(one).__name__} {tuple(getattr(one, 'shape', ()))}" for one in parts)
         raise Verdict("error", f"{part} must return {returns}, but returned {got}{source(self.parts[part])}")
@@ -196,10 +189,7 @@ class Adapter:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
     def try_out(self):
-        """Find the modules that `full` and `step` call, and whether they want arrays of NumPy instead of tensors.
-
-        What raises here will raise again, where we report it.
-        """
+        """Find the modules that are called, and whether functions want NumPy. What raises here will raise again."""
         called = {}
         with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
             for self.numpy in (False, True, False):
@@ -235,6 +225,5 @@ def asks_for(function, name):
 
 
 def source(function):
-    """Return where a function of the adapter is, in words."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""

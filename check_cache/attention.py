@@ -26,10 +26,7 @@ class Read(NamedTuple):
 
 
 def read_of(read, index, rows, T, front):
-    """Return what one of the rows reads, as (heads, T, slots) and so on, copied so that later steps cannot change it.
-
-    We leave out `front` slots in front of the text, such as those of a class, and the queries before the last T.
-    """
+    """Return a copy of what a row of `rows` reads, without `front` slots in front of the text: (heads, T, slots)."""
     read = read() if callable(read) else read
     skip = max(0, read.weights.size(-2) - T) if front else 0
     parts = (read.weights[..., front:], skip), (read.query, skip), (read.key, front), (read.value, front)
@@ -42,10 +39,7 @@ class Interruption(Exception):
 
 
 class Watch(TorchFunctionMode):
-    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax.
-
-    It counts the calls of torch, too, and raises Interruption at call number `stop`.
-    """
+    """Collects a Read, or a function that returns one, per call of attention. Interrupts call `stop` of torch."""
 
     def __init__(self, stop=None):
         super().__init__()

@@ -103,7 +103,6 @@ def prepared(decoder, dtype):
 
 
 def with_words(scenarios, words):
-    """Return the scenarios whose name contains one of these words."""
     for word in as_list(words):
         if not any(word in one.name for one in scenarios):
             raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
@@ -111,7 +110,6 @@ def with_words(scenarios, words):
 
 
 def run_all(decoder, scenarios, sizes, dtype, atol):
-    """Return the results of the scenarios, with each kind of cache."""
     results, kind, every = [], "any", f"every scenario, with length={sizes.length}"
     try:
         reference = Reference(decoder, sizes, dtype, atol)
@@ -131,7 +129,6 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
 
 
 def run_scenario(reference, scenario, kind, sizes):
-    """Run a scenario, and return its result."""
     found = []
     try:
         for need in scenario.needs:
@@ -150,7 +147,6 @@ def run_scenario(reference, scenario, kind, sizes):
 
 
 def failed(scenario, kind, error, status):
-    """Return the result of a scenario that an exception has ended."""
     if isinstance(error, Verdict):
         return Result(scenario, kind, *error.args)
     if isinstance(error, NotImplementedError):

@@ -51,10 +51,7 @@ class Report:
 
     @property
     def missing(self):
-        """A line for each word in `must_run` that names no scenario, or one that was not run.
-
-        A word that is the whole name of a scenario means that one. Any other names all whose name contains it.
-        """
+        """A line for each word in `must_run`, a name or a part of names, if a scenario that it names was not run."""
         lines, results = [], {f"{result.scenario}, {result.cache} cache": result for result in self.results}
         for word in self.must_run:
             exact = [name for name, result in results.items() if word in (result.scenario, name)]

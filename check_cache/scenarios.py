@@ -38,10 +38,7 @@ class Sizes:
 
 
 class Stream:
-    """A batch of the sequences `rows` on its way through one cache. Its errors go into `found`.
-
-    Rows begin with `pads` tokens of padding, and a mask hides them. `ragged` rows end with them in the prefill.
-    """
+    """The sequences `rows` on their way through one cache. `ragged` rows end with their padding, in the prefill."""
 
     def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=None, ragged=False, spare=8):
         self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
@@ -119,7 +116,6 @@ class Stream:
             raise Verdict("wrong", cause, rule, error.max().item(), position, (len(ids), T))
 
     def fail(self, at):
-        """Feed a token, but stop the step at call number `at` of torch."""
         ids, _, pos, mask = self.next(1)
         if not self.decoder.torch:
             raise NotImplementedError("we can only interrupt PyTorch")
@@ -128,7 +124,6 @@ class Stream:
             raise NotImplementedError("the step calls no function of torch, so we cannot interrupt it")
 
     def crop(self, count):
-        """Take back the newest `count` tokens."""
         self.fed -= count
         return self.change("crop", self.fed if "crop" in self.decoder.parts else -count)
 
@@ -184,7 +179,6 @@ def generate_twice(start, sizes, **options):
     decoder = first.decoder
 
     def call(use_cache, stream, eos=None):
-        """Return the tokens that each row gets, up to its end."""
         ids, *_, mask = stream.next(sizes.short)
         output = decoder.generate(ids.clone(), len(sizes.ones), use_cache, mask, eos, stream.rows)
         new = output[:, sizes.short :] if torch.equal(output[:, : sizes.short], ids) else output
@@ -275,8 +269,6 @@ rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))
 
 
 def rearranged(name, operation, argument, rows, before=(0, 1, 2), pads=None, needs=()):
-    """Return a scenario in which the cache is rearranged so that it holds `rows`."""
-
     def run(start, sizes):
         stream = start(before, pads).feed(sizes.fork)
         try:
