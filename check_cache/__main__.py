@@ -20,7 +20,7 @@ def load(name):
         raise ValueError("neither a transformers folder with a config.json, nor module:function")
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(name, local_files_only=True, trust_remote_code=False)
 
 
 def main():

@@ -49,14 +49,8 @@ class Weights(nn.Module):
     def __init__(self, arrays, passed):
         super().__init__()
         self.arrays, self.passed, self.copies = arrays, passed, nn.ParameterList()
-        for name, array in arrays.items():
-            try:
-                self.copies.append(nn.Parameter(tensor_of(array).clone(), requires_grad=False))
-                if not isinstance(array, torch.Tensor):
-                    self.copies[-1].numpy(force=True)  # which has no bfloat16
-            except Exception as error:
-                text = f"weights[{name!r}] cannot be read, so cast it first, for example to float32"
-                raise TypeError(f"{text}: {first_line(error)}") from None
+        for array in arrays.values():
+            self.copies.append(nn.Parameter(tensor_of(array).clone(), requires_grad=False))
         self.dtypes = [copy.dtype for copy in self.copies]
 
     def current(self):
@@ -69,11 +63,7 @@ class Weights(nn.Module):
             return
         for name, new in self.current().items():
             array = self.arrays[name]
-            try:
-                array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
-            except (TypeError, ValueError, AttributeError) as error:  # an array of JAX, for example
-                text = f"weights[{name!r}] cannot be changed in place, so `full` and `step` have to take `weights`"
-                raise TypeError(f"{text}: {first_line(error)}") from None
+            array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
 
 
 class Adapter:

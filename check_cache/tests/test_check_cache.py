@@ -379,9 +379,7 @@ def test_weights_that_cannot_be_changed_in_place_are_passed_to_functions():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that cannot be written
         check_cache(**model.adapter(weights=model.weights)).assert_correct(require="decode")
-    with pytest.raises(
-        TypeError, match=r"weights\['wte'\] cannot be changed in place, so `full` and `step` have to take"
-    ):
+    with pytest.raises(ValueError, match="read-only"):  # in the words of their framework
         check_cache(**NumPy().adapter() | dict(weights=model.weights))
     with pytest.raises(ValueError, match="we found no module to convert"):
         check_cache(**model.adapter(weights=model.weights), dtype="bfloat16")

@@ -68,7 +68,7 @@ def beyond_block_size(step):
     torch.manual_seed(0)
     shorter = ("block_size, n_layer, n_head, n_embd = 200", "block_size, n_layer, n_head, n_embd = 16")
     right = load(RECOMPUTE, shorter).GPT(50)
-    mine = load(CACHE, shorter).GPT(50)
+    mine = load(CACHE, shorter).GPT(50).eval()
     mine.load_state_dict(right.state_dict(keep_vars=True), assign=True)
 
     def full(ids):
