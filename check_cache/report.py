@@ -85,7 +85,7 @@ class Report:
             lines.append(f"{LABELS[status]}  {names}, {kinds} cache" + (f": {said}" if said else ""))
         if "correct" in {result.status for result in self.results}:
             lines += [f"MISSING  required, but not run: {line}" for line in self.missing]
-        lines += [f"beyond   {self.beyond}"] if self.beyond else []
+        lines += [f"beyond   not covered: {self.beyond}"] if self.beyond else []
         wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
         return "\n".join(wrapped)
 
