@@ -18,11 +18,9 @@ def load(name):
         return getattr(importlib.import_module(module), function)()
     if not Path(name, "config.json").is_file():
         raise ValueError("neither a transformers folder with a config.json, nor module:function")
-    import transformers
+    from transformers import AutoModelForCausalLM
 
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(name, local_files_only=True, trust_remote_code=False)
 
 
 def main():
@@ -30,18 +28,15 @@ def main():
     add = parser.add_argument
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
-    add("--device", help="for example cuda (default: where the model is)")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
-    add("--caches", nargs="+", metavar="KIND", help="only these kinds of cache: own or static")
     add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
     add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
     add("--may_miss", nargs="+", metavar="WORD", help="scenarios that need not run, of decode, chunks and left padding")
-    add("--require", nargs="+", metavar="WORD", help="exit with 2 if one of these scenarios cannot run")
     args = vars(parser.parse_args())
-    model, require = args.pop("model"), args.pop("require")
+    model = args.pop("model")
     warnings.simplefilter("ignore")
     try:
-        report = check_cache(load(model), **args).requiring(require)
+        report = check_cache(load(model), **args)
     except (Exception, SystemExit) as error:
         parser.exit(2, f"check-cache: {model}: {type(error).__name__}: {first_line(error)}\n")
     print(report)

@@ -5,7 +5,6 @@ import inspect
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from types import MethodType
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
 
 
 def adapter_of(model, parts, inputs):
-    """Return the adapter of a model, or of the functions in `parts`."""
     if not parts:
         owner = Transformers(model) if is_model(model) else model
         parts = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
@@ -32,20 +30,6 @@ def adapter_of(model, parts, inputs):
         needs = "needs a causal language model of transformers, or an adapter"
         raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
     return Adapter(model, parts, inputs)
-
-
-def copies_of(model, setup=lambda model, rows, length: None):
-    """Return the function `new` for a decoder that keeps its cache inside: each cache is a copy of the module.
-
-    setup(copy, rows, length)  prepares a copy, for example copy.setup_caches(rows, length). Copies share parameters
-    """
-
-    def new(model, rows, length):
-        other = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-        setup(other, rows, length)
-        return other
-
-    return MethodType(new, model)  # so that we find the model
 
 
 def tensor_of(array):
@@ -60,22 +44,13 @@ def tensor_of(array):
 
 
 class Weights(nn.Module):
-    """Arrays of another framework as parameters, so that we can perturb them.
-
-    `passed` says that functions take `weights`, a dict of all of them. Otherwise we write them back into the arrays.
-    """
+    """Arrays of another framework as parameters, so that we can perturb them. Functions take them if `passed`."""
 
     def __init__(self, arrays, passed):
         super().__init__()
         self.arrays, self.passed, self.copies = arrays, passed, nn.ParameterList()
-        for name, array in arrays.items():
-            try:
-                self.copies.append(nn.Parameter(tensor_of(array).clone(), requires_grad=False))
-                if not isinstance(array, torch.Tensor):
-                    self.copies[-1].numpy(force=True)  # which has no bfloat16
-            except Exception as error:
-                text = f"weights[{name!r}] cannot be read, so cast it first, for example to float32"
-                raise TypeError(f"{text}: {first_line(error)}") from None
+        for array in arrays.values():
+            self.copies.append(nn.Parameter(tensor_of(array).clone(), requires_grad=False))
         self.dtypes = [copy.dtype for copy in self.copies]
 
     def current(self):
@@ -88,16 +63,10 @@ class Weights(nn.Module):
             return
         for name, new in self.current().items():
             array = self.arrays[name]
-            try:
-                array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
-            except (TypeError, ValueError, AttributeError) as error:  # an array of JAX, for example
-                text = f"weights[{name!r}] cannot be changed in place, so `full` and `step` have to take `weights`"
-                raise TypeError(f"{text}: {first_line(error)}") from None
+            array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
 
 
 class Adapter:
-    """A decoder given as functions, or as an object with these methods."""
-
     def __init__(self, model, parts, inputs):
         owners = [getattr(part, "__self__", part) for part in (model, *parts.values())]
         self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
@@ -105,6 +74,7 @@ class Adapter:
         self.pad, self.must_run = parts.get("pad") or 0, parts.get("must_run") or ("decode",)
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
+        self.torch = True  # whether they return tensors
         self.notes = []  # what else a report says that no scenario covers
         self.samples = {}  # a cache of each kind, after two tokens
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
@@ -155,13 +125,15 @@ class Adapter:
         return function(*needed, **known)
 
     def complain(self, part, returns, output):
-        """Say that a function does not return what it should."""
-        got = f"{kind_of(output)}{source(self.parts[part])}"
-        raise Verdict("error", f"{part} must return {returns}, but returned {got}")
+        parts = output if isinstance(output, tuple) else (output,)
+        got = ", ".join(f"{type(one).__name__} {tuple(getattr(one, 'shape', ()))}" for one in parts)
+        raise Verdict("error", f"{part} must return {returns}, but returned {got}{source(self.parts[part])}")
 
     def full(self, ids, rows):
         output = self.call("full", ids, rows=rows)
-        logits = tensor_of(output[0] if isinstance(output, tuple) and output else output)
+        given = output[0] if isinstance(output, tuple) and output else output
+        logits = tensor_of(given)
+        self.torch = logits is given
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
             self.complain("full", f"the logits of all tokens, a tensor ({len(ids)}, {ids.size(1)}, V)", output)
         self.dtype = logits.dtype
@@ -194,7 +166,7 @@ class Adapter:
         if name == "reset" and isinstance(cache, nn.Module) and self.takes("step", "pos"):
             return lambda: None  # a cache inside the module: its next text starts at position 0
         if not hasattr(cache, METHODS[name]):
-            raise NotImplementedError(f"the cache has no {METHODS[name]}")
+            raise NotImplementedError(f"the adapter has no {name}, the cache no {METHODS[name]}")
         return getattr(cache, METHODS[name])
 
     def fork(self, cache):
@@ -207,10 +179,7 @@ class Adapter:
             raise NotImplementedError(f"copy.deepcopy of the cache: {first_line(error)}") from None
 
     def try_out(self):
-        """Find the modules that `full` and `step` call, and whether they want arrays of NumPy instead of tensors.
-
-        What raises here will raise again, where we report it.
-        """
+        """Find the modules that are called, and whether functions want NumPy. What raises here will raise again."""
         called = {}
         with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
             for self.numpy in (False, True, False):
@@ -245,15 +214,6 @@ def asks_for(function, name):
     return name in inspect.signature(function).parameters
 
 
-def kind_of(output):
-    if isinstance(output, tuple):
-        return f"({', '.join(map(kind_of, output))})"
-    if hasattr(output, "shape"):
-        return f"a {'tensor' if isinstance(output, torch.Tensor) else type(output).__name__} {tuple(output.shape)}"
-    return f"a {type(output).__name__}" + (", so return its .logits" if hasattr(output, "logits") else "")
-
-
 def source(function):
-    """Return where a function of the adapter is, in words."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from check_cache.adapters import tensor_of
+from check_cache.report import Verdict, first_line
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
@@ -25,10 +26,7 @@ class Read(NamedTuple):
 
 
 def read_of(read, index, rows, T, front):
-    """Return what one of the rows reads, as (heads, T, slots) and so on, copied so that later steps cannot change it.
-
-    We leave out `front` slots in front of the text, such as those of a class, and the queries before the last T.
-    """
+    """Return a copy of what a row of `rows` reads, without `front` slots in front of the text: (heads, T, slots)."""
     read = read() if callable(read) else read
     skip = max(0, read.weights.size(-2) - T) if front else 0
     parts = (read.weights[..., front:], skip), (read.query, skip), (read.key, front), (read.value, front)
@@ -41,10 +39,7 @@ class Interruption(Exception):
 
 
 class Watch(TorchFunctionMode):
-    """Collects a Read, or a function that returns one, per scaled_dot_product_attention or softmax.
-
-    It counts the calls of torch, too, and raises Interruption at call number `stop`.
-    """
+    """Collects a Read, or a function that returns one, per call of attention. Interrupts call `stop` of torch."""
 
     def __init__(self, stop=None):
         super().__init__()
@@ -58,7 +53,11 @@ class Watch(TorchFunctionMode):
             raise Interruption
         result = function(*args, **kwargs)
         if function is show_attention:
-            self.reads.append(Read(*map(tensor_of, args)))
+            try:
+                self.reads.append(Read(*map(tensor_of, args)))
+            except Exception as error:  # a tracer of jax.jit
+                why = f"show_attention() needs values, so do not compile the step: {first_line(error)}"
+                raise Verdict("error", why) from None
         elif function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:

@@ -1,10 +1,7 @@
 """Where a wrong logit comes from: the first thing that attention reads but should not.
 
-We ask in the order in which a decoder computes. Are the keys and values kept from earlier tokens correct? Are the keys,
-values and queries of the new tokens correct? Are the weights correct, that is, does each token see what it should?
-
-Without a cache, each token has a slot of its own. With a cache, any slot may hold any token. Slots in front of the text
-come first in both.
+We ask in the order in which a decoder computes: are the keys and values of earlier tokens correct, then the keys,
+values and queries of the new ones, then the weights? With a cache, any slot may hold any token.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +27,6 @@ class Step:
 
 
 def find_cause(reference, steps):
-    """Return the cause of a wrong logit in a step, given as a Step for each row."""
     expected, step = reference.reads, steps[0]
     why = step.hidden or reference.hidden
     if not expected:

@@ -1,6 +1,5 @@
 """The check itself: each scenario, for each kind of cache."""
 
-import sys
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,8 +11,7 @@ from torch import Tensor
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
 from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
-from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes
-from check_cache.stream import Stream
+from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes, Stream
 
 
 def check_cache(
@@ -22,14 +20,12 @@ def check_cache(
     inputs: dict[str, Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
     caches: str | list[str] | None = None,
     scenarios: str | list[str] | None = None,
     skip: str | list[str] | None = None,
     may_miss: str | list[str] | None = None,
     more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
-    seed: int = 0,
     **adapter: object,
 ) -> Report:
     """Check the cache of a decoder, and return a Report.
@@ -40,13 +36,11 @@ def check_cache(
     inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
-    device     where to run. None: where the model is, or on the CPU if only your functions know the model
     caches     kinds of cache: "own" or "static". None: all that the decoder has
     scenarios  only those whose name contains one of these words; skip: not those
     may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
     more_scenarios  of your own, made with @scenario
     atol       for a cache that rounds on purpose: how far off a logit may be
-    seed       of the sequences, the sizes of chunks, and how we perturb the weights
 
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
@@ -65,19 +59,16 @@ def check_cache(
     every = [*SCENARIOS, *more_scenarios]
     skipped, excused = with_words(every, skip), with_words(every, may_miss)
     chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
-    sizes = Sizes(length, decoder.window, seed)
-    with prepared(decoder, dtype, device, seed) as (dtype, device):
+    sizes = Sizes(length, decoder.window)
+    with prepared(decoder, dtype) as (dtype, device):
         results = run_all(decoder, chosen, sizes, dtype, atol)
-    show("")
 
-    beyond = [f"more than {length} tokens or {ROWS} rows", "most sizes of chunks"]
-    beyond += [f"caches other than {' and '.join(decoder.kinds)}", "other dtypes", "scenarios combined"]
+    beyond = [*dict.fromkeys(decoder.notes)]
     if not decoder.modules:
         lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
         beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
-    beyond += dict.fromkeys(decoder.notes)
     named = decoder.modules[0] if model is None and decoder.converts else model
     name = "a decoder" if named is None else type(named).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
@@ -87,32 +78,31 @@ def check_cache(
 
 
 @contextmanager
-def prepared(decoder, dtype, device, seed):
+def prepared(decoder, dtype):
     """Perturb and convert the weights of a decoder for a while, and yield their dtype and device."""
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r}: must be a dtype of torch, such as 'float32', 'bfloat16' or 'float16'")
     devices = [tensor.device for module in decoder.modules for tensor in module.parameters()]
-    device = torch.device(device or next(iter(devices), "cpu"))
+    device = next(iter(devices), torch.device("cpu"))
     # a device as a context sees every call of torch, which costs a fifth of the time of a small model
     where = nullcontext() if device == torch.get_default_device() else device
     generators = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad(), where:
-        with changed(decoder.modules, lambda tensor: tensor.data.to(device)):
+        with changed(decoder.modules, lambda tensor: tensor.data):  # to restore what a forward changes
             decoder.try_out()
         if dtype and not decoder.converts:
             raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator().manual_seed(0)
         dtype = dtype or (torch.float32 if decoder.converts else decoder.dtype)
         with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             for module in decoder.modules:
                 module.eval().to(device)
             yield dtype, device
 
 
 def with_words(scenarios, words):
-    """Return the scenarios whose name contains one of these words."""
     for word in as_list(words):
         if not any(word in one.name for one in scenarios):
             raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
@@ -120,16 +110,13 @@ def with_words(scenarios, words):
 
 
 def run_all(decoder, scenarios, sizes, dtype, atol):
-    """Return the results of the scenarios, with each kind of cache."""
     results, kind, every = [], "any", f"every scenario, with length={sizes.length}"
     try:
-        show("logits without a cache")
         reference = Reference(decoder, sizes, dtype, atol)
         every = "every scenario"
         for kind in decoder.kinds:
             decoder.call("new", 3, sizes.length, kind=kind)
-            for count, scenario in enumerate(scenarios, 1):
-                show(f"{kind} cache, {count} of {len(scenarios)}: {scenario.name}")
+            for scenario in scenarios:
                 if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
                     results.append(run_scenario(reference, scenario, kind, sizes))
     except (Exception, SystemExit) as error:
@@ -142,7 +129,6 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
 
 
 def run_scenario(reference, scenario, kind, sizes):
-    """Run a scenario, and return its result."""
     found = []
     try:
         for need in scenario.needs:
@@ -161,15 +147,8 @@ def run_scenario(reference, scenario, kind, sizes):
 
 
 def failed(scenario, kind, error, status):
-    """Return the result of a scenario that an exception has ended."""
     if isinstance(error, Verdict):
         return Result(scenario, kind, *error.args)
     if isinstance(error, NotImplementedError):
         return Result(scenario, kind, "not run", first_line(error))
     return Result(scenario, kind, status, describe(error))
-
-
-def show(text):
-    """Show progress on a terminal, in a line that the next call overwrites."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -67,7 +67,6 @@ class Transformers:
         self.unknown = [name for name in settings if name not in (*WINDOWS, *NO_WINDOWS)]
 
     def name_of(self, role):
-        """Return the name of an argument of forward, or None if it has none."""
         if name := next((name for name in NAMES[role] if name in self.parameters), None):
             return name
         known = {*OTHERS, *(name for names in NAMES.values() for name in names)}

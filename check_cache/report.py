@@ -37,7 +37,7 @@ class Report:
 
     title: str
     results: list[Result]
-    beyond: str  # what no scenario covers
+    beyond: str  # what we could not see in this decoder, or empty
     must_run: tuple[str, ...] = ()  # scenarios without which the check means little
 
     @property
@@ -51,10 +51,7 @@ class Report:
 
     @property
     def missing(self):
-        """A line for each word in `must_run` that names no scenario, or one that was not run.
-
-        A word that is the whole name of a scenario means that one. Any other names all whose name contains it.
-        """
+        """A line for each word in `must_run`, a name or a part of names, if a scenario that it names was not run."""
         lines, results = [], {f"{result.scenario}, {result.cache} cache": result for result in self.results}
         for word in self.must_run:
             exact = [name for name, result in results.items() if word in (result.scenario, name)]
@@ -64,13 +61,9 @@ class Report:
                 lines.append(f"{word} ({'; '.join(absent) or 'no such scenario'})")
         return lines
 
-    def requiring(self, words):
-        """Return the report of a check in which the scenarios that `words` name must run, too."""
-        return replace(self, must_run=(*self.must_run, *as_list(words)))
-
     def assert_correct(self, require=()):
         """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
-        report = self.requiring(require)
+        report = replace(self, must_run=(*self.must_run, *as_list(require)))
         if report.exit_code:
             raise AssertionError(f"the cache is wrong, or too little could be checked\n{report}")
 
@@ -92,7 +85,7 @@ class Report:
             lines.append(f"{LABELS[status]}  {names}, {kinds} cache" + (f": {said}" if said else ""))
         if "correct" in {result.status for result in self.results}:
             lines += [f"MISSING  required, but not run: {line}" for line in self.missing]
-        lines.append(f"beyond   not covered: {self.beyond}")
+        lines += [f"beyond   not covered: {self.beyond}"] if self.beyond else []
         wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
         return "\n".join(wrapped)
 

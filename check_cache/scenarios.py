@@ -1,7 +1,4 @@
-"""The scenarios: how tokens reach a cache. Each differs from plain decoding in one thing. README.md has this order.
-
-A scenario is a function of `start`, which makes a Stream, and Sizes. It feeds streams, which compare logits.
-"""
+"""How tokens reach a cache: a Stream feeds them, and each scenario differs from plain decoding in one thing."""
 
 import copy
 from collections.abc import Callable
@@ -13,8 +10,9 @@ import torch
 
 from check_cache.adapters import ROWS, TWIN
 from check_cache.attention import Interruption, Watch
-from check_cache.huggingface import prepare_rollback
-from check_cache.report import Verdict, first_line
+from check_cache.cause import Step, find_cause
+from check_cache.huggingface import prepare_rollback, refusals
+from check_cache.report import Verdict, first_line, refuses
 
 LEAST = 24  # tokens per row
 PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of LEAST
@@ -22,21 +20,122 @@ MASK = ("step.mask",)
 
 
 class Sizes:
-    """How many tokens scenarios feed. `window` is of sliding attention, `seed` draws the sizes of chunks."""
+    """How many tokens scenarios feed. `window` is of sliding attention."""
 
-    def __init__(self, length, window=None, seed=0):
-        self.length, self.window, self.seed, self.third = length, window, seed, length // 3
+    def __init__(self, length, window=None):
+        self.length, self.window, self.third = length, window, length // 3
         self.fork = self.third | 1  # odd, so that it is within a page of a paged cache
         self.page = 1 << self.fork.bit_length()  # where pages begin, of up to that many tokens
         self.short = min(self.third, 16)  # where the length does not matter
         self.ones = [1] * min(8, length // 4)  # enough single tokens to see a mistake
         largest = int(((8 * length + 1) ** 0.5 - 1) / 2)  # chunks of 1, 2, ... up to it fit into the length
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator().manual_seed(0)
         self.mixed = (torch.randperm(largest, generator=draw, device="cpu") + 1).tolist()
         self.around = [window - 1, window + 2] * length if window else []
         self.doubling = [len(self.ones) * 2**i for i in range(length.bit_length())]
         # the prefill of `decode` nearly fills the window, if there is one
         self.prefill = max(2, window - len(self.ones)) if window and window < length else self.third
+
+
+class Stream:
+    """The sequences `rows` on their way through one cache. `ragged` rows end with their padding, in the prefill."""
+
+    def __init__(self, reference, kind, found, rows=(0, 1, 2), pads=None, ragged=False, spare=8):
+        self.reference, self.found, self.decoder, self.fed = reference, found, reference.decoder, 0
+        self.rows, self.ragged, self.kind, self.masked = torch.tensor([*rows]), ragged, kind, pads and not ragged
+        self.chunk = self.decoder.chunk or reference.length  # the most tokens of a step
+        if any(pads or ()) and self.chunk == 1:
+            raise NotImplementedError("a step of one token has no room for padding")
+        self.padding = torch.tensor(pads or (0, 0, 0)).clamp(max=self.chunk - 1)  # of each row and its twin
+        slots = reference.length + spare  # a static cache has empty slots, or none in the end
+        self.cache = self.decoder.call("new", len(self.rows), min(slots, self.decoder.context or slots), kind=kind)
+
+    @property
+    def pads(self):
+        return self.padding[self.rows % TWIN, None]
+
+    def next(self, T, drafts=0):
+        """Return the ids, rows, positions (B, T), below 0 for padding, and the mask of the next T tokens."""
+        reference, end, B = self.reference, self.fed + T, len(self.rows)
+        positions = (torch.arange(self.fed, end) - self.pads).expand(B, T)
+        if self.ragged and self.fed == 0:
+            positions = torch.arange(T).where(torch.arange(T) < T - self.pads, -1)
+        rows = self.rows[:, None].expand(B, T)
+        chosen = reference.ids[rows + TWIN * (torch.arange(T) >= T - drafts), positions.clamp(min=0)]
+        mask = (torch.arange(end) >= self.pads).expand(B, end).long() if self.masked else None
+        return chosen.where(positions >= 0, self.decoder.pad), rows, positions, mask
+
+    def feed(self, count, drafts=0):
+        """Feed the next `count` tokens of each row and compare their logits. Drafts come from another sequence."""
+        for begin in range(0, count + drafts, self.chunk):
+            T = min(self.chunk, count + drafts - begin)
+            self.step(T, min(T, max(0, begin + T - count)))
+        return self
+
+    def feed_all(self, *sizes):
+        """Feed steps of these sizes, until the sequences end."""
+        for size in sizes:
+            if size := min(size, self.reference.length - self.fed):
+                self.feed(size)
+        return self
+
+    def step(self, T, drafts):
+        """Feed T tokens at once, the last of which are drafts. End the scenario if a logit of the others is off."""
+        reference, decoder = self.reference, self.decoder
+        ids, rows, positions, mask = self.next(T, drafts)
+        pos, lengths = positions.clamp(min=0), (positions >= 0).sum(1) if self.ragged else None
+        most = decoder.accepted.get((self.kind, self.fed > 0), 0)
+        try:
+            with Watch() as watch:
+                logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
+        except (ValueError, AssertionError) as error:
+            if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
+                raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
+            raise
+        decoder.accepted[self.kind, self.fed > 0] = max(most, T)
+        self.fed, self.calls = self.fed + T, watch.calls
+        missing = T - logits.size(1)  # some decoders only return the logits of the last token
+        if missing and self.ragged:
+            raise NotImplementedError("the step returns logits of the last slot, which may be padding")
+        positions = positions.where(torch.arange(T) < T - drafts, -1)
+        seen, compared = (rows[:, missing:], pos[:, missing:]), positions[:, missing:] >= 0
+        error = reference.error(logits, *seen).where(compared, 0)
+        self.found.append((error[compared], reference.rounding[seen][compared]))
+        if (wrong := error > reference.limit).any():
+            t, i = wrong.T.nonzero()[0].tolist()
+            row, position = (part[i, t].item() for part in seen)
+            pads = self.pads[:, 0] * (not self.ragged)
+            each = enumerate(zip(self.rows.tolist(), positions, pads.tolist()))
+            steps = [Step(i, len(ids), *one, self.fed, watch.reads, watch.hidden) for i, one in each]
+            try:
+                cause = find_cause(reference, steps)
+            except Exception as problem:  # a kind of attention that we do not know
+                cause = f"cause unknown: {first_line(problem)}"
+            rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
+            rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
+            raise Verdict("wrong", cause, rule, error.max().item(), position, (len(ids), T))
+
+    def fail(self, at):
+        ids, _, pos, mask = self.next(1)
+        if not self.decoder.torch:
+            raise NotImplementedError("we can only interrupt PyTorch")
+        with suppress(Interruption), Watch(stop=at):
+            self.decoder.step(ids, self.cache, mask, pos, self.rows, None)
+            raise NotImplementedError("the step calls no function of torch, so we cannot interrupt it")
+
+    def crop(self, count):
+        self.fed -= count
+        return self.change("crop", self.fed if "crop" in self.decoder.parts else -count)
+
+    def change(self, name, *args, rows=None):
+        """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
+        try:
+            cache = self.decoder.operation(self.cache, name)(*args)
+        except refusals(self.cache) as error:  # such as a full window that cannot be cropped
+            raise NotImplementedError(first_line(error)) from None
+        self.cache = self.cache if cache is None else cache
+        self.rows = self.rows if rows is None else torch.as_tensor(rows)
+        return self
 
 
 @dataclass(frozen=True)
@@ -80,7 +179,6 @@ def generate_twice(start, sizes, **options):
     decoder = first.decoder
 
     def call(use_cache, stream, eos=None):
-        """Return the tokens that each row gets, up to its end."""
         ids, *_, mask = stream.next(sizes.short)
         output = decoder.generate(ids.clone(), len(sizes.ones), use_cache, mask, eos, stream.rows)
         new = output[:, sizes.short :] if torch.equal(output[:, : sizes.short], ids) else output
@@ -143,17 +241,13 @@ def equal_pages(start, sizes):
     stream.feed_all(*sizes.ones[::2])
 
 
-def roll_back(start, sizes, everything=False, then=None):
+def roll_back(start, sizes, then=None):
     """Speculative decoding: feed a token and some drafts, take back those that differ, and go on."""
-    P, stream = sizes.page - 1, start()
-    if everything:
-        P = min(P, (sizes.window or sizes.length) - 1)
+    stream = start()
     prepare_rollback(stream.cache)
-    stream.feed(P)
+    stream.feed(sizes.page - 1)
     refuses = prepare_rollback(stream.cache)  # now that we have a cache that knows
     try:
-        if everything:
-            stream.crop(P).feed(P, 4).crop(4)
         for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
             if stream.fed + accepted + rejected + 2 > sizes.length:
                 break
@@ -171,13 +265,10 @@ def roll_back(start, sizes, everything=False, then=None):
 
 
 rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
-rollback_everything = scenario("rollback of everything", needs={"crop"})(partial(roll_back, everything=True))
 rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))(partial(roll_back, then=(0, 0, 2)))
 
 
 def rearranged(name, operation, argument, rows, before=(0, 1, 2), pads=None, needs=()):
-    """Return a scenario in which the cache is rearranged so that it holds `rows`."""
-
     def run(start, sizes):
         stream = start(before, pads).feed(sizes.fork)
         try:

@@ -3,6 +3,7 @@
 Each bug is a function that breaks one thing with pytest's monkeypatch and returns the argument of check_cache.
 """
 
+import copy
 import math
 
 import torch
@@ -15,6 +16,17 @@ V, C, HEADS, KV_HEADS, SIZE, LAYERS = 61, 32, 4, 2, 8, 2
 WRONG_VALUE, WRONG_KEY = "are wrong on arrival: its position is", "the new key of|its position is"
 HOLDS, TOO_FEW, SEEN = "should hold the", " needs ", "the token of row"
 IN_GENERATE, RAISES = "call of generate() chooses different tokens", "raises"
+
+
+def copies_of(model, setup=lambda model, rows, length: None):
+    """Return the function `new` for a decoder that keeps its cache inside: each cache is a copy of the module."""
+
+    def new(rows, length):
+        cache = copy.deepcopy(model)
+        setup(cache, rows, length)
+        return cache
+
+    return new
 
 
 # -- a decoder ---------------------------------------------------------------------------------------------------------

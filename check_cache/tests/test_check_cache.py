@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, rounded, tiny
-from check_cache import Report, Result, check_cache, copies_of, scenario, show_attention
+from bugs import BUGS, LAYERS, SIZE, Attention, Cache, Decoder, copies_of, rounded, tiny
+from check_cache import Report, Result, check_cache, scenario, show_attention
 from check_cache.__main__ import main
 from check_cache.adapters import METHODS
 from check_cache.scenarios import SCENARIOS
@@ -141,7 +141,7 @@ def test_a_step_may_return_a_new_cache():
     report.assert_correct(require=["decode", "prefix used twice", "two caches at once"])
     said = " ".join(str(report).split())
     assert "own cache: the step takes no mask" in said
-    assert "reorder, reorder from one row, own cache: the cache has no reorder_cache" in said
+    assert "reorder, reorder from one row, own cache: the adapter has no reorder, " in said
 
 
 def test_scenarios_that_cannot_run_are_listed_with_the_reason():
@@ -150,7 +150,7 @@ def test_scenarios_that_cannot_run_are_listed_with_the_reason():
         "the step takes no mask",
         "there is no generate",
     }
-    assert check_cache(tiny("llama"), length=24, scenarios=["generate"]).requiring("generate").missing == []
+    check_cache(tiny("llama"), length=24, scenarios=["generate"]).assert_correct(require="generate")
     with pytest.raises(AssertionError, match="not run  left padding, "):
         report.assert_correct()
 
@@ -317,10 +317,35 @@ def test_a_decoder_without_torch_gets_numpy_arrays_and_its_weights_are_perturbed
     report.assert_correct(require="decode")
     assert len(seen) > 1 and before["k"].sum() in seen and not model.weights["head"].any()
     assert (
-        re.match(r"a decoder: [0-9]+ of 27 scenarios ran, 48 tokens", report.title)
+        re.match(r"a decoder: [0-9]+ of 26 scenarios ran, 48 tokens", report.title)
         and "perturbed weights" not in report.beyond
     )
     assert all((model.weights[name] == before[name]).all() for name in before if name != "head")
+
+
+def test_a_step_that_converts_tensors_itself_cannot_be_interrupted():
+    """As adapters of MLX do: the only calls of torch are those of np.asarray."""
+    model = NumPy()
+    full = lambda ids: model.run(np.asarray(ids), [], np.arange(ids.shape[1]))  # noqa: E731
+    step = lambda ids, cache, pos: model.run(np.asarray(ids), cache, np.asarray(pos))  # noqa: E731
+    report = check_cache(**model.adapter() | dict(full=full, step=step), scenarios=["decode", "exception"])
+    assert [result.status for result in report.results] == ["correct", "correct", "not run"], report
+
+
+def test_an_adapter_that_shows_attention_without_values_has_a_mistake():
+    """As a step that jax.jit compiles, whose tracers cannot become arrays."""
+
+    class Tracer:
+        def __array__(self, *args, **kwargs):
+            raise TypeError("a tracer")
+
+    def step(ids, cache, pos):
+        show_attention(Tracer())
+        return model.run(ids, cache, pos)
+
+    model = NumPy()
+    report = check_cache(**model.adapter() | dict(step=step), scenarios=["decode"])
+    assert report.exit_code == 2 and "show_attention() needs values" in str(report), report
 
 
 def test_rounding_in_a_deep_decoder_whose_weights_we_do_not_know():
@@ -354,9 +379,7 @@ def test_weights_that_cannot_be_changed_in_place_are_passed_to_functions():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that cannot be written
         check_cache(**model.adapter(weights=model.weights)).assert_correct(require="decode")
-    with pytest.raises(
-        TypeError, match=r"weights\['wte'\] cannot be changed in place, so `full` and `step` have to take"
-    ):
+    with pytest.raises(ValueError, match="read-only"):  # in the words of their framework
         check_cache(**NumPy().adapter() | dict(weights=model.weights))
     with pytest.raises(ValueError, match="we found no module to convert"):
         check_cache(**model.adapter(weights=model.weights), dtype="bfloat16")
@@ -422,8 +445,8 @@ class Stale(Cache):
 
 def test_a_single_token_after_a_rollback():
     report = check_cache(**functions(Decoder(), new=lambda rows, length: Stale(length)))
-    assert statuses(report) == {"speculative rollback", "rollback of everything", "rollback, then reorder"}, report
-    assert "but should not" in str(report)
+    assert statuses(report) == {"speculative rollback", "rollback, then reorder"}, report
+    assert "but should not" in " ".join(str(report).split())
 
 
 def test_a_crop_to_the_end_of_a_page(monkeypatch):
@@ -674,27 +697,27 @@ CALLED = "cannot be called as README.md says: "
     [
         (
             dict(step=lambda ids, cache: SimpleNamespace(logits=ids)),
-            LOGITS + "a SimpleNamespace, so return its",
+            LOGITS + "SimpleNamespace",
         ),
-        (dict(step=lambda ids, cache: (cache, ids)), LOGITS + r"\(a Cache, a tensor \("),
-        (dict(step=lambda ids, cache: (ids, cache, 0)), LOGITS + r"\(a tensor \(.*\), a Cache, a int\)"),
+        (dict(step=lambda ids, cache: (cache, ids)), LOGITS + r"Cache \(\), Tensor \("),
+        (dict(step=lambda ids, cache: (ids, cache, 0)), LOGITS + r"Tensor \(.*\), Cache \(\), int"),
         (
             dict(step=lambda ids, cache: torch.zeros(3, 2, 7)),
-            LOGITS + r"a tensor \(3, 2, 7\)",
+            LOGITS + r"Tensor \(3, 2, 7\)",
         ),
         (dict(step=lambda ids, cache, hidden: None), f"step {CALLED}missing a required argument: 'hidden'"),
         (
             dict(full=lambda ids: ids.numpy()),
-            r"full must return .*, a tensor \(., 24, V\), but returned a ndarray \(., 24\)",
+            r"full must return .*, a tensor \(., 24, V\), but returned ndarray \(., 24\)",
         ),
-        (dict(full=lambda ids: ids.tolist()), r"full must return .*, a tensor \(., 24, V\), but returned a list"),
+        (dict(full=lambda ids: ids.tolist()), r"full must return .*, a tensor \(., 24, V\), but returned list"),
         (dict(full=lambda ids, extra: ids), f"full {CALLED}missing a required argument: 'extra'"),
         (dict(new=lambda rows: Cache()), f"new {CALLED}too many positional arguments"),
         (dict(reorder=lambda cache: None), f"reorder {CALLED}too many positional arguments"),
-        (dict(generate=lambda ids, count, use_cache: ids), "generate must return 8 new tokens per row, .* a tensor"),
+        (dict(generate=lambda ids, count, use_cache: ids), "generate must return 8 new tokens per row, .* Tensor"),
         (
             dict(generate=lambda ids, count, use_cache: []),
-            "generate must return 8 new tokens per row, .* but returned a list",
+            "generate must return 8 new tokens per row, .* but returned list",
         ),
     ],
 )
@@ -1004,7 +1027,7 @@ def test_the_readme_lists_the_scenarios_in_their_order():
 
 def test_a_wrong_token_is_named():
     previous = lambda ids, *rest: (torch.cat((ids[:, :1], ids[:, :-1]), 1), *rest)  # noqa: E731
-    said = first_cause(Decoder("learned"), previous, "chunks of mixed", seed=1)  # no other row has that token
+    said = first_cause(Decoder("learned"), previous, "chunks of mixed")  # no other row has that token
     assert "wrong on arrival: wrong input: the token" in said, said
 
 
@@ -1411,10 +1434,6 @@ def test_the_command_says_correct_wrong_or_cannot_run(command, tmp_path):
     )
     code, shown, _ = command("mine:broken", *flags)
     assert code == 1 and "WRONG    rollback, then reorder, reorder, " in shown
-    code, shown, _ = command("mine:broken", "--scenarios", "decode", "generate", "--require", "generate")
-    assert code == 2 and "MISSING  required, but not run: generate" in shown
-    code, shown, _ = command("mine:broken", *flags, "--caches", "own")
-    assert code == 1 and "own cache" in shown and "static cache" not in shown
     for model, words in ((tmp_path / "nothing", "check-cache: "), ("mine:nothing", "AttributeError")):
         code, _, shown = command(model)
         assert code == 2 and words in shown and shown.count("\n") == 1

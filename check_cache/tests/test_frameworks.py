@@ -109,9 +109,7 @@ def test_bfloat16_of_mlx_has_to_be_cast():
     import mlx.core as mx
 
     weights = {"a.weight": mx.zeros((2, 2), dtype=mx.bfloat16)}
-    with pytest.raises(
-        TypeError, match=r"weights\['a.weight'\] cannot be read, so cast it first, for example to float32"
-    ):
+    with pytest.raises(TypeError, match="BFloat16"):
         check_cache(full=print, new=print, step=print, weights=weights)
 
 

@@ -35,7 +35,7 @@ EVERYTHING = {
     *("reuse after reset", "batches of 1 to 8 rows", "going on after an exception"),
 }
 EVERYTHING -= set() if NEWER else {"reuse after reset"}
-ROLLBACKS = {"speculative rollback", "rollback of everything", "rollback, then reorder"}
+ROLLBACKS = {"speculative rollback", "rollback, then reorder"}
 COPIES = {"repeat", "repeat from one row", "select", "select from one row"}
 
 

@@ -101,7 +101,7 @@ def test_the_folder_can_be_copied_and_needs_only_torch(copied, tmp_path):
     mine = re.search(r"^```python mine.py\n([^`]*)^```", page, re.MULTILINE)[1]
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
     entry = "from importlib.metadata import entry_points as all; (entry,) = all(name='check-cache'); entry.load()()"
-    result = ok(python("-c", entry, "mine:Decoder", "--length", "24", "--require", "decode", cwd=tmp_path))
+    result = ok(python("-c", entry, "mine:Decoder", "--length", "24", cwd=tmp_path))
     shown = " ".join(result.stdout.split())
     assert "correct decode" in shown and "prefix used twice, two caches at once" in shown.partition("not run")[0]
     loaded = python("-c", "import check_cache, sys; print(*sys.modules)", cwd=tmp_path).stdout.split()
