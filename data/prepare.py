@@ -10,6 +10,7 @@ The first nine tenths of the text are for training, and the rest is the val spli
 
 import argparse
 import codecs
+import difflib
 import hashlib
 import json
 import os
@@ -178,7 +179,10 @@ def parse_args():
     add("--force", action="store_true", help="replace what is there, even your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; to prepare your own text, type --input FILE")
+        name = unknown[0].partition("=")[0]
+        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
+        hint = f"did you mean {similar[0]}?" if similar else "to prepare your own text, type --input FILE"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}: {hint}")
     if "" in (args.tokenizer, args.data_dir, args.val, *(args.input or [])):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
     if args.vocab_size is not None and args.tokenizer != "bpe":

@@ -1,6 +1,7 @@
 """The command lines of extras: flags, and messages in one line each, without a traceback."""
 
 import argparse
+import difflib
 import errno
 import importlib
 import signal
@@ -90,6 +91,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
 
     def error(self, message):
+        if message.startswith("unrecognized arguments: "):
+            name = message.split()[2].partition("=")[0]
+            similar = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+            message += f": did you mean {similar[0]}?" if similar else ""
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 

@@ -39,7 +39,8 @@ def describe_folder(folder):
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if run:
         return f"the folder of a run: pass {run[0]}"
-    if (folder / "adapter_config.json").exists() and all(file.name.startswith("adapter") for file in weights):
+    adapter = [*folder.glob("adapter_config.json"), *folder.glob("checkpoint-*/adapter_config.json")]  # of a Trainer
+    if adapter and all(file.name.startswith("adapter") for file in weights):
         return ADAPTER
     if (folder / "config.json").exists():
         return None
@@ -63,6 +64,8 @@ def describe_file(file):
             return what
     if file.suffix == ".onnx":
         return "an ONNX file, which only sample.py --engine onnx runs"
+    if file.name in ("train.bin", "val.bin"):
+        return f"training data, not a model: pass --data_dir {file.parent} to train.py"
     # the header of a .safetensors file is JSON, after its length in 8 bytes
     if head[8:9] != b"{" and head.lstrip()[:1] != b"{" and file.suffix not in (".bin", ".txt"):
         names = zipfile.ZipFile(file).namelist() if zipfile.is_zipfile(file) else []

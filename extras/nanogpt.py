@@ -51,12 +51,20 @@ def read_data(folder):
         try:
             vocabulary = {"chars": read_meta(folder / "meta.pkl")}
         except ValueError:  # moves, notes or words
-            vocabulary = {"vocab_size": meta.get("vocab_size") or len(meta.get("itos", ()))}
+            vocabulary = {"vocab_size": meta.get("vocab_size") or len(meta.get("itos") or meta.get("stoi") or ())}
     size = len(vocabulary.get("chars", "")) or vocabulary["vocab_size"]
+    if not isinstance(size, int):
+        raise ValueError(f"meta.pkl has vocab_size {size!r}, which is not a number")
     hashes = {}
     for split in ("train", "val"):
         content = (folder / f"{split}.bin").read_bytes()
         hashes[split] = hashlib.sha256(content).hexdigest()
+        ids = np.frombuffer(content[: len(content) // 8 * 8], "<u2")
+        for size_of_id in (8, 4):
+            if len(ids) and not ids.reshape(-1, size_of_id // 2)[:, 1:].any():
+                raise ValueError(
+                    f"{split}.bin has ids of {size_of_id} bytes, and nanoGPT's have 2: save them as np.uint16"
+                )
         largest = np.frombuffer(content, "<u2").max(initial=0)
         if largest >= size:
             raise ValueError(f"{split}.bin has the id {largest}, but the vocabulary has {size}")

@@ -124,7 +124,8 @@ def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path)
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
         ("--val=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
         ("--input=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
-        ("in.txt", BODY, ["unrecognized arguments: in.txt; to prepare your own text, type --input FILE"]),
+        ("in.txt", BODY, ["unrecognized arguments: in.txt: to prepare your own text, type --input FILE"]),
+        ("--datadir x", BODY, ["unrecognized arguments: --datadir x: did you mean --data_dir?"]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_number_is_inside_its_interval(value, low, high):
         (["--file", ""], "argument --file: the path is empty"),  # an unset variable of the shell
         (["--n", "x"], "argument --n: invalid int value: 'x'"),
         (["--n", "9"], "argument --n: 9 is not in [0, 5]"),
-        (["--fil", "a"], "unrecognized arguments: --fil a"),
+        (["--fil", "a"], "unrecognized arguments: --fil a: did you mean --file?"),
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line(flags, words, capsys):
@@ -176,3 +176,8 @@ def test_an_out_dir_that_is_a_file_is_one_line(tmp_path):
     flags = ["--format", "onnx", "--ckpt", ROOT / "assets" / "shakespeare.pt", "--out_dir", tmp_path / "out"]
     line = f"cannot write to {tmp_path / 'out'} (File exists)"
     assert_one_line(here(*flags, script="extras/export.py"), line, code=1)
+
+
+def test_a_near_miss_of_a_flag_gets_the_flag():
+    result = here("--format", "onnx", "--outdir", "x", script="extras/export.py")
+    assert_one_line(result, "unrecognized arguments: --outdir x: did you mean --out_dir?", code=2)

@@ -27,6 +27,8 @@ def files(tmp_path_factory):
         "gguf",
         "run",
         "none",
+        "loras/checkpoint-10",
+        "text",
     ):
         (files / name).mkdir(parents=True)
     save_model(files / "run", tiny())
@@ -35,6 +37,8 @@ def files(tmp_path_factory):
     for folder in ("adapter", "merged"):  # the second has the base model's config.json too
         (files / folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
         save_file(lora, files / folder / "adapter_model.safetensors")
+    (files / "loras" / "checkpoint-10" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (files / "text" / "train.bin").write_bytes(bytes(99))
     save_file(lora, files / "lora.safetensors")
     for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500"):
         (files / name / "config.json").write_bytes(config)
@@ -60,6 +64,8 @@ FOREIGN = [
     ("adapter/adapter_model.safetensors", "is a LoRA adapter"),
     ("adapter/adapter_config.json", "is a LoRA adapter"),
     ("lora.safetensors", "is a LoRA adapter"),
+    ("loras", "is a LoRA adapter"),
+    ("text/train.bin", "is training data, not a model: pass --data_dir {}/text to train.py"),
     ("hf/model.safetensors", "is one file of a Hugging Face folder: pass the folder, {}/hf"),
     ("hf/config.json", "pass the folder, {}/hf"),
     ("hf/tokenizer.json", "pass the folder, {}/hf"),

@@ -59,6 +59,15 @@ def test_ids_that_are_no_text_are_trained_on_and_sampled(meta, size, tmp_path):
     assert written[:3] == ["5", "17", "3"] and len(written) == 7 and all(int(word) < size for word in written)
 
 
+@pytest.mark.parametrize("kind, size", [("<u4", 4), ("<i8", 8)])
+def test_ids_of_more_bytes_are_one_line(kind, size, tmp_path):
+    """NumPy's own integers have 8 bytes. As 2-byte ids they are the ids and three zeros in between."""
+    for name in ("train", "val"):
+        np.arange(1, 200).astype(kind).tofile(tmp_path / f"{name}.bin")
+    result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
+    assert_one_line(result, f"train.bin has ids of {size} bytes, and nanoGPT's have 2: save them as np.uint16", code=1)
+
+
 def test_ids_beyond_the_vocabulary_are_one_line(tmp_path):
     for name in ("train", "val"):
         np.array([1, 2, 3], "<u2").tofile(tmp_path / f"{name}.bin")
