@@ -315,9 +315,9 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
     seconds = 0.0
     for step, noise in enumerate(sampling.noise(len(texts), steps, model.config.vocab_size, idx.device)):
         found = []  # with the cache, and without
-        for run in runs:
+        for loop in runs:
             began = time.perf_counter()
-            picks, logits = next(run)
+            picks, logits = next(loop)
             found.append((picks.tolist(), logits))  # tolist waits for the device
         seconds += time.perf_counter() - began
         for row, tokens in enumerate(new):
@@ -327,7 +327,7 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
                 both = [tokens[step], picks[row]]
                 tie = near_tie(logits[row], noise[row], both, sampling)
                 ours, theirs = (repr(tokenizer.decode([token])) for token in both)
-                a, b = (" and ".join(f"{x:.5f}" for x in run[row, both].tolist()) for _, run in found)
+                a, b = (" and ".join(f"{x:.5f}" for x in each[row, both].tolist()) for _, each in found)
                 note(
                     f"verify: {'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {numbers[row]}, "
                     f"new token {step}: {ours}, but {theirs} {way} the cache. Logits of the two: "

@@ -53,7 +53,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 try:
     from extras import training as extras
-except ModuleNotFoundError as error:
+except ImportError as error:
     if error.name != "extras":
         raise
     extras = None
@@ -946,7 +946,8 @@ def main():
     # a notebook keeps every update, so there is at most one a second
     with lock, tqdm(**steps, ncols=ncols, nrows=nrows, mininterval=1.0, disable=NO_BAR) as bar:
         signum = train(config, data, state, metadata, bar=bar, signals=catch_signals())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
     end_all_but_rank_0(128 + signum if signum else 0)
 
     # report
@@ -969,7 +970,7 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
-        if hasattr(signal, "SIGPIPE"):
+        if hasattr(signal, "SIGPIPE") and not TORCHRUN:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
     try:
         main()

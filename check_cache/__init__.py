@@ -5,5 +5,5 @@ from check_cache.check import check_cache
 from check_cache.report import Report, Result
 from check_cache.scenarios import scenario
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = ["Report", "Result", "check_cache", "scenario", "show_attention"]

@@ -101,7 +101,7 @@ def begin_differently(train, val):
 
 def encode_characters(pieces, chars):
     """Yield arrays of ids, one per piece of text. The id of a character is its index in `chars`."""
-    ids = np.zeros(sys.maxunicode + 1, np.uint32)
+    ids = np.full(sys.maxunicode + 1, len(chars), np.uint32)  # beyond the vocabulary, if the text changes meanwhile
     ids[code_points(chars)] = np.arange(len(chars))
     for piece in pieces:
         yield ids[code_points(piece)]
@@ -145,9 +145,8 @@ def write(data_dir, vocabulary, size, train, val, source):
 def prepared(data_dir):
     """Return (meta, whole): the meta.json in data_dir, or {}, and whether train.bin and val.bin are what it says."""
     meta = {}
-    if (
-        not (data_dir / "meta.json").exists() and (data_dir / "train.bin").exists()
-    ):  # nanoGPT's prepare.py writes no meta
+    foreign = any(data_dir.glob("*.bin")) and not (data_dir / "meta.json").exists()
+    if foreign:  # as nanoGPT leaves ids that are no text
         return {"source": "another program"}, False
     try:
         meta = dict(json.loads((data_dir / "meta.json").read_bytes()))

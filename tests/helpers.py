@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from model import GPT, CharTokenizer, GPTConfig, Sampling, generate, gumbel_noise, load_model, save_checkpoint
 from prepare import distinct_characters, encode_characters, write
 from sample import near_tie
-from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype
+from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype, train_step
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "data" / "sample.txt"
@@ -290,6 +290,26 @@ def tiny_run(**settings):
     model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
     state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
     return config, Dataset(CharTokenizer(chars), ids[:middle], ids[middle:], sha256={}, source=""), state
+
+
+def assert_compiled_step_is_plain(new_run):
+    """new_run() returns what tiny_run does. torch.compile gets new numbers at each of three steps."""
+    weights, losses = [], []
+    for compiled in (False, True):
+        config, data, state = new_run()
+        if compiled:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            state.training_loss = torch.compile(state.training_loss)
+        for _ in range(3):
+            train_step(config, data, state)
+        losses.append(state.loss_sum.item())
+        weights.append(state.state_dict(with_optimizers=False)["model"])
+    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 10  # it is compiled, not just as good
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert weights[0].keys() == weights[1].keys()  # without a prefix of torch.compile
+    for name, p in weights[0].items():
+        torch.testing.assert_close(p, weights[1][name], rtol=1e-2, atol=1e-4)
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,25 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     assert vars(model.config) == vars(GPTConfig(**ARGS))
 
 
+def test_a_compiled_nanogpt_gives_its_weights(tmp_path):
+    """torch.compile puts a name in front of each."""
+    weights = {f"_orig_mod.{name}": p for name, p in CONTENT["model"].items()}
+    save_checkpoint(tmp_path / "ckpt.pt", CONTENT | {"model": weights})
+    assert same(load_model(tmp_path / "ckpt.pt")[0].state_dict(), CONTENT["model"])
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    """The tests may run as root, who can read everything, so the system call fails here."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "ckpt.pt"))
+
+    save_checkpoint(tmp_path / "ckpt.pt", CONTENT)
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(PermissionError):
+        load_checkpoint(tmp_path / "ckpt.pt")
+
+
 @pytest.mark.slow
 def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     """torch._dynamo alone takes longer than the rest of a short run."""

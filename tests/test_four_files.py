@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, here, load, log, ok, run, same
+from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, assert_one_line, here, load, log, ok, run, same
 from model import save_checkpoint
 from prepare import write
 from sample import EXTRAS_FLAGS
@@ -121,6 +121,19 @@ def test_it_generates_as_in_the_repository(alone):
 def test_what_needs_extras_and_an_unknown_flag_are_one_line(alone):
     for (command, words, code), result in zip(MISTAKES, alone[1][5:], strict=True):
         assert result[:2] == [code, ""] and words in result[2] and result[2].count("\n") == 1, (command, result)
+
+
+def test_another_package_called_extras_is_not_ours(alone, tmp_path):
+    """There is one on PyPI, which testtools needs."""
+    (tmp_path / "extras").mkdir()
+    (tmp_path / "extras" / "__init__.py").touch()
+    folder, _ = alone
+    env = ONE_THREAD | {"PYTHONPATH": str(tmp_path)}
+    train = ["train.py", "--init_from", "resume", "--max_iters", "20"]
+    for command in (train, ["sample.py", "--prompt", "First ", "--max_new_tokens", "3", "--device", "cpu"]):
+        ok(run(*command, cwd=folder, env=env))
+    result = run("data/prepare.py", "--input", SAMPLE, "--tokenizer", "bpe", "--data_dir", "new", cwd=folder, env=env)
+    assert_one_line(result, "needs the folder extras of the repository", code=1)
 
 
 # -- helpers that stand twice ------------------------------------------------------------------------------------------

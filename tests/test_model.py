@@ -220,6 +220,8 @@ def test_rotary_tables_stay_exact_through_other_dtypes_and_the_meta_device():
         (torch.tensor([-1]), "pass the position of every token"),
         (torch.tensor([5, 6]), "pass the position of every token"),
         (torch.tensor([[6], [6]]), "pass the position of every token"),
+        (torch.tensor([6], dtype=torch.int32), "pass the position of every token"),
+        (torch.tensor([], dtype=torch.int64), "pass the position of every token"),
     ],
 )
 def test_an_impossible_pos_is_refused(pos, message):

@@ -106,6 +106,9 @@ def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path)
     text.write_text("\n".join(lines if shuffled else sorted(lines)), encoding="utf-8")
     result = ok(call("--input", text, "--data_dir", tmp_path / "data"))
     assert ("the lines of the val split begin differently" in result.stderr) != shuffled
+    (tmp_path / "val.txt").write_text("\n".join(f"zoe{i}" for i in range(40)), encoding="utf-8")
+    result = ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "own"))
+    assert "begin differently" not in result.stderr  # --val is what the line would ask for
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -207,9 +210,11 @@ def test_what_is_not_the_text_is_refused_in_one_line(status, headers, word, call
 
 def test_data_of_another_program_are_your_own(call, old):
     """nanoGPT's prepare.py writes no meta.json for ids that are no text."""
-    (old / "meta.json").unlink()
-    before = tree(old)
-    assert_nothing_changed(call("--data_dir", old), old, before, "holds your own text, from another program", "--force")
+    for name in ("meta.json", "train.bin"):
+        (old / name).unlink()
+        before = tree(old)
+        words = "holds your own text, from another program", "--force"
+        assert_nothing_changed(call("--data_dir", old), old, before, *words)
 
 
 def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,3 +118,9 @@ def test_noise_is_finite_at_the_largest_hash():
     """Its uniform number would round to 1, with minus infinity as noise. Running the hash backwards gave this step."""
     noise = gumbel_noise(12345, torch.tensor([7]), torch.tensor([389953481]), 3)
     assert noise.isfinite().all() and noise[0, 0, 0] < -2.8
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, float("nan")])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(ValueError, match=r"^seed=.*: must be a whole number"):
+        Sampling(seed=seed)

@@ -102,7 +102,7 @@ def refuse_unknown_layers(model):
     for module in model.modules():
         kind = type(module)
         if kind not in known:
-            raise CompileError(f"step.c cannot compute {kind.__name__}, which it does not know")
+            raise CompileError(f"step.c does not know the layer {kind.__name__}")
         methods = [name for name in vars(module) if callable(getattr(kind, name, None))]
         if methods:
             raise CompileError(f"step.c cannot compute a {kind.__name__} with a patched {methods[0]}")

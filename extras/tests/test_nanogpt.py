@@ -59,6 +59,16 @@ def test_ids_that_are_no_text_are_trained_on_and_sampled(meta, size, tmp_path):
     assert written[:3] == ["5", "17", "3"] and len(written) == 7 and all(int(word) < size for word in written)
 
 
+@pytest.mark.parametrize(
+    "size, words", [("300", "vocab_size '300', which is not a number"), (np.int64(300), "int(size)")]
+)
+def test_a_vocabulary_size_is_a_plain_number(size, words, tmp_path):
+    for name in ("train", "val"):
+        np.arange(200).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": size}))
+    assert_one_line(here("--data_dir", tmp_path, "--out_dir", tmp_path / "out"), words, code=1)
+
+
 @pytest.mark.parametrize("kind, size", [("<u4", 4), ("<i8", 8)])
 def test_ids_of_more_bytes_are_one_line(kind, size, tmp_path):
     """NumPy's own integers have 8 bytes. As 2-byte ids they are the ids and three zeros in between."""

@@ -124,6 +124,11 @@ def test_a_resume_takes_other_settings_from_its_flags(out, tmp_path):
     assert all(not same(a, b) for a, b in itertools.combinations(results, 2))
 
 
+def test_the_automatic_preset_is_that_of_the_run(out):
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61, "--preset", "auto"))
+    assert load(out / "last.pt")["config"]["preset"] == "cpu"
+
+
 # -- resumes that cannot be --------------------------------------------------------------------------------------------
 
 SHAPES = ["--n_layer 3", "--n_head 4", "--block_size 16", "--bias", "--pos_emb rope", "--tie_weights=False"]
