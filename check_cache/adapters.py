@@ -90,11 +90,8 @@ class Adapter:
             first = tensor[:TWIN]  # of the rows that begin like these
             self.inputs.register_buffer(name, torch.cat((first, first, tensor[2 * TWIN :])))
 
-    def demand(self, kind, need):
-        """Raise NotImplementedError if this decoder lacks a part, or an argument of one, as in "step.mask"."""
-        part, _, argument = need.partition(".")
-        if argument and not self.takes(part, argument):
-            raise NotImplementedError(f"the {part} takes no {argument}")
+    def demand(self, kind, part):
+        """Raise NotImplementedError if this decoder lacks a part."""
         if part in METHODS and kind in self.samples:
             self.operation(self.samples[kind], part)
         if part not in METHODS and part not in self.parts:
@@ -113,6 +110,9 @@ class Adapter:
         if self.weights:
             optional["weights"] = self.weights.current() if self.takes(part, "weights") else None
         known = {name: value for name, value in optional.items() if self.takes(part, name)}
+        for name in ("mask", "lengths"):  # without these, padding would be read as text
+            if optional.get(name) is not None and name not in known:
+                raise NotImplementedError(f"the {part} takes no {name}")
         if rows is not None:
             known |= {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
         if self.numpy:

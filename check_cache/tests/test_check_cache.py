@@ -141,7 +141,7 @@ def test_a_step_may_return_a_new_cache():
     report.assert_correct(require=["decode", "prefix used twice", "two caches at once"])
     said = " ".join(str(report).split())
     assert "own cache: the step takes no mask" in said
-    assert "reorder, reorder from one row, own cache: the adapter has no reorder, " in said
+    assert "reorder, reorder from one row, left padding, then reorder, own cache: the adapter has no reorder, " in said
 
 
 def test_scenarios_that_cannot_run_are_listed_with_the_reason():
@@ -1001,21 +1001,25 @@ def test_a_fault_quotes_no_size_of_perturbed_weights():
 
 
 def test_a_scenario_of_the_caller():
-    @scenario("compaction", needs={"step.mask", "crop"})
+    @scenario("compaction", needs={"crop"})
     def compact(start, sizes):
-        stream = start().feed(sizes.third)
+        stream = start(pads=(0, 1, 2)).feed(sizes.third)
+        stream.crop(1)
         stream.cache.compact()
-        stream.feed_all(*sizes.ones)
+        stream.feed(*sizes.ones)
 
     for broken in (False, True):
         Cache.compact = lambda self: self.each(lambda x: x * 1.5 if broken else x)  # noqa: B023
         report = check_cache(**functions(Decoder()), scenarios=["decode", "compaction"], more_scenarios=[compact])
         assert ("compaction" in statuses(report)) == broken, report
     del Cache.compact
-    adapter = functions(Decoder())
-    adapter["step"] = lambda ids, cache, pos: None
-    report = check_cache(**adapter, scenarios=["compaction"], more_scenarios=[compact])
-    assert report.results[0].why == "the step takes no mask"
+    model = Decoder()
+    for more, why in (
+        (dict(step=lambda ids, cache, pos: model(ids, cache, None, pos)), "the step takes no mask"),
+        (dict(new=lambda rows, length: NoCrop()), "the adapter has no crop, the cache no crop"),
+    ):
+        report = check_cache(**functions(model, **more), scenarios=["compaction"], more_scenarios=[compact])
+        assert report.results[0].why == why, report
 
 
 def test_the_readme_lists_the_scenarios_in_their_order():
