@@ -59,8 +59,6 @@ class Weights(nn.Module):
         return {k: x if isinstance(self.arrays[k], torch.Tensor) else x.numpy(force=True) for k, x in current.items()}
 
     def write(self):
-        if self.passed:
-            return
         for name, new in self.current().items():
             array = self.arrays[name]
             array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
@@ -82,6 +80,7 @@ class Adapter:
         if "weights" in parts:
             passed = all(self.takes(part, "weights") for part in ("full", "step"))
             self.weights = Weights(parts["weights"], passed)
+            self.modules.append(self.weights)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             tensor = tensor_of(tensor)
@@ -191,8 +190,6 @@ class Adapter:
                     self.try_cache(kind)
         self.modules = [*dict.fromkeys((*self.modules, *called))]
         self.converts = bool(self.modules) and not self.weights  # to another dtype
-        if self.weights:
-            self.modules.append(self.weights)
         if self.modules:
             self.modules.append(self.inputs)
 

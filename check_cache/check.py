@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from check_cache.adapters import PARTS, ROWS, adapter_of
 from check_cache.reference import MEDIAN, Reference, changed, revealing
@@ -17,7 +16,7 @@ from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes, Stream
 def check_cache(
     model: object = None,
     *,
-    inputs: dict[str, Tensor] | None = None,
+    inputs: dict[str, torch.Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
     caches: str | list[str] | None = None,

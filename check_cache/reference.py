@@ -23,7 +23,7 @@ VISIBLE = 10
 def changed(modules, change):
     """Replace each weight, except those in 8 bits, for a while, and restore what a forward writes, too."""
     parts = {part for module in modules for part in module.modules()}
-    weights = [part for part in parts if isinstance(part, Weights)]  # which functions of another framework read
+    weights = [part for part in parts if isinstance(part, Weights) and not part.passed]
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
     kept = {tensor: tensor.data for module in modules for tensor in (*module.parameters(), *module.buffers())}
     buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
