@@ -20,18 +20,6 @@ FACTS = ("vocab_size", "context", "window", "chunk", "pad", "weights")
 PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
 
 
-def adapter_of(model, parts, inputs):
-    if not parts:
-        owner = Transformers(model) if is_model(model) else model
-        parts = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
-        if "generate" in parts and not asks_for(parts["generate"], "use_cache"):
-            del parts["generate"]  # the object may have one of its own
-    if missing := [name for name in NEEDED if name not in parts]:
-        needs = "needs a causal language model of transformers, or an adapter"
-        raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
-    return Adapter(model, parts, inputs)
-
-
 def tensor_of(array):
     """Return an array of any framework as a tensor of its own. Anything else comes back as it is."""
     if isinstance(array, torch.Tensor) or not (hasattr(array, "__array__") or hasattr(array, "__dlpack__")):
@@ -66,6 +54,15 @@ class Weights(nn.Module):
 
 class Adapter:
     def __init__(self, model, parts, inputs):
+        if "step" not in parts:  # then the model is the adapter
+            owner = Transformers(model) if is_model(model) else model
+            theirs = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
+            if "generate" in theirs and not asks_for(theirs["generate"], "use_cache"):
+                del theirs["generate"]  # the object may have one of its own
+            parts = theirs | parts
+        if missing := [name for name in NEEDED if name not in parts]:
+            needs = "needs a causal language model of transformers, or an adapter"
+            raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
         owners = [getattr(part, "__self__", part) for part in (model, *parts.values())]
         self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
         self.context, self.window, self.chunk = (parts.get(name) for name in ("context", "window", "chunk"))

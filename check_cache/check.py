@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from check_cache.adapters import PARTS, ROWS, adapter_of
+from check_cache.adapters import PARTS, ROWS, Adapter
 from check_cache.reference import MEDIAN, Reference, changed, revealing
 from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
 from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes, Stream
@@ -46,15 +46,14 @@ def check_cache(
     if unknown := [name for name in adapter if name not in PARTS]:
         raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}")
     parts = {name: value for name, value in adapter.items() if value is not None}
-    decoder = adapter_of(model, parts, inputs or {})
+    decoder = Adapter(model, parts, inputs or {})
     if unknown := {*as_list(caches)} - {*decoder.kinds}:
         raise ValueError(f"caches: no {', '.join(unknown)}. This decoder has {', '.join(decoder.kinds)}")
     decoder.kinds = as_list(caches) or decoder.kinds
     most = decoder.context or length or 1024
     length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
     if not LEAST <= length <= most:
-        most = decoder.context or "if you give one"
-        raise ValueError(f"length={length}: must be at least {LEAST}, and at most the context, {most}")
+        raise ValueError(f"length={length}: must be between {LEAST} and the context, {decoder.context or 'if given'}")
     every = [*SCENARIOS, *more_scenarios]
     skipped, excused = with_words(every, skip), with_words(every, may_miss)
     chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
