@@ -118,7 +118,7 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
                 if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
                     results.append(run_scenario(reference, scenario, kind, sizes))
     except (Exception, SystemExit) as error:
-        results.append(failed(every, kind, error, "not run"))
+        results.append(failed(every, kind, error, "error"))
     if not decoder.accepted:  # no step has worked, even with an empty cache: a mistake in the adapter
         for i, one in enumerate(results):
             if one.status == "wrong" and one.why.startswith("raises"):

@@ -194,8 +194,7 @@ def generate_twice(start, sizes, **options):
 
 
 generate = scenario("generate", needs={"generate"})(generate_twice)
-padded = partial(generate_twice, pads=PADS)
-generate_with_padding = scenario("generate with left padding", needs={"generate"})(padded)
+generate_with_padding = scenario("generate with left padding", needs={"generate"})(partial(generate_twice, pads=PADS))
 
 
 @scenario("prefix used twice")

@@ -249,6 +249,62 @@ def test_a_decoder_that_takes_one_token_at_a_time_can_be_reset():
     check_cache(**functions(model, step=step), scenarios="reset").assert_correct(require="reuse after reset")
 
 
+@pytest.mark.parametrize("how", ["function", "copy", "neither"])
+def test_a_cache_that_lives_in_an_engine(how):
+    """The cache is a handle, and its keys are kept elsewhere: a copy of the handle is no copy of them."""
+    model, engine = Decoder(), {}
+
+    class Handle:
+        def __deepcopy__(self, memo):
+            if how == "neither":
+                raise TypeError("cannot pickle a handle")
+            return fork(self) if how == "copy" else self
+
+    def new(rows, length):
+        handle = Handle()
+        engine[handle] = Cache()
+        return handle
+
+    def fork(handle):
+        copied = Handle()
+        engine[copied] = copy.deepcopy(engine[handle])
+        return copied
+
+    step = lambda ids, cache, mask, pos: model(ids, engine[cache], mask, pos)  # noqa: E731
+    adapter = functions(model, new=new, step=step) | (dict(fork=fork) if how == "function" else {})
+    (result,) = check_cache(**adapter, scenarios=["prefix"]).results
+    expected = (
+        ("not run", "copy.deepcopy of the cache: cannot pickle a handle") if how == "neither" else ("correct", None)
+    )
+    assert (result.status, result.why) == expected, result
+
+
+def test_a_generate_that_is_not_ours():
+    """An adapter that is the module itself may have one with other arguments."""
+
+    class Generates(Decoder):
+        def generate(self, ids, max_new_tokens, temperature=1.0):
+            raise AssertionError("called")
+
+    (result, _) = check_cache(Generates(), length=24, scenarios=["generate"]).results
+    assert (result.status, result.why) == ("not run", "there is no generate")
+
+
+def test_facts_next_to_a_model():
+    most = []
+
+    class Counts(Decoder):
+        def step(self, ids, cache, mask, pos):
+            most.append(ids.size(1))
+            return super().step(ids, cache, mask, pos)
+
+    check_cache(Counts(), length=48, chunk=5, scenarios=["double"]).assert_correct()
+    assert max(most) == 5
+    check_cache(tiny("llama"), length=24, chunk=5, caches="own", scenarios=["double"]).assert_correct()
+    with pytest.raises(ValueError, match=r"the context, 40$"):
+        check_cache(Counts(), length=48, context=40)
+
+
 def test_a_step_may_overwrite_its_ids():
     model = Decoder()
 
@@ -747,9 +803,21 @@ def test_a_context_that_is_too_short_is_named():
     model.context = None
     adapter = functions(model, context=None, length=None)
     (result,) = check_cache(**adapter, scenarios=["decode"]).results
-    assert result.status == "not run" and result.why.startswith("raises IndexError")
+    assert result.status == "error" and result.why.startswith("raises IndexError")
     assert result.scenario == "every scenario, with length=300"
     check_cache(**adapter | dict(length=128), scenarios=["decode"]).assert_correct()
+
+
+def test_a_cache_that_cannot_be_made_is_an_error():
+    """Here the second kind, so the scenarios with the first are correct."""
+
+    def new(rows, length, kind):
+        return Cache() if kind == "own" else Cache(length).no_such_method()
+
+    report = check_cache(**functions(Decoder(), new=new), scenarios=["decode"])
+    assert report.exit_code == 2 and statuses(report, "correct") == {"decode", "decode from 1 token"}, report
+    why = next(result.why for result in report.results if result.status == "error")
+    assert re.match(r"raises AttributeError at test_check_cache\.py:[0-9]+: ", why), report
 
 
 def test_a_list_of_caches_one_per_row():
@@ -1235,6 +1303,15 @@ def test_state_that_grows_with_the_longest_sequence():
     new, step = lambda rows, length: None, lambda ids, cache: model(ids, past_key_values=cache).logits
     report = check_cache(full=lambda ids: model(ids).logits, new=new, step=step, length=96, scenarios=["decode"])
     assert report.exit_code == 2 and re.search("change when later tokens are left out", report.results[0].why)
+
+
+def test_logits_that_are_not_finite_are_a_fault():
+    """Nothing is far from a NaN."""
+    model = Decoder()
+    full = lambda ids: model.full(ids).log()  # noqa: E731
+    step = lambda ids, cache, mask, pos: model(ids, cache, mask, pos).log()  # noqa: E731
+    (result,) = check_cache(**functions(model, full=full, step=step), scenarios=["batches"]).results
+    assert result.status == "fault" and "not finite" in result.why, result
 
 
 def test_a_model_that_does_not_look_back_cannot_be_judged():

@@ -169,6 +169,13 @@ def test_a_new_name_of_a_window_is_an_error(settings):
     assert report.exit_code == 2 and "but we know windows as sliding_window, " in " ".join(str(report).split()), report
 
 
+def test_a_new_name_of_the_setting_for_a_static_cache_is_an_error(monkeypatch):
+    for base in [base for base in LlamaForCausalLM.__mro__ if "_can_compile_fullgraph" in vars(base)]:
+        monkeypatch.delattr(base, "_can_compile_fullgraph")
+    report = check_cache(tiny("llama"), length=24, scenarios=["batches"])
+    assert report.exit_code == 2 and "_can_compile_fullgraph" in str(report), report
+
+
 # -- what must have run ------------------------------------------------------------------------------------------------
 
 
