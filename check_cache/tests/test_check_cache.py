@@ -545,6 +545,13 @@ def test_a_cache_whose_rows_are_fixed_refuses_to_grow(monkeypatch):
     report.assert_correct(require="reorder")
     assert statuses(report, "not run") == {"reorder from one row"}
 
+    def fails(self, rows):
+        raise RuntimeError("no such rows")
+
+    monkeypatch.setattr(Cache, "reorder_cache", fails)
+    report = check_cache(**functions(Decoder()), scenarios=["reorder"], skip="then")
+    assert (statuses(report), statuses(report, "not run")) == ({"reorder"}, {"reorder from one row"}), report
+
 
 def test_rows_with_padding_that_change_places(monkeypatch):
     visible = Attention.visible
@@ -598,6 +605,25 @@ def test_a_transformers_model_that_makes_its_own_cache():
     report = check_cache(Mine(tiny("llama").config), length=48, scenarios=["decode"])
     wrong = {result.cache: result.status for result in report.results if result.scenario == "decode"}
     assert wrong == dict(own="wrong", static="correct"), report
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_padding_in_your_own_loop(forgets):
+    """The loop forgets the mask after the prompt, but only with a cache."""
+    model = Decoder()
+
+    def generate(ids, count, use_cache, mask):
+        cache, mask = Cache() if use_cache else None, torch.ones_like(ids) if mask is None else mask
+        for i in range(count):
+            new, pos = (ids[:, -1:] if use_cache and i else ids), (mask.cumsum(1) - 1).clamp(min=0)
+            seen = torch.ones_like(mask) if forgets and use_cache and i else mask
+            chosen = model(new, cache, seen, pos[:, -new.size(1) :])[:, -1:].argmax(-1)
+            ids, mask = torch.cat((ids, chosen), 1), torch.cat((mask, torch.ones_like(chosen)), 1)
+        return ids
+
+    report = check_cache(**functions(model, generate=generate), scenarios=["generate"])
+    assert statuses(report) == ({"generate with left padding"} if forgets else set()), report
+    assert len(report.results) == 2 and not statuses(report, "not run"), report
 
 
 @pytest.mark.parametrize("forgets", [False, True])
