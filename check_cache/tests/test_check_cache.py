@@ -387,6 +387,7 @@ def test_a_step_that_converts_tensors_itself_cannot_be_interrupted():
     step = lambda ids, cache, pos: model.run(np.asarray(ids), cache, np.asarray(pos))  # noqa: E731
     report = check_cache(**model.adapter() | dict(full=full, step=step), scenarios=["decode", "exception"])
     assert [result.status for result in report.results] == ["correct", "correct", "not run"], report
+    assert report.results[2].why == "the step runs outside of torch, so we cannot interrupt it"
 
 
 def test_attention_without_values_has_no_cause():
@@ -1119,6 +1120,12 @@ def test_a_scenario_of_the_caller():
     ):
         report = check_cache(**functions(model, **more), scenarios=["compaction"], more_scenarios=[compact])
         assert report.results[0].why == why, report
+
+
+def test_a_scenario_that_compares_nothing_has_not_run():
+    nothing = scenario("nothing")(lambda start, sizes: start())
+    report = check_cache(**functions(Decoder()), scenarios=["nothing"], more_scenarios=[nothing])
+    assert report.exit_code == 2 and report.results[0].why == "it compares no logits", report
 
 
 def test_the_readme_lists_the_scenarios_in_their_order():
