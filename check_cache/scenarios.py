@@ -118,7 +118,7 @@ class Stream:
         return self.change("crop", self.fed if "crop" in self.decoder.parts else -count)
 
     def change(self, name, *args, rows=None):
-        """Crop, reorder, ... the cache, and continue with what that returns, a cache or None, and with these rows."""
+        """Crop, reorder, ... the cache. Go on with what that returns, a cache or None, and with the rows now in it."""
         # a search begins with one row, but some caches have a fixed number of rows
         fixed = (RuntimeError, IndexError) if rows is not None and len(self.rows) == 1 else ()
         try:
@@ -138,7 +138,7 @@ class Scenario:
 
 
 def scenario(name, needs=()):
-    """Make a scenario of a function(start, sizes). For those of your own, see more_scenarios= in README.md."""
+    """Make a scenario of a function(start, sizes). start(rows, pads) returns a Stream. README.md has an example."""
     return lambda run: Scenario(name, run, tuple(needs))
 
 
