@@ -852,9 +852,9 @@ def make_run(flags):
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
     device = device_of_process(config.device)
-    # multiply-adds of a forward, as far as weights and attention go; a GPU is some hundred times as fast
+    # multiply-adds of a forward, for at least 1,024 tokens, because weights need memory even if few tokens use them
     per_token = config.n_layer * config.n_embd * (config.n_embd * (4 + 2 * config.mlp_ratio) + config.block_size)
-    if config.batch_size * config.block_size * per_token > (2**41 if device.type == "cpu" else 2**50):
+    if max(1024, config.batch_size * config.block_size) * per_token > (2**41 if device.type == "cpu" else 2**48):
         size = " ".join(f"--{n} {getattr(config, n)}" for n in "n_layer n_embd mlp_ratio block_size batch_size".split())
         raise ValueError(f"{size}: a step takes minutes, or more memory than there is: lower one of them")
     if (config.eval_only or config.meta) and not checkpoint:
