@@ -11,9 +11,6 @@
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
 a CPU the same command gives bit-identical weights, interrupted or not. The defaults below are those of preset cpu and
 recipe modern; PRESETS and RECIPES have the rest.
-
-The folder extras adds threads that yield on a busy machine, a lock on --out_dir, auxiliary targets for the modern
-recipe, and n-grams for sample.py --draft in the checkpoints.
 """
 
 # Read it from top to bottom: settings, data, the optimizers, a step, evaluation, the loop, main.
@@ -69,9 +66,7 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 
 # The defaults of TrainConfig are what `python train.py` uses on a CPU. A preset changes size and length, a recipe the
 # network and the optimizer. If both change a setting, the preset wins, and the command line wins over everything.
-#
-# No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. So the
-# modern one, which has no table of positions, has a wider MLP.
+# No recipe should win by being bigger, so the modern one, which has no table of positions, has a wider MLP.
 
 # nanoGPT's for GPT-2 on Shakespeare, whatever the recipe
 FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
@@ -271,7 +266,8 @@ Dataset = namedtuple("Dataset", "tokenizer train val sha256 source")
 
 def load_dataset(data_dir, min_train):
     """Return the Dataset in data_dir, a Path. Raises ValueError, also if train has fewer than min_train tokens."""
-    hint = "run python data/prepare.py, or pass a different --data_dir"
+    text = f" --input {data_dir}" if data_dir.is_file() else ""
+    hint = f"run python data/prepare.py{text}, or pass a different --data_dir"
     sha256 = {}
     try:
         if extras and (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
@@ -518,8 +514,7 @@ def train_step(config, data, state):
                 batch = partial(get_batch, config=config, number=number, device=state.device)
                 total, loss = state.training_loss(x, y, *state.targets.inputs(state.iter_num, batch))
             else:
-                _, loss = state.training_loss(x, y)
-                total = loss
+                total = loss = state.training_loss(x, y)[1]
         state.scaler.scale(total / micro_steps).backward()
         mean_loss = mean_loss + loss.detach() / micro_steps
 
@@ -570,8 +565,7 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
     block_size = model.config.block_size
     at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
     windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
-    total = 0.0
-    count = 0
+    total = count = 0
     model.eval()
     bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
     with state.autocast, bar:
@@ -858,8 +852,11 @@ def make_run(flags):
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
     device = device_of_process(config.device)
-    if device.type == "cpu" and config.tokens_per_step() * config.block_size * config.n_layer * config.n_embd > 2**42:
-        raise ValueError(f"--block_size {config.block_size}: a step takes minutes on a CPU: lower it or --batch_size")
+    # multiply-adds of a forward, for at least 1,024 tokens, because weights need memory even if few tokens use them
+    per_token = config.n_layer * config.n_embd * (config.n_embd * (4 + 2 * config.mlp_ratio) + config.block_size)
+    if max(1024, config.batch_size * config.block_size) * per_token > (2**41 if device.type == "cpu" else 2**48):
+        size = " ".join(f"--{n} {getattr(config, n)}" for n in "n_layer n_embd mlp_ratio block_size batch_size".split())
+        raise ValueError(f"{size}: a step takes minutes, or more memory than there is: lower one of them")
     if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE and not config.eval_only:

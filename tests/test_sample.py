@@ -214,8 +214,9 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--promt", "x"], ["--promt"]),
         (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
-        (["--ckpt="], ["--ckpt or --out_dir is empty"]),
-        (["--out_dir", ""], ["--ckpt or --out_dir is empty"]),
+        (["hello"], ['unrecognized arguments: hello: type --prompt "TEXT"']),
+        (["--ckpt="], ["--ckpt, --out_dir or --stop is empty"]),
+        (["--out_dir", ""], ["--ckpt, --out_dir or --stop is empty"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

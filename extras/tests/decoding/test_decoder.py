@@ -281,7 +281,7 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt(capsys):
         wrong[row][place] = (wrong[row][place] + 1) % V
         code, (line,) = verify(wrong)
         picks = f"{tokenizer.decode([wrong[row][place]])!r}, but {tokenizer.decode([ids[row][place]])!r}"
-        assert code == 1 and f"DIFFERENT at row {row}, new token {step}: {picks} with the cache. " in line
+        assert code == 1 and f"DIFFERENT at row {row}, new token {step}: {picks} with and without the cache. " in line
         wrong[row] = ids[row][:place]  # a text that ends too early
         code, (line,) = verify(wrong)
         assert code == 1 and f"DIFFERENT at row {row}: it ends after {step} of 6 new tokens" in line
