@@ -71,7 +71,6 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 # nanoGPT's for GPT-2 on Shakespeare, whatever the recipe
 FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
 FINETUNE_OPTIMIZER = dict(optimizer="adamw", learning_rate=3e-5, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
-FINETUNE_SCHEDULE = dict(lr_decay="none", warmup_iters=0)
 
 PRESETS = {
     "cpu": {},
@@ -79,7 +78,7 @@ PRESETS = {
     "nanogpt-cpu": dict(block_size=64, batch_size=12, max_iters=2000),
     "lecture": dict(n_embd=64, block_size=32, mlp_ratio=4, batch_size=16, max_iters=5000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, mlp_ratio=4, batch_size=64, max_iters=2000, dropout=0.3),
-    "finetune": FINETUNE_LENGTH | FINETUNE_OPTIMIZER | FINETUNE_SCHEDULE,
+    "finetune": FINETUNE_LENGTH | FINETUNE_OPTIMIZER | dict(lr_decay="none", warmup_iters=0),
 }
 
 NANOGPT_NETWORK = dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
@@ -401,9 +400,8 @@ def configure_optimizers(params, model, config, device):
         dict(params=vectors, weight_decay=0.0, peak_lr=config.learning_rate),
     ]
     fused = device.type in ("cpu", "cuda")
-    optimizers = [
-        torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
-    ]
+    betas = (config.beta1, config.beta2)
+    optimizers = [torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=betas, fused=fused)]
     if muon_params:
         optimizers.append(Muon(muon_params, dict(lr=config.muon_learning_rate, momentum=0.9)))
     return optimizers

@@ -238,10 +238,8 @@ def main():
         if args.tokenizer:
             from extras.tokenizer import make_tokenizer
 
-            learned = read_text(texts, "learn", 0, split)
-            vocabulary, size, encode = make_tokenizer(
-                args.tokenizer, args.vocab_size, learned, chars, encode_characters
-            )
+            text = read_text(texts, "learn", 0, split)
+            vocabulary, size, encode = make_tokenizer(args.tokenizer, args.vocab_size, text, chars, encode_characters)
 
         # the ids
         train = encode(read_text(texts, "encode", 0, split))

@@ -37,10 +37,11 @@ from model import (
     build_model,
     generate,
     gumbel_noise,
+    pick_device,
     sample_token,
     write_atomically,
 )
-from sample import find_checkpoint, near_tie, num_threads, put_on_device
+from sample import find_checkpoint, near_tie, num_threads
 from train import PRESETS, RECIPES, TrainConfig
 
 VARIANTS = {
@@ -427,7 +428,7 @@ def main():
     with one_line_errors():
         found = list(models(args))  # read every file before measuring, so that a bad one fails at once
         for _, model, _ in found:
-            put_on_device(model, args.device, "float32")
+            model.to(pick_device(args.device))
 
     device = found[0][1].lm_head.weight.device
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline

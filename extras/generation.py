@@ -89,7 +89,7 @@ def open_model(args, checkpoint):
         from extras.decoding.quantize import round_weights
 
         round_weights(model)
-    sample.put_on_device(model, args.device, args.dtype)
+    sample.put_on_device(model, args)
     return model, tokenizer, checkpoint
 
 
@@ -113,8 +113,7 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     if args.engine == "onnx":
         torch.set_num_threads(1)  # it has threads of its own
         return plain_blocks(model, prompts, num_new, sampling, args.kv_cache), slots
-    fed = len(prompts) * (1 if args.kv_cache else model.config.block_size) * (NUM_DRAFTS + 1 if args.draft else 1)
-    threads = sample.num_threads(fed * sum(p.numel() for p in model.parameters()))
+    threads = sample.num_threads(sample.multiply_adds(args, model) * (NUM_DRAFTS + 1 if args.draft else 1))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
         how = dict(draft=args.draft, compile=args.compile, weights=args.weights, threads=threads)
         how["ngrams"] = checkpoint.get("ngrams")

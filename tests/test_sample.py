@@ -255,6 +255,30 @@ def test_mistakes_are_one_line(trained, flags, words):
     assert result.stdout == ""
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a GPU that torch cannot use")
+@pytest.mark.parametrize(
+    "flags, device",
+    [
+        ([], "cpu"),
+        (["--num_samples", "8"], "cpu"),
+        (["--num_samples", "64"], "cuda"),
+        (["--no-kv_cache"], "cuda"),
+        (["--dtype", "bfloat16"], "cuda"),
+        (["--device", "cuda"], "cuda"),
+        (["--device", "cpu", "--no-kv_cache"], "cpu"),
+    ],
+    ids=" ".join,
+)
+def test_a_small_step_leaves_the_gpu_alone(flags, device, monkeypatch):
+    """torch says that there is a GPU, which fails once it is used: so an error shows that sample.py took it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = here("--ckpt", PRETRAINED, "--prompt", "O", "--max_new_tokens", 1, *flags, script="sample.py")
+    if device == "cuda":
+        assert_one_line(result, "sample.py: --device cuda cannot be used here", code=1)
+    else:
+        assert ok(result).stdout and ("--device cuda takes the GPU" in result.stderr) == ("--device" not in flags)
+
+
 def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
     for file, *words in (
         ("mine.pt", "no checkpoint at mine.pt", "python train.py"),
