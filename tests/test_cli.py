@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -106,23 +105,6 @@ def test_without_the_environment_there_is_one_line(script):
     """Python that ignores the packages of its environment, as in a terminal where it is not activated."""
     result = subprocess.run([sys.executable, "-S", script], cwd=ROOT, capture_output=True, encoding="utf-8")
     assert_one_line(result, "No module named", "activate the environment, or install it as README.md says", code=1)
-
-
-OLD_PYTHON = f"""#!/bin/sh
-exec {sys.executable} -c 'import sys; sys.version_info = (3, 10, 1); exec(sys.argv[2])' "$@"
-"""
-
-
-@unix
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@pytest.mark.parametrize("target", ["gpu", "newest"])
-def test_make_says_that_python_is_too_old(target, tmp_path):
-    (tmp_path / "old").write_text(OLD_PYTHON, encoding="utf-8")
-    (tmp_path / "old").chmod(0o755)
-    command = ["make", target, f"PYTHON={tmp_path / 'old'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
-    assert result.stderr.startswith(f"make: Python 3.11 or newer is needed, and {tmp_path / 'old'} is Python 3.10: ")
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 2  # make adds its own
 
 
 def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):
