@@ -13,8 +13,6 @@ a CPU the same command gives bit-identical weights, interrupted or not. The defa
 recipe modern; PRESETS and RECIPES have the rest.
 """
 
-# Read it from top to bottom: settings, data, the optimizers, a step, evaluation, the loop, main.
-
 import argparse
 import csv
 import difflib
@@ -245,8 +243,8 @@ def parse_flags():
     flags, unknown = parser.parse_known_args()
     if unknown:
         similar = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), FLAGS, n=1, cutoff=0.7)
-        hint = f": did you mean --{similar[0]}?" if similar else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        hint = f"did you mean --{similar[0]}?" if similar else "docs/interop.md lists what nanoGPT's are called here"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}: {hint}")
     return vars(flags)
 
 

@@ -336,15 +336,14 @@ def plot(measured, format):
 
     figure = Figure(figsize=(10, 5 * len(measured)), layout="constrained")
     for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
-        for row in rows:
-            name = row["variant"]
+        for k, row in enumerate(rows):
             times = list(row["ms_per_token"].values())
-            color = f"C{list(VARIANTS).index(name)}"
-            label = f"{VARIANTS[name]}\n{row['tokens_per_s']:,.0f} tokens/s"
-            if times:
+            color = f"C{k}"
+            label = f"{VARIANTS[row['variant']]}\n{row['tokens_per_s']:,.0f} tokens/s"
+            if len(times) > 9:
                 smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
                 axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
-            else:  # llama2.c returns one block, so we only know the mean
+            else:  # llama2.c returns one block, and the C backend a few, so we only know the mean
                 axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
         axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
         axis.set_xlabel("position of the token")
