@@ -4,6 +4,7 @@ import argparse
 import errno
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ def test_without_the_environment_one_line_says_so(command):
 
 
 OLD_PYTHON = f"""#!/bin/sh
-exec {sys.executable} -c 'import sys; sys.version_info = (3, 10, 1); exec(sys.argv[2])' "$@"
+exec {shlex.quote(sys.executable)} -c 'import sys; sys.version_info = (3, 10, 1); exec(sys.argv[2])' "$@"
 """
 
 
