@@ -170,7 +170,7 @@ def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
 
 
 def test_verify_sees_a_broken_cache_that_changes_no_token(monkeypatch):
-    """In a prefill without a mask, tokens see later ones. In this text, the most likely token still wins every time."""
+    """Without a mask in the prefill, the tokens of the prompt see later ones, and yet this text stays the same."""
     flags = ["--ckpt", PRETRAINED, "--device", "cpu", "--prompt", "O Romeo, ", "--verify"]
     right = ok(here(*flags, script="sample.py"))
     monkeypatch.setattr(KVCache, "mask", lambda cache, pos: None)
