@@ -10,14 +10,13 @@ The text goes to stdout, and a report on time and memory to stderr. A token is a
 tokenizer. Tokenizers, Hugging Face folders and some of the flags need the folder extras.
 """
 
-# Read it from top to bottom. The loop over the tokens, prefill and decode, is generate in model.py.
-
 import argparse
 import difflib
 import math
 import signal
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 try:  # importing torch takes a second, in which Ctrl-C may come
@@ -177,7 +176,7 @@ def read_prompts(args, tokenizer, block_size):
 
 def sampling_of(args, num_prompts):
     """Return the Sampling of the flags. The samples of every prompt use the same noise. Raises ValueError."""
-    settings = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed", "overflow")}
+    settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
     try:
         return Sampling(samples=list(range(args.num_samples)) * num_prompts, **settings)
     except ValueError as error:  # it starts with the name of a setting, which is also a flag
@@ -213,11 +212,8 @@ class GeneratedText:
 
     def settled(self):
         """Return the text that no later token can change. Its last characters may be the first of a stop string."""
-        return self.text if self.ended else self.hold_back(self.text)
-
-    def hold_back(self, text):
-        waiting = max(map(len, self.stops), default=1) - 1
-        return text[: max(self.prompt_length, len(text) - waiting)]
+        waiting = 0 if self.ended else max(map(len, self.stops), default=1) - 1
+        return self.text[: max(self.prompt_length, len(self.text) - waiting)]
 
 
 def write_texts(blocks, texts, ended):
@@ -300,7 +296,7 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
     texts                          its B GeneratedTexts
     numbers                        row numbers for messages; None: 0 to B - 1
     Returns (tied, seconds): the numbers of the rows with a near-tie, or None if a text differs otherwise, and the
-    seconds that the loop without the cache took.
+    seconds that the loop took with the cache, and without, a tensor `(2,)`.
     """
     T = idx.size(1)
     numbers = numbers or range(len(texts))
@@ -309,20 +305,21 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
     for number, text, tokens in zip(numbers, texts, new):
         if len(tokens) < asked and not text.ended:
             note(f"verify: DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")
-            return None, 0.0
+            return None, None
 
     steps = max(map(len, new))
     forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=idx.device)
     runs = [generate(model, idx, steps, sampling, kv_cache, forced=forced) for kv_cache in (True, False)]
     tied = set()
-    seconds = apart = 0.0
+    seconds = torch.zeros(2)
+    apart = 0.0
     for step, noise in enumerate(sampling.noise(len(texts), steps, model.config.vocab_size, idx.device)):
         found = []  # with the cache, and without
-        for loop in runs:
+        for i, loop in enumerate(runs):
             began = time.perf_counter()
             picks, logits = next(loop)
             found.append((picks.tolist(), logits))  # tolist waits for the device
-        seconds += time.perf_counter() - began
+            seconds[i] += time.perf_counter() - began
         apart = max(apart, (found[0][1] - found[1][1]).abs().max().item())
         for row, tokens in enumerate(new):
             ways = ("with", "without") if found[0][0][row] != found[1][0][row] else ("with and without",)
@@ -335,8 +332,8 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
                 a, b = (" and ".join(f"{x:.5f}" for x in each[row, both].tolist()) for _, each in found)
                 note(
                     f"verify: {'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {numbers[row]}, "
-                    f"new token {step}: {ours}, but {theirs} {way} the cache. Logits of the two: "
-                    f"{a} with the cache, {b} without the cache"
+                    f"new token {step}: the text has {ours}, but {way} the cache, the model picks {theirs}. "
+                    f"Logits of the two: {a} with the cache, {b} without"
                 )
                 if not tie:
                     return None, seconds
@@ -347,15 +344,14 @@ def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
     return tied, seconds
 
 
-def report_verify(new, tied, times, seconds, args):
+def report_verify(new, tied, seconds):
     """Report that texts of `new` tokens each agree, but for near-ties in the rows `tied`. Returns the exit code."""
     if tied is None:
         return 1
     found = f"OK{' up to near-ties' if tied else ''}, {sum(new)} tokens are the same with and without the cache"
     note(f"verify: {found} ({len(new) - len(tied)} of {len(new)} samples)")
-    if args.kv_cache and len(times) > 1:
-        ratio = seconds / times[-1]
-        note(f"verify: {times[-1]:.2f} s this way, {seconds:.2f} s without the cache: {ratio:.1f} times as fast")
+    cached, recomputed = seconds.tolist()
+    note(f"verify: {cached:.2f} s with the cache, {recomputed:.2f} s without: {recomputed / cached:.1f} times as fast")
     return 0
 
 
@@ -414,7 +410,7 @@ def main():
     if args.verify:
         torch.set_num_threads(all_threads)
         tied, seconds = verify(model, idx, texts, num_new, sampling, tokenizer)
-        sys.exit(report_verify([len(text.ids) - T for text in texts], tied, times, seconds, args))
+        sys.exit(report_verify([len(text.ids) - T for text in texts], tied, seconds))
 
 
 if __name__ == "__main__":

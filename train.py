@@ -120,7 +120,7 @@ class TrainConfig:
     dropout: float = flag(0.0, "dropout probability")
     bias: bool = flag(False, "biases in Linear and LayerNorm layers")
     mlp_ratio: float = flag(4.2, "width of the MLP's hidden layer, in units of n_embd")
-    activation: str = flag("swiglu", "exact or tanh GELU, or SwiGLU", choices=("gelu", "gelu_tanh", "swiglu"))
+    activation: str = flag("swiglu", "of the MLP: swiglu, gelu (exact) or gelu_tanh")
     pos_emb: str = flag("rope", "learned position embeddings, or rotary ones", choices=("learned", "rope"))
     norm_first: bool = flag(True, "True: pre-LN; False: post-LN")
     tie_weights: bool = flag(True, "lm_head shares the matrix of the token embedding")
@@ -140,7 +140,7 @@ class TrainConfig:
     lr_decay: str = flag("linear", "shape of the decay; none: constant", choices=("cosine", "linear", "none"))
     lr_decay_iters: int | None = flag(None, "step at which the decay ends; None: max_iters", least=1)
     min_lr: float | None = flag(0.0, "learning rate at the end of the decay; None: learning_rate/10", least=0)
-    weight_decay: float = flag(0.0, "AdamW's weight decay, on matrices and embeddings", least=0)
+    weight_decay: float = flag(0.0, "of AdamW, on matrices and embeddings; muon has none", least=0)
     beta1: float = flag(0.9, "AdamW's beta1", least=0, most=0.99999)
     beta2: float = flag(0.95, "AdamW's beta2", least=0, most=0.99999)
     grad_clip: float = flag(0.0, "clip the norm of the gradient to this; 0: no clipping", least=0)
@@ -366,7 +366,7 @@ class Muon(torch.optim.Optimizer):
         # update the momentum; collect the matrices by shape
         by_shape = {}  # (rows, cols): [(matrix, its update, lr), ...]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):  # frozen ones have none
                 state = self.state[p]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
@@ -410,12 +410,12 @@ def muon_groups(model, peak_lr):
     by_parts = {}
     for block in model.transformer["h"]:
         kv = block.attn.n_kv_head * block.attn.head_size
-        for p in block.parameters():
+        for name, p in block.named_parameters():
             if p.dim() != 2:
                 continue
-            if p is block.attn.c_attn.weight:
+            if name == "attn.c_attn.weight":
                 parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
-            elif p is block.mlp.c_fc.weight and block.mlp.gated:
+            elif name == "mlp.c_fc.weight" and block.mlp.gated:
                 parts = (len(p) // 2, len(p) // 2)  # gate, up
             else:
                 parts = (len(p),)
@@ -929,6 +929,9 @@ def main():
     )
     if config.init_from not in ("scratch", "resume"):
         print(f"starting at step 0 with the weights of {config.init_from}, not its optimizer: resume continues a run")
+        state.best_val_loss = evaluate(state, data.val, config.eval_tokens())  # the start may be the best of all
+        if RANK == 0:
+            save_checkpoint(out_dir / "ckpt.pt", metadata | state.state_dict(with_optimizers=False))
     if config.compile:
         state.training_loss = torch.compile(state.training_loss)
     if WORLD_SIZE > 1:

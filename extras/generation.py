@@ -178,16 +178,16 @@ def main(args, checkpoint=None):
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
         torch.set_num_threads(all_threads)
-        sys.exit(verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times))
+        sys.exit(verify(reference, prompts, texts, num_new, sampling, tokenizer))
 
 
-def verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times):
+def verify(reference, prompts, texts, num_new, sampling, tokenizer):
     """Compare the texts with the plain loop, and report, as sample.py does, for prompts of any length.
 
     Returns the exit code.
     """
     tied = set()
-    seconds = 0.0
+    seconds = 0
     samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
@@ -195,7 +195,9 @@ def verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times)
         group = [texts[row] for row in rows]
         settings = replace(sampling, samples=[samples[row] for row in rows])
         found, took = sample.verify(reference, idx, group, num_new, settings, tokenizer, rows)
-        tied = None if tied is None or found is None else tied | found
-        seconds += took
+        if found is None:
+            return 1
+        tied |= found
+        seconds = seconds + took
     new = [len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts)]
-    return sample.report_verify(new, tied, times, seconds, args)
+    return sample.report_verify(new, tied, seconds)

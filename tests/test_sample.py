@@ -164,8 +164,8 @@ def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
     result = sample(tmp_path, *flags)
     assert result.returncode == 1
     two = r"-?[\d.]+ and -?[\d.]+"
-    picks = rf"DIFFERENT at row 0, new token \d+: '\w', but '\w' {how} the cache\. "
-    logits = rf"Logits of the two: {two} with the cache, {two} without the cache$"
+    picks = rf"DIFFERENT at row 0, new token \d+: the text has '\w', but {how} the cache, the model picks '\w'\. "
+    logits = rf"Logits of the two: {two} with the cache, {two} without$"
     assert re.search(picks + logits, result.stderr, re.M), result.stderr
 
 
