@@ -275,9 +275,9 @@ def report(args, config, slots, texts, lengths, times):
 def near_tie(logits, noise, picks, sampling):
     """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
 
-    Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: up with it and
-    down with the rest; up with it and all that are less likely, which brings it into the set of top_p; and down with
-    the other one and all that are less likely, which takes that out of the set.
+    Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: raise it alone;
+    raise it and all that are less likely, so that top_p keeps it; or lower the other one and all that are less likely,
+    so that top_p drops that.
     """
     logits = logits.float()
     for pick, other in (picks, picks[::-1]):
