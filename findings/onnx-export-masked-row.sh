@@ -6,7 +6,7 @@
 # -inf gives NaN. With opset 23, where attention is one operator, both give zeros again.
 #
 # It matters for left padding, where the pads see nothing. NaN does not stay there: the next layer gives the pads a
-# weight of 0, but 0 * NaN is NaN, so every token of the row is lost, and its cache with it. In torch the same mask works.
+# weight of 0, but 0 * NaN is NaN, so every token of the row is lost, and its cache, too. In torch the same mask works.
 # Let each query see its own slot, even if that is padding.
 #
 # Seen (Linux x86-64, Python 3.11), two layers of attention, the first two of four tokens are padding:
