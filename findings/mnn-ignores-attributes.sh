@@ -2,10 +2,10 @@
 # MNN 3.6.1: converted from ONNX, operators lose attributes and large integers, without a message.
 #
 # MNN reads a graph with the cache as input and output, a past of length 0 included, and computes it correctly. But
-# scattering with reduction="add" overwrites, except along a single axis. ArgMax ignores select_last_index, TopK returns
-# equal values in any order, an int64 constant ends at 2**30, Round rounds halves away from 0, and the two kinds of Gelu
-# are one function between them. Negative indices are not counted from the end, either. The ONNX reference and
-# onnxruntime agree on every line.
+# scattering with reduction="add" overwrites, except along a single axis. ArgMax ignores select_last_index, and TopK
+# returns equal values in any order. An int64 constant ends at 2**30, Round rounds halves away from 0, and the two
+# kinds of Gelu are one function between them. Negative indices are not counted from the end, either. The ONNX reference
+# and onnxruntime agree on every line.
 #
 # It matters for a sampler in the graph: a penalty that counts tokens counts to 1, a seed or a hash is cut off, and ties
 # are broken differently. Nothing fails, so compare the outputs with onnxruntime once.
