@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
 from extra_helpers import POST_LN, STABLELM, TOKENIZER
 from extras.interop.compare import compare_with_pytorch, own_text
@@ -289,6 +290,21 @@ def test_a_rewritten_graph_runs_with_its_own_types_and_order(exported, change, a
     with torch.no_grad():
         torch.testing.assert_close(logits, model(ids)[0], atol=atol, rtol=0)
     assert len(list(generate(engine, ids[:, :3], 5, Sampling(seed=1)))) == 5
+
+
+@pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
+def test_with_8_bit_weights_the_cache_changes_nothing(exported, tmp_path):
+    """As docs/interop.md shrinks them. quantize_dynamic takes one scale for all tokens of a call, so there it does."""
+    _, file, _ = exported
+    quantizer = MatMulNBitsQuantizer(onnx.load(file), bits=8, block_size=32)
+    quantizer.process()
+    onnx.save(quantizer.model.model, tmp_path / "int8.onnx")
+    assert "MatMulNBits" in {node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node}
+    engine = OnnxGPT(tmp_path / "int8.onnx")
+    ids = torch.arange(CONTEXT)[None] % len(CHARS)
+    cache = engine.new_cache(1)
+    steps = [engine.logits(ids[:, i : i + 1], i, cache) for i in range(CONTEXT)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), engine.logits(ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
