@@ -21,7 +21,7 @@ dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 cd "$dir"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/pip install -qq torch==2.13.0 torchao==0.18.0 numpy==2.4.6 onnx==1.23.2 onnxruntime==1.32.0
+venv/bin/pip install -qq torch==2.13.0 torchao==0.18.0 numpy==2.4.6 onnx==1.23.2 onnx-ir==1.1.0 onnxruntime==1.32.0
 ORT_DISABLE_TELEMETRY=1 venv/bin/python -W ignore - <<'END' 2> log || { tail -n 1 log; exit 1; }
 import sys
 
