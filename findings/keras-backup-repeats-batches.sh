@@ -1,5 +1,5 @@
 #!/bin/sh
-# keras 3.15.1: BackupAndRestore with save_freq=N restores the weights of batch N, and starts the epoch at batch 0 again.
+# keras 3.15.1: BackupAndRestore with save_freq=N restores the weights of batch N, and starts the epoch over.
 #
 # The callback is made for runs that are killed, and with the default, a backup per epoch, the resumed run is exact to
 # the bit. With a backup every N batches, weights and optimizer come back as they were in the middle of the epoch. The
@@ -23,6 +23,7 @@ cd "$dir"
 "${PYTHON:-python3}" -m venv venv
 venv/bin/pip install -qq keras==3.15.1 jax==0.10.2 numpy==2.4.6
 KERAS_BACKEND=jax venv/bin/python -W ignore - <<'END'
+import contextlib
 import sys
 
 import keras
@@ -58,10 +59,8 @@ print("save_freq   killed after   steps trained   trained twice      weights of 
 seen = []
 for save_freq, after in (("epoch", 16), ("epoch", 18), (2, 16), (6, 18)):
     folder = f"backup-{save_freq}-{after}"
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         train(keras.callbacks.BackupAndRestore(folder, save_freq=save_freq), Kill(after))
-    except KeyboardInterrupt:
-        pass
     model = train(keras.callbacks.BackupAndRestore(folder, save_freq=save_freq))
     steps = int(model.optimizer.iterations)  # restored with the weights, so it counts all that they were trained on
     error = max(np.abs(a - b).max() for a, b in zip(unbroken, model.get_weights()))
