@@ -3,8 +3,8 @@
 #
 # Muon multiplies its step by sqrt(outputs / inputs) if a layer has more outputs than inputs. A matrix does not say
 # which axis is which: optax takes (inputs, outputs), as in flax and Keras. Equinox, like torch and mlx, stores
-# (outputs, inputs). So for the usual MLP, four times as wide as the model, the first layer loses its factor of 2, and the second
-# gets one. Square matrices hide it.
+# (outputs, inputs). So for the usual MLP, four times as wide as the model, the first layer loses its factor of 2, and
+# the second gets one. Square matrices hide it.
 #
 # It matters because the ratio between the two halves is off by 4, and the loss still goes down. Pass
 # muon_weight_dimension_numbers with reduction_axis=1, output_axis=0.
