@@ -4,10 +4,10 @@
 # With torchdata's StatefulDataLoader, lightning saves the place in the data, and a run killed in the middle of an epoch
 # resumes to the bit. But a checkpoint by steps that falls on the last batch of an epoch holds a loader that has just
 # ended: the resumed run enters the next epoch, gets no batch, counts the epoch as done, and goes on with the one after.
-# A checkpoint by epochs keeps the epoch, but loses the order: with the seed set at the start, as in the first run, epoch
-# 1 has the order of epoch 0. Neither gives an error.
+# A checkpoint by epochs keeps the epoch, but loses the order: with the seed set at the start, as in the first run,
+# epoch 1 has the order of epoch 0. Neither gives an error.
 #
-# It matters because a save every 1,000 steps falls on the end of an epoch sooner or later, and the run is then an epoch
+# It matters because a save every so many steps does fall on the end of an epoch at times, and the run is then an epoch
 # short, with a learning rate schedule that no longer fits. Count the steps after a resumed run.
 #
 # Seen (Linux x86-64, Python 3.11), 3 epochs of 12 steps, killed, and resumed with the same seed:
