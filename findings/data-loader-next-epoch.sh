@@ -3,9 +3,11 @@
 #
 # Both promise to continue at the next sample, and do. But the state that datasets loads into an IterableDataset stays
 # there: every later epoch starts at the same sample again, and with a state taken at the end of an epoch, all are
-# empty. torchdata's StatefulDataLoader with its own generator and no workers continues the epoch exactly, and shuffles
-# the next one in a different order than an uninterrupted run. Without a generator, or with workers, it is exact, as
-# are grain 0.2.18 and litdata 0.2.76. A shuffle buffer of datasets loses samples, as documented, but also repeats some.
+# empty. Inside torchdata's StatefulDataLoader, this goes away with workers only.
+#
+# A StatefulDataLoader with its own generator and no workers continues the epoch exactly, and shuffles the next one in a
+# different order than an uninterrupted run. Without a generator, or with workers, it is exact, as are grain 0.2.18 and
+# litdata 0.2.76. A shuffle buffer of datasets loses samples, as documented, but also repeats some.
 #
 # It matters because a test that resumes once and finishes the epoch passes. In datasets, call set_epoch before every
 # epoch, even without shuffling: a loaded state applies only to its own epoch. In torchdata, leave out the generator.
