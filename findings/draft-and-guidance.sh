@@ -1,11 +1,12 @@
 #!/bin/sh
-# transformers 5.24.0: in speculation, classifier-free guidance changes greedy text, and so does the SynthID watermark.
+# transformers 5.24.0: in speculation, classifier-free guidance changes greedy text, and so does the SynthID
+# watermark.
 #
-# With guidance_scale, the logits are compared with those of a second prompt, for which the logits processor keeps its own
-# KV cache. Each call adds a token to it. In speculation, every draft token is such a call, the draft model and the model
-# share the processor, and rejected tokens are never taken back. So the second text fills up with tokens that nobody
-# wrote, until it is longer than the position table (IndexError). The SynthID processor keeps its context in the same way.
-# Processors that look only at input_ids, such as penalties, n-grams, biases or top_k, are correct.
+# With guidance_scale, the logits are compared with those of a second prompt, for which the logits processor keeps its
+# own KV cache. Each call adds a token to it. In speculation, every draft token is such a call, the draft model and
+# the model share the processor, and rejected tokens are never taken back. So the second text fills up with tokens
+# that nobody wrote, until it is longer than the position table (IndexError). The SynthID processor keeps its context
+# in the same way. Processors that look only at input_ids, such as penalties, n-grams, biases or top_k, are correct.
 #
 # It matters because speculation promises the same text. Here greedy text differs even if the draft model is the model
 # itself, with no error and no warning. If you write a logits processor, compute everything from input_ids.

@@ -1,14 +1,16 @@
 #!/bin/sh
-# transformers 5.24.0: on a CPU, generate_batch does not use the soft cap of Gemma 2, nor notice that a GPT has no cache.
+# transformers 5.24.0: on a CPU, generate_batch does not use the soft cap of Gemma 2, nor notice that a GPT has no
+# cache.
 #
-# generate_batch serves many prompts from a paged cache. Gemma 2 caps its attention scores with a tanh, and on a CPU it
-# runs in eager mode only. The paged eager attention leaves the cap out, so the text is that of a model with no cap. The
-# first GPT (OpenAIGPTLMHeadModel) has no KV cache, and generate reads its whole text again for every token. But
-# generate_batch feeds the newest token alone, and the model forgets everything before it. Neither gives a warning.
+# generate_batch serves many prompts from a paged cache. Gemma 2 caps its attention scores with a tanh, and on a CPU
+# it runs in eager mode only. The paged eager attention leaves the cap out, so the text is that of a model with no
+# cap. The first GPT (OpenAIGPTLMHeadModel) has no KV cache, and generate reads its whole text again for every token.
+# But generate_batch feeds the newest token alone, and the model forgets everything before it. Neither gives a
+# warning.
 #
-# It matters because generate_batch is offered as a faster generate. Most families do give the same tokens (Llama, GPT-2,
-# Mistral, Qwen3, gpt-oss and 20 more that we tried), and others raise an error (OPT, Bloom, GPT-NeoX, Mamba). Compare
-# the two before you switch, above all if you write your own model without a cache.
+# It matters because generate_batch is offered as a faster generate. Most families do give the same tokens (Llama,
+# GPT-2, Mistral, Qwen3, gpt-oss and 20 more that we tried), and others raise an error (OPT, Bloom, GPT-NeoX, Mamba).
+# Compare the two before you switch, above all if you write your own model without a cache.
 #
 # Seen (Linux x86-64, Python 3.11), greedy tokens that differ, of 90:
 #   Gemma 2, from generate                            33
