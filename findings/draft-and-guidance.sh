@@ -1,6 +1,5 @@
 #!/bin/sh
-# transformers 5.24.0: in speculation, classifier-free guidance changes greedy text, and so does the SynthID
-# watermark.
+# transformers 5.24.0: in speculation, guidance and the SynthID watermark change greedy text.
 #
 # With guidance_scale, the logits are compared with those of a second prompt, for which the logits processor keeps its
 # own KV cache. Each call adds a token to it. In speculation, every draft token is such a call, the draft model and
