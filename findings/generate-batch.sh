@@ -1,5 +1,5 @@
 #!/bin/sh
-# transformers 5.24.0: on a CPU, generate_batch leaves out Gemma 2's soft cap, and a GPT without a cache forgets its text.
+# transformers 5.24.0: on a CPU, generate_batch leaves out Gemma 2's soft cap, and a GPT without a cache forgets.
 #
 # generate_batch serves many prompts from a paged cache. Gemma 2 caps its attention scores with a tanh, and on a CPU
 # it runs in eager mode only. The paged eager attention leaves the cap out, so the text is that of a model with no
