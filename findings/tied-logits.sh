@@ -1,6 +1,5 @@
 #!/bin/sh
-# openvino 2026.4.1, torch 2.13.0, transformers 5.24.0, mlx-lm 0.32.2: greedy decoding by way of top-k, if logits are
-# equal.
+# openvino 2026.4.1, transformers 5.24.0, mlx-lm 0.32.2: top-k with k=1 is not argmax if logits are equal.
 #
 # Tokens 10, 20, 30, 40, 50 and 60 have the same, largest logit. argmax chooses the first one in all seven libraries,
 # and so does top-k with k=1, except in openvino. ONNX promises the lower index, and with k=3 openvino does keep that
@@ -110,7 +109,8 @@ print("transformers top_k=1 keeps {}, top_p=0.1 keeps {}".format(*(" ".join(map(
 mlx_lm = drawn(top_k=1), drawn(top_p=0.1)
 print("mlx-lm top_k=1 draws {}, top_p=0.1 draws {}".format(*(" ".join(map(str, ids)) for ids in mlx_lm)))
 shares = {vocabulary: ties(vocabulary) for vocabulary in (65, 50_257)}
-print("bfloat16 GPT-2, steps with a tie: " + ", ".join(f"{s:.1%} of {v} tokens".replace("%", " %") for v, s in shares.items()))
+shown = [f"{100 * share:.1f} % of {vocabulary} tokens" for vocabulary, share in shares.items()]
+print("bfloat16 GPT-2, steps with a tie: " + ", ".join(shown))
 not_first = [library for library, ids in top[1].items() if ids != [10]]
 if any(ids != [10] for ids in argmax.values()) or not_first != ["openvino"]:
     sys.exit(f"changed: argmax, or top-k with k=1 does not choose the first token in {not_first}")
