@@ -1,9 +1,9 @@
 #!/bin/sh
-# torch 2.13.0, jax 0.10.2, mlx 0.32.4, onnxruntime 1.32.0 and three more: the next token if one logit is NaN.
+# torch 2.13.0, jax 0.10.2, mlx 0.32.4, onnxruntime 1.32.0 and four more: the next token if one logit is NaN.
 #
 # The logit of token 20 is NaN, and the largest number is that of token 40; there are 65 tokens. With argmax, four
 # libraries choose token 20 and three choose token 40. onnxruntime disagrees with itself: TopK puts NaN first, ArgMax
-# ignores it. numpy and mlx do too, the other way round. Only torch and numpy refuse to draw. jax draws the NaN for
+# ignores it. So do numpy and mlx, the other way round. Only torch and numpy refuse to draw. jax draws the NaN for
 # ever, and so does mlx, unless there is one row: then it draws the last token for ever. mlx-lm does the same, but
 # with top_k it draws as if there were no NaN, like onnxruntime. tinygrad draws 65, which is not a token.
 #

@@ -9,8 +9,8 @@
 # token per row.
 #
 # It matters because the tail of a large vocabulary is many tokens of this kind, and a check of a sampler against its
-# distribution finds it missing. In jax, pass mode="high". In torch, draw one token per row (or pass float64). In mlx,
-# draw with numpy.
+# distribution finds it missing. In jax, pass mode="high", which its documentation recommends for rare events. In
+# torch, draw one token per row, or pass float64. In mlx, draw with numpy.
 #
 # Seen (Linux x86-64, Python 3.11), tail tokens drawn, and the number expected:
 #   numpy Generator.choice                198    200
