@@ -194,8 +194,11 @@ REFUSED = {
     "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
     "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
     "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
-    "another activation": (set_attribute("transformer.h.1.mlp", "activation", ACTIVATIONS["swiglu"]), "its config"),
-    "unknown activation": (set_attribute("transformer.h.1.mlp", "activation", torch.relu), "the activation"),
+    "another activation": (
+        set_attribute("transformer.h.1.mlp", "activation", ACTIVATIONS["swiglu"]),
+        "activation gelu",
+    ),
+    "unknown activation": (set_attribute("transformer.h.1.mlp", "activation", torch.relu), "activation gelu"),
 }
 
 
