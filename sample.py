@@ -370,7 +370,7 @@ def main():
         extras.add_flags(parser)
         extras.share_cores()
     args = parse_args(parser)
-    if extras and extras.wanted(args, parser.error):
+    if extras and extras.wanted(args, parser.error):  # for its flags, and for several samples, which share a prefill
         return extras.main(args)
     if args.ckpt and args.out_dir:
         parser.error("--ckpt and --out_dir both say which model: pass one of them")
