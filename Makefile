@@ -4,7 +4,7 @@
 # make newest  tests of export and check_cache with the newest torch, transformers, onnxruntime and tokenizers
 # make hub     our exports in transformers.js, Optimum, OpenVINO, CTranslate2 and onnxruntime-genai: 1 GB to install
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
-# make findings  what other libraries do: every script in findings/, an hour in all, and which behavior has changed
+# make findings  what other libraries do: every script in findings/, two hours in all, and which behavior has changed
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
 BIN = .venv/bin
