@@ -1,16 +1,16 @@
 #!/bin/sh
-# jax2onnx 0.17.0: a converted sampler ignores its key, and draws with two keys in one graph are equal.
+# jax2onnx 0.17.0: a converted sampler ignores its key, and two draws with different keys are equal.
 #
-# jax.random.categorical becomes ONNX's Multinomial with seed 0, and the key an input that nothing reads. So with
-# onnxruntime 1.32.0, the draw depends only on how often the session has run: one key draws something else at every
-# call, and each new session starts the same sequence over, whatever the key. All draws in a graph have the seed 0, so
-# two of them return the same tokens. Nothing warns of it. (The script converts to opset 21. From 22 on, the sampler
-# becomes a RandomUniformLike, also with seed 0, which onnxruntime does not have yet. openvino-multinomial-repeats.sh
-# shows what OpenVINO makes of a Multinomial.)
+# jax.random.categorical becomes ONNX's Multinomial with seed 0, and the key becomes an input that nothing reads. With
+# onnxruntime 1.32.0, the draw depends only on how often the session has run: the same key gives different tokens at
+# every call, and each new session starts the same sequence over, whatever the key. Since every Multinomial has seed 0,
+# two draws in one graph return the same tokens. There is no warning. (The script converts to opset 21. From opset 22
+# on, the sampler becomes a RandomUniformLike, also with seed 0, which onnxruntime does not implement yet.
+# openvino-multinomial-repeats.sh shows what OpenVINO makes of a Multinomial.)
 #
-# It matters because the seed no longer chooses the text: the first text of every session is the same, and two samples
-# that should be independent, such as a draft and its replacement, are one draw. Make the noise outside of the graph:
-# pass jax.random.gumbel(key, logits.shape) as an input, and take the argmax of logits + noise.
+# It matters because the seed no longer chooses the text: every session begins with the same one, and two samples that
+# should be independent are identical. Make the noise outside of the graph: pass jax.random.gumbel(key, logits.shape)
+# as an input, and take the argmax of logits + noise. That gives the tokens of jax.
 #
 # Seen (Linux x86-64, Python 3.11), 12 tokens from a and from b, which have different keys; b's is always the same:
 #                                jax                           onnxruntime

@@ -1,12 +1,12 @@
 #!/bin/sh
 # keras 3.15.1: model.export keeps a KV cache in two formats and drops it in two others.
 #
-# A decode layer has its cache and its position as weights, and assigns to them in each step. Exported by one line
-# each, the SavedModel and the LiteRT file do what the model does. The ONNX and OpenVINO files are made, too, and run,
+# A decode layer has its cache and its position as weights, and assigns to them in every step. model.export writes it
+# in four formats. The SavedModel and the LiteRT file behave like the model. The ONNX and OpenVINO files load and run,
 # but have no state: their weights are constants, so every step writes to slot 0 of an empty cache. The only hint is
-# tf2onnx's log, which names the assignments that it removed. OpenVINO's conversion says nothing.
+# the log of tf2onnx, which names the assignments that it removed. OpenVINO's conversion says nothing.
 #
-# It matters because the first step is correct in all four, and a test of one step passes. For ONNX and OpenVINO, make
+# It matters because the first step is correct in all four, so a test of one step passes. For ONNX and OpenVINO, make
 # the cache an input and an output of the model, and compare three steps. (onnx-export-forgets-buffers.sh is about the
 # export of torch.)
 #

@@ -1,14 +1,14 @@
 #!/bin/sh
 # ai-edge-litert 2.3.0, tensorflow 2.21.0: reset_all_variables() leaves a KV cache as it is.
 #
-# A decode step that keeps its cache and position in a tf.Variable each is converted to LiteRT. Between two prompts,
-# Interpreter.reset_all_variables() changes nothing, and neither does allocate_tensors(): the second text is written
-# behind the first and sees its tokens. A tf.Variable is converted to a resource, and both calls skip resources.
-# tf.lite.Interpreter does the same. Moreover, the file holds what the cache held at the conversion, so after a trial
-# run of the model not even a new interpreter starts empty.
+# A decode step with its cache and its position in two tf.Variables is converted to LiteRT. Between two prompts,
+# Interpreter.reset_all_variables() changes nothing, and neither does allocate_tensors(): the second text is appended
+# to the first and sees its tokens. A tf.Variable is converted to a resource, which both calls skip. The same is true
+# of tf.lite.Interpreter. The file also contains what the cache held when it was converted, so if you tried the model
+# before, even a new interpreter does not start empty.
 #
-# It matters because nothing fails: prompt two is answered as if it went on from prompt one, until the cache is full.
-# Give the model a second signature that assigns zeros, and call it before each prompt, the first one included.
+# It matters because nothing fails: the second prompt is answered as if it continued the first. Give the model a second
+# signature that assigns zeros, and call it before every prompt, including the first.
 #
 # Seen (Linux x86-64, Python 3.11), the slots of the cache after step N has written the number N:
 #   step 1                           1 0 0 0 0 0 0 0

@@ -1,15 +1,15 @@
 #!/bin/sh
 # openvino 2026.4.1: reordering the cache by beam_idx changes which keys `causal` shows, and stores the cache in 8 bits.
 #
-# Two stateful models on a CPU are the same (ReadValue, Concat, ScaledDotProductAttention with causal, Assign), except
-# that one also gathers its past by beam_idx, as exported LLMs do. The index is always 0, so the reorder does nothing.
-# But it makes OpenVINO fuse the cache into the attention, and then `causal` means something else: a new token sees the
-# whole text, while in the model without beam_idx it sees the oldest key only (top left, as the operator is specified).
-# The fused cache has 8 bits, even if INFERENCE_PRECISION_HINT is f32; KV_CACHE_PRECISION decides. Both properties read
-# the same in both models. The first call on an empty cache is exact in each, so a test of the prefill shows nothing.
+# Two stateful models on a CPU consist of ReadValue, Concat, ScaledDotProductAttention with causal, and Assign. One of
+# them also gathers its past by beam_idx, as exported LLMs do. The index is always 0 here, so the reorder does nothing.
+# But it makes OpenVINO fuse the cache into the attention, which changes what `causal` means: a new token sees the
+# whole text, while without beam_idx it sees only the oldest key (the top left alignment of the specification). The
+# fused cache also has 8 bits, even if INFERENCE_PRECISION_HINT is f32, unless you set KV_CACHE_PRECISION. The first
+# call, on an empty cache, is exact in both models, so testing the prefill reveals nothing.
 #
-# It matters because a decode step is correct with beam_idx and wrong without it, in the same runtime. Pass a mask
-# instead of causal, and compare a step with a full pass before and after you add beam_idx.
+# It matters because the same decode step is correct with beam_idx and wrong without it. Pass a mask instead of causal:
+# that gives the right keys in both.
 #
 # Seen (Linux x86-64, Python 3.11), with INFERENCE_PRECISION_HINT f32: the keys that each query sees
 #                                  3 tokens   1 more   2 more   error of the cache
