@@ -1,8 +1,8 @@
 #!/bin/sh
-# transformers 5.24.0: the scale of an fp8 cache is that of the first call, so a text that begins with one token suffers.
+# transformers 5.24.0: an fp8 cache keeps the scale of its first call, so text that begins with one token suffers.
 #
 # QuantizedCache("fp8", config) has one scale for the keys of a layer and one for its values. It is chosen in the first
-# call, so that the largest number just fits, and kept for the rest of the text. Whatever is larger later is cut off. That
+# call, so that the largest number just fits, and kept for the rest of the text. Larger numbers are cut off later. That
 # is harmless after a prompt. But if the first call has a single token, such as a start token, the scale is too small
 # for the tokens that follow: the same tokens in the same cache give a KL divergence 30 times as large.
 #
@@ -25,7 +25,6 @@ import sys
 from pydoc_data.topics import topics
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 TOKENS, FIRST = 64, (1, 4, 16, 48)
