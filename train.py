@@ -408,14 +408,14 @@ def configure_optimizers(params, model, config, device):
 def muon_groups(model, peak_lr):
     """Return Muon's parameter groups: the matrices of the blocks, grouped by their parts."""
     by_parts = {}
+    kv = model.config.n_kv_head * model.config.head_size
     for block in model.transformer["h"]:
-        kv = block.attn.n_kv_head * block.attn.head_size
         for name, p in block.named_parameters():
             if p.dim() != 2:
                 continue
             if name == "attn.c_attn.weight":
                 parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
-            elif name == "mlp.c_fc.weight" and block.mlp.gated:
+            elif name == "mlp.c_fc.weight" and model.config.activation == "swiglu":
                 parts = (len(p) // 2, len(p) // 2)  # gate, up
             else:
                 parts = (len(p),)

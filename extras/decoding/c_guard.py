@@ -37,6 +37,7 @@ REPEATED = {
     "Block.forward": ("512d730d44e510fc", "forward, layer_norm"),
     "GPT.hidden_states": ("6d99a7933ffd3aab", "forward"),
     "GPT.unembed": ("48aa09133aec1053", "forward"),
+    "GPT.new_cache": ("75b1d1d7eaa5b66a", "work"),
     "GPT.next_logits": ("02e0ef64f76a43e0", "work, plan"),
     "generate": ("6233269142bc761e", "work"),
     "sample_token": ("ce085451bf0db103", "sample_token"),

@@ -333,7 +333,7 @@ class OnnxGPT:
         cache  from new_cache; it holds the positions before, and idx is added. None: idx is the whole text
         """
         B, T = idx.shape
-        cache = cache or self.new_cache(B)
+        cache = self.new_cache(B) if cache is None else cache
         end = start + T
         inputs = {
             "input_ids": idx.numpy(),

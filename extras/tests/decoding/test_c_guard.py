@@ -35,6 +35,10 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
     "length": ("self.length = start + T", "self.length = start + T - 1"),
     "mlp": ("x = self.activation(x)\n", "x = self.activation(2 * x)\n"),
     "gelu": ('"gelu": F.gelu,', '"gelu": F.relu,'),
+    "own cache": (
+        "return KVCache(self.config, batch_size, slots)",
+        "return KVCache(self.config, batch_size, 2 * slots)",
+    ),
     "noise": ("vocab_size).unbind(1)", "vocab_size).mul(0.5).unbind(1)"),
     "filter": ('"top_k": keep_top_k,', '"top_k": keep_top_p,'),
     "order of filters": ("FILTERS = {", 'FILTERS = {"top_p": keep_top_p, '),
