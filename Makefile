@@ -4,7 +4,7 @@
 # make newest  tests of export and check_cache with the newest torch, transformers, onnxruntime and tokenizers
 # make hub     our exports in transformers.js, Optimum, OpenVINO, CTranslate2 and onnxruntime-genai: 1 GB to install
 # make gpu     out/gpu/report.md: tests, speed and training on a CUDA device, with the PyTorch of your python3
-# make findings  what other libraries do: every script in findings/, an hour in all, and which behavior has changed
+# make findings  what other libraries do: every script in findings/, two hours in all, and which behavior has changed
 # make web     out/web: a page that generates in the browser, from out/ckpt.pt or the pretrained model
 PYTHON ?= python3
 BIN = .venv/bin
@@ -18,9 +18,12 @@ PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 .DELETE_ON_ERROR:
 
 OLD = make: Python 3.11 or newer is needed, and $(PYTHON) is Python %d.%d: make PYTHON=python3.12, for example
+define CHECK_PYTHON
+@command -v $(PYTHON) > /dev/null || { echo "make: there is no $(PYTHON): install Python 3.11 or newer" >&2; exit 1; }
+@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("$(OLD)" % v if v < (3, 11) else 0)'
+endef
 .venv/installed: requirements.txt tests/constraints.txt pyproject.toml
-	@command -v $(PYTHON) > /dev/null || { echo "make: there is no $(PYTHON): install Python 3.11 or newer" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("$(OLD)" % v if v < (3, 11) else 0)'
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "installing requirements.txt and the dev tools into .venv; torch is large, this can take minutes"
@@ -74,6 +77,7 @@ check: test
 
 # in an environment of its own, because the newest torch can take GBs
 newest:
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv out/newest
 	out/newest/bin/python -m pip install --quiet --upgrade pip
 	out/newest/bin/python -m pip install --quiet -r requirements.txt --group dev
@@ -86,6 +90,7 @@ hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages ex
 
 # not .venv, because a machine with a GPU usually has its own PyTorch
 gpu:
+	$(CHECK_PYTHON)
 	$(PYTHON) extras/tests/gpu_report.py
 
 findings:

@@ -1,8 +1,7 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
-Read it from top to bottom. KVCache and Head are the cache: what we keep, and a view of it. Then comes the
-network, GPT-2's with a few modern options. generate is the loop: prefill, decode, slide. Then comes the sampler, whose
-noise makes a seed give the same tokens on every path. Last comes the checkpoint, the file that a model is saved in.
+Read it from top to bottom: the cache, the network (GPT-2's with a few modern options), the loop (generate), the
+sampler, whose noise makes a seed give the same tokens on every path, and the checkpoint, the file of a model.
 
 Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
 head size), V = vocab_size.
@@ -16,6 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +26,10 @@ from torch.nn import functional as F
 def require(settings, name, condition, why):
     if not condition:
         raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
+
+
+# of the MLP: exact GELU, the approximation that GPT-2 uses, and the SiLU of SwiGLU (Shazeer 2020, arXiv:2002.05202)
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
 
 
 @dataclass
@@ -41,7 +45,7 @@ class GPTConfig:
     bias: bool = True  # biases in Linear and LayerNorm layers
     n_kv_head: int | None = None  # None: n_head; fewer gives grouped-query attention, 1 multi-query attention
     mlp_ratio: float = 4  # width of the MLP's hidden layer, in units of n_embd
-    activation: str = "gelu"  # "gelu" is exact; "gelu_tanh" is GPT-2's; "swiglu" is Shazeer's (arXiv:2002.05202)
+    activation: str = "gelu"  # one of ACTIVATIONS
     pos_emb: str = "learned"  # "learned" is GPT-2's table; "rope" is rotary (Su et al. 2021, arXiv:2104.09864)
     norm_first: bool = True  # False: post-LN (Vaswani et al. 2017), without a final norm
     tie_weights: bool = True  # lm_head and wte share one matrix
@@ -54,7 +58,7 @@ class GPTConfig:
             require(self, name, getattr(self, name) >= 1, "must be at least 1")
         require(self, "dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
         require(self, "mlp_ratio", 1 <= self.mlp_ratio * self.n_embd < 2**31, "must give 1 to 2**31 - 1 hidden units")
-        require(self, "activation", self.activation in ("gelu", "gelu_tanh", "swiglu"), "no such activation")
+        require(self, "activation", self.activation in ACTIVATIONS, f"must be one of {', '.join(ACTIVATIONS)}")
         require(self, "pos_emb", self.pos_emb in ("learned", "rope"), "must be learned or rope")
         require(self, "n_head", self.n_embd % self.n_head == 0, f"must be a divisor of n_embd={self.n_embd}")
         pairs = self.pos_emb == "learned" or self.head_size % 2 == 0
@@ -127,20 +131,22 @@ class KVCache:
         slots.index_copy_(2, pos, x)
 
     def mask(self, pos):
-        """Return which slots each query may see, `(T, length + T)` bool: those up to its own position.
+        """Return what queries at pos `(T,)` may see. None: a single new token sees every slot, so it needs no mask."""
+        return None if len(pos) == 1 else visible(pos, self.length + len(pos))
 
-        None: a single new token may see every slot, so a decode step needs no mask.
-        """
-        if len(pos) == 1:
-            return None
-        return torch.arange(self.length + len(pos), device=pos.device) <= pos[:, None]
+
+def visible(pos, slots):
+    """Return which of `slots` slots a query at each position pos `(..., T)` may see, bool `(..., T, slots)`.
+
+    All masks come from here. Two cases need none: a single new token, and attention without a cache, by is_causal.
+    """
+    return torch.arange(slots, device=pos.device) <= pos[..., None]
 
 
 class Head:
     """One key/value head of a layer: `key_cache` and `value_cache`, `(B, t, hs)` of the KVCache used last, or None.
 
-    A Head computes nothing, because a layer computes all its heads in one batched call. In lesson/2_cache.py, a Head
-    computes attention with a cache of its own.
+    A Head computes nothing, because a layer computes all its heads in one batched call.
     """
 
     def __init__(self, attn, index):
@@ -251,16 +257,16 @@ class MLP(nn.Module):
             hidden = 8 * math.ceil(hidden * 2 / 3 / 8)  # rounded up to a multiple of 8
         self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.gated else hidden, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.activation = ACTIVATIONS[config.activation]
         self.dropout = config.dropout
 
     def forward(self, x):
         x = self.c_fc(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
-            x = F.silu(gate) * x
+            x = self.activation(gate) * x
         else:
-            x = F.gelu(x, approximate=self.approximate)
+            x = self.activation(x)
         x = self.c_proj(x)
         return F.dropout(x, self.dropout) if self.training else x
 
@@ -364,18 +370,18 @@ class GPT(nn.Module):
             is_pos = isinstance(pos, torch.Tensor) and pos.dtype == torch.int64 and pos.shape == (T,) != (0,)
             start = pos[0].item() if is_pos else -1
             if start < 0 or pos.tolist() != list(range(start, start + T)):
-                hint = f"pass the position of every token in idx, rising by one, such as torch.arange({T})"
-                raise TypeError(f"pos is {pos!r}: {hint}")
+                raise TypeError(f"pos is {pos!r}: pass the position of every token, rising by one: torch.arange({T})")
             if cache is None:
                 if start == 0 or self.own_cache is None:
                     self.own_cache = self.new_cache(B)
                 cache = self.own_cache
             with torch.no_grad(), cache.extend(start, B, T):
                 logits = self.unembed(self.hidden_states(idx, pos, cache))
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-        return logits, loss
+        return logits, None if targets is None else self.loss(logits, targets)
+
+    def loss(self, logits, targets):
+        """Return the mean cross-entropy of logits `(B, T, V)`. targets: ids `(B, T)`, or distributions `(B, T, V)`."""
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
 
     @torch.inference_mode()
     def next_logits(self, idx, start=0, cache=None):
@@ -387,7 +393,7 @@ class GPT(nn.Module):
             raise RuntimeError(TRAIN_MODE)
         B, T = idx.shape
         pos = torch.arange(start, start + T, device=idx.device)
-        with cache.extend(start, B, T) if cache else nullcontext():
+        with cache.extend(start, B, T) if cache is not None else nullcontext():
             return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
 
     def hidden_states(self, idx, pos=None, cache=None):
@@ -427,17 +433,18 @@ class GPT(nn.Module):
         """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
         return KVCache(self.config, batch_size, slots)
 
-    def generate(self, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
+    def generate(self, idx, max_new_tokens, *settings, kv_cache=True, cache=None, **more_settings):
         """Return idx `(B, T)` and its continuation, one tensor.
 
         max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
         kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
+        cache           from new_cache, to continue later: it keeps all but the last token, for a call with a longer idx
         settings        those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
         The Heads show the cache until clear_kv_cache frees it. Raises ValueError for invalid arguments, and
         RuntimeError in train mode. A model below about 4 million parameters runs best on one thread.
         """
         sampling = Sampling(*settings, **more_settings)
-        new = [token[:, None] for token, _ in generate(self, idx, max_new_tokens, sampling, kv_cache)]
+        new = [token[:, None] for token, _ in generate(self, idx, max_new_tokens, sampling, kv_cache, cache)]
         return torch.cat((idx, *new), dim=1)
 
 
@@ -696,10 +703,7 @@ def char_tokenizer(checkpoint):
     path = checkpoint["path"]
     vocab_size = checkpoint["model_args"]["vocab_size"]
     if "chars" not in checkpoint:
-        where = "nanoGPT keeps it in meta.pkl, so pass that as --meta (or --meta gpt2 if its tokens are GPT-2's)"
-        if "tokenizer" in checkpoint:
-            where = "its tokens are not characters, so load it with load_model in extras/checkpoint.py"
-        raise ValueError(f"{path} contains no vocabulary of characters: {where}")
+        raise ValueError(f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/checkpoint.py")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
     except (TypeError, ValueError) as error:
@@ -724,9 +728,6 @@ def pick_device(name):
 
 
 def load_model(path):
-    """Return (model, tokenizer): the GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError.
-
-    load_model in extras/checkpoint.py reads every other model: one with a tokenizer, a Hugging Face folder, nanoGPT's.
-    """
+    """Return (model, tokenizer): a GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError."""
     checkpoint = load_checkpoint(path)
     return build_model(checkpoint).eval(), char_tokenizer(checkpoint)

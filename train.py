@@ -11,12 +11,7 @@
 Writes out/ckpt.pt (best val loss, for sample.py), out/last.pt (latest step, for --init_from resume) and out/log.csv. On
 a CPU the same command gives bit-identical weights, interrupted or not. The defaults below are those of preset cpu and
 recipe modern; PRESETS and RECIPES have the rest.
-
-The folder extras adds threads that yield on a busy machine, a lock on --out_dir, auxiliary targets for the modern
-recipe, and n-grams for sample.py --draft in the checkpoints.
 """
-
-# Read it from top to bottom: settings, data, the optimizers, a step, evaluation, the loop, main.
 
 import argparse
 import csv
@@ -69,14 +64,11 @@ NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and not
 
 # The defaults of TrainConfig are what `python train.py` uses on a CPU. A preset changes size and length, a recipe the
 # network and the optimizer. If both change a setting, the preset wins, and the command line wins over everything.
-#
-# No recipe should win just by being bigger: within each preset, the parameter counts differ by less than 3%. So the
-# modern one, which has no table of positions, has a wider MLP.
+# No recipe should win by being bigger, so the modern one, which has no table of positions, has a wider MLP.
 
 # nanoGPT's for GPT-2 on Shakespeare, whatever the recipe
 FINETUNE_LENGTH = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
 FINETUNE_OPTIMIZER = dict(optimizer="adamw", learning_rate=3e-5, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
-FINETUNE_SCHEDULE = dict(lr_decay="none", warmup_iters=0)
 
 PRESETS = {
     "cpu": {},
@@ -84,7 +76,7 @@ PRESETS = {
     "nanogpt-cpu": dict(block_size=64, batch_size=12, max_iters=2000),
     "lecture": dict(n_embd=64, block_size=32, mlp_ratio=4, batch_size=16, max_iters=5000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, mlp_ratio=4, batch_size=64, max_iters=2000, dropout=0.3),
-    "finetune": FINETUNE_LENGTH | FINETUNE_OPTIMIZER | FINETUNE_SCHEDULE,
+    "finetune": FINETUNE_LENGTH | FINETUNE_OPTIMIZER | dict(lr_decay="none", warmup_iters=0),
 }
 
 NANOGPT_NETWORK = dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
@@ -128,7 +120,7 @@ class TrainConfig:
     dropout: float = flag(0.0, "dropout probability")
     bias: bool = flag(False, "biases in Linear and LayerNorm layers")
     mlp_ratio: float = flag(4.2, "width of the MLP's hidden layer, in units of n_embd")
-    activation: str = flag("swiglu", "exact or tanh GELU, or SwiGLU", choices=("gelu", "gelu_tanh", "swiglu"))
+    activation: str = flag("swiglu", "of the MLP: swiglu, gelu (exact) or gelu_tanh")
     pos_emb: str = flag("rope", "learned position embeddings, or rotary ones", choices=("learned", "rope"))
     norm_first: bool = flag(True, "True: pre-LN; False: post-LN")
     tie_weights: bool = flag(True, "lm_head shares the matrix of the token embedding")
@@ -148,7 +140,7 @@ class TrainConfig:
     lr_decay: str = flag("linear", "shape of the decay; none: constant", choices=("cosine", "linear", "none"))
     lr_decay_iters: int | None = flag(None, "step at which the decay ends; None: max_iters", least=1)
     min_lr: float | None = flag(0.0, "learning rate at the end of the decay; None: learning_rate/10", least=0)
-    weight_decay: float = flag(0.0, "AdamW's weight decay, on matrices and embeddings", least=0)
+    weight_decay: float = flag(0.0, "of AdamW, on matrices and embeddings; muon has none", least=0)
     beta1: float = flag(0.9, "AdamW's beta1", least=0, most=0.99999)
     beta2: float = flag(0.95, "AdamW's beta2", least=0, most=0.99999)
     grad_clip: float = flag(0.0, "clip the norm of the gradient to this; 0: no clipping", least=0)
@@ -251,8 +243,8 @@ def parse_flags():
     flags, unknown = parser.parse_known_args()
     if unknown:
         similar = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), FLAGS, n=1, cutoff=0.7)
-        hint = f": did you mean --{similar[0]}?" if similar else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        hint = f"did you mean --{similar[0]}?" if similar else "docs/interop.md lists what nanoGPT's are called here"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}: {hint}")
     return vars(flags)
 
 
@@ -271,7 +263,8 @@ Dataset = namedtuple("Dataset", "tokenizer train val sha256 source")
 
 def load_dataset(data_dir, min_train):
     """Return the Dataset in data_dir, a Path. Raises ValueError, also if train has fewer than min_train tokens."""
-    hint = "run python data/prepare.py, or pass a different --data_dir"
+    text = f" --input {data_dir}" if data_dir.is_file() else ""
+    hint = f"run python data/prepare.py{text}, or pass a different --data_dir"
     sha256 = {}
     try:
         if extras and (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
@@ -373,7 +366,7 @@ class Muon(torch.optim.Optimizer):
         # update the momentum; collect the matrices by shape
         by_shape = {}  # (rows, cols): [(matrix, its update, lr), ...]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):  # frozen ones have none
                 state = self.state[p]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
@@ -405,9 +398,8 @@ def configure_optimizers(params, model, config, device):
         dict(params=vectors, weight_decay=0.0, peak_lr=config.learning_rate),
     ]
     fused = device.type in ("cpu", "cuda")
-    optimizers = [
-        torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
-    ]
+    betas = (config.beta1, config.beta2)
+    optimizers = [torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=betas, fused=fused)]
     if muon_params:
         optimizers.append(Muon(muon_params, dict(lr=config.muon_learning_rate, momentum=0.9)))
     return optimizers
@@ -416,14 +408,14 @@ def configure_optimizers(params, model, config, device):
 def muon_groups(model, peak_lr):
     """Return Muon's parameter groups: the matrices of the blocks, grouped by their parts."""
     by_parts = {}
+    kv = model.config.n_kv_head * model.config.head_size
     for block in model.transformer["h"]:
-        kv = block.attn.n_kv_head * block.attn.head_size
-        for p in block.parameters():
+        for name, p in block.named_parameters():
             if p.dim() != 2:
                 continue
-            if p is block.attn.c_attn.weight:
+            if name == "attn.c_attn.weight":
                 parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
-            elif p is block.mlp.c_fc.weight and block.mlp.gated:
+            elif name == "mlp.c_fc.weight" and model.config.activation == "swiglu":
                 parts = (len(p) // 2, len(p) // 2)  # gate, up
             else:
                 parts = (len(p),)
@@ -518,8 +510,7 @@ def train_step(config, data, state):
                 batch = partial(get_batch, config=config, number=number, device=state.device)
                 total, loss = state.training_loss(x, y, *state.targets.inputs(state.iter_num, batch))
             else:
-                _, loss = state.training_loss(x, y)
-                total = loss
+                total = loss = state.training_loss(x, y)[1]
         state.scaler.scale(total / micro_steps).backward()
         mean_loss = mean_loss + loss.detach() / micro_steps
 
@@ -570,8 +561,7 @@ def evaluate(state, ids, num_tokens=math.inf, signals=()):
     block_size = model.config.block_size
     at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
     windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
-    total = 0.0
-    count = 0
+    total = count = 0
     model.eval()
     bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
     with state.autocast, bar:
@@ -858,8 +848,11 @@ def make_run(flags):
     on_gpu = torch.cuda.is_available() and flags.get("device", "auto") != "cpu"
     config = resolve_config(flags, checkpoint, on_gpu)
     device = device_of_process(config.device)
-    if device.type == "cpu" and config.tokens_per_step() * config.block_size * config.n_layer * config.n_embd > 2**42:
-        raise ValueError(f"--block_size {config.block_size}: a step takes minutes on a CPU: lower it or --batch_size")
+    # multiply-adds of a forward, for at least 1,024 tokens, because weights need memory even if few tokens use them
+    per_token = config.n_layer * config.n_embd * (config.n_embd * (4 + 2 * config.mlp_ratio) + config.block_size)
+    if max(1024, config.batch_size * config.block_size) * per_token > (2**41 if device.type == "cpu" else 2**48):
+        size = " ".join(f"--{n} {getattr(config, n)}" for n in "n_layer n_embd mlp_ratio block_size batch_size".split())
+        raise ValueError(f"{size}: a step takes minutes, or more memory than there is: lower one of them")
     if (config.eval_only or config.meta) and not checkpoint:
         raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
@@ -936,6 +929,9 @@ def main():
     )
     if config.init_from not in ("scratch", "resume"):
         print(f"starting at step 0 with the weights of {config.init_from}, not its optimizer: resume continues a run")
+        state.best_val_loss = evaluate(state, data.val, config.eval_tokens())  # the start may be the best of all
+        if RANK == 0:
+            save_checkpoint(out_dir / "ckpt.pt", metadata | state.state_dict(with_optimizers=False))
     if config.compile:
         state.training_loss = torch.compile(state.training_loss)
     if WORLD_SIZE > 1:

@@ -20,18 +20,6 @@ FACTS = ("vocab_size", "context", "window", "chunk", "pad", "weights")
 PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
 
 
-def adapter_of(model, parts, inputs):
-    if not parts:
-        owner = Transformers(model) if is_model(model) else model
-        parts = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
-        if "generate" in parts and not asks_for(parts["generate"], "use_cache"):
-            del parts["generate"]  # the object may have one of its own
-    if missing := [name for name in NEEDED if name not in parts]:
-        needs = "needs a causal language model of transformers, or an adapter"
-        raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
-    return Adapter(model, parts, inputs)
-
-
 def tensor_of(array):
     """Return an array of any framework as a tensor of its own. Anything else comes back as it is."""
     if isinstance(array, torch.Tensor) or not (hasattr(array, "__array__") or hasattr(array, "__dlpack__")):
@@ -59,8 +47,6 @@ class Weights(nn.Module):
         return {k: x if isinstance(self.arrays[k], torch.Tensor) else x.numpy(force=True) for k, x in current.items()}
 
     def write(self):
-        if self.passed:
-            return
         for name, new in self.current().items():
             array = self.arrays[name]
             array.assign(new) if hasattr(array, "assign") else array.__setitem__(..., new)
@@ -68,6 +54,15 @@ class Weights(nn.Module):
 
 class Adapter:
     def __init__(self, model, parts, inputs):
+        if "step" not in parts:  # then the model is the adapter
+            owner = Transformers(model) if is_model(model) else model
+            theirs = {name: part for name in PARTS if (part := getattr(owner, name, None)) is not None}
+            if "generate" in theirs and not asks_for(theirs["generate"], "use_cache"):
+                del theirs["generate"]  # the object may have one of its own
+            parts = theirs | parts
+        if missing := [name for name in NEEDED if name not in parts]:
+            needs = "needs a causal language model of transformers, or an adapter"
+            raise TypeError(f"{needs}. {type(model).__name__} lacks {', '.join(missing)}")
         owners = [getattr(part, "__self__", part) for part in (model, *parts.values())]
         self.modules, self.parts = [*{owner: None for owner in owners if isinstance(owner, nn.Module)}], parts
         self.context, self.window, self.chunk = (parts.get(name) for name in ("context", "window", "chunk"))
@@ -82,6 +77,7 @@ class Adapter:
         if "weights" in parts:
             passed = all(self.takes(part, "weights") for part in ("full", "step"))
             self.weights = Weights(parts["weights"], passed)
+            self.modules.append(self.weights)
         self.inputs = nn.Module()  # as buffers, they follow the dtype and device of the weights
         for name, tensor in inputs.items():
             tensor = tensor_of(tensor)
@@ -90,11 +86,8 @@ class Adapter:
             first = tensor[:TWIN]  # of the rows that begin like these
             self.inputs.register_buffer(name, torch.cat((first, first, tensor[2 * TWIN :])))
 
-    def demand(self, kind, need):
-        """Raise NotImplementedError if this decoder lacks a part, or an argument of one, as in "step.mask"."""
-        part, _, argument = need.partition(".")
-        if argument and not self.takes(part, argument):
-            raise NotImplementedError(f"the {part} takes no {argument}")
+    def demand(self, kind, part):
+        """Raise NotImplementedError if this decoder lacks a part."""
         if part in METHODS and kind in self.samples:
             self.operation(self.samples[kind], part)
         if part not in METHODS and part not in self.parts:
@@ -113,6 +106,9 @@ class Adapter:
         if self.weights:
             optional["weights"] = self.weights.current() if self.takes(part, "weights") else None
         known = {name: value for name, value in optional.items() if self.takes(part, name)}
+        for name in ("mask", "lengths"):  # without these, padding would be read as text
+            if optional.get(name) is not None and name not in known:
+                raise NotImplementedError(f"the {part} takes no {name}")
         if rows is not None:
             known |= {name: tensor[rows] for name, tensor in self.inputs.named_buffers()}
         if self.numpy:
@@ -191,8 +187,6 @@ class Adapter:
                     self.try_cache(kind)
         self.modules = [*dict.fromkeys((*self.modules, *called))]
         self.converts = bool(self.modules) and not self.weights  # to another dtype
-        if self.weights:
-            self.modules.append(self.weights)
         if self.modules:
             self.modules.append(self.inputs)
 

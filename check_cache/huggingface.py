@@ -85,8 +85,6 @@ class Transformers:
     def new(self, rows, length, kind):
         if kind == "own":
             return None  # the model makes one
-        if not hasattr(self.model, "_can_compile_fullgraph"):
-            raise Verdict("error", "the model lacks _can_compile_fullgraph: does it have a static cache?")
         if self.name_of("cache") and self.model._can_compile_fullgraph:
             return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")

@@ -23,12 +23,13 @@ VISIBLE = 10
 def changed(modules, change):
     """Replace each weight, except those in 8 bits, for a while, and restore what a forward writes, too."""
     parts = {part for module in modules for part in module.modules()}
-    weights = [part for part in parts if isinstance(part, Weights)]  # which functions of another framework read
+    weights = [part for part in parts if isinstance(part, Weights) and not part.passed]
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
     kept = {tensor: tensor.data for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     try:
         for tensor in kept:
+            if not isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.clone()  # because a forward may write to buffers
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 tensor.data = change(tensor)
         for part in weights:
@@ -37,8 +38,6 @@ def changed(modules, change):
     finally:
         for tensor, data in kept.items():
             tensor.data = data
-        for buffer, content in buffers.items():
-            buffer.data.copy_(content)
         for content, before in held:
             content.clear()
             content.update(before)

@@ -51,18 +51,14 @@ class Report:
 
     @property
     def missing(self):
-        """A line for each word in `must_run`, a name or a part of names, if a scenario that it names was not run."""
-        lines, results = [], {f"{result.scenario}, {result.cache} cache": result for result in self.results}
-        for word in self.must_run:
-            exact = [name for name, result in results.items() if word in (result.scenario, name)]
-            named = exact or [name for name in results if word in name]
-            absent = [name for name in named if results[name].status in ("not run", "error")]
-            if absent or not named:
-                lines.append(f"{word} ({'; '.join(absent) or 'no such scenario'})")
-        return lines
+        """The scenarios in `must_run` that were not run, with one kind of cache or all."""
+        absent = {result.scenario for result in self.results if result.status in ("not run", "error")}
+        ran = {result.scenario for result in self.results} - absent
+        names = [name for name in self.must_run if name not in ran]
+        return [name if name in absent else f"{name} (not in this report)" for name in names]
 
     def assert_correct(self, require=()):
-        """Raise AssertionError unless a scenario is correct, none is wrong, and those that `require` names have run."""
+        """Raise AssertionError unless a scenario is correct, none is wrong, and those in `require` have run."""
         report = replace(self, must_run=(*self.must_run, *as_list(require)))
         if report.exit_code:
             raise AssertionError(f"the cache is wrong, or too little could be checked\n{report}")
@@ -83,8 +79,8 @@ class Report:
             if len({result.why for result in results}) > 1:
                 said = f"in {results[0].scenario}, {said}"
             lines.append(f"{LABELS[status]}  {names}, {kinds} cache" + (f": {said}" if said else ""))
-        if "correct" in {result.status for result in self.results}:
-            lines += [f"MISSING  required, but not run: {line}" for line in self.missing]
+        if self.missing and "correct" in {result.status for result in self.results}:
+            lines.append(f"MISSING  required, but not run: {'; '.join(self.missing)}")
         lines += [f"beyond   not covered: {self.beyond}"] if self.beyond else []
         wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
         return "\n".join(wrapped)

@@ -16,8 +16,8 @@ import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 try:
@@ -91,12 +91,14 @@ def distinct_characters(pieces):
     return "".join(map(chr, np.flatnonzero(seen))), length
 
 
-def begin_differently(train, val):
-    """Return whether the lines of two texts, in pieces, mostly begin with different characters, as in a sorted list."""
-    counts = [Counter(line[:1] for line in "".join(pieces).splitlines() if line) for pieces in (train, val)]
-    totals = [max(1, counter.total()) for counter in counts]
-    common = sum(min(counts[0][char] / totals[0], counts[1][char] / totals[1]) for char in counts[1])
-    return min(totals) >= 20 and common < 0.5
+def in_order(text):
+    """Return whether the lines of a text are sorted: from A to Z, also by their last word, or by length, either way."""
+    lines = [line.casefold() for line in text.splitlines() if line.strip()]
+    for key in (str, len, lambda line: line.split()[-1]):
+        rising = [key(a) < key(b) for a, b in pairwise(lines) if key(a) != key(b)]
+        if len(lines) >= 20 and len(rising) >= 5 and not 0.05 < sum(rising) / len(rising) < 0.95:
+            return True
+    return False
 
 
 def encode_characters(pieces, chars):
@@ -145,8 +147,7 @@ def write(data_dir, vocabulary, size, train, val, source):
 def prepared(data_dir):
     """Return (meta, whole): the meta.json in data_dir, or {}, and whether train.bin and val.bin are what it says."""
     meta = {}
-    foreign = any(data_dir.glob("*.bin")) and not (data_dir / "meta.json").exists()
-    if foreign:  # as nanoGPT leaves ids that are no text
+    if any(data_dir.glob("*.bin")) and not (data_dir / "meta.json").exists():  # as nanoGPT leaves ids that are no text
         return {"source": "another program"}, False
     try:
         meta = dict(json.loads((data_dir / "meta.json").read_bytes()))
@@ -227,9 +228,8 @@ def main():
         source = ", ".join(name for name, _ in texts)
         if not 0 < split < length:
             raise ValueError(f"{source} has {split} characters for training and {length - split} for validation")
-        ends = (read_text(texts, "", 0, min(split, PIECE)), read_text(texts, "", split, split + PIECE))
-        if not args.val and begin_differently(*ends):
-            note("the lines of the val split begin differently: if the text is sorted, shuffle it, or pass --val FILE")
+        if not args.val and in_order("".join(read_text(texts, "", 0, PIECE))):
+            note("the lines are sorted, so the val split is unlike the rest: shuffle the lines, or pass --val FILE")
 
         # the vocabulary
         vocabulary = {"chars": chars}
@@ -238,15 +238,16 @@ def main():
         if args.tokenizer:
             from extras.tokenizer import make_tokenizer
 
-            learned = read_text(texts, "learn", 0, split)
-            vocabulary, size, encode = make_tokenizer(
-                args.tokenizer, args.vocab_size, learned, chars, encode_characters
-            )
+            text = read_text(texts, "learn", 0, split)
+            vocabulary, size, encode = make_tokenizer(args.tokenizer, args.vocab_size, text, chars, encode_characters)
 
         # the ids
         train = encode(read_text(texts, "encode", 0, split))
         val = encode(read_text(texts, "encode", split))
-        num_train, num_val = write(args.data_dir, vocabulary, size, train, val, source)
+        try:
+            num_train, num_val = write(args.data_dir, vocabulary, size, train, val, source)
+        except OSError as error:
+            raise ValueError(f"--data_dir {args.data_dir}: {error.strerror}, so pass a different one") from None
     print(f"source: {source}\n{length:,} characters, a vocabulary of {size:,}: {args.data_dir}")
     print(f"train {num_train:,}, val {num_val:,} tokens")
 

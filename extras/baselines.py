@@ -78,7 +78,7 @@ class OpenVinoGPT:
     def next_logits(self, idx, start=0, cache=None):
         """Return the logits `(B, V)` of the token after idx `(B, T)`, as GPT.next_logits does."""
         B, T = idx.shape
-        cache = cache or self.new_cache(B)
+        cache = self.new_cache(B) if cache is None else cache
         cache.length = start + T
         inputs = {
             "input_ids": idx.numpy(),

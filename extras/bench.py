@@ -37,10 +37,11 @@ from model import (
     build_model,
     generate,
     gumbel_noise,
+    pick_device,
     sample_token,
     write_atomically,
 )
-from sample import find_checkpoint, near_tie, num_threads, put_on_device
+from sample import find_checkpoint, near_tie, num_threads
 from train import PRESETS, RECIPES, TrainConfig
 
 VARIANTS = {
@@ -335,15 +336,14 @@ def plot(measured, format):
 
     figure = Figure(figsize=(10, 5 * len(measured)), layout="constrained")
     for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
-        for row in rows:
-            name = row["variant"]
+        for k, row in enumerate(rows):
             times = list(row["ms_per_token"].values())
-            color = f"C{list(VARIANTS).index(name)}"
-            label = f"{VARIANTS[name]}\n{row['tokens_per_s']:,.0f} tokens/s"
-            if times:
+            color = f"C{k}"
+            label = f"{VARIANTS[row['variant']]}\n{row['tokens_per_s']:,.0f} tokens/s"
+            if len(times) > 9:
                 smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
                 axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
-            else:  # llama2.c returns one block, so we only know the mean
+            else:  # llama2.c returns one block, and the C backend a few, so we only know the mean
                 axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
         axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
         axis.set_xlabel("position of the token")
@@ -427,7 +427,7 @@ def main():
     with one_line_errors():
         found = list(models(args))  # read every file before measuring, so that a bad one fails at once
         for _, model, _ in found:
-            put_on_device(model, args.device, "float32")
+            model.to(pick_device(args.device))
 
     device = found[0][1].lm_head.weight.device
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline

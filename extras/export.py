@@ -48,6 +48,9 @@ def main():
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
         checkpoint = load_checkpoint(find_checkpoint(args.ckpt, args.out_dir), args.meta)
+        if not checkpoint.keys() & {"chars", "tokenizer"}:
+            what = "a model of ids, and an export needs their vocabulary"
+            fail(f"{checkpoint['path']} is {what}: pass it as --meta, a tokenizer or nanoGPT's meta.pkl")
         tokenizer = build_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
     note_model(checkpoint)

@@ -74,4 +74,6 @@ def describe_file(file):
         return ADAPTER
     if (file.parent / "config.json").exists():
         return f"one file of a Hugging Face folder: pass the folder, {file.parent}"
+    if file.suffix == ".txt" and file.name not in ("merges.txt", "vocab.txt"):
+        return f"text, not a model: python data/prepare.py --input {file} prepares it for train.py"
     return "one file of a Hugging Face folder: pass the folder, with its config.json and tokenizer.json"

@@ -89,7 +89,7 @@ def open_model(args, checkpoint):
         from extras.decoding.quantize import round_weights
 
         round_weights(model)
-    sample.put_on_device(model, args.device, args.dtype)
+    sample.put_on_device(model, args)
     return model, tokenizer, checkpoint
 
 
@@ -113,8 +113,7 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     if args.engine == "onnx":
         torch.set_num_threads(1)  # it has threads of its own
         return plain_blocks(model, prompts, num_new, sampling, args.kv_cache), slots
-    fed = len(prompts) * (1 if args.kv_cache else model.config.block_size) * (NUM_DRAFTS + 1 if args.draft else 1)
-    threads = sample.num_threads(fed * sum(p.numel() for p in model.parameters()))
+    threads = sample.num_threads(sample.multiply_adds(args, model) * (NUM_DRAFTS + 1 if args.draft else 1))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
         how = dict(draft=args.draft, compile=args.compile, weights=args.weights, threads=threads)
         how["ngrams"] = checkpoint.get("ngrams")
@@ -179,16 +178,16 @@ def main(args, checkpoint=None):
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
         torch.set_num_threads(all_threads)
-        sys.exit(verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times))
+        sys.exit(verify(reference, prompts, texts, num_new, sampling, tokenizer))
 
 
-def verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times):
+def verify(reference, prompts, texts, num_new, sampling, tokenizer):
     """Compare the texts with the plain loop, and report, as sample.py does, for prompts of any length.
 
     Returns the exit code.
     """
     tied = set()
-    seconds = 0.0
+    seconds = 0
     samples = sampling.samples_of(len(prompts), "cpu").tolist()
     for T in sorted({len(prompt) for prompt in prompts}):
         rows = [row for row, prompt in enumerate(prompts) if len(prompt) == T]
@@ -196,7 +195,9 @@ def verify(args, reference, prompts, texts, num_new, sampling, tokenizer, times)
         group = [texts[row] for row in rows]
         settings = replace(sampling, samples=[samples[row] for row in rows])
         found, took = sample.verify(reference, idx, group, num_new, settings, tokenizer, rows)
-        tied = None if tied is None or found is None else tied | found
-        seconds += took
+        if found is None:
+            return 1
+        tied |= found
+        seconds = seconds + took
     new = [len(text.ids) - len(prompt) for text, prompt in zip(texts, prompts)]
-    return sample.report_verify(new, tied, times, seconds, args)
+    return sample.report_verify(new, tied, seconds)

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from extras.checkpoint import load_model
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
-from sample import find_checkpoint, put_on_device
+from model import pick_device
+from sample import find_checkpoint
 from train import load_dataset
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -84,7 +85,7 @@ def main():
         ckpt = find_checkpoint(args.ckpt, None)
         model, tokenizer = load_model(ckpt, args.meta)
         ids = encode(tokenizer, text)
-        put_on_device(model, args.device, "float32")
+        model.to(pick_device(args.device))
     what = args.text or f"the val split in {args.data_dir}"
     unit = tokenizer.unit
     block_size = model.config.block_size

@@ -61,18 +61,17 @@ class TrainingLoss(nn.Module):
         """
         mtp_weight, ngram_weight = weights
         hidden = self.model.hidden_states(x)  # (B, T, C)
-        logits = self.model.unembed(hidden).flatten(0, 1).float()
-        total = F.cross_entropy(logits, y.flatten())
+        logits = self.model.unembed(hidden)
+        total = self.model.loss(logits, y)
         loss = total.detach()
         targets = y  # (B, T), or distributions (B, T, V)
         if contexts is not None:
             targets = F.one_hot(y, logits.size(-1)).float().lerp(self.table[contexts], ngram_weight)
-            total = F.cross_entropy(logits, targets.flatten(0, 1))
+            total = self.model.loss(logits, targets)
         # Multi-token prediction (Gloeckle et al., arXiv:2404.19737): layer j predicts the hidden state j positions
         # ahead, which lm_head maps to logits. The paper uses a block per extra token, we use a matrix.
         for j, layer in enumerate(self.mtp, start=1):
-            # a norm without weights; if you replace the model's norm, replace this one too
+            # a norm like the model's, but without weights
             ahead = F.layer_norm(layer(hidden[:, :-j]), hidden.shape[-1:])  # (B, T - j, C)
-            logits_ahead = self.model.unembed(ahead).flatten(0, 1).float()
-            total = total + mtp_weight / j * F.cross_entropy(logits_ahead, targets[:, j:].flatten(0, 1))
+            total = total + mtp_weight / j * self.model.loss(self.model.unembed(ahead), targets[:, j:])
         return total, loss

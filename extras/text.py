@@ -56,4 +56,5 @@ class PartialText(GeneratedText):
         text = self.whole if self.ids and self.ids[-1] in self.tokenizer.byte_ids else self.text
         # an incomplete character decodes to one replacement character, or to one per byte, at most three
         text = text[: len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))]
-        return self.hold_back(text)
+        waiting = max(map(len, self.stops), default=1) - 1
+        return text[: max(self.prompt_length, len(text) - waiting)]

@@ -12,7 +12,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"lesson/check.py: {error}: activate the environment, or install it as README.md says")
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python lesson/check.py
 from check_cache import check_cache

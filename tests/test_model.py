@@ -240,6 +240,35 @@ def test_a_prefill_without_pos_leaves_nothing_to_decode_from():
         model(torch.zeros(1, 1, dtype=torch.int64), pos=torch.tensor([6]))
 
 
+def test_a_cache_with_a_len_is_used_while_it_is_empty():
+    """An empty container is false, so `if cache` would take it for no cache."""
+
+    class Sized(KVCache):
+        def __len__(self):
+            return self.length
+
+    model = random_model(GPTConfig(**SHAPE))
+    cache = Sized(model.config, 1)
+    model.next_logits(torch.zeros(1, 3, dtype=torch.int64), 0, cache)
+    assert len(cache) == 3
+
+
+def test_a_generation_goes_on_with_the_cache_of_the_last_one(monkeypatch):
+    model = random_model(GPTConfig(**SHAPE))
+    cache = model.new_cache(2)
+    said = model.generate(torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, seed=5, cache=cache)
+    assert cache.length == 6
+    asked = torch.cat((said, torch.tensor([[7, 8], [9, 10]])), dim=1)
+    fed = []
+    hidden_states = GPT.hidden_states
+    monkeypatch.setattr(
+        GPT, "hidden_states", lambda self, idx, *rest: fed.append(idx.size(1)) or hidden_states(self, idx, *rest)
+    )
+    answer = model.generate(asked, 4, seed=5, cache=cache)
+    assert fed == [3, 1, 1, 1]
+    assert torch.equal(answer, model.generate(asked, 4, seed=5, kv_cache=False))
+
+
 def test_pos_must_rise_by_one_and_stay_within_the_context():
     model = random_model(GPTConfig(**SHAPE))
     with pytest.raises(TypeError, match="rising by one"):
@@ -250,7 +279,7 @@ def test_pos_must_rise_by_one_and_stay_within_the_context():
 
 
 def test_pos_that_is_no_tensor_is_a_type_error_that_says_what_it_is():
-    with pytest.raises(TypeError, match=r"pos is 10: pass the position of every token .* torch.arange\(3\)"):
+    with pytest.raises(TypeError, match=r"pos is 10: pass the position of every token, .* torch.arange\(3\)"):
         random_model(GPTConfig(**SHAPE))(torch.zeros(1, 3, dtype=torch.int64), pos=10)
 
 

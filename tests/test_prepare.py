@@ -3,11 +3,14 @@
 The network is a server on 127.0.0.1. Nothing leaves the machine.
 """
 
+import errno
 import gzip
 import io
 import json
 import os
+import random
 import sys
+from functools import partial
 from hashlib import sha256
 
 import numpy as np
@@ -99,16 +102,42 @@ def test_the_val_split_can_be_a_file_of_its_own(call, text, tmp_path):
     assert data.tokenizer.decode(data.train.tolist()) == BODY.decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_a_text_in_alphabetical_order_is_noticed(shuffled, call, text, tmp_path):
-    """Its last tenth has only names that begin with the last letters, so the val loss says nothing."""
-    lines = [f"{chr(97 + i % 26)}name{i}" for i in range(520)]
-    text.write_text("\n".join(lines if shuffled else sorted(lines)), encoding="utf-8")
-    result = ok(call("--input", text, "--data_dir", tmp_path / "data"))
-    assert ("the lines of the val split begin differently" in result.stderr) != shuffled
-    (tmp_path / "val.txt").write_text("\n".join(f"zoe{i}" for i in range(40)), encoding="utf-8")
+ORDERS = [sorted, partial(sorted, reverse=True), partial(sorted, key=len), partial(sorted, key=lambda s: s.split()[1])]
+
+
+@pytest.mark.parametrize("begin", ["", "the name is "])
+@pytest.mark.parametrize("order", ORDERS, ids=["A to Z", "Z to A", "by length", "by the second word"])
+def test_sorted_lines_are_noticed(order, begin, call, text, tmp_path):
+    """The last tenth of names in alphabetical order has only the last letters, so its loss says nothing."""
+    draw = random.Random(0)
+    names = ["".join(draw.choices("ABCDEFGHabcdefgh", k=draw.randint(2, 9))).capitalize() for _ in range(400)]
+    lines = [f"{a} {b}" for a, b in zip(names[::2], names[1::2])]
+    for number, arranged in enumerate((order(lines), lines)):
+        text.write_text("\n".join(begin + line for line in arranged), encoding="utf-8")
+        result = ok(call("--input", text, "--data_dir", tmp_path / f"data{number}"))
+        assert ("the lines are sorted" in result.stderr) == (arranged is not lines)
+    text.write_text("\n".join(order(lines)), encoding="utf-8")
+    (tmp_path / "val.txt").write_text("Abe Had\n" * 40, encoding="utf-8")
     result = ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "own"))
-    assert "begin differently" not in result.stderr  # --val is what the line would ask for
+    assert "sorted" not in result.stderr  # --val is what the line would ask for
+
+
+@pytest.mark.parametrize("lines", [["ab"] * 99, ["ab", "", "abc", ""] * 30, ["ACGT" * 20] * 60 + ["AC"]], ids=len)
+def test_lines_that_are_all_alike_are_not_sorted(lines):
+    assert not prepare.in_order("\n".join(lines))
+    assert not prepare.in_order(SAMPLE.read_text(encoding="utf-8"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatch):
+    """The tests may run as root, who can write everywhere, so the system call fails here."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(old))
+
+    before = tree(old.parent)
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    result = call("--input", text, "--data_dir", old)
+    assert_nothing_changed(result, old.parent, before, f"--data_dir {old}: Permission denied, so pass a different one")
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_flags_are_read_as_their_types(monkeypatch):
 
 
 UNREADABLE = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patience") for value in ("1.5", "x", "")]
-UNREADABLE += ["--learning_rate=fast", "--compile=maybe", "--preset=huge", "--activation=relu"]
+UNREADABLE += ["--learning_rate=fast", "--compile=maybe", "--preset=huge"]
 UNREADABLE += ["--n_layers 3", "--n_lay 3", "stray", "--max_iters"]
 IMPOSSIBLE = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patience", "threads") for value in (0, -1)]
 IMPOSSIBLE += [f"--{name}={value}" for name in ("learning_rate", "beta1", "mlp_ratio") for value in ("-0.1", "nan")]
@@ -55,6 +55,7 @@ IMPOSSIBLE += [
     "--seed=-1",
     "--grad_clip=nan",
     "--n_kv_head=3",
+    "--activation=relu",
 ]
 IMPOSSIBLE += ["--out_dir=", "--data_dir="]
 

@@ -164,9 +164,20 @@ def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
     result = sample(tmp_path, *flags)
     assert result.returncode == 1
     two = r"-?[\d.]+ and -?[\d.]+"
-    picks = rf"DIFFERENT at row 0, new token \d+: '\w', but '\w' {how} the cache\. "
-    logits = rf"Logits of the two: {two} with the cache, {two} without the cache$"
+    picks = rf"DIFFERENT at row 0, new token \d+: the text has '\w', but {how} the cache, the model picks '\w'\. "
+    logits = rf"Logits of the two: {two} with the cache, {two} without$"
     assert re.search(picks + logits, result.stderr, re.M), result.stderr
+
+
+def test_verify_sees_a_broken_cache_that_changes_no_token(monkeypatch):
+    """Without a mask in the prefill, the tokens of the prompt see later ones, and yet this text stays the same."""
+    flags = ["--ckpt", PRETRAINED, "--device", "cpu", "--prompt", "O Romeo, ", "--verify"]
+    right = ok(here(*flags, script="sample.py"))
+    monkeypatch.setattr(KVCache, "mask", lambda cache, pos: None)
+    result = here(*flags, script="sample.py")
+    assert result.returncode == 1 and result.stdout == right.stdout
+    said = r"^sample.py: verify: DIFFERENT: the tokens agree, but logits .* are up to 0\.\d+ apart$"
+    assert re.search(said, result.stderr, re.M), result.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["--stop", "#"]], ids=["to the end", "stop"])
@@ -214,8 +225,9 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--promt", "x"], ["--promt"]),
         (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
-        (["--ckpt="], ["--ckpt or --out_dir is empty"]),
-        (["--out_dir", ""], ["--ckpt or --out_dir is empty"]),
+        (["hello"], ['unrecognized arguments: hello: type --prompt "TEXT"']),
+        (["--ckpt="], ["--ckpt, --out_dir or --stop is empty"]),
+        (["--out_dir", ""], ["--ckpt, --out_dir or --stop is empty"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -252,6 +264,30 @@ def test_mistakes_are_one_line(trained, flags, words):
     result = sample(trained, *flags)
     assert_one_line(result, *words, code=1)
     assert result.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a GPU that torch cannot use")
+@pytest.mark.parametrize(
+    "flags, device",
+    [
+        ([], "cpu"),
+        (["--num_samples", "8"], "cpu"),
+        (["--num_samples", "64"], "cuda"),
+        (["--no-kv_cache"], "cuda"),
+        (["--dtype", "bfloat16"], "cuda"),
+        (["--device", "cuda"], "cuda"),
+        (["--device", "cpu", "--no-kv_cache"], "cpu"),
+    ],
+    ids=" ".join,
+)
+def test_a_small_step_leaves_the_gpu_alone(flags, device, monkeypatch):
+    """torch says that there is a GPU, which fails once it is used: so an error shows that sample.py took it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = here("--ckpt", PRETRAINED, "--prompt", "O", "--max_new_tokens", 1, *flags, script="sample.py")
+    if device == "cuda":
+        assert_one_line(result, "sample.py: --device cuda cannot be used here", code=1)
+    else:
+        assert ok(result).stdout and ("--device cuda takes the GPU" in result.stderr) == ("--device" not in flags)
 
 
 def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():

@@ -200,7 +200,16 @@ MISTAKES = [  # flags, and what the line says
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "--n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
-    ("--block_size 3000000 --n_embd 8", "--block_size 3000000: a step takes minutes on a CPU: lower it"),
+    *(
+        (f"--{flags}", f"--{flags.split(' --')[0]}")
+        for flags in (
+            "block_size 3000000 --n_embd 8",
+            "n_embd 1000000",
+            "mlp_ratio 1000000.0 --n_embd 128",
+            "n_layer 100000000",
+            "batch_size 1000000000",
+        )
+    ),
     ("--threads 100000", "--threads 100000 is not from 1 to 1024"),
     ("--beta2 1", "--beta2 1.0 is not from 0 to 0.99999"),
     ("--seed -1", "--seed -1 is not from 0 to"),
@@ -209,7 +218,7 @@ MISTAKES = [  # flags, and what the line says
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--init_from out/none", "no checkpoint at out/none"),
     ("--data_dir none", "run python data/prepare.py, or pass a different --data_dir"),
-    ("--data_dir train.py", "no data at train.py"),
+    ("--data_dir train.py", "run python data/prepare.py --input train.py"),
     ("--init_from resume", "no checkpoint at "),
 ]
 

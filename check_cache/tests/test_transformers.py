@@ -169,6 +169,13 @@ def test_a_new_name_of_a_window_is_an_error(settings):
     assert report.exit_code == 2 and "but we know windows as sliding_window, " in " ".join(str(report).split()), report
 
 
+def test_a_new_name_of_the_setting_for_a_static_cache_is_an_error(monkeypatch):
+    for base in [base for base in LlamaForCausalLM.__mro__ if "_can_compile_fullgraph" in vars(base)]:
+        monkeypatch.delattr(base, "_can_compile_fullgraph")
+    report = check_cache(tiny("llama"), length=24, scenarios=["batches"])
+    assert report.exit_code == 2 and "_can_compile_fullgraph" in str(report), report
+
+
 # -- what must have run ------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +202,8 @@ def test_a_check_that_hardly_ran_does_not_pass(missing, refuses, monkeypatch):
     model = Picky(tiny("llama").config)
     options = dict(length=24, caches="own", scenarios=["decode", "double", "mixed", "left padding"], skip="generate")
     report = check_cache(model, **options)
-    assert report.exit_code == 2 and f"MISSING  required, but not run: {missing} (" in str(report), report
+    assert report.exit_code == 2 and "MISSING  required, but not run: " in str(report), report
+    assert missing in report.missing
     with pytest.raises(AssertionError, match="too little could be checked"):
         report.assert_correct()
     report = check_cache(model, **options, may_miss=["decode", "chunks", "left padding"])

@@ -12,11 +12,12 @@ import inspect
 import os
 import textwrap
 import types
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import model as model_py
 from extras.decoding.c_library import CompileError, NotHereError
@@ -27,21 +28,25 @@ REPEATED = {
     "KVCache.extend": ("cfc5a9debc5aca63", "plan, accept"),
     "KVCache.update": ("5d6f07ec6a86cdb4", "forward"),
     "KVCache.write": ("a880ace06317e06b", "forward"),
-    "KVCache.mask": ("c311860223dddbd5", "forward"),
+    "KVCache.mask": ("67f29c1953cdb063", "forward"),
+    "visible": ("fba1ed8d02da1ca2", "forward"),
     "rotate": ("67c046e513b3b9a3", "rotate"),
     "CausalSelfAttention.project": ("212627da029f3ec4", "forward"),
     "CausalSelfAttention.forward": ("a6e47a9a8cb48681", "forward, attend"),
-    "MLP.forward": ("9636203636806965", "forward, activate"),
+    "MLP.forward": ("f68477bca22343a6", "forward, activate"),
     "Block.forward": ("512d730d44e510fc", "forward, layer_norm"),
     "GPT.hidden_states": ("6d99a7933ffd3aab", "forward"),
     "GPT.unembed": ("48aa09133aec1053", "forward"),
-    "GPT.next_logits": ("17434160f2ec7adf", "work, plan"),
+    "GPT.new_cache": ("75b1d1d7eaa5b66a", "work"),
+    "GPT.next_logits": ("02e0ef64f76a43e0", "work, plan"),
     "generate": ("6233269142bc761e", "work"),
     "sample_token": ("ce085451bf0db103", "sample_token"),
     "keep_top_k": ("1fa1e091a09d3f8b", "best_of_kept"),
     "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept"),
+    "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise"),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise"),
 }
+ACTIVATIONS = {"gelu": (F.gelu, {}), "gelu_tanh": (F.gelu, {"approximate": "tanh"}), "swiglu": (F.silu, {})}
 
 
 def refuse_other_networks(model):
@@ -64,6 +69,9 @@ def refuse_changed_code():
                 f"{name} in model.py has changed, and step.c computes the old version in {in_c} (once step.c computes "
                 f"the new one, its hash in c_guard.py is {found})"
             )
+    filters = [keep for name, keep in model_py.FILTERS.items() if name in ("top_k", "top_p")]
+    if filters != [model_py.keep_top_k, model_py.keep_top_p]:
+        raise CompileError("FILTERS in model.py has another top_k or top_p, or another order, than step.c")
 
 
 def refuse_other_settings(model):
@@ -75,6 +83,10 @@ def refuse_other_settings(model):
     for block in blocks:
         attn = block.attn
         mlp = block.mlp
+        activation = mlp.activation
+        bound = (activation.func, activation.keywords) if isinstance(activation, partial) else (activation, {})
+        if bound != ACTIVATIONS.get(config.activation):
+            raise CompileError(f"step.c does not compute the activation {config.activation} of this model")
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head
@@ -82,7 +94,6 @@ def refuse_other_settings(model):
             and attn.head_size == config.head_size
             and attn.qk_norm == config.qk_norm
             and mlp.gated == (config.activation == "swiglu")
-            and mlp.approximate == ("tanh" if config.activation == "gelu_tanh" else "none")
         )
         if not fits:
             raise CompileError("the model has a layer that does not fit its config")

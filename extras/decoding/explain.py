@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from extras.cli import fail
 from model import generate
 
 
@@ -98,6 +99,8 @@ def explain(model, tokenizer, idx, steps, sampling):
     held = None  # the shape of a Head's key_cache before the step
     with watch(model) as seen:
         for step, (new, _) in enumerate(generate(model, idx, steps, sampling)):
+            if "q" not in seen:
+                fail("--explain watches F.scaled_dot_product_attention, which this model.py does not call")
             q, k, mask, pos = (seen[name] for name in ("q", "k", "mask", "pos"))
             weights = layer_weights(q, k, mask)
             T = len(pos)

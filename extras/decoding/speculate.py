@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from extras.decoding.ngrams import MAX_ORDER
-from model import KVCache, sample_token
+from model import KVCache, sample_token, visible
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RaggedCache(KVCache):
     def mask(self, pos):
         if pos.dim() == 1:
             return super().mask(pos)
-        return (torch.arange(self.length + pos.size(1), device=pos.device) <= pos[..., None])[:, None]  # (B, 1, T, t)
+        return visible(pos, self.length + pos.size(1))[:, None]  # (B, 1, T, t)
 
 
 def select_rows(cache, rows):

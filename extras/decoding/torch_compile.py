@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from model import KVCache
+from model import KVCache, visible
 
 
 class StaticCache(KVCache):
@@ -26,7 +26,7 @@ class StaticCache(KVCache):
         return self.key[layer], self.value[layer]
 
     def mask(self, pos):
-        return torch.arange(self.slots, device=pos.device) <= pos[:, None]
+        return visible(pos, self.slots)
 
 
 class CompiledGPT:

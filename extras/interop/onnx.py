@@ -71,7 +71,9 @@ class GPTWithPast(nn.Module):
         slot = torch.arange(attention_mask.size(1), device=input_ids.device)
         query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
         # A query sees its own slot even if that is padding, because a softmax over nothing is NaN.
-        mask = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
+        visible = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
+        # Added to the scores. With a boolean mask, the exporter lets every layer look for NaN, which MNN cannot do.
+        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
         cache = ConcatCache(past_key_values, mask)
         with LastQueries() as last:
             logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
@@ -331,7 +333,7 @@ class OnnxGPT:
         cache  from new_cache; it holds the positions before, and idx is added. None: idx is the whole text
         """
         B, T = idx.shape
-        cache = cache or self.new_cache(B)
+        cache = self.new_cache(B) if cache is None else cache
         end = start + T
         inputs = {
             "input_ids": idx.numpy(),

@@ -60,6 +60,43 @@ def test_the_worked_change_trains_and_gives_the_same_text_in_c(tmp_path):
     assert "verify: OK" in verified.stderr and "decoding without --compile" not in verified.stderr
 
 
+WINDOW = [  # every query sees 8 slots
+    ("<= pos[..., None]\n", "<= pos[..., None]) & (torch.arange(slots) > pos[..., None] - 8)\n"),
+    ("return torch.arange(slots, device=pos.device) <=", "return (torch.arange(slots, device=pos.device) <="),
+    ("return None if len(pos) == 1 else visible(", "return visible("),
+    ("q, k, v, is_causal=True,", "q, k, v, visible(torch.arange(T), T),"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [["--num_samples", "3"], ["--draft", "ngram", "--num_samples", "3"], ["--prompt", "First"], ["--compile"]],
+    ids=" ".join,
+)
+def test_a_sliding_window_is_three_edits_of_model_py(flags, tmp_path):
+    skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
+    folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
+    text = (folder / "model.py").read_text(encoding="utf-8")
+    for old, new in WINDOW:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "model.py").write_text(text, encoding="utf-8")
+    command = [
+        sys.executable,
+        "sample.py",
+        "--ckpt",
+        "assets/shakespeare.pt",
+        "--device",
+        "cpu",
+        "--prompt",
+        "O Romeo, ",
+    ]
+    command += ["--max_new_tokens", "40", "--verify", *flags]
+    verified = ok(subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8"))
+    assert "verify: OK" in verified.stderr
+
+
 # -- make --------------------------------------------------------------------------------------------------------------
 
 OLD = """#!/bin/sh

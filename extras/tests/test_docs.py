@@ -197,11 +197,13 @@ def test_the_first_command_and_the_edit_that_breaks_the_cache_print_what_the_rea
     (_, right), (_, wrong) = [block for block in blocks(readme, "text") if "sample.py: verify:" in block[1]]
     folder = shutil.copytree(ROOT, tmp_path / "extras", ignore=shutil.ignore_patterns(".*", "out", "node_modules"))
 
+    def verify(*flags):
+        words = [*shlex.split(command)[1:], *flags]
+        return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, encoding="utf-8")
+
     def compare(shown, exit_code):
         """The text begins as shown, and the first line about --verify is the one shown, but for its logits."""
-        result = subprocess.run(
-            [sys.executable, *shlex.split(command)[1:]], cwd=folder, capture_output=True, encoding="utf-8"
-        )
+        result = verify()
         text, verdict = shown.split("...\n")
         assert result.returncode == exit_code, result.stderr
         assert result.stdout.startswith(text)
@@ -214,6 +216,9 @@ def test_the_first_command_and_the_edit_that_breaks_the_cache_print_what_the_rea
     edited = re.sub(rf"^( *{re.escape(start)}.*)$", lambda line: line[0] + addition, after, count=1, flags=re.MULTILINE)
     (folder / "model.py").write_text(before + function + edited, encoding="utf-8")
     compare(wrong, 1)
+    several = verify("--num_samples", "3").stderr.splitlines()[-1]  # which share a prefill, so token 0 is decoded
+    says = "DIFFERENT at row 1, new token 0: the text has 'n', but with and without the cache, the model picks 's'. "
+    assert says in several
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import argparse
 import errno
 import itertools
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,10 +66,30 @@ def test_a_command_that_is_run_as_a_file_says_how_to_start_it(name):
     assert_one_line(result, f"python -m extras.{name}", code=1)
 
 
-@pytest.mark.parametrize("command", [["sample.py"], *(["-m", f"extras.{name}"] for name in COMMANDS)], ids=" ".join)
+MODULES = (*(f"extras.{name}" for name in COMMANDS), "lesson.check")
+
+
+@pytest.mark.parametrize("command", [["sample.py"], *(["-m", name] for name in MODULES)], ids=" ".join)
 def test_without_the_environment_one_line_says_so(command):
     """-S leaves out site-packages."""
     assert_one_line(run("-S", *command), "No module named", "README.md", code=1)
+
+
+OLD_PYTHON = f"""#!/bin/sh
+exec {shlex.quote(sys.executable)} -c 'import sys; sys.version_info = (3, 10, 1); exec(sys.argv[2])' "$@"
+"""
+
+
+@unix
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target", ["gpu", "newest"])
+def test_make_says_that_python_is_too_old(target, tmp_path):
+    (tmp_path / "old").write_text(OLD_PYTHON, encoding="utf-8")
+    (tmp_path / "old").chmod(0o755)
+    command = ["make", target, f"PYTHON={tmp_path / 'old'}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
+    assert result.stderr.startswith(f"make: Python 3.11 or newer is needed, and {tmp_path / 'old'} is Python 3.10: ")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 2  # make adds its own
 
 
 @unix

@@ -38,6 +38,7 @@ def files(tmp_path_factory):
         (files / folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
         save_file(lora, files / folder / "adapter_model.safetensors")
     (files / "loras" / "checkpoint-10" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (files / "text" / "names.txt").write_text("Ada\nBo\n", encoding="utf-8")
     (files / "text" / "train.bin").write_bytes(bytes(99))
     save_file(lora, files / "lora.safetensors")
     for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500"):
@@ -65,6 +66,7 @@ FOREIGN = [
     ("adapter/adapter_config.json", "is a LoRA adapter"),
     ("lora.safetensors", "is a LoRA adapter"),
     ("loras", "is a LoRA adapter"),
+    ("text/names.txt", "is text, not a model: python data/prepare.py --input {}/text/names.txt prepares it"),
     ("text/train.bin", "is training data, not a model: pass --data_dir {}/text to train.py"),
     ("hf/model.safetensors", "is one file of a Hugging Face folder: pass the folder, {}/hf"),
     ("hf/config.json", "pass the folder, {}/hf"),

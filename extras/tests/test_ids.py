@@ -46,6 +46,12 @@ def test_a_prompt_that_is_not_ids_is_one_line_that_names_meta(prompt, ids):
     assert_one_line(result, "is not an id", "ids from 0 to 11, such as '5 17 3'", "--meta", code=1)
 
 
+@pytest.mark.parametrize("kind", ["hf", "onnx", "web"])
+def test_an_export_says_that_it_needs_a_vocabulary(kind, ids, tmp_path):
+    result = here("--format", kind, "--ckpt", ids, "--out_dir", tmp_path, script="extras/export.py")
+    assert_one_line(result, f"{ids} is a model of ids, and an export needs their vocabulary", code=1)
+
+
 def test_a_stop_string_is_whole_ids():
     """The text of 1 ends that of 11."""
     text = IdText([1, 2], IdTokenizer(99), ["1", "7  8"])

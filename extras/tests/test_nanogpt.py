@@ -69,13 +69,22 @@ def test_a_vocabulary_size_is_a_plain_number(size, words, tmp_path):
     assert_one_line(here("--data_dir", tmp_path, "--out_dir", tmp_path / "out"), words, code=1)
 
 
-@pytest.mark.parametrize("kind, size", [("<u4", 4), ("<i8", 8)])
-def test_ids_of_more_bytes_are_one_line(kind, size, tmp_path):
-    """NumPy's own integers have 8 bytes. As 2-byte ids they are the ids and three zeros in between."""
+@pytest.mark.parametrize(
+    "values, kind",
+    [
+        (np.arange(1, 200, dtype="<u4"), "int32"),
+        (np.arange(1, 200, dtype="<i8"), "int64"),
+        (np.arange(200, dtype="<f4"), "float32"),
+        (np.random.default_rng(0).normal(size=200).astype("<f4"), "float32"),
+        (np.random.default_rng(0).normal(size=200).astype("<f8"), "float64"),
+    ],
+)
+def test_values_that_are_not_ids_of_two_bytes_are_one_line(values, kind, tmp_path):
+    """Read as ids of two bytes, all of these are below GPT-2's vocabulary size, or nearly so."""
     for name in ("train", "val"):
-        np.arange(1, 200).astype(kind).tofile(tmp_path / f"{name}.bin")
+        values.tofile(tmp_path / f"{name}.bin")
     result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
-    assert_one_line(result, f"train.bin has ids of {size} bytes, and nanoGPT's have 2: save them as np.uint16", code=1)
+    assert_one_line(result, f"train.bin holds {kind} values, but nanoGPT's ids are np.uint16", code=1)
 
 
 def test_ids_beyond_the_vocabulary_are_one_line(tmp_path):

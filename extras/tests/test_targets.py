@@ -89,6 +89,17 @@ def test_a_step_descends_the_training_loss_and_reports_the_plain_loss(ngrams, mt
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-3, atol=1e-6)
 
 
+def test_an_edit_of_the_loss_in_model_py_is_trained():
+    """All terms come from GPT.loss, or an edit would change the val loss and not the training."""
+    config, data, state, table, rows = run_with_targets(ngram_targets=0.6, mtp_weight=0.4)
+    x, y = batch(data.train, config.seed, 0, 2, 16)
+    arguments = state.targets.inputs(0, lambda ids: batch(ids, config.seed, 0, 2, 16))
+    plain = state.targets(x, y, *arguments)
+    loss = state.model.loss
+    state.model.loss = lambda logits, targets: 3 * loss(logits, targets)
+    torch.testing.assert_close(state.targets(x, y, *arguments), tuple(3 * each for each in plain))
+
+
 def test_the_layers_ahead_are_saved_for_a_resume_and_the_model_has_none(data_dir, tmp_path):
     ok(here(*SMALL, "--mtp_weight", 0.5, "--max_iters", 4, "--data_dir", data_dir, "--out_dir", tmp_path))
     last, best = (load(tmp_path / name) for name in ("last.pt", "ckpt.pt"))

@@ -26,6 +26,7 @@ from helpers import (
     ok,
     plain_val_loss,
     progress,
+    same,
     start,
     tiny_run,
     write_ids,
@@ -146,6 +147,16 @@ def test_a_run_stopped_in_an_evaluation_may_go_on_with_other_intervals(long_run,
 
 
 # -- any model ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_nothing_improves_on_stays_the_best(trained, data_dir, tmp_path):
+    flags = ["--init_from", trained, "--data_dir", data_dir, "--device", "cpu"]
+    start = re.match(r"val loss ([\d.]+)", ok(here(*flags, "--eval_only")).stdout)[1]
+    spoil = ["--learning_rate", 5, "--optimizer", "adamw", "--max_iters", 3, "--eval_interval", 1, "--log_interval", 1]
+    said = ok(here(*flags, *spoil, "--lr_decay", "none", "--out_dir", tmp_path)).stdout
+    assert f"best val loss {start}: " in said and all(f"val {start}" not in line for line in said.splitlines()[2:5])
+    best = load(tmp_path / "ckpt.pt")
+    assert best["iter_num"] == 0 and same(best["model"], load(trained / "ckpt.pt")["model"])  # from step 0
 
 
 def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothing(trained, data_dir, tmp_path):

@@ -135,6 +135,24 @@ def test_muon_is_momentum_made_orthogonal_for_q_k_and_v_apart(kv_heads):
             torch.testing.assert_close(p.detach(), expected[name], atol=1e-4, rtol=1e-3)
 
 
+def test_muon_leaves_frozen_matrices_alone_and_takes_an_mlp_of_your_own():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8))
+    first, second = model.transformer.h
+    first.requires_grad_(False)
+    second.mlp = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
+    before = {name: p.detach().clone() for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
+    optimizers = configure_optimizers(model.parameters(), model, TrainConfig(optimizer="muon"), CPU)
+    idx = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(0))
+    model(idx[:, :-1], idx[:, 1:])[1].backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    changed = {
+        name for name, p in model.transformer.h.named_parameters() if name in before and not same(p, before[name])
+    }
+    assert changed == {name for name in before if name.startswith("1.")} and "1.mlp.2.weight" in changed
+
+
 def test_a_learning_rate_of_0_stops_muon_too(data_dir, tmp_path):
     """Muon has its own peak, so without care `--learning_rate 0` would change weights with the modern recipe."""
     flags = [*SMALL, "--recipe", "modern", "--learning_rate", 0, "--data_dir", data_dir]

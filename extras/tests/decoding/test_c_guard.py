@@ -18,7 +18,7 @@ from extra_helpers import needs_compiler
 from extras.decoding import c_guard
 from extras.decoding.compile import CompileError, compile_step
 from helpers import ROOT, V, random_model
-from model import GPT, MLP, GPTConfig
+from model import ACTIVATIONS, GPT, MLP, GPTConfig
 
 pytestmark = needs_compiler
 
@@ -31,9 +31,17 @@ def compiled(model=MODEL):
 
 
 EDITS = {  # valid edits of model.py, after which step.c would generate different text, or none
-    "window": ("<= pos[:, None]", "<= pos[:, None] - 8"),
+    "window": ("<= pos[..., None]", "<= pos[..., None] - 8"),
     "length": ("self.length = start + T", "self.length = start + T - 1"),
-    "gelu": ("F.gelu(x, approximate=self.approximate)", 'F.gelu(x, approximate="tanh")'),
+    "mlp": ("x = self.activation(x)\n", "x = self.activation(2 * x)\n"),
+    "gelu": ('"gelu": F.gelu,', '"gelu": F.relu,'),
+    "own cache": (
+        "return KVCache(self.config, batch_size, slots)",
+        "return KVCache(self.config, batch_size, 2 * slots)",
+    ),
+    "noise": ("vocab_size).unbind(1)", "vocab_size).mul(0.5).unbind(1)"),
+    "filter": ('"top_k": keep_top_k,', '"top_k": keep_top_p,'),
+    "order of filters": ("FILTERS = {", 'FILTERS = {"top_p": keep_top_p, '),
     "eps": ("self.ln_1 = nn.LayerNorm(config.n_embd, bias", "self.ln_1 = nn.LayerNorm(config.n_embd, 1e-4, bias"),
     "norm": ("self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)", "self.ln_2 = nn.RMSNorm(config.n_embd)"),
     "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
@@ -43,7 +51,7 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
         "pos = torch.arange(start, start + T, device=idx.device) + (start > 0)",
     ),
     "loop": ("new = sample_token(logits, noise, sampling)", "new = sample_token(-logits, noise, sampling)"),
-    "constructor": ('"tanh" if config.activation == "gelu_tanh" else "none"', '"tanh"'),
+    "constructor": ("ACTIVATIONS[config.activation]", 'ACTIVATIONS["gelu_tanh"]'),
 }
 
 
@@ -112,7 +120,7 @@ def test_an_edit_of_a_function_that_step_c_repeats_is_named(name, old, new, tmp_
         ("# rotate in float32, whatever the dtype of x", "# é"),
         ('"""Return the logits `(..., V)` of hidden states', '"""Return logits `(..., V)` of hidden states'),
         ('        """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""\n', ""),
-        ("x = F.silu(gate) * x", "x = (\n                F.silu(gate) * x\n            )"),
+        ("x = self.activation(gate) * x", "x = (\n                self.activation(gate) * x\n            )"),
     ],
 )
 def test_comments_docstrings_and_line_breaks_do_not_count(old, new, tmp_path, monkeypatch):
@@ -190,7 +198,11 @@ REFUSED = {
     "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
     "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
     "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
-    "another activation": (set_attribute("transformer.h.1.mlp", "approximate", "tanh"), "fit its config"),
+    "another activation": (
+        set_attribute("transformer.h.1.mlp", "activation", ACTIVATIONS["swiglu"]),
+        "activation gelu",
+    ),
+    "unknown activation": (set_attribute("transformer.h.1.mlp", "activation", torch.relu), "activation gelu"),
 }
 
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,22 +265,23 @@ def test_verify_takes_each_row_for_its_own_sample_and_prompt(capsys):
     tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
     ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
     ids = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
-    args = SimpleNamespace(kv_cache=True, engine="torch", draft=None, compile=True)
 
     def verify(rows):
         texts = [GeneratedText(row, tokenizer) for row in rows]
-        code = generation.verify(args, model, ragged, texts, 6, sampling, tokenizer, [0.1])
+        code = generation.verify(model, ragged, texts, 6, sampling, tokenizer)
         return code, capsys.readouterr().err.splitlines()
 
     summary = "sample.py: verify: OK, 24 tokens are the same with and without the cache (4 of 4 samples)"
-    assert verify(ids) == (0, [summary])
+    code, said = verify(ids)
+    assert code == 0 and said[0] == summary
     for row, step in ((0, 0), (1, 5), (2, 2), (3, 4)):
         place = len(ragged[row]) + step
         wrong = [list(text) for text in ids]
         wrong[row][place] = (wrong[row][place] + 1) % V
         code, (line,) = verify(wrong)
-        picks = f"{tokenizer.decode([wrong[row][place]])!r}, but {tokenizer.decode([ids[row][place]])!r}"
-        assert code == 1 and f"DIFFERENT at row {row}, new token {step}: {picks} with the cache. " in line
+        text, pick = (repr(tokenizer.decode([each[row][place]])) for each in (wrong, ids))
+        says = f"the text has {text}, but with and without the cache, the model picks {pick}. "
+        assert code == 1 and f"DIFFERENT at row {row}, new token {step}: {says}" in line
         wrong[row] = ids[row][:place]  # a text that ends too early
         code, (line,) = verify(wrong)
         assert code == 1 and f"DIFFERENT at row {row}: it ends after {step} of 6 new tokens" in line
@@ -293,17 +293,16 @@ def test_verify_sees_a_broken_cache_that_a_decoder_does_not_use(monkeypatch, cap
     tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
     prompt = prompts(1, 4)[0]
     texts = [GeneratedText(Decoder(model).generate(prompt[None], 9, seed=5)[0].tolist(), tokenizer)]
-    args = SimpleNamespace(kv_cache=True, engine="torch", draft=None, compile=True)
-    assert generation.verify(args, model, [prompt], texts, 9, sampling, tokenizer, [0.1]) == 0
+    assert generation.verify(model, [prompt], texts, 9, sampling, tokenizer) == 0
     arange = torch.arange
 
     @torch.inference_mode()
     def next_logits(self, idx, start=0, cache=None):
         pos = arange(start, start + idx.size(1)) + (start > 0)
-        with cache.extend(start, *idx.shape) if cache else contextlib.nullcontext():
+        with cache.extend(start, *idx.shape) if cache is not None else contextlib.nullcontext():
             return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
 
     monkeypatch.setattr(type(model), "next_logits", next_logits)
     capsys.readouterr()
-    assert generation.verify(args, model, [prompt], texts, 9, sampling, tokenizer, [0.1]) == 1
+    assert generation.verify(model, [prompt], texts, 9, sampling, tokenizer) == 1
     assert "with the cache" in capsys.readouterr().err

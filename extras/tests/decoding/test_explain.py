@@ -9,7 +9,7 @@ import torch
 from extras.checkpoint import load_model
 from extras.decoding.explain import attention_weights, explain, watch
 from helpers import KINDS, PROMPT, prompts, random_model, sample, texts_of
-from model import GPTConfig, Sampling
+from model import CharTokenizer, GPTConfig, Sampling
 
 
 def shapes(printed):
@@ -55,6 +55,18 @@ def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, 
     assert "decode 1, pos 31" not in printed and "the context is full" in printed
     assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_explain_of_an_attention_of_your_own_is_one_line(monkeypatch, capsys):
+    def attention(q, k, v, attn_mask=None, is_causal=False, **settings):
+        weights = (q @ k.mT / q.size(-1) ** 0.5).tril(k.size(2) - q.size(2)).softmax(-1)
+        return weights @ v
+
+    model = random_model(GPTConfig(**KINDS[0], block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=8))
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", attention)
+    with pytest.raises(SystemExit):
+        explain(model, CharTokenizer("abcdefghijklmnopqrst"), prompts(1, 4), 3, Sampling(seed=0))
+    assert "--explain watches F.scaled_dot_product_attention" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
