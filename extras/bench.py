@@ -25,10 +25,9 @@ from extras.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transfor
 from extras.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.cores import share_cores
-from extras.decoding.compile import NotHereError
+from extras.decoding.cuda_graph import GraphedGPT
 from extras.decoding.decoder import NUM_DRAFTS, Decoder
 from extras.decoding.quantize import round_weights
-from extras.decoding.torch_compile import CompiledGPT
 from model import (
     GPT,
     CharTokenizer,
@@ -129,11 +128,10 @@ def plain_stream(model, kv_cache=True):
 
 
 def compiled_stream(model, batch_size):
-    """Return the stream of --compile: the C backend, or torch.compile where that cannot run, such as on a GPU."""
-    try:
-        return Decoder(model, compile=True).stream
-    except NotHereError:
-        return plain_stream(CompiledGPT(model, batch_size))
+    """Return the stream of --compile: the C backend, or on a GPU a CUDA graph, recorded once for all runs."""
+    if model.lm_head.weight.is_cuda:
+        return GraphedGPT(model, batch_size, model.config.block_size, Sampling()).stream
+    return Decoder(model, compile=True).stream
 
 
 def rounded(model):

@@ -115,7 +115,7 @@ def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
         return plain_blocks(model, prompts, num_new, sampling, args.kv_cache), slots
     threads = sample.num_threads(sample.multiply_adds(args, model) * (NUM_DRAFTS + 1 if args.draft else 1))
     if args.draft or args.compile or len({len(prompt) for prompt in prompts}) > 1:
-        how = dict(draft=args.draft, compile=args.compile, weights=args.weights, threads=threads)
+        how = dict(draft=args.draft, compile=args.compile, weights=args.weights, threads=threads, slots=slots)
         how["ngrams"] = checkpoint.get("ngrams")
         blocks = start_generation(model, prompts, num_new, sampling, ended, **how)
         return blocks, getattr(blocks, "slots", slots)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from extras.decoding.c_library import CompileError, NotHereError, open_library
+from extras.decoding.c_library import CompileError, open_library
 
 SOURCE = Path(__file__).with_name("step.c")
 # A DLL linked with -static does not need those of MinGW.
@@ -47,7 +47,7 @@ def load_library(macros):
             program = made.read_bytes()
             library = open_library(made)
     except (OSError, subprocess.TimeoutExpired) as error:  # no program may run from that folder, or the compiler hangs
-        raise NotHereError(f"the C backend cannot be compiled or loaded ({error})") from None
+        raise CompileError(f"the C backend cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # if the folder cannot be written, we compile again next time
         folder.mkdir(exist_ok=True)
         unfinished = folder / f"step-{key}.{os.getpid()}"
@@ -93,4 +93,4 @@ def find_compiler():
                 if b"__MINGW32__" in target.stdout and b"__clang__" not in target.stdout:
                     command.append(UNALIGNED)
                 return [command, name], target.stdout
-    raise NotHereError("no C compiler works here: install gcc or clang, or name one in $CC")
+    raise CompileError("no C compiler works here: install gcc or clang, or name one in $CC")

@@ -1,8 +1,8 @@
-"""Does step.c compute what this model.py computes?
+"""Do step.c and cuda_graph.py compute what this model.py computes?
 
-step.c is a few functions of model.py rewritten in C. Comparing outputs could not prove that the two agree, because a
-difference may show only late in the text. So step.c belongs to one version of each function, whose hash stands here.
-If one has changed, or the model has a layer that step.c does not know, we decode in PyTorch.
+They are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
+may show only late in the text. So they belong to one version of each function, whose hash stands here. If one has
+changed, or the model has a layer that they do not know, we decode without --compile.
 """
 
 import ast
@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import model as model_py
-from extras.decoding.c_library import CompileError, NotHereError
+from extras.decoding.c_library import CompileError
 
-# Function of model.py: its hash, and what computes the same in step.c. Once you have changed step.c to match, put in
-# the hash that the message names. Comments, docstrings and the layout of the code do not count.
+# Function of model.py: its hash, and what computes the same in step.c. Once you have changed step.c and cuda_graph.py
+# to match, put in the hash that the message names. Comments, docstrings and the layout of the code do not count.
 REPEATED = {
     "KVCache.extend": ("cfc5a9debc5aca63", "plan, accept"),
     "KVCache.update": ("5d6f07ec6a86cdb4", "forward"),
@@ -50,24 +50,20 @@ ACTIVATIONS = {"gelu": (F.gelu, {}), "gelu_tanh": (F.gelu, {"approximate": "tanh
 
 
 def refuse_other_networks(model):
-    """Raise CompileError unless step.c computes what this model computes. pack_weights checks the shapes."""
-    for p in model.parameters():
-        if p.device.type != "cpu" or p.dtype != torch.float32:
-            found = f"{p.dtype} on {p.device.type}"
-            raise NotHereError(f"the C backend runs in float32 on the CPU, and this model is in {found}")
+    """Raise CompileError unless --compile computes what this model computes. pack_weights checks the shapes."""
     refuse_changed_code()
     refuse_unknown_layers(model)
     refuse_other_settings(model)
 
 
 def refuse_changed_code():
-    """Raise CompileError if a function of model.py that step.c repeats has changed."""
+    """Raise CompileError if a function of model.py that we repeat has changed."""
     for name, (expected, in_c) in REPEATED.items():
         found = source_hash(attrgetter(name)(model_py))
         if found != expected:
             raise CompileError(
-                f"{name} in model.py has changed, and step.c computes the old version in {in_c} (once step.c computes "
-                f"the new one, its hash in c_guard.py is {found})"
+                f"{name} in model.py has changed, and --compile computes the old version (once {in_c} in step.c and "
+                f"the network in cuda_graph.py compute the new one, its hash in c_guard.py is {found})"
             )
     filters = [keep for name, keep in model_py.FILTERS.items() if name in ("top_k", "top_p")]
     if filters != [model_py.keep_top_k, model_py.keep_top_p]:
@@ -75,7 +71,7 @@ def refuse_changed_code():
 
 
 def refuse_other_settings(model):
-    """Raise CompileError unless every layer is what the config says, which is all that step.c knows."""
+    """Raise CompileError unless every layer is what the config says, which is all that we know."""
     config = model.config
     blocks = model.transformer["h"]
     if len(blocks) != config.n_layer:
@@ -86,7 +82,7 @@ def refuse_other_settings(model):
         activation = mlp.activation
         bound = (activation.func, activation.keywords) if isinstance(activation, partial) else (activation, {})
         if bound != ACTIVATIONS.get(config.activation):
-            raise CompileError(f"step.c does not compute the activation {config.activation} of this model")
+            raise CompileError(f"--compile does not compute the activation {config.activation} of this model")
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head
@@ -100,7 +96,7 @@ def refuse_other_settings(model):
 
 
 def layers_of(config):
-    """Return the layers of PyTorch that step.c computes."""
+    """Return the layers of PyTorch that we compute."""
     return (nn.Linear, nn.Embedding, nn.LayerNorm)
 
 
@@ -113,20 +109,20 @@ def refuse_unknown_layers(model):
     for module in model.modules():
         kind = type(module)
         if kind not in known:
-            raise CompileError(f"step.c does not know the layer {kind.__name__}")
+            raise CompileError(f"--compile does not know the layer {kind.__name__}")
         methods = [name for name in vars(module) if callable(getattr(kind, name, None))]
         if methods:
-            raise CompileError(f"step.c cannot compute a {kind.__name__} with a patched {methods[0]}")
+            raise CompileError(f"--compile cannot compute a {kind.__name__} with a patched {methods[0]}")
         if hasattr(module, "eps") and (module.eps != 1e-5 or module.weight is None):
-            raise CompileError(f"step.c cannot compute {module}: it needs eps=1e-05 and a weight")
+            raise CompileError(f"--compile cannot compute {module}: it needs eps=1e-05 and a weight")
         if kind is nn.Embedding and module.max_norm is not None:
-            raise CompileError(f"step.c cannot compute {module}: it does not implement max_norm")
+            raise CompileError(f"--compile cannot compute {module}: it does not implement max_norm")
         hooks += [module._forward_hooks, module._forward_pre_hooks]
     if any(hooks):
-        raise CompileError("step.c cannot compute a model with forward hooks")
+        raise CompileError("--compile cannot compute a model with forward hooks")
     for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in layers)):
         if not from_torch(code_of(getattr(kind, name))):
-            raise CompileError(f"step.c cannot compute {kind.__name__}, because its {name} is not PyTorch's")
+            raise CompileError(f"--compile cannot compute {kind.__name__}, because its {name} is not PyTorch's")
 
 
 # -- the hash of a function --------------------------------------------------------------------------------------------
@@ -137,7 +133,7 @@ def source_hash(function):
     try:
         return code_hash(code_of(function))
     except (OSError, SyntaxError):  # SyntaxError: of a lambda, getsource returns the lines around it
-        raise CompileError(f"step.c cannot compute {function.__qualname__}, whose source is unknown") from None
+        raise CompileError(f"--compile cannot compute {function.__qualname__}, whose source is unknown") from None
 
 
 @cache  # it takes a millisecond
@@ -164,7 +160,7 @@ def canonical(node):
 def code_of(function):
     """Return the code that a call of `function` runs. Raises CompileError if it is not written in Python."""
     if not isinstance(function, types.FunctionType):
-        raise CompileError(f"step.c cannot compute {function!r:.100}, which has no source")
+        raise CompileError(f"--compile cannot compute {function!r:.100}, which has no source")
     known_wrapper = from_torch(function.__code__) or function.__code__.co_filename == contextlib.__file__
     if known_wrapper and hasattr(function, "__wrapped__"):  # by torch.inference_mode or contextmanager
         return code_of(function.__wrapped__)

@@ -10,11 +10,7 @@ import torch
 
 
 class CompileError(RuntimeError):
-    """The C backend does not compile here, or would compute a different network. The message is one line."""
-
-
-class NotHereError(CompileError):
-    """It needs float32, a CPU and a C compiler."""
+    """--compile cannot run here, or would compute a different network. The message is one line."""
 
 
 def open_library(file):

@@ -1,6 +1,6 @@
 """The C backend: compiles step.c for the shape of a model, packs the weights, and runs steps.
 
-c_guard.py    whether step.c computes what this model.py computes
+c_guard.py    whether step.c and cuda_graph.py compute what this model.py computes
 c_build.py    the program, compiled for one shape
 c_pack.py     the weights, in the order in which step.c reads them
 c_library.py  the structures and the threads that both sides share
@@ -18,7 +18,6 @@ from extras.decoding.c_guard import refuse_other_networks
 from extras.decoding.c_library import (
     Cache,
     CompileError,
-    NotHereError,
     Pool,
     State,
     Table,
@@ -30,7 +29,7 @@ from extras.decoding.c_pack import int8_panels, pack_weights, panels
 from extras.decoding.ngrams import MAX_ORDER
 from extras.decoding.quantize import BLOCK
 
-__all__ = ["CompileError", "NotHereError", "compile_step"]
+__all__ = ["CompileError", "compile_step"]
 
 # Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
@@ -57,6 +56,11 @@ def compile_step(model, num_drafts, table, weights="float32"):
 
     We copy all weights, so later changes to the model have no effect. Raises CompileError.
     """
+    for p in model.parameters():
+        if p.device.type != "cpu" or p.dtype != torch.float32:
+            raise CompileError(
+                f"the C backend runs in float32 on the CPU, and this model is in {p.dtype} on {p.device}"
+            )
     refuse_other_networks(model)
     config = model.config
     num_params = sum(p.numel() for p in model.parameters())

@@ -7,11 +7,11 @@ step.c. This is the loop around them.
 import torch
 
 from extras.cli import note
-from extras.decoding.compile import CompileError, NotHereError, compile_step
+from extras.decoding.compile import CompileError, compile_step
+from extras.decoding.cuda_graph import GraphedGPT
 from extras.decoding.ngrams import ngram_table
 from extras.decoding.speculate import BatchState, prefill, rows_by_prompt, speculative_step
-from extras.decoding.torch_compile import CompiledGPT
-from model import FILTERS, Sampling, generate, gumbel_noise
+from model import FILTERS, Sampling, gumbel_noise
 
 WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -61,39 +61,36 @@ class Decoder:
         return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
 
 
-def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams, compile, weights, threads):
-    """Return a Generation, or where the C backend cannot run, perhaps the plain loop with torch.compile.
+def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams, compile, weights, threads, slots):
+    """Return an iterator over blocks of new tokens `(B, n)`: a Generation, or on a GPU, the steps of a CUDA graph.
 
-    A note on stderr says what the C backend could not do.
+    A note on stderr says why there is no --compile.
     prompts, num_new, sampling, ended  those of Generation
     draft, ngrams, compile, weights    those of Decoder
     threads                            how many torch shall use; the C backend has its own
+    slots                              of the cache of a CUDA graph
     """
     if compile:
         try:
+            if model.lm_head.weight.is_cuda:
+                torch.set_num_threads(threads)
+                return graphed_blocks(model, prompts, num_new, sampling, draft, slots)
             if names := filters_beyond_c(sampling):
                 raise CompileError(f"step.c has no {' and no '.join(names)}")
             decoder = Decoder(model, draft, ngrams, compile=True, weights=weights)
             torch.set_num_threads(1)
             return decoder.generation(prompts, num_new, sampling, ended)
         except CompileError as error:
-            torch.set_num_threads(threads)
-            one_length = len({len(prompt) for prompt in prompts}) == 1
-            if isinstance(error, NotHereError) and not draft and one_length:
-                note(f"{error}: compiling with torch.compile instead, which can take a minute")
-                try:
-                    return compiled_blocks(CompiledGPT(model, len(prompts)), torch.stack(prompts), num_new, sampling)
-                except RuntimeError as failed:
-                    error = failed
             note(f"{error}: decoding without --compile")
     torch.set_num_threads(threads)
     return Decoder(model, draft, ngrams).generation(prompts, num_new, sampling, ended)
 
 
-def compiled_blocks(model, idx, num_new, sampling):
-    """Yield the new tokens of the plain loop with a CompiledGPT, `(B, 1)` per step."""
-    for new, _ in generate(model, idx, num_new, sampling):
-        yield new[:, None]
+def graphed_blocks(model, prompts, num_new, sampling, draft, slots):
+    """Record a CUDA graph and return its stream. Raises CompileError."""
+    if draft or len({len(prompt) for prompt in prompts}) > 1:
+        raise CompileError("a CUDA graph has neither drafts nor prompts of different lengths")
+    return GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), num_new)
 
 
 def filters_beyond_c(sampling):

@@ -22,7 +22,7 @@ DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 OUT = ROOT / "out" / "gpu"
 LINES = 40  # of each part's output, the report shows the last ones
 
-BENCH = ["-m", "extras.bench", "--device", DEVICE, "--repeats", "3", "--variants", "uncached", "eager", "hf"]
+BENCH = ["-m", "extras.bench", "--device", DEVICE, "--repeats", "3", "--variants", "uncached", "eager", "compile", "hf"]
 SHAPES = ["--shapes", "4/4/128/256", "6/6/384/256", "12/12/768/1024"]
 TRAIN = ["train.py", "--device", DEVICE, "--preset", "gpu", "--eval_interval", "250"]
 PARTS = {  # name: (share of the time, command)

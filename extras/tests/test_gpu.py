@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from extra_helpers import DRAFTS
+from extras.decoding.cuda_graph import GraphedGPT
 from extras.decoding.decoder import Decoder
-from extras.decoding.torch_compile import CompiledGPT
 from helpers import (
     FILTERS,
     KINDS,
@@ -27,7 +27,8 @@ from helpers import (
     sample,
     tokens_differ,
 )
-from model import GPT, GPTConfig, Sampling, generate
+from model import GPT, GPTConfig, Sampling
+from sample import num_slots
 from train import pick_dtype
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
@@ -100,6 +101,13 @@ def test_tokens_are_those_of_the_cpu(kind):
         for kv_cache in (True, False):
             got = there.generate(prompts(3, 7).to(DEVICE), 30, kv_cache=kv_cache, seed=seed, **filters)
             assert_tokens_of_the_cpu(on_cpu, got, prompts(3, 7), 30, seed, filters)
+        for overflow, steps in (("stop", 40), ("slide", 60)):
+            settings = dict(filters, overflow=overflow)
+            graphed = GraphedGPT(there, 3, num_slots(7, steps, 48), Sampling(**settings))
+            for twice in range(2):  # the second generation replays the graph of the first
+                blocks = graphed.stream(prompts(3, 7, twice).to(DEVICE), steps, seed)
+                got = torch.cat([prompts(3, 7, twice), *blocks], dim=1)
+                assert_tokens_of_the_cpu(on_cpu, got, prompts(3, 7, twice), steps, seed, settings)
         for draft in DRAFTS.values():
             got = Decoder(there, **draft).generate([row.to(DEVICE) for row in ragged], 40, seed=seed, **filters)
             assert_tokens_of_the_cpu(on_cpu, got, ragged, 40, seed, filters)
@@ -107,28 +115,23 @@ def test_tokens_are_those_of_the_cpu(kind):
 
 @pytest.mark.parametrize("flags", [[], ["--draft", "ngram"], ["--compile"], ["--draft", "ngram", "--compile"]], ids=str)
 def test_sample_verifies_its_texts(flags):
-    """The C backend runs on CPUs only, so on a GPU one line says that the texts are made without it."""
+    """On a GPU, --compile is a CUDA graph, which has no drafts."""
     command = ["--ckpt", ROOT / "assets" / "shakespeare.pt", "--device", DEVICE, "--num_samples", 3]
     result = ok(here(*command, "--prompt", "O Romeo, ", "--verify", *flags, script="sample.py"))
     assert "3 of 3 samples)" in result.stderr
-    assert result.stderr.count("the C backend runs in float32 on the CPU") == (ON_GPU and "--compile" in flags)
+    assert result.stderr.count("a CUDA graph has neither drafts") == (ON_GPU and len(flags) == 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_compiled_step_with_a_static_cache_computes_the_same(dtype):
-    model = random_model(GPTConfig(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=64, pos_emb="rope"))
-    model.to(DEVICE, getattr(torch, dtype))
-    compiled = CompiledGPT(model, 2)
-    idx = prompts(2, 7).to(DEVICE)
-    for steps, overflow in ((33, "stop"), (60, "slide"), (33, "stop")):
-        sampling = Sampling(seed=steps, overflow=overflow)
-        if dtype == "float32":
-            tokens = [token for token, _ in generate(compiled, idx, steps, sampling)]
-            expected = model.generate(idx, steps, seed=steps, overflow=overflow)
-            assert torch.equal(torch.stack(tokens, dim=1), expected[:, idx.size(1) :])
-    caches = (compiled.new_cache(2, 40), model.new_cache(2))
+@pytest.mark.parametrize("kind", [{}, dict(pos_emb="rope", qk_norm=True)], ids=str)
+def test_a_graph_in_bfloat16_computes_the_same_up_to_rounding(kind):
+    model = random_model(GPTConfig(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=64, **kind))
+    model.to(DEVICE, torch.bfloat16)
+    graphed = GraphedGPT(model, 2, 40, Sampling(temperature=0))
     text = prompts(2, 40).to(DEVICE)
-    for begin, end in ((0, 7), *((i, i + 1) for i in range(7, 40))):
-        chunk = text[:, begin:end]
-        ours, theirs = (m.next_logits(chunk, begin, cache) for m, cache in zip((compiled, model), caches))
-        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-4 if dtype == "float32" else 0.3, rtol=0.02)
+    cache = model.new_cache(2)
+    with torch.inference_mode():
+        for i in range(40):
+            graphed.newest.copy_(text[:, i])
+            expected = model.next_logits(text[:, i : i + 1], i, cache)
+            torch.testing.assert_close(graphed.logits(), expected, atol=0.3, rtol=0.02)
+            graphed.pos.add_(1)

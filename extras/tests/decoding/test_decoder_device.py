@@ -1,9 +1,12 @@
 """The Decoder's tensors meet none of another device, and few are copied back: on the device of tests/pretend.py."""
 
 import pytest
+import torch
 
+from extras.decoding.cuda_graph import GraphedGPT
 from extras.decoding.decoder import Decoder
 from extras.decoding.ngrams import count_ngrams
+from model import Sampling
 from pretend import DEVICE, IDX, LEARNED, ROPE, both, pretend_device
 
 
@@ -33,3 +36,15 @@ def test_prompts_of_different_lengths(device):
     ragged = [IDX[0], IDX[1, :2]]
     got = Decoder(there).generate([row.to(DEVICE) for row in ragged], 10, seed=1)
     assert [row.tolist() for row in got] == [row.tolist() for row in Decoder(here).generate(ragged, 10, seed=1)]
+
+
+@pytest.mark.parametrize("network, overflow", [(LEARNED, "stop"), (ROPE, "slide")])
+def test_the_steps_of_a_cuda_graph_stay_on_their_device(network, overflow, device):
+    """Without CUDA they are not recorded, but launched one by one."""
+    here, there = both(network)
+    sampling = Sampling(seed=2, overflow=overflow, top_k=9)
+    graphed = GraphedGPT(there, len(IDX), there.config.block_size, sampling)
+    device.reads.clear()
+    got = torch.cat(list(graphed.stream(IDX.to(DEVICE), 70)), dim=1)
+    assert max(device.reads) <= 2 * 32  # tokens
+    assert got.tolist() == here.generate(IDX, 70, seed=2, overflow=overflow, top_k=9)[:, IDX.size(1) :].tolist()

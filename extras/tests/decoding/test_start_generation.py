@@ -8,7 +8,7 @@ import torch
 import model as model_py
 from extra_helpers import NGRAMS, assert_same_as_alone, needs_compiler, without_minus_one
 from extras.decoding import decoder as decoder_py
-from extras.decoding.compile import CompileError, NotHereError
+from extras.decoding.compile import CompileError
 from extras.decoding.decoder import NUM_DRAFTS, Decoder, Generation, start_generation
 from helpers import CONTEXT, MODELS, num_threads, prompts
 from model import Sampling
@@ -19,7 +19,7 @@ RAGGED = [prompts(1, n, n)[0] for n in (3, 5, 3)]
 
 def chosen(rows, num_new, sampling=None, draft=None, threads=2):
     """Return what start_generation gives for --compile."""
-    how = dict(draft=draft, ngrams=NGRAMS, compile=True, weights="float32", threads=threads)
+    how = dict(draft=draft, ngrams=NGRAMS, compile=True, weights="float32", threads=threads, slots=CONTEXT)
     return start_generation(MODEL, rows, num_new, sampling or Sampling(seed=1), None, **how)
 
 
@@ -71,13 +71,12 @@ def test_a_filter_that_step_c_does_not_have_is_noticed_before_a_second_goes_into
     "error, rows, draft",
     [
         (CompileError("step.c cannot compute this"), RAGGED[::2], None),
-        (NotHereError("no C compiler works here"), RAGGED[::2], "ngram"),
-        (NotHereError("no C compiler works here"), RAGGED, None),
+        (CompileError("no C compiler works here"), RAGGED[::2], "ngram"),
+        (CompileError("no C compiler works here"), RAGGED, None),
     ],
     ids=["another network", "drafts", "two lengths"],
 )
 def test_without_the_c_backend_a_note_says_why_and_the_tokens_are_the_same(error, rows, draft, no_c, capsys):
-    """torch.compile is for a machine without a C compiler, and has neither drafts nor prompts of two lengths."""
     no_c(error)
     generation = chosen(rows, 9, draft=draft, threads=3)
     assert capsys.readouterr().err.endswith(f": {error}: decoding without --compile\n")
@@ -85,28 +84,6 @@ def test_without_the_c_backend_a_note_says_why_and_the_tokens_are_the_same(error
     got = without_minus_one(rows, list(generation))
     assert_same_as_alone(MODEL, got, rows, 9, range(len(rows)), 1, {})
     assert (generation.offered > 0) == (draft is not None)
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_where_c_cannot_run_torch_compile_takes_the_plain_loop_if_it_can(works, no_c, monkeypatch, capsys):
-    class Compiled:
-        def __init__(self, model, batch):
-            if not works:
-                raise RuntimeError("torch.compile fails")
-            assert batch == 2
-            self.model = model
-
-        def __getattr__(self, name):
-            return getattr(self.model, name)
-
-    no_c(NotHereError("no C compiler works here"))
-    monkeypatch.setattr(decoder_py, "CompiledGPT", Compiled)
-    rows = RAGGED[::2]
-    got = without_minus_one(rows, list(chosen(rows, 9)))
-    said = capsys.readouterr().err
-    assert "no C compiler works here: compiling with torch.compile instead, which can take a minute\n" in said
-    assert ("torch.compile fails: decoding without --compile\n" in said) == (not works)
-    assert_same_as_alone(MODEL, got, rows, 9, range(2), 1, {})
 
 
 @needs_compiler
