@@ -50,8 +50,9 @@ class GraphedGPT:
         self.pos = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.noise = torch.zeros(batch_size, config.vocab_size, device=weight.device)
         self.replay = self.step
-        if weight.device.type == "cuda":
-            self.step()  # loads libraries, which cannot be recorded
+        if weight.is_cuda:
+            start = torch.zeros(batch_size, max(1, min(3, slots - 1)), dtype=torch.int64, device=weight.device)
+            list(self.stream(start, 1, seed=0))  # loads libraries, which cannot be recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self.step()
