@@ -35,7 +35,7 @@ NEEDS_EXTRAS = "needs the folder extras of the repository, next to model.py"
 # A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
 NEAR_TIE = 1e-4
 SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
-GPU_STEP = 2**24  # with fewer, two CPU cores are faster than an H100, which waits for Python to launch each operation
+GPU_STEP = 2**23  # with fewer, two CPU cores are faster than an H100, which waits for Python to launch each operation
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
@@ -133,8 +133,8 @@ def put_on_device(model, args):
         note("using the CPU, which is faster than a GPU for a step this small (--device cuda takes the GPU)")
     device = pick_device("cpu" if small else args.device)
     model.to(device, getattr(torch, args.dtype))
-    if device.type == "cuda":  # the first forward takes a third of a second to load libraries
-        model.next_logits(torch.zeros(1, 1, dtype=torch.int64, device=device))
+    if device.type == "cuda":  # the first tokens take half a second to load libraries
+        model.generate(torch.zeros(1, min(16, model.config.block_size), dtype=torch.int64, device=device), 2, seed=0)
 
 
 def num_threads(multiply_adds):

@@ -22,14 +22,17 @@ DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 OUT = ROOT / "out" / "gpu"
 LINES = 40  # of each part's output, the report shows the last ones
 
-BENCH = ["-m", "extras.bench", "--device", DEVICE, "--repeats", "3", "--variants", "uncached", "eager", "compile", "hf"]
-SHAPES = ["--shapes", "4/4/128/256", "6/6/384/256", "12/12/768/1024"]
+BENCH = ["-m", "extras.bench", "--device", DEVICE]
+SMALL = ["--shapes", "4/4/128/256", "6/6/384/256", "--repeats", "3"]
+LARGE = ["--shapes", "12/12/768/1024", "--repeats", "1"]
+PEERS = ["--variants", "eager", "compile", "hf"]
 TRAIN = ["train.py", "--device", DEVICE, "--preset", "gpu", "--eval_interval", "250"]
 PARTS = {  # name: (share of the time, command)
-    "tests": (0.3, ["-m", "pytest", "-q", "-o", "timeout=900", "extras/tests/test_gpu.py"]),
-    "trained model": (0.1, [*BENCH, "draft", "--ckpt", ROOT / "assets" / "shakespeare.pt"]),
-    "random weights": (0.12, [*BENCH, *SHAPES]),
-    "64 rows": (0.08, [*BENCH, *SHAPES, "--batch", "64"]),
+    "tests": (0.28, ["-m", "pytest", "-q", "-o", "timeout=900", "extras/tests/test_gpu.py"]),
+    "trained model": (0.08, [*BENCH, *PEERS, "uncached", "draft", "--ckpt", ROOT / "assets" / "shakespeare.pt"]),
+    "random weights": (0.08, [*BENCH, *SMALL, *PEERS, "uncached"]),
+    "12 layers": (0.1, [*BENCH, *LARGE, *PEERS]),
+    "64 rows": (0.06, [*BENCH, *SMALL, *PEERS, "--batch", "64"]),
     "modern": (0.16, [*TRAIN, "--recipe", "modern", "--out_dir", OUT / "modern"]),
     "nanogpt": (0.24, [*TRAIN, "--recipe", "nanogpt", "--out_dir", OUT / "nanogpt"]),
 }
