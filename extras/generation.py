@@ -25,7 +25,7 @@ __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # w
 def add_flags(parser):
     add = parser.add_argument
     add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
-    compile_help = "decode with the C backend, which takes a second to compile (default: False)"
+    compile_help = "decode with the C backend, or on a GPU with a CUDA graph (default: False)"
     boolean = dict(type=sample.boolean, nargs="?", const=True, default=False, metavar="True|False")
     add("--compile", **boolean, help=compile_help)
     engine_help = "onnx: ONNX Runtime, with a file from extras.export (default: torch)"
