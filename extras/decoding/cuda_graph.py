@@ -138,8 +138,8 @@ class GraphedGPT:
 def matrix_library(rows):
     """Choose the library for the matrix products of a step.
 
-    For 8 or 16 rows of width 128, cuBLAS picks kernels that take 16 times as long as those of cuBLASLt. For 32 rows it
-    is the other way round (H100, torch 2.11).
+    For 8 or 16 rows of width 128, cuBLAS picks kernels that take 16 times as long as those of cuBLASLt, and for 32 rows
+    cuBLAS is faster (H100, torch 2.11). PyTorch says once on stderr that this choice is experimental.
     """
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt" if 1 < rows <= 16 else before)

@@ -28,13 +28,13 @@ LARGE = ["--shapes", "12/12/768/1024", "--repeats", "1"]
 PEERS = ["--variants", "eager", "compile", "hf"]
 TRAIN = ["train.py", "--device", DEVICE, "--preset", "gpu", "--eval_interval", "250"]
 PARTS = {  # name: (share of the time, command)
-    "tests": (0.28, ["-m", "pytest", "-q", "-o", "timeout=900", "extras/tests/test_gpu.py"]),
-    "trained model": (0.08, [*BENCH, *PEERS, "uncached", "draft", "--ckpt", ROOT / "assets" / "shakespeare.pt"]),
-    "random weights": (0.08, [*BENCH, *SMALL, *PEERS, "uncached"]),
-    "12 layers": (0.1, [*BENCH, *LARGE, *PEERS]),
-    "64 rows": (0.06, [*BENCH, *SMALL, *PEERS, "--batch", "64"]),
-    "modern": (0.16, [*TRAIN, "--recipe", "modern", "--out_dir", OUT / "modern"]),
-    "nanogpt": (0.24, [*TRAIN, "--recipe", "nanogpt", "--out_dir", OUT / "nanogpt"]),
+    "tests": (0.4, ["-m", "pytest", "-q", "-o", "timeout=900", "extras/tests/test_gpu.py"]),
+    "trained model": (0.06, [*BENCH, *PEERS, "uncached", "draft", "--ckpt", ROOT / "assets" / "shakespeare.pt"]),
+    "random weights": (0.12, [*BENCH, *SMALL, *PEERS, "uncached"]),
+    "12 layers": (0.12, [*BENCH, *LARGE, *PEERS]),
+    "64 rows": (0.1, [*BENCH, *SMALL, *PEERS, "--batch", "64"]),
+    "modern": (0.12, [*TRAIN, "--recipe", "modern", "--out_dir", OUT / "modern"]),
+    "nanogpt": (0.08, [*TRAIN, "--recipe", "nanogpt", "--out_dir", OUT / "nanogpt"]),
 }
 
 
@@ -59,7 +59,7 @@ def run(command, seconds, log):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.5, help="of all parts together (default: 8.5)")
+    parser.add_argument("--minutes", type=float, default=12, help="of all parts together (default: 12)")
     args = parser.parse_args()
     if DEVICE == "cuda" and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} finds no CUDA device here: run this where it does")
