@@ -133,8 +133,8 @@ def put_on_device(model, args):
         note("using the CPU, which is faster than a GPU for a step this small (--device cuda takes the GPU)")
     device = pick_device("cpu" if small else args.device)
     model.to(device, getattr(torch, args.dtype))
-    if device.type == "cuda":  # the first tokens take half a second to load libraries
-        model.generate(torch.zeros(1, min(16, model.config.block_size), dtype=torch.int64, device=device), 2, seed=0)
+    if device.type == "cuda":  # the first prefill and the first step take half a second to load libraries
+        model.generate(torch.zeros(1, 16, dtype=torch.int64, device=device), 2, seed=0, overflow="slide")
 
 
 def num_threads(multiply_adds):

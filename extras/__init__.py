@@ -10,7 +10,7 @@ bpe.py         tokens that are words or parts of words
 foreign.py     files and folders that are no checkpoint: what each is
 nanogpt.py     nanoGPT's meta.pkl and data folders
 cores.py       threads that yield on a busy machine
-decoding/      speculation with n-grams, the C backend, int8 weights, batches of prompts, --explain
+decoding/      speculation with n-grams, the C backend, the CUDA graph, int8 weights, batches of prompts, --explain
 interop/       Hugging Face folders, ONNX and the web page
 bench.py       python -m extras.bench: how fast each way to generate is
 baselines.py   transformers and llama2.c, for bench.py

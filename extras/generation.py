@@ -106,8 +106,8 @@ def refuse_lengths(args, prompts, unit):
 def open_blocks(args, model, checkpoint, prompts, num_new, sampling, ended):
     """Return (blocks, slots): an iterator over new tokens `(B, n)`, and the slots of its cache.
 
-    The blocks come from the plain loop, or from a Generation, which does the same for drafts, the C backend and several
-    prompts. We choose the number of threads for it.
+    The blocks come from the plain loop, from a Generation, which does the same for drafts, the C backend and several
+    prompts, or from a CUDA graph. We choose the number of threads for it.
     """
     slots = sample.num_slots(max(map(len, prompts)), num_new, model.config.block_size)
     if args.engine == "onnx":
@@ -174,7 +174,7 @@ def main(args, checkpoint=None):
 
     # report, and check
     sample.report(args, model.config, slots, texts, [len(prompt) for prompt in prompts], times)
-    if args.draft and blocks.offered:
+    if args.draft and getattr(blocks, "offered", 0):  # a CUDA graph has no drafts
         sample.note(f"draft: {blocks.accepted} of {blocks.offered} draft tokens accepted")
     if args.verify:
         torch.set_num_threads(all_threads)

@@ -1,4 +1,4 @@
-"""Do step.c and cuda_graph.py compute what this model.py computes?
+"""Does --compile compute what this model.py computes? That is step.c, and on a GPU cuda_graph.py.
 
 They are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
 may show only late in the text. So they belong to one version of each function, whose hash stands here. If one has
@@ -22,52 +22,69 @@ from torch.nn import functional as F
 import model as model_py
 from extras.decoding.c_library import CompileError
 
-# Function of model.py: its hash, and what computes the same in step.c. Once you have changed step.c and cuda_graph.py
-# to match, put in the hash that the message names. Comments, docstrings and the layout of the code do not count.
+# Function of model.py: its hash, what computes the same in step.c, and in cuda_graph.py, which calls the rest. Once you
+# have changed both to match, put in the hash that the message names. Comments, docstrings and the layout of the code do
+# not count.
 REPEATED = {
-    "KVCache.extend": ("cfc5a9debc5aca63", "plan, accept"),
-    "KVCache.update": ("5d6f07ec6a86cdb4", "forward"),
-    "KVCache.write": ("a880ace06317e06b", "forward"),
-    "KVCache.mask": ("67f29c1953cdb063", "forward"),
-    "visible": ("fba1ed8d02da1ca2", "forward"),
-    "rotate": ("67c046e513b3b9a3", "rotate"),
-    "CausalSelfAttention.project": ("212627da029f3ec4", "forward"),
-    "CausalSelfAttention.forward": ("a6e47a9a8cb48681", "forward, attend"),
-    "MLP.forward": ("f68477bca22343a6", "forward, activate"),
-    "Block.forward": ("512d730d44e510fc", "forward, layer_norm"),
-    "GPT.hidden_states": ("6d99a7933ffd3aab", "forward"),
-    "GPT.unembed": ("48aa09133aec1053", "forward"),
-    "GPT.new_cache": ("75b1d1d7eaa5b66a", "work"),
-    "GPT.next_logits": ("02e0ef64f76a43e0", "work, plan"),
-    "generate": ("6233269142bc761e", "work"),
-    "sample_token": ("ce085451bf0db103", "sample_token"),
-    "keep_top_k": ("1fa1e091a09d3f8b", "best_of_kept"),
-    "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept"),
-    "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise"),
-    "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise"),
+    "KVCache.extend": ("cfc5a9debc5aca63", "plan, accept", None),
+    "KVCache.update": ("5d6f07ec6a86cdb4", "forward", "attend"),
+    "KVCache.write": ("a880ace06317e06b", "forward", "attend"),
+    "KVCache.mask": ("67f29c1953cdb063", "forward", "logits"),
+    "visible": ("fba1ed8d02da1ca2", "forward", None),
+    "rotate": ("67c046e513b3b9a3", "rotate", None),
+    "CausalSelfAttention.project": ("212627da029f3ec4", "forward", "attend"),
+    "CausalSelfAttention.forward": ("a6e47a9a8cb48681", "forward, attend", "attend"),
+    "MLP.forward": ("f68477bca22343a6", "forward, activate", "feed_forward"),
+    "Block.forward": ("512d730d44e510fc", "forward, layer_norm", "logits"),
+    "GPT.hidden_states": ("6d99a7933ffd3aab", "forward", "logits"),
+    "GPT.unembed": ("48aa09133aec1053", "forward", None),
+    "GPT.new_cache": ("75b1d1d7eaa5b66a", "work", "stream"),
+    "GPT.next_logits": ("02e0ef64f76a43e0", "work, plan", None),
+    "generate": ("6233269142bc761e", "work", "stream"),
+    "sample_token": ("ce085451bf0db103", "sample_token", None),
+    "keep_top_k": ("1fa1e091a09d3f8b", "best_of_kept", None),
+    "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept", None),
+    "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise", None),
+    "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
 }
 ACTIVATIONS = {"gelu": (F.gelu, {}), "gelu_tanh": (F.gelu, {"approximate": "tanh"}), "swiglu": (F.silu, {})}
 
 
-def refuse_other_networks(model):
-    """Raise CompileError unless --compile computes what this model computes. pack_weights checks the shapes."""
-    refuse_changed_code()
+def refuse_other_networks(model, graph=False):
+    """Raise CompileError unless --compile computes what this model computes. pack_weights checks the shapes for step.c.
+
+    graph  whether cuda_graph.py is to compute it, instead of step.c
+    """
+    refuse_changed_code(graph)
     refuse_unknown_layers(model)
     refuse_other_settings(model)
+    if not graph:
+        refuse_other_functions(model)
 
 
-def refuse_changed_code():
+def refuse_changed_code(graph):
     """Raise CompileError if a function of model.py that we repeat has changed."""
-    for name, (expected, in_c) in REPEATED.items():
+    for name, (expected, in_c, in_graph) in REPEATED.items():
         found = source_hash(attrgetter(name)(model_py))
-        if found != expected:
+        if found != expected and (in_graph or not graph):
+            where = f"cuda_graph.py in {in_graph}" if graph else f"step.c in {in_c}"
+            both = "step.c and cuda_graph.py compute" if in_graph else "step.c computes"
             raise CompileError(
-                f"{name} in model.py has changed, and --compile computes the old version (once {in_c} in step.c and "
-                f"the network in cuda_graph.py compute the new one, its hash in c_guard.py is {found})"
+                f"{name} in model.py has changed, and {where} computes the old version (once {both} the new one, its "
+                f"hash in c_guard.py is {found})"
             )
+
+
+def refuse_other_functions(model):
+    """Raise CompileError if the filters or activations are not those of step.c."""
     filters = [keep for name, keep in model_py.FILTERS.items() if name in ("top_k", "top_p")]
     if filters != [model_py.keep_top_k, model_py.keep_top_p]:
         raise CompileError("FILTERS in model.py has another top_k or top_p, or another order, than step.c")
+    for block in model.transformer["h"]:
+        activation = block.mlp.activation
+        bound = (activation.func, activation.keywords) if isinstance(activation, partial) else (activation, {})
+        if bound != ACTIVATIONS.get(model.config.activation):
+            raise CompileError(f"step.c does not compute the activation {model.config.activation} of this model")
 
 
 def refuse_other_settings(model):
@@ -79,10 +96,6 @@ def refuse_other_settings(model):
     for block in blocks:
         attn = block.attn
         mlp = block.mlp
-        activation = mlp.activation
-        bound = (activation.func, activation.keywords) if isinstance(activation, partial) else (activation, {})
-        if bound != ACTIVATIONS.get(config.activation):
-            raise CompileError(f"--compile does not compute the activation {config.activation} of this model")
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head

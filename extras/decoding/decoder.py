@@ -73,7 +73,6 @@ def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams,
     if compile:
         try:
             if model.lm_head.weight.is_cuda:
-                torch.set_num_threads(threads)
                 return graphed_blocks(model, prompts, num_new, sampling, draft, slots)
             if names := filters_beyond_c(sampling):
                 raise CompileError(f"step.c has no {' and no '.join(names)}")
@@ -88,8 +87,10 @@ def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams,
 
 def graphed_blocks(model, prompts, num_new, sampling, draft, slots):
     """Record a CUDA graph and return its stream. Raises CompileError."""
-    if draft or len({len(prompt) for prompt in prompts}) > 1:
-        raise CompileError("a CUDA graph has neither drafts nor prompts of different lengths")
+    if len({len(prompt) for prompt in prompts}) > 1:
+        raise CompileError("a CUDA graph needs prompts of one length")
+    if draft:
+        note("leaving out --draft: a CUDA graph is faster without")
     return GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), num_new)
 
 

@@ -13,8 +13,9 @@ from helpers import ROOT, ok, unix
 
 CHECK = """
 import torch
+from extras.decoding.cuda_graph import GraphedGPT
 from extras.decoding.decoder import Decoder
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Sampling
 
 for more in (dict(bias=True), dict(pos_emb="rope", activation="swiglu", qk_norm=True, bias=False)):
     torch.manual_seed(0)
@@ -25,6 +26,7 @@ for more in (dict(bias=True), dict(pos_emb="rope", activation="swiglu", qk_norm=
     idx = torch.tensor([[1, 2, 3]])
     expected = model.generate(idx, 61, seed=1, kv_cache=False)
     assert torch.equal(Decoder(model, compile=True).generate(idx, 61, seed=1), expected)
+    assert torch.equal(torch.cat([idx, *GraphedGPT(model, 1, 64, Sampling(seed=1)).stream(idx, 61)], dim=1), expected)
 """
 
 

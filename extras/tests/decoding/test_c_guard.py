@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.decoding import c_guard
+from extras.decoding import c_guard, cuda_graph
 from extras.decoding.compile import CompileError, compile_step
 from helpers import ROOT, V, random_model
 from model import ACTIVATIONS, GPT, MLP, GPTConfig
@@ -58,7 +58,7 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
 def edited_functions():
     """The functions of model.py, or of the edited copy, whose code is not the one that step.c belongs to."""
     found = {name: c_guard.source_hash(attrgetter(name)(c_guard.model_py)) for name in c_guard.REPEATED}
-    return [name for name, (expected, _) in c_guard.REPEATED.items() if found[name] != expected]
+    return [name for name, (expected, *_) in c_guard.REPEATED.items() if found[name] != expected]
 
 
 def test_step_c_belongs_to_this_model_py():
@@ -67,11 +67,12 @@ def test_step_c_belongs_to_this_model_py():
     assert edited_functions() == []
 
 
-def test_each_function_has_its_counterpart_in_step_c():
+def test_each_function_has_its_counterparts():
     source = (ROOT / "extras" / "decoding" / "step.c").read_text(encoding="utf-8")
-    for _, in_c in c_guard.REPEATED.values():
+    for _, in_c, in_graph in c_guard.REPEATED.values():
         for name in in_c.split(", "):
             assert re.search(rf"^(static|INLINE) .*\b{name}\(", source, flags=re.MULTILINE), name
+        assert not in_graph or hasattr(cuda_graph, in_graph) or hasattr(cuda_graph.GraphedGPT, in_graph)
 
 
 def edited_model_py(folder, monkeypatch, *replacements):

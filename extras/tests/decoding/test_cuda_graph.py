@@ -6,10 +6,11 @@ test_gpu.py runs it on a GPU.
 import pytest
 import torch
 
+from extras.decoding import c_guard
 from extras.decoding.compile import CompileError
 from extras.decoding.cuda_graph import TOKENS_AT_ONCE, GraphedGPT
-from helpers import FILTERS, KINDS, V, prompts, random_model
-from model import GPTConfig, Sampling
+from helpers import FILTERS, KINDS, V, heads_of, prompts, random_model
+from model import ACTIVATIONS, GPTConfig, Sampling
 from sample import num_slots
 
 NETWORKS = [
@@ -52,10 +53,57 @@ def test_the_first_token_comes_at_once_and_the_others_in_blocks():
     assert [block.size(1) for block in blocks] == [1, TOKENS_AT_ONCE, CONTEXT - 8 - 1 - TOKENS_AT_ONCE]
 
 
-def test_a_network_of_your_own_and_a_prompt_beyond_the_context_are_refused():
+def test_what_one_generation_leaves_does_not_reach_the_next():
+    """A NaN in a slot that the mask hides would, because 0 times NaN is NaN."""
     model = network()
+    graphed = GraphedGPT(model, 1, CONTEXT, Sampling(seed=1))
+    list(graphed.stream(prompts(1, 8), CONTEXT))
+    with torch.inference_mode():
+        graphed.kv.fill_(float("nan"))
+    got = torch.cat(list(graphed.stream(prompts(1, 8), 20)), dim=1)
+    assert [head.key_cache.shape for head in heads_of(model)] == [(1, 8 + 20 - 1, 8)] * 8
+    assert torch.equal(got, model.generate(prompts(1, 8), 20, seed=1)[:, 8:])
+
+
+def change_norms(model, layer, names):
+    for name in names:
+        setattr(model.transformer["h"][layer].attn, name, torch.nn.LayerNorm(8, bias=False))
+
+
+@pytest.mark.parametrize("layer, names", [(0, ["q_norm"]), (1, ["k_norm"]), (0, ["q_norm", "k_norm"])], ids=str)
+def test_norms_without_a_bias_next_to_norms_with_one(layer, names):
+    model = network(qk_norm=True, pos_emb="rope")
+    change_norms(model, layer, names)
+    got = torch.cat(list(GraphedGPT(model, 2, CONTEXT, Sampling(seed=1)).stream(prompts(2, 8), 40)), dim=1)
+    assert torch.equal(got, model.generate(prompts(2, 8), 40, seed=1)[:, 8:])
+
+
+def test_what_does_not_fit_is_refused():
+    model = network()
+    graphed = GraphedGPT(model, 1, 20, Sampling())
+    assert sum(block.size(1) for block in graphed.stream(prompts(1, 8), 13)) == 13  # the last token needs no slot
+    with pytest.raises(ValueError, match="a cache of 20 slots is full"):
+        list(graphed.stream(prompts(1, 8), 14))
     with pytest.raises(ValueError, match="49 tokens"):
-        next(GraphedGPT(model, 1, CONTEXT, Sampling()).stream(prompts(1, CONTEXT + 1), 1))
+        next(graphed.stream(prompts(1, CONTEXT + 1), 1))
+    model.train()
+    with pytest.raises(RuntimeError, match="train mode"):
+        next(graphed.stream(prompts(1, 1), 1))
+
+
+def test_a_network_of_your_own_is_refused_but_not_a_sampler_or_an_activation(monkeypatch):
+    """The graph calls those of model.py, which step.c repeats."""
+    monkeypatch.setitem(ACTIVATIONS, "relu", torch.relu)
+    monkeypatch.setitem(c_guard.REPEATED, "sample_token", ("0" * 16, "sample_token", None))
+    model = network(activation="relu")
+    got = torch.cat(list(GraphedGPT(model, 1, CONTEXT, Sampling(seed=1)).stream(prompts(1, 8), 40)), dim=1)
+    assert torch.equal(got, model.generate(prompts(1, 8), 40, seed=1)[:, 8:])
+
+    monkeypatch.setitem(c_guard.REPEATED, "MLP.forward", ("0" * 16, "forward, activate", "feed_forward"))
+    with pytest.raises(CompileError, match=r"^MLP\.forward in model\.py has changed, and cuda_graph\.py in feed_for"):
+        GraphedGPT(model, 1, CONTEXT, Sampling())
+    monkeypatch.undo()
+    model = network()
     model.transformer["h"][1].mlp = torch.nn.Identity()
     with pytest.raises(CompileError, match="Identity"):
         GraphedGPT(model, 1, CONTEXT, Sampling())

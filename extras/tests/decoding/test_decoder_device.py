@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from extras.decoding.cuda_graph import GraphedGPT
+from extras.decoding.cuda_graph import TOKENS_AT_ONCE, GraphedGPT
 from extras.decoding.decoder import Decoder
 from extras.decoding.ngrams import count_ngrams
 from model import Sampling
@@ -46,5 +46,5 @@ def test_the_steps_of_a_cuda_graph_stay_on_their_device(network, overflow, devic
     graphed = GraphedGPT(there, len(IDX), there.config.block_size, sampling)
     device.reads.clear()
     got = torch.cat(list(graphed.stream(IDX.to(DEVICE), 70)), dim=1)
-    assert max(device.reads) <= 2 * 32  # tokens
+    assert max(device.reads) <= 2 * TOKENS_AT_ONCE
     assert got.tolist() == here.generate(IDX, 70, seed=2, overflow=overflow, top_k=9)[:, IDX.size(1) :].tolist()
