@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from extras.decoding.c_guard import refuse_other_networks
+from extras.decoding.c_library import CompileError
 from model import TRAIN_MODE, KVCache, rotate, sample_token, visible
 
 TOKENS_AT_ONCE = 32  # we read so many tokens together, because the GPU pauses when we wait for it
@@ -40,6 +41,9 @@ class GraphedGPT:
         self.sampling = sampling
         config = model.config
         weight = model.lm_head.weight
+        if weight.is_cuda and weight.get_device() != torch.cuda.current_device():
+            why = f"a CUDA graph needs PyTorch's current GPU, not {weight.device}: choose it with CUDA_VISIBLE_DEVICES"
+            raise CompileError(why)
         self.cache = KVCache(config, batch_size, slots)
         # all keys and values in one tensor, so that one operation writes those of a layer
         shape = (config.n_layer, 2, batch_size, config.n_kv_head, self.cache.slots, config.head_size)
@@ -55,13 +59,14 @@ class GraphedGPT:
         self.newest = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         self.pos = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.noise = torch.zeros(batch_size, config.vocab_size, device=weight.device)
-        self.graph = None
+        self.replay = self.step
         if weight.is_cuda:
             with matrix_library(batch_size):
                 self.step()  # CUDA loads kernels when they are first used, which it cannot do while recording
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(weight.device)):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
                     self.step()
+            self.replay = graph.replay
 
     def step(self):
         """Replace the newest token of every row by the one after it."""
@@ -126,34 +131,29 @@ class GraphedGPT:
         num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
         if self.model.training:
             raise RuntimeError(TRAIN_MODE)
-        context = idx
-        unread = []  # the tokens after it, (B, 1) each
-        for step, noise in enumerate(sampling.noise(B, num_new, config.vocab_size, idx.device)):
-            full = context.size(1) + len(unread) > config.block_size
-            if unread and (full or step == 1 or len(unread) == TOKENS_AT_ONCE):
-                context = torch.cat((context, *unread), dim=1)
-                yield context[:, -len(unread) :].cpu()
-                unread = []
+        text = torch.cat((idx, idx.new_zeros(B, num_new)), dim=1)
+        start = 0  # of the context
+        read = T  # where the tokens begin that nobody has read yet
+        for end, noise in enumerate(sampling.noise(B, num_new, config.vocab_size, idx.device), T):
+            full = end - start > config.block_size
             if full:  # slide, as generate does
-                context = context[:, -max(1, config.block_size // 2) :]
-            if full or step == 0:  # prefill all but the newest token, which the step feeds
+                start = end - max(1, config.block_size // 2)
+            if full or end == T:  # prefill all but the newest token, which the step feeds
                 self.kv.zero_()  # because 0 times a NaN of the text before would be NaN
                 self.cache.length = 0
-                if context.size(1) > 1:
-                    self.model.next_logits(context[:, :-1], 0, self.cache)
-                self.newest.copy_(context[:, -1])
-                self.pos.fill_(self.cache.length)
+                if end - start > 1:
+                    self.model.next_logits(text[:, start : end - 1], 0, self.cache)
+                self.newest.copy_(text[:, end - 1])
+                self.pos.fill_(end - 1 - start)
             if self.cache.length == self.cache.slots:  # the graph would write past the end
                 raise ValueError(f"a cache of {self.cache.slots} slots is full")
             self.noise.copy_(noise)
-            if self.graph:
-                self.graph.replay()
-            else:
-                self.step()
+            self.replay()
             self.cache.length += 1
-            unread.append(self.newest[:, None].clone())
-        if unread:
-            yield torch.cat(unread, dim=1).cpu()
+            text[:, end] = self.newest
+            if end == T or end + 1 - read == TOKENS_AT_ONCE or end + 1 == T + num_new:
+                yield text[:, read : end + 1].cpu()
+                read = end + 1
 
 
 @contextmanager
