@@ -1,7 +1,7 @@
 #!/bin/sh
 # mindspore 2.10.0 on a CPU: under jit, a cache keeps k[i] = key and forgets k[i:i+1] = key when the call is over.
 #
-# The cache is a Parameter of a Cell. Eagerly, every way to write a slot keeps it. Compiled with ms.jit or in GRAPH_MODE,
+# The cache is a Parameter of a Cell. Eagerly, every way to write a slot keeps it. Compiled with jit or in GRAPH_MODE,
 # which the documentation says supports all of these indices, it depends on the spelling: k[i:i+1, :] is kept, and
 # k[i:i+1] is not. A write that is lost is visible until the end of its call, so a step sees its own key, but no step
 # sees an earlier one. A position in a Python attribute stays at 0, and its writes are lost, too. Nothing warns.

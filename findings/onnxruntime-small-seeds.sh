@@ -2,9 +2,9 @@
 # onnxruntime 1.32.0: small seeds are nearly the same seed, and every session of a process draws the same noise.
 #
 # Each random operator has its own generator, C++'s default_random_engine, seeded with set_seed's number plus the index
-# of its node. On Linux this engine multiplies the seed by 16807, so the first number after a seed s below 1000 is always
-# below 0.008: about s * 8e-6. Seeds 0 and 1 are equal, and an operator draws with seed s what the operator before it
-# draws with s + 1. Each session starts from the same seed again, even if none was set, and set_seed changes only
+# of its node. On Linux this engine multiplies the seed by 16807, so the first number after a seed s is about s * 8e-6,
+# below 0.008 for all seeds below 1,000. Seeds 0 and 1 are equal, and an operator draws with seed s + 1 what the next
+# one draws with s. Each session starts from the same seed again, even if none was set, and set_seed changes only
 # sessions that are created later.
 #
 # It matters if you sample with seeds 0, 1, 2: with Gumbel noise in the graph, the first token of the first text is

@@ -6,9 +6,9 @@
 # integer tensor times, plus or divided by a Python float stays an integer. And writes to a cache in a buffer are
 # dropped, so every step is the first.
 #
-# It matters because a small GPT has all four: noise, positions or ALiBi distances times a constant, and a cache. Make
-# noise and cache inputs and outputs of the module, and write position.float(). Other random functions (rand, multinomial,
-# randint) raise an error.
+# It matters because a small GPT has all of them: noise, positions or ALiBi distances times a constant, and a cache.
+# Make noise an input, the cache an input and an output, and write position.float(). The other random functions (rand,
+# multinomial, randint) raise an error.
 #
 # Seen (Linux x86-64, Python 3.11), three calls each, with probabilities 0.1, 0.2 and 0.7 and position 3:
 #                              torch               TVM
