@@ -35,7 +35,7 @@ NEEDS_EXTRAS = "needs the folder extras of the repository, next to model.py"
 # A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
 NEAR_TIE = 1e-4
 SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
-GPU_STEP = 2**23  # with fewer, two CPU cores are faster than an H100, which waits for Python to launch each operation
+GPU_STEP = 2**23  # about where an H100, which waits for Python to launch each operation, overtakes two CPU cores
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
