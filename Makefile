@@ -11,7 +11,7 @@ BIN = .venv/bin
 DEMO = out/demo
 SOURCES = model.py train.py $(wildcard extras/*.py extras/*/*.py)
 OTHERS = $(addprefix check_cache/tests/,wild frameworks versions/5.4 versions/5.23)
-NEWEST = check_cache/tests extras/tests/interop extras/tests/test_check_cache_kit.py
+NEWEST = check_cache/tests extras/tests/formats extras/tests/test_check_cache_kit.py
 PROMPT = --prompt "O Romeo, " --seed 1956 --device cpu
 
 .PHONY: demo compare test check newest hub gpu findings web lint data

@@ -703,7 +703,7 @@ def char_tokenizer(checkpoint):
     path = checkpoint["path"]
     vocab_size = checkpoint["model_args"]["vocab_size"]
     if "chars" not in checkpoint:
-        raise ValueError(f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/checkpoint.py")
+        raise ValueError(f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/formats/checkpoint.py")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
     except (TypeError, ValueError) as error:

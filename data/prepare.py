@@ -236,7 +236,7 @@ def main():
         size = len(chars)
         encode = partial(encode_characters, chars=chars)
         if args.tokenizer:
-            from extras.tokenizer import make_tokenizer
+            from extras.formats.tokenizer import make_tokenizer
 
             text = read_text(texts, "learn", 0, split)
             vocabulary, size, encode = make_tokenizer(args.tokenizer, args.vocab_size, text, chars, encode_characters)

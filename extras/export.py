@@ -11,11 +11,11 @@ both with PyTorch's.
 
 from pathlib import Path
 
-from extras.checkpoint import load_checkpoint
+from extras.formats.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, lock_folder, need, note_model, one_line_errors, path, run_main, writing_to
-from extras.interop.hf_read import known_ids
-from extras.interop.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
-from extras.tokenizer import build_tokenizer
+from extras.formats.hf_read import known_ids
+from extras.formats.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
+from extras.formats.tokenizer import build_tokenizer
 from model import build_model
 from sample import find_checkpoint
 
@@ -68,11 +68,11 @@ def main():
             found = checkpoint.get("special_tokens") or {}
             export_onnx(model, tokenizer, folder, known_ids(found.get("eos", []), len(tokenizer.vocab)))
         elif args.format == "hf":
-            from extras.interop.hf_write import export_hf
+            from extras.formats.hf_write import export_hf
 
             export_hf(model, tokenizer, folder, checkpoint.get("special_tokens"), args.onnx)
         else:
-            from extras.interop.webpage import export_web
+            from extras.formats.webpage import export_web
 
             export_web(model, tokenizer, folder)
 

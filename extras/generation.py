@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 import sample
-from extras.checkpoint import build_model, load_checkpoint
+from extras.formats.checkpoint import build_model, load_checkpoint
 from extras.cli import note_model
-from extras.cores import share_cores
-from extras.decoding.decoder import NUM_DRAFTS, start_generation
-from extras.decoding.speculate import select_rows
+from extras.threads import share_cores
+from extras.decode.decoder import NUM_DRAFTS, start_generation
+from extras.decode.speculate import select_rows
 from extras.text import IdText, PartialText
-from extras.tokenizer import IdTokenizer, build_tokenizer
+from extras.formats.tokenizer import IdTokenizer, build_tokenizer
 from model import generate
 
 __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses
@@ -70,7 +70,7 @@ def open_model(args, checkpoint):
     Raises FileNotFoundError or ValueError with one line.
     """
     if args.engine == "onnx":
-        from extras.interop.onnx import OnnxGPT
+        from extras.formats.onnx import OnnxGPT
 
         model = OnnxGPT(args.ckpt or args.out_dir or "out")
         model.refuse_stale()
@@ -86,7 +86,7 @@ def open_model(args, checkpoint):
     tokenizer = build_tokenizer(checkpoint) if has_vocabulary else IdTokenizer(vocab_size)
     model = build_model(checkpoint).eval()
     if args.weights == "int8":
-        from extras.decoding.quantize import round_weights
+        from extras.decode.quantize import round_weights
 
         round_weights(model)
     sample.put_on_device(model, args)
@@ -159,7 +159,7 @@ def main(args, checkpoint=None):
     device = model.lm_head.weight.device if isinstance(model, torch.nn.Module) else torch.device("cpu")
     prompts = [torch.tensor(ids, device=device) for ids in encoded for _ in range(args.num_samples)]
     if args.explain:
-        from extras.decoding.explain import explain
+        from extras.decode.explain import explain
 
         explain(model, tokenizer, prompts[0][None], min(3, num_new), sampling)
         return

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from extras.decoding.ngrams import ngram_distributions
+from extras.decode.ngrams import ngram_distributions
 
 NUM_AHEAD = 3  # extra tokens to predict, after the next one
 NGRAM_END = 0.5  # fraction of the n-grams' initial weight in the targets that remains at the end

@@ -72,7 +72,7 @@ def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(tmp_path):
 
 def test_model_py_says_who_loads_a_model_with_a_tokenizer_and_that_a_folder_is_no_checkpoint(tmp_path):
     save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
-    with pytest.raises(ValueError, match=r"no characters: .*extras/checkpoint\.py"):
+    with pytest.raises(ValueError, match=r"no characters: .*extras/formats/checkpoint\.py"):
         model.load_model(tmp_path / "ckpt.pt")
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {re.escape(str(tmp_path))}"):
         model.load_model(tmp_path)

@@ -22,13 +22,13 @@ arm64)
 windows)
     # step_race.c compares the tokens of one thread with those of several. Wine 8 lacks functions that torch calls
     macros=$(.venv/bin/python -c "
-from extras.decoding import compile as compiling
+from extras.decode import compile as compiling
 from model import GPT, GPTConfig
 model = GPT(GPTConfig(24, 65, 2, 4, 40, n_kv_head=2, activation='swiglu', pos_emb='rope', qk_norm=True))
 print(*(f'-D{k}={v}' for k, v in compiling.shape_macros(model, 0.5, compiling.panels).items()))")
     for chip in x86-64 haswell; do # without and with AVX
         x86_64-w64-mingw32-gcc -march=$chip -O3 -ffp-contract=fast -fno-math-errno -pthread -static $macros \
-            -Iextras/decoding extras/tests/decoding/step_race.c -o "$there/step.exe" -lm
+            -Iextras/decode extras/tests/decode/step_race.c -o "$there/step.exe" -lm
         differs=$(WINEDEBUG=-all wine "$there/step.exe" < /dev/null)
         echo "$chip: ${differs:-the same tokens}"
     done

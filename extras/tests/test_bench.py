@@ -1,4 +1,4 @@
-"""bench.py and extras/baselines.py: what is measured computes the same network, and gives the same tokens."""
+"""bench.py and extras/bench/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
 import sys
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.baselines import ctranslate2_run, llama2c_run
-from extras.bench import VARIANTS, compare_tokens, network, timed, warm_runs
+from extras.bench.baselines import ctranslate2_run, llama2c_run
+from extras.bench.__main__ import VARIANTS, compare_tokens, network, timed, warm_runs
 from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, random_model, run
 from model import GPTConfig
 from train import resolve_config
@@ -128,6 +128,6 @@ def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_p
 )
 def test_mistakes_are_one_line(flags, word, monkeypatch):
     monkeypatch.chdir(ROOT)
-    result = here(*flags.split(), script="extras/bench.py")
+    result = here(*flags.split(), script="extras/bench/__main__.py")
     assert_one_line(result, word)
     assert result.stdout == ""

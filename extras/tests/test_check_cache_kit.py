@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from check_cache import check_cache
-from extras.decoding.speculate import RaggedCache, select_rows
+from extras.decode.speculate import RaggedCache, select_rows
 from helpers import ROOT, ok, random_model, run
 from model import GPTConfig, KVCache
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from extra_helpers import STABLELM, TOKENIZER
-from extras.checkpoint import load_model
-from extras.interop.hf_write import write_folder
-from extras.interop.onnx import OnnxGPT, write_onnx
+from extras.formats.checkpoint import load_model
+from extras.formats.hf_write import write_folder
+from extras.formats.onnx import OnnxGPT, write_onnx
 from helpers import CHARS, Bomb, bytes_of, load, save_model, tiny
 
 pytestmark = pytest.mark.slow  # they share exports, which take seconds

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from extra_helpers import POST_LN, STABLELM, assert_tells_no_paths, full_disk
-from extras.checkpoint import load_checkpoint, load_model
-from extras.interop.hf_write import GRAPH
-from extras.interop.onnx import OnnxGPT, write_onnx
+from extras.formats.checkpoint import load_checkpoint, load_model
+from extras.formats.hf_write import GRAPH
+from extras.formats.onnx import OnnxGPT, write_onnx
 from helpers import PROMPT, assert_one_line, here, ok, run, sample, save_model, tiny, tree, unix
 from model import GPT, build_model
 

@@ -93,7 +93,7 @@ def test_make_says_that_python_is_too_old(target, tmp_path):
 
 
 @unix
-@pytest.mark.parametrize("command", [["sample.py"], ["-m", "extras.loss"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["sample.py"], ["-m", "extras.evaluate"]], ids=" ".join)
 def test_ctrl_c_during_the_imports_is_quiet(command, tmp_path):
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(99)", encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from extra_helpers import bpe, needs_compiler, write_gpt2
-from extras.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
-from extras.checkpoint import build_model, load_checkpoint, load_model
+from extras.formats.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
+from extras.formats.checkpoint import build_model, load_checkpoint, load_model
 from helpers import (
     SAMPLE,
     Bomb,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from extra_helpers import DRAFTS
-from extras.decoding.cuda_graph import GraphedGPT
-from extras.decoding.decoder import Decoder
+from extras.decode.cuda_graph import GraphedGPT
+from extras.decode.decoder import Decoder
 from helpers import (
     FILTERS,
     KINDS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from extra_helpers import GPT2, STABLELM
-from extras.checkpoint import load_model
+from extras.formats.checkpoint import load_model
 from helpers import CHARS, ROOT, SIZE, ok, run, save_model, tiny
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from extras.text import IdText
-from extras.tokenizer import IdTokenizer
+from extras.formats.tokenizer import IdTokenizer
 from helpers import CHARS, assert_one_line, here, load, ok, save_model, texts_of, tiny
 from model import CharTokenizer, save_checkpoint
 

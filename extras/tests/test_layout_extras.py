@@ -48,7 +48,7 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
         "extras.export": {"sample"},
         "extras.generation": {"sample"},
         "extras.text": {"sample"},
-        "extras.loss": {"train", "sample"},
+        "extras.evaluate": {"train", "sample"},
     }
 
 
@@ -61,8 +61,8 @@ def test_check_cache_is_a_package_of_its_own():
 
 
 def package_of(name):
-    """extras.interop for a module in that folder, and a module itself for any other."""
-    return name.rpartition(".")[0] if name.startswith(("extras.decoding.", "extras.interop.")) else name
+    """extras.formats for a module in that folder, and a module itself for any other."""
+    return name.rpartition(".")[0] if name.startswith(("extras.decode.", "extras.formats.")) else name
 
 
 @pytest.mark.parametrize("node", [str, package_of], ids=["modules", "packages"])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from extras.checkpoint import load_checkpoint, load_model
-from extras.nanogpt import read_meta
+from extras.formats.checkpoint import load_checkpoint, load_model
+from extras.formats.nanogpt import read_meta
 from helpers import CHARS, SAMPLE, assert_one_line, here, load, ok, plain_val_loss, tiny
 from model import GPT, GPTConfig, build_model, save_checkpoint
 from oracles import per_head_logits

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from extra_helpers import bpe
-from extras.bpe import train_bpe
+from extras.formats.bpe import train_bpe
 from helpers import SAMPLE, ok, tree
 from prepare_fixtures import BODY, assert_nothing_changed, assert_same_in_pieces
 from train import load_dataset

@@ -2,7 +2,7 @@
 
 import pytest
 
-from extras.bench import Timing
+from extras.bench.__main__ import Timing
 
 
 def summary(times, sizes, num_tokens):

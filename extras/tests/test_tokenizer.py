@@ -1,4 +1,4 @@
-"""CharTokenizer and extras/bpe.py: characters and tokenizers, with tokenizers and transformers as the oracles."""
+"""CharTokenizer and extras/formats/bpe.py: characters and tokenizers, with tokenizers and transformers as the oracles."""
 
 import itertools
 import json
@@ -15,8 +15,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from transformers import GPT2Tokenizer
 
 from extra_helpers import TOKENIZER, bpe
-from extras.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
-from extras.tokenizer import check_vocab_size, read_vocabulary, tokenizer_from_state
+from extras.formats.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
+from extras.formats.tokenizer import check_vocab_size, read_vocabulary, tokenizer_from_state
 from helpers import CHARS, SAMPLE, ok, run
 
 TEXT = SAMPLE.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
     """Of a tokenizer that has tokens for runs of white space, as GPT-2's has."""
     content = train_bpe(["a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9], 265)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.bpe.PIECE", size)
+        patch.setattr("extras.formats.bpe.PIECE", size)
         assert "".join(pieces_of([text[:7], text[7:]])) == text
         ids = tokenizer_from_json(content).encode_pieces([text[:50], text[50:]])
         assert [*itertools.chain(*ids)] == Tokenizer.from_str(content).encode(text).ids
@@ -88,7 +88,7 @@ def test_ids_of_a_text_depend_neither_on_its_length_nor_on_its_pieces_and_decode
         ids = list(itertools.chain(*tokenizer.encode_pieces([text])))
         assert tokenizer.decode(ids) == text
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("extras.bpe.PIECE", 50)
+            patch.setattr("extras.formats.bpe.PIECE", 50)
             assert ids == list(itertools.chain(*tokenizer.encode_pieces([text[:9], text[9:]])))
 
 

@@ -150,7 +150,7 @@ def test_a_checkpoint_that_no_run_of_this_train_py_has_left_is_refused(out):
 
 
 def test_a_run_of_an_older_train_py_goes_on(out):
-    """Its config has two flags that are now those of extras.loss, and n_kv_head None for as many as n_head."""
+    """Its config has two flags that are now those of extras.evaluate, and n_kv_head None for as many as n_head."""
     ckpt = load(out / "last.pt")
     ckpt["config"] |= {"text": None, "stride": None, "n_kv_head": None}
     ckpt["model_args"] |= {"n_kv_head": None}

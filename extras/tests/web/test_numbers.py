@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from extra_helpers import attend
-from extras.interop.webpage import START
+from extras.formats.webpage import START
 from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WEB, WIDE, assert_text, ids_of
 from helpers import ok
 from oracles import per_head_logits

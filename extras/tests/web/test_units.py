@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from extras.interop.webpage import with_modules
+from extras.formats.webpage import with_modules
 from helpers import ROOT
 
 PAGE = ROOT / "extras" / "web" / "page"

@@ -1,0 +1,1 @@
+"""Measure how fast each way to decode is, compared with other implementations: python -m extras.bench."""

@@ -1,0 +1,443 @@
+"""Measure how fast each way to decode is, compared with other implementations.
+
+    python -m extras.bench                                  the model in out, or the pretrained one
+    python -m extras.bench --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
+    python -m extras.bench --shapes 6/8/256/256 --batch 16  random weights; a shape is layers/heads/width/context
+    python -m extras.bench --shapes 12/12/768/1024/50257    ... or layers/heads/width/context/vocabulary (default: 65)
+
+Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
+the figures are medians. Our own variants must give the tokens of a forward without a cache, or bench.py fails. If a
+variant cannot run here, it is left out, and bench.py says why.
+"""
+
+import copy
+import io
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
+from extras.formats.checkpoint import load_checkpoint
+from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
+from extras.threads import share_cores
+from extras.decode.cuda_graph import GraphedGPT
+from extras.decode.decoder import NUM_DRAFTS, Decoder
+from extras.decode.quantize import round_weights
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    Sampling,
+    build_model,
+    generate,
+    gumbel_noise,
+    pick_device,
+    sample_token,
+    write_atomically,
+)
+from sample import find_checkpoint, near_tie, num_threads
+from train import PRESETS, RECIPES, TrainConfig
+
+VARIANTS = {
+    "uncached": "sample.py --no-kv_cache",
+    "eager": "sample.py --kv_cache",
+    "draft": "sample.py --draft ngram",
+    "compile": "sample.py --compile",
+    "compile+draft": "sample.py --draft ngram --compile",
+    "int8": "sample.py --weights int8 --compile",
+    "onnx": "sample.py --engine onnx",
+    "openvino": "OpenVINO",
+    "hf": "transformers' generate",
+    "ctranslate2": "CTranslate2",
+    "llama2c": "llama2.c",
+}
+BASELINES = ("hf", "ctranslate2", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
+COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
+    "shape": ("shape", "{}"),
+    "variant": ("variant", "{}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "ttft_ms": ("TTFT ms", "{:.3f}"),
+    "tpot_ms": ("TPOT ms", "{:.3f}"),
+    "itl_p50_ms": ("ITL p50", "{:.3f}"),
+    "itl_p99_ms": ("ITL p99", "{:.3f}"),
+    "speedup_over_uncached": ("x uncached", "{:.2f}"),
+}
+
+
+# -- the variants ------------------------------------------------------------------------------------------------------
+
+
+def warm_runs(names, model, ngrams, llama2c, idx):
+    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once.
+
+    run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
+    """
+    work = len(idx) * sum(p.numel() for p in model.parameters())  # multiply-adds that torch does per fed token
+    makers = {
+        "uncached": lambda: recorded(plain_stream(model, kv_cache=False), work * model.config.block_size),
+        "eager": lambda: recorded(plain_stream(model), work),
+        "compile": lambda: recorded(compiled_stream(model, len(idx))),
+        "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, work * (NUM_DRAFTS + 1)),
+        "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
+        "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
+        "onnx": lambda: recorded(onnx_stream(model)),
+        "openvino": lambda: recorded(openvino_stream(model)),
+        "hf": lambda: transformers_run(model),
+        "ctranslate2": lambda: ctranslate2_run(model),
+        "llama2c": lambda: llama2c_run(model.config, llama2c),
+    }
+    runs = {}
+    for name in names:
+        try:
+            run = makers[name]()
+            timed(run, idx, model.config.block_size - idx.size(1), seed=0)
+            runs[name] = run
+        except Exception as error:  # a missing package or compiler, or an edited network, may raise anything
+            note(f"no {name} row: {first_line(error)}")
+    return runs
+
+
+def recorded(stream, multiply_adds=0):
+    """Return the run of a stream(idx, steps, seed=seed), with as many threads as sample.py uses."""
+
+    def run(idx, steps, seed, record):
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads(multiply_adds))
+        try:
+            for block in stream(idx, steps, seed=seed):
+                record(block)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def plain_stream(model, kv_cache=True):
+    """Return the stream of the loop in model.py, for a GPT or whatever `generate` accepts as one."""
+
+    def stream(idx, steps, seed):
+        for token, _ in generate(model, idx, steps, Sampling(seed=seed), kv_cache):
+            yield token[:, None]
+
+    return stream
+
+
+def compiled_stream(model, batch_size):
+    """Return the stream of --compile: the C backend, or on a GPU a CUDA graph, recorded once for all runs."""
+    if model.lm_head.weight.is_cuda:
+        return GraphedGPT(model, batch_size, model.config.block_size, Sampling()).stream
+    return Decoder(model, compile=True).stream
+
+
+def rounded(model):
+    """Return a copy of the model whose weights are those of --weights int8."""
+    return round_weights(copy.deepcopy(model))
+
+
+def onnx_stream(model):
+    """Return the stream of ONNX Runtime, which runs on the CPU."""
+    from extras.formats.onnx import OnnxGPT
+
+    return graph_stream(model, OnnxGPT)
+
+
+def openvino_stream(model):
+    """Return the stream of OpenVINO on the CPU, for the same graph as onnx_stream."""
+    return graph_stream(model, lambda file: OpenVinoGPT(file, model.config))
+
+
+def graph_stream(model, load):
+    """Export the model to a temporary file and return the stream of load(file)."""
+    from extras.formats.onnx import write_onnx
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "model.onnx"
+        chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
+        write_onnx(copy.deepcopy(model).cpu(), CharTokenizer(chars), file)
+        stream = plain_stream(load(file))
+    return lambda idx, steps, seed: stream(idx.cpu(), steps, seed)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class Timing:
+    """Arrival times of the blocks of one generation. The clock starts with the object.
+
+    times  seconds from the start to the arrival of each block
+    sizes  new tokens per row in each block, on average over the rows
+    """
+
+    def __init__(self, device=None):
+        self.device = device
+        self.times = []
+        self.sizes = []
+        self.start = self.now()
+
+    def now(self):
+        """Return the time in seconds, after the device has finished its work."""
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def record(self, size=1):
+        """Record the end of a step that gave every row `size` new tokens."""
+        self.times.append(self.now() - self.start)
+        self.sizes.append(size)
+
+    def summary(self, num_tokens):
+        """Return the figures of a generation with num_tokens tokens in all rows together.
+
+        ttft_ms                 time to first token: from the start to the end of the first step
+        tpot_ms                 time per output token: mean over the tokens per row after the first step
+        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
+        e2e_ms                  end to end: from the start to the end of the last step
+        tokens_per_s            num_tokens per second, end to end
+        """
+        gaps = torch.tensor(self.times, dtype=torch.float64).diff() * 1e3
+        p50, p99 = (0.0, 0.0) if not len(gaps) else torch.quantile(gaps, gaps.new_tensor([0.5, 0.99])).tolist()
+        return dict(
+            ttft_ms=self.times[0] * 1e3,
+            tpot_ms=(self.times[-1] - self.times[0]) * 1e3 / max(1, sum(self.sizes[1:])),
+            itl_p50_ms=p50,
+            itl_p99_ms=p99,
+            e2e_ms=self.times[-1] * 1e3,
+            tokens_per_s=num_tokens / self.times[-1],
+        )
+
+
+def timed(run, idx, steps, seed):
+    """Run a variant once. Returns its Timing and the new tokens `(B, steps)`."""
+    blocks = []
+    timing = Timing(idx.device)
+
+    def record(block):
+        timing.record((block >= 0).sum().item() / len(block))  # -1 pads a row that was slower
+        blocks.append(block)
+
+    run(idx, steps, seed, record)
+    rows = torch.cat(blocks, dim=1).to(idx.device)
+    return timing, torch.stack([row[row >= 0] for row in rows])
+
+
+def measure(runs, idx, steps, repeats):
+    """Return {name: what `timed` gives for the seeds 0, 1, ..}. A machine's speed changes, so they take turns."""
+    results = {name: [] for name in runs}
+    for seed in range(repeats):
+        for name, run in runs.items():
+            ready = time.perf_counter() + 0.02  # the threads of the last variant spin for a while before they sleep
+            while time.perf_counter() < ready:
+                run(idx, min(2, steps), seed, lambda block: None)
+            results[name].append(timed(run, idx, steps, seed))
+    return results
+
+
+@torch.no_grad()
+def compare_tokens(name, model, idx, tokens):
+    """Exit with one line unless the tokens of a variant are the picks of one forward without a cache.
+
+    tokens  the new tokens `(B, steps)` of each seed
+    A near-tie, where rounding decides between two picks, is no difference.
+    """
+    for seed, new in enumerate(tokens):
+        sampling = Sampling(seed=seed)
+        logits = model(torch.cat((idx, new), dim=1)[:, :-1])[0][:, idx.size(1) - 1 :]
+        samples, steps = (torch.arange(n, device=idx.device) for n in new.shape)
+        noise = gumbel_noise(seed, samples, steps, logits.size(-1))
+        picks = sample_token(logits, noise, sampling)
+        for row, step in (picks != new).nonzero().tolist():
+            pair = (new[row, step].item(), picks[row, step].item())
+            if not near_tie(logits[row, step], noise[row, step], pair, sampling):
+                fail(f"DIFFERENT from a forward without a cache: {name}, seed {seed}, row {row}, new token {step}")
+
+
+def bench(file, model, ngrams, idx, args):
+    """Measure one model, from `file`, with the prompts idx `(B, T)`, and print the table.
+
+    Returns its rows, a dict per variant.
+    """
+    B, T = idx.shape
+    config = model.config
+    shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
+    steps = config.block_size - T
+    note(f"measuring {shape} {f'of {file} ' if file else ''}..")
+    runs = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
+    if not runs:
+        fail("nothing could be measured")
+    ours = {name: run for name, run in runs.items() if name not in BASELINES}
+
+    rows = {}
+    for name, results in measure(runs, idx, steps, args.repeats).items():
+        if name in ours:
+            compare_tokens(name, rounded(model) if name == "int8" else model, idx, [new for _, new in results])
+        rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
+    if "uncached" in rows:
+        for row in rows.values():
+            row["speedup_over_uncached"] = row["tokens_per_s"] / rows["uncached"]["tokens_per_s"]
+
+    print(table(rows.values()))
+    print(f"\nthe same tokens as a forward without a cache, up to rounding: {', '.join(ours) or 'not compared'}")
+    print(flush=True)
+    return list(rows.values())
+
+
+def figures(results, T):
+    """Return the medians of results of `timed` after T tokens: the figures of Timing.summary, and ms_per_token.
+
+    ms_per_token  {position: milliseconds per token of the steps that ended there}, without the prefill
+    """
+    times = defaultdict(list)
+    for timing, _ in results:
+        position = T + timing.sizes[0]
+        for began, ended, size in zip(timing.times, timing.times[1:], timing.sizes[1:]):
+            position += size
+            times[round(position)].append(1e3 * (ended - began) / size)  # with drafts, position is a mean over rows
+    summaries = [timing.summary(new.numel()) for timing, new in results]
+    medians = {key: statistics.median(each[key] for each in summaries) for key in summaries[0]}
+    return medians | dict(ms_per_token={position: statistics.median(times[position]) for position in sorted(times)})
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def table(rows):
+    """Return the rows as aligned text. A column in which no row has a value is left out."""
+    columns = {key: column for key, column in COLUMNS.items() if any(row.get(key) for row in rows)}
+    lines = [[title for title, _ in columns.values()]]
+    for row in rows:  # a single block has no times between blocks, so we show none instead of 0
+        lines.append([form.format(row[key]) if row.get(key) else "" for key, (_, form) in columns.items()])
+    return aligned(lines, num_left=2)
+
+
+def aligned(rows, num_left):
+    """Return rows of cells as text in columns. The first num_left columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for cells in rows:
+        left = [cell.ljust(width) for cell, width in zip(cells[:num_left], widths)]
+        right = [cell.rjust(width) for cell, width in zip(cells[num_left:], widths[num_left:])]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
+
+
+def plot(measured, format):
+    """Return a picture as bytes, with a panel per model: milliseconds per token against the position of the token.
+
+    measured  the rows of each model
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5 * len(measured)), layout="constrained")
+    for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
+        for k, row in enumerate(rows):
+            times = list(row["ms_per_token"].values())
+            color = f"C{k}"
+            label = f"{VARIANTS[row['variant']]}\n{row['tokens_per_s']:,.0f} tokens/s"
+            if len(times) > 9:
+                smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
+                axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
+            else:  # llama2.c returns one block, and the C backend a few, so we only know the mean
+                axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
+        axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
+        axis.set_xlabel("position of the token")
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=1)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=format, dpi=110)
+    return picture.getvalue()
+
+
+def write(file, content):
+    """Write bytes to a path, and make its folder if needed."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(file), [content])
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def shape(text):
+    """An argparse type: layers/heads/width/context, and optionally /vocabulary, which is 65 otherwise."""
+    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    sizes = [int(part) for part in text.split("/")]
+    return dict(zip(names, sizes if len(sizes) == 5 else [*sizes, 65], strict=True))
+
+
+def parse_args():
+    variants = "\n".join(f"  {name:14} {text}" for name, text in VARIANTS.items())
+    parser = Parser(f"{__doc__}\nvariants:\n{variants}")
+    add = parser.add_argument
+    add_model = parser.add_mutually_exclusive_group().add_argument
+    add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
+    add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
+    add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")
+    add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
+    add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
+    add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
+    add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
+    add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
+    add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
+    add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
+    args = parser.parse_args()
+
+    names = args.variants or [name for name in VARIANTS if name != "llama2c"]
+    args.variants = [*names, "llama2c"] if args.llama2c else names
+    if args.recipe and not args.shapes:
+        parser.error("--recipe needs --shapes: a checkpoint has its own network")
+    if args.plot:  # before we measure
+        with one_line_errors():
+            need("--plot", "matplotlib")
+        from matplotlib.figure import Figure
+
+        if (Path(args.plot).suffix[1:] or "png") not in Figure().canvas.get_supported_filetypes():
+            parser.error(f"--plot {args.plot}: matplotlib cannot write this format, use .png or .svg")
+    return args
+
+
+def network(recipe, sizes):
+    """Return the model_args of train.py: those of its preset of these sizes if it has one, otherwise its defaults."""
+    configs = [TrainConfig(**RECIPES[recipe] | preset) for preset in PRESETS.values()]
+    fitting = [c for c in configs if all(getattr(c, name, size) == size for name, size in sizes.items())]
+    return (fitting or configs)[0].model_args()
+
+
+def models(args):
+    """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
+    if args.shapes:
+        for sizes in args.shapes:
+            torch.manual_seed(1337)
+            yield None, GPT(GPTConfig(**network(args.recipe or "modern", sizes) | sizes)).eval(), None
+    else:
+        for file in args.ckpt or [find_checkpoint(None, None)]:
+            checkpoint = load_checkpoint(find_checkpoint(file, None))
+            yield str(file), build_model(checkpoint).eval(), checkpoint.get("ngrams")
+
+
+def main():
+    args = parse_args()
+    share_cores()
+    with one_line_errors():
+        found = list(models(args))  # read every file before measuring, so that a bad one fails at once
+        for _, model, _ in found:
+            model.to(pick_device(args.device))
+
+    device = found[0][1].lm_head.weight.device
+    idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
+    measured = [bench(file, model, ngrams, idx, args) for file, model, ngrams in found]
+    if args.json:
+        rows = [row for rows in measured for row in rows]
+        write(args.json, (json.dumps(rows, indent=1) + "\n").encode())
+    if args.plot:
+        write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
+    print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
+    print(f"medians of {args.repeats} runs{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
+
+
+if __name__ == "__main__":
+    run_main(main)

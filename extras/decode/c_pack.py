@@ -1,0 +1,115 @@
+"""Packs the weights of a model into the structures that step.c reads."""
+
+import mmap
+
+import torch
+from torch.nn import functional as F
+
+from extras.decode.c_library import CompileError, Layer, Params
+from extras.decode.quantize import quantize
+
+
+def pack_weights(model, struct, layout):
+    """Return the weights as `struct`, the Model of step.c. layout: for the Linear layers, see below.
+
+    Raises CompileError for a weight whose shape does not fit the config.
+    """
+    config = model.config
+    net = model.transformer
+    blocks = net["h"]
+    C = config.n_embd
+    hs = config.head_size
+    hidden = blocks[0].mlp.c_proj.in_features
+
+    def check(x, *shape):
+        if x is not None and x.shape != shape:
+            raise CompileError(f"the model has a weight of shape {tuple(x.shape)}, but its config says {shape}")
+
+    # more than enough: tied weights become two matrices, and zeros fill the last panel of each
+    tables = () if model.rope is None else model.rope
+    place = huge_pages(4 * sum(tensor.nbytes for tensor in (*model.parameters(), *tables)) + 2**24)
+
+    def own(x, *shape):
+        check(x, *shape)
+        return None if x is None else place(x.detach())
+
+    def linear(layer, N, K):
+        check(layer.weight, N, K)
+        check(layer.bias, N)
+        weight, bias = layout(layer)
+        return Params(weight=place(weight), bias=None if bias is None else place(bias))
+
+    def norm(layer, n):
+        return Params(weight=own(layer.weight, n), bias=own(layer.bias, n))
+
+    identity = Params(weight=None, bias=None)
+    norms = [norm(layer, C) for block in blocks for layer in (block.ln_1, block.ln_2)]
+    cos, sin = (None, None) if model.rope is None else model.rope
+    return struct(
+        wte=own(net["wte"].weight, config.vocab_size, C),
+        wpe=own(net["wpe"].weight, config.block_size, C) if config.pos_emb == "learned" else None,
+        cos=own(cos, config.block_size, hs),
+        sin=own(sin, config.block_size, hs),
+        lm_head=linear(model.lm_head, config.vocab_size, C),
+        norm=[*norms, norm(net["ln_f"], C)] if config.norm_first else [identity, *norms],
+        layer=[
+            Layer(
+                c_attn=linear(block.attn.c_attn, C + 2 * config.n_kv_head * hs, C),
+                q_norm=norm(block.attn.q_norm, hs) if config.qk_norm else identity,
+                k_norm=norm(block.attn.k_norm, hs) if config.qk_norm else identity,
+                attn_proj=linear(block.attn.c_proj, C, C),
+                c_fc=linear(block.mlp.c_fc, 2 * hidden if config.activation == "swiglu" else hidden, C),
+                mlp_proj=linear(block.mlp.c_proj, C, hidden),
+            )
+            for block in blocks
+        ],
+    )
+
+
+def huge_pages(size):
+    """Return place(tensor), which copies tensors into `size` bytes of memory, one after the other.
+
+    On Linux the memory has pages of 2 MB, which the chip looks up faster. Pages that nobody writes to cost nothing.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return lambda tensor: tensor.clone(memory_format=torch.contiguous_format)
+    memory = mmap.mmap(-1, size + 2**21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    end = 0
+
+    def place(tensor):
+        nonlocal end
+        copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=end).view(tensor.shape)
+        end += -(-tensor.nbytes // 64) * 64  # a line of the cache
+        return copy.copy_(tensor)
+
+    return place
+
+
+# -- layouts: the weight and the bias of a Linear layer as step.c reads them, which describes both kinds ---------------
+
+
+def panels(layer, lanes):
+    weight = whole_panels(layer.weight.detach(), lanes).transpose(1, 2)  # (panels, K, lanes)
+    return weight, whole_bias(layer, lanes)
+
+
+def int8_panels(layer, lanes):
+    def pack(rows):
+        numbers, scales = quantize(rows)
+        scales = whole_panels(scales, lanes).transpose(1, 2).contiguous().view(torch.int8)
+        words = whole_panels(numbers, lanes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)
+        return torch.cat((scales, words.flatten(2)), 2)  # (panels, blocks, bytes of a block)
+
+    pieces = layer.weight.detach().split(4096)  # because packing needs a few times their memory
+    return torch.cat([pack(rows) for rows in pieces]), whole_bias(layer, lanes)
+
+
+def whole_panels(x, lanes):
+    """Return x `(N, ...)` as `(panels, lanes, ...)`. Zeros fill the last panel."""
+    padding = [0, 0] * (x.dim() - 1) + [0, -len(x) % lanes]
+    return F.pad(x, padding).unflatten(0, (-1, lanes))
+
+
+def whole_bias(layer, lanes):
+    return None if layer.bias is None else whole_panels(layer.bias.detach(), lanes)

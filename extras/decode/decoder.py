@@ -1,0 +1,285 @@
+"""Decoder: generation with speculation, with the C backend, with prompts of different lengths, or all of these.
+
+The tokens are those of GPT.generate for the same seed. The step in PyTorch is in speculate.py and the one in C in
+step.c. This is the loop around them.
+"""
+
+import torch
+
+from extras.cli import note
+from extras.decode.c_step import CompileError, compile_step
+from extras.decode.cuda_graph import GraphedGPT
+from extras.decode.ngrams import ngram_table
+from extras.decode.speculate import BatchState, prefill, rows_by_prompt, speculative_step
+from model import FILTERS, Sampling, gumbel_noise
+
+WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
+NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
+MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer when they are unlikely
+
+
+class Decoder:
+    """Generates continuations of prompts.
+
+    draft    None: one token per step. "ngram": draft tokens from `ngrams`, the counts in a checkpoint (count_ngrams)
+    compile  use the C backend, or raise CompileError if that is impossible. It copies the weights, so make a new
+             Decoder after you change them
+    weights  "int8": the C backend reads int8, for a model whose weights were rounded by round_weights
+    """
+
+    def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
+        if draft not in (None, "ngram"):
+            raise ValueError(f"draft={draft!r}: must be None or 'ngram'")
+        if weights not in ("float32", "int8") or (weights == "int8" and not compile):
+            raise ValueError(f"weights={weights!r}: must be 'float32', or 'int8' with compile=True")
+        if draft and ngrams is None:
+            raise ValueError("draft='ngram' needs n-gram counts, which train.py saves for small vocabularies")
+        self.model = model
+        self.num_drafts = min(MOST_DRAFTS if compile else NUM_DRAFTS, model.config.block_size - 1) if draft else 0
+        self.table = ngram_table(ngrams, model.config.vocab_size) if self.num_drafts else None
+        self.num_params = sum(p.numel() for p in model.parameters())
+        self.program = compile_step(model, self.num_drafts, self.table, weights) if compile else None
+
+    def generate(self, prompts, max_new_tokens, *settings, **more_settings):
+        """Return the prompts and their continuations, in the form of the prompts, which may differ in length.
+
+        prompts   ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
+        settings  those of Sampling, in order or by name. With overflow="slide", the prompts need equal lengths
+        """
+        rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
+        blocks = list(Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings)))
+        rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
+        return restore([row[row >= 0] for row in rows])
+
+    def generation(self, prompts, max_new_tokens, sampling, ended=None):
+        """Return the Generation for prompts, int64 tensors of one dimension, with a Sampling."""
+        return Generation(self, prompts, max_new_tokens, sampling, ended)
+
+    def stream(self, prompts, max_new_tokens, *settings, **more_settings):
+        """Return a Generation, which yields the new tokens of `generate` step by step."""
+        rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
+        return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
+
+
+def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams, compile, weights, threads, slots):
+    """Return an iterator over blocks of new tokens `(B, n)`: a Generation, or on a GPU, the steps of a CUDA graph.
+
+    A note on stderr says why there is no --compile.
+    prompts, num_new, sampling, ended  those of Generation
+    draft, ngrams, compile, weights    those of Decoder
+    threads                            how many torch shall use; the C backend has its own
+    slots                              of the cache of a CUDA graph
+    """
+    if compile:
+        try:
+            if model.lm_head.weight.is_cuda:
+                return graphed_blocks(model, prompts, num_new, sampling, draft, slots)
+            if names := filters_beyond_c(sampling):
+                raise CompileError(f"step.c has no {' and no '.join(names)}")
+            decoder = Decoder(model, draft, ngrams, compile=True, weights=weights)
+            torch.set_num_threads(1)
+            return decoder.generation(prompts, num_new, sampling, ended)
+        except CompileError as error:
+            note(f"{error}: decoding without --compile")
+    torch.set_num_threads(threads)
+    return Decoder(model, draft, ngrams).generation(prompts, num_new, sampling, ended)
+
+
+def graphed_blocks(model, prompts, num_new, sampling, draft, slots):
+    """Record a CUDA graph and return its stream. Raises CompileError."""
+    if len({len(prompt) for prompt in prompts}) > 1:
+        raise CompileError("a CUDA graph needs prompts of one length")
+    if draft:
+        note("leaving out --draft: a CUDA graph is faster without")
+    return GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), num_new)
+
+
+def filters_beyond_c(sampling):
+    """Return the filters of a Sampling that step.c does not have. A generation with any takes its steps in PyTorch."""
+    return [name for name in FILTERS.keys() - {"top_k", "top_p"} if getattr(sampling, name) is not None]
+
+
+def rows_of(prompts, device):
+    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
+
+    prompts  ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
+    restore  gets rows, which may have grown, and returns them in the form of the prompts
+    """
+    if isinstance(prompts, torch.Tensor):
+        return list(prompts), lambda rows: torch.stack(list(rows))
+    if all(isinstance(id, int) for id in prompts):
+        return [torch.tensor(prompts, dtype=torch.int64, device=device)], lambda rows: rows[0].tolist()
+    rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts]
+    lists = [not isinstance(prompt, torch.Tensor) for prompt in prompts]
+    return rows, lambda rows: [row.tolist() if is_list else row for row, is_list in zip(rows, lists)]
+
+
+class Generation:
+    """One generation of a Decoder. Iterating over it gives the new tokens of each step, a block `(B, n)` on the CPU.
+
+    prompts   B int64 tensors of one dimension
+    sampling  a Sampling
+    ended     B booleans: the caller sets one to True to end that row; None: all rows run to their end
+    Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
+    its context earlier. A row with fewer than n new tokens is padded with -1.
+
+    slots     positions per row that the cache has room for
+    forwards  how many forwards there were so far
+    offered   how many draft tokens they checked
+    accepted  how many of those they accepted
+    Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
+    """
+
+    def __init__(self, decoder, prompts, max_new_tokens, sampling, ended=None):
+        self.decoder = decoder
+        self.model = decoder.model
+        self.sampling = sampling
+        self.ended = ended or [False] * len(prompts)
+        self.forwards = self.offered = self.accepted = 0
+        lengths = [len(prompt) for prompt in prompts]
+        block_size = self.model.config.block_size
+        self.slides = sampling.overflow == "slide"
+        if self.slides and len(set(lengths)) > 1:
+            raise ValueError(
+                f"prompts of {sorted(set(lengths))} tokens cannot slide together: overflow='slide' needs equal lengths"
+            )
+        num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
+        half = max(1, block_size // 2)
+        contexts = [prompt if len(prompt) <= block_size else prompt[-half:] for prompt in prompts]
+        self.state = new_state(contexts, sampling, self.model.config)
+        self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
+        self.cache = None  # for steps in PyTorch; the first one makes it
+        self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
+        self.slots = self.model.config.block_size
+        self.in_c = decoder.program is not None and not filters_beyond_c(sampling)
+        if self.in_c:
+            self.run, self.copy_slots = decoder.program(self.state)
+        else:
+            self.slots = min(self.slots, int(self.goal.max()) + decoder.num_drafts)
+
+    def __iter__(self):
+        state = self.state
+        goal = self.goal
+        block_size = self.model.config.block_size
+        full = block_size + 1 if self.slides else block_size  # a sliding context gives one more token before it moves
+        step = self._step_in_c if self.in_c else self._step_in_torch
+        while True:
+            # steps, until every row is done or its context is full
+            state.limit.copy_(goal.clamp(max=full))
+            before = state.end.tolist()
+            while any(end < limit for end, limit in zip(before, state.limit.tolist())):
+                step()
+                after = state.end.tolist()
+                if after != before:  # a step may have fed only known tokens
+                    yield new_tokens(state, before, after)
+                    for row in (row for row, ended in enumerate(self.ended) if ended):
+                        goal[row] = state.limit[row] = state.end[row]
+                before = after
+            if torch.equal(state.end, goal):
+                return
+
+            # slide: keep the newest half of every context, which the next step feeds again
+            shift = full - max(1, block_size // 2)
+            state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
+            state.first_new -= shift
+            for end in (state.end, goal):
+                end.sub_(shift).clamp_(min=1)  # a row that reached its stop text may be shorter than what we drop
+            state.cached.zero_()
+
+    def _step_in_c(self):
+        """Run steps in C: a single one at first, to show a token soon, then many per call."""
+        state = self.state
+        decoder = self.decoder
+        if self.forwards:
+            work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
+            counters = self.run(max(1, WORK_PER_CALL // work))
+        else:
+            # the first row of each prompt reads it; the other rows wait, and then copy its keys and values
+            copies = [(first, rows) for first, *rows in rows_by_prompt(state) if rows and state.end[first] > 1]
+            limit = state.limit.clone()
+            for _, rows in copies:
+                state.limit[rows] = 0
+            counters = self.run(1, int((state.limit > 0).sum()))
+            state.limit.copy_(limit)
+            for first, rows in copies:
+                state.cached[rows] = state.end[rows] - 1
+                self.copy_slots(first, rows, state.cached[rows[0]])
+        forwards, offered, accepted = counters
+        self.forwards += forwards
+        self.offered += offered
+        self.accepted += accepted
+
+    @torch.inference_mode()
+    def _step_in_torch(self):
+        model = self.model
+        state = self.state
+        num_drafts = self.decoder.num_drafts
+        if not state.cached.any():  # at the start, and after the context has moved
+            self.cache = prefill(model, state, slots=self.slots)
+        before = state.end.tolist()
+        fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
+        self.forwards += 1
+        for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
+            if begin < limit:
+                self.offered += max(0, min(first + num_drafts + 1, limit - 1) - begin)
+                self.accepted += end - begin - 1
+
+
+def new_state(contexts, sampling, config):
+    """Return the BatchState for `contexts`, int64 tensors of one dimension, one per row."""
+    end = torch.tensor([len(context) for context in contexts])
+    tokens = torch.zeros(len(contexts), config.block_size + 1, dtype=torch.int64)
+    for row, context in zip(tokens, contexts):
+        row[: len(context)] = context
+    if not ((tokens >= 0) & (tokens < config.vocab_size)).all():  # step.c would read beyond its tables
+        raise ValueError(f"a prompt contains tokens outside 0..{config.vocab_size - 1}")
+    return BatchState(
+        tokens=tokens,
+        end=end,
+        cached=torch.zeros_like(end),
+        limit=end.clone(),
+        first_new=end.clone(),
+        sample=sampling.samples_of(len(contexts), "cpu"),
+        seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]),
+        temperature=torch.tensor(float(sampling.temperature)),
+        top_k=None if sampling.top_k is None else torch.tensor(int(sampling.top_k)),
+        top_p=None if sampling.top_p is None else torch.tensor(float(sampling.top_p)),
+    )
+
+
+def new_tokens(state, before, after):
+    """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`, padded with -1."""
+    if len(set(before)) == len(set(after)) == 1:  # the common case, with few operations
+        return state.tokens[:, before[0] : after[0]].clone()
+    longest = max(end - begin for begin, end in zip(before, after))
+    slots = torch.tensor(before)[:, None] + torch.arange(longest)
+    block = state.tokens.gather(1, slots.clamp(max=state.tokens.size(1) - 1))
+    return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
+
+
+def noise_window(model, state, seed, chunk):
+    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on, on the device of the model.
+
+    steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
+    """
+    B = len(state.end)
+    vocab_size = model.config.vocab_size
+    device = model.lm_head.weight.device
+    width = max(chunk, min(64, 2**22 // (B * vocab_size)))
+    first = None
+    noise = None  # the step where each row's window starts, and its noise
+
+    def noise_of(steps):
+        nonlocal first, noise
+        offsets = None if noise is None else (steps - first).tolist()
+        if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
+            first = steps
+            offsets = [0] * B
+            window = (first[:, None] + torch.arange(width)).to(device)
+            noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
+        if len(set(offsets)) == 1:
+            return noise[:, offsets[0] : offsets[0] + chunk]
+        at = (torch.tensor(offsets)[:, None] + torch.arange(chunk)).to(device)
+        return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
+
+    return noise_of

@@ -1,0 +1,184 @@
+"""Does --compile compute what this model.py computes? That is step.c, and on a GPU cuda_graph.py.
+
+They are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
+may show only late in the text. So they belong to one version of each function, whose hash stands here. If one has
+changed, or the model has a layer that they do not know, we decode without --compile.
+"""
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import os
+import textwrap
+import types
+from functools import cache, partial
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import model as model_py
+from extras.decode.c_library import CompileError
+
+# Function of model.py: its hash, what computes the same in step.c, and in cuda_graph.py, which calls the rest. Once you
+# have changed both to match, put in the hash that the message names. Comments, docstrings and the layout of the code do
+# not count.
+REPEATED = {
+    "KVCache.extend": ("cfc5a9debc5aca63", "plan, accept", None),
+    "KVCache.update": ("5d6f07ec6a86cdb4", "forward", "attend"),
+    "KVCache.write": ("a880ace06317e06b", "forward", "attend"),
+    "KVCache.mask": ("67f29c1953cdb063", "forward", "logits"),
+    "visible": ("fba1ed8d02da1ca2", "forward", None),
+    "rotate": ("67c046e513b3b9a3", "rotate", None),
+    "CausalSelfAttention.project": ("212627da029f3ec4", "forward", "attend"),
+    "CausalSelfAttention.forward": ("a6e47a9a8cb48681", "forward, attend", "attend"),
+    "MLP.forward": ("f68477bca22343a6", "forward, activate", "feed_forward"),
+    "Block.forward": ("512d730d44e510fc", "forward, layer_norm", "logits"),
+    "GPT.hidden_states": ("6d99a7933ffd3aab", "forward", "logits"),
+    "GPT.unembed": ("48aa09133aec1053", "forward", None),
+    "GPT.new_cache": ("75b1d1d7eaa5b66a", "work", "stream"),
+    "GPT.next_logits": ("02e0ef64f76a43e0", "work, plan", None),
+    "generate": ("6233269142bc761e", "work", "stream"),
+    "sample_token": ("ce085451bf0db103", "sample_token", None),
+    "keep_top_k": ("1fa1e091a09d3f8b", "best_of_kept", None),
+    "keep_top_p": ("2e7b137f4caef7ea", "best_of_kept", None),
+    "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise", None),
+    "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
+}
+ACTIVATIONS = {"gelu": (F.gelu, {}), "gelu_tanh": (F.gelu, {"approximate": "tanh"}), "swiglu": (F.silu, {})}
+
+
+def refuse_other_networks(model, graph=False):
+    """Raise CompileError unless --compile computes what this model computes. pack_weights checks the shapes for step.c.
+
+    graph  whether cuda_graph.py is to compute it, instead of step.c
+    """
+    refuse_changed_code(graph)
+    refuse_unknown_layers(model)
+    refuse_other_settings(model)
+    if not graph:
+        refuse_other_functions(model)
+
+
+def refuse_changed_code(graph):
+    """Raise CompileError if a function of model.py that we repeat has changed."""
+    for name, (expected, in_c, in_graph) in REPEATED.items():
+        found = source_hash(attrgetter(name)(model_py))
+        if found != expected and (in_graph or not graph):
+            where = f"cuda_graph.py in {in_graph}" if graph else f"step.c in {in_c}"
+            both = "step.c and cuda_graph.py compute" if in_graph else "step.c computes"
+            raise CompileError(
+                f"{name} in model.py has changed, and {where} computes the old version (once {both} the new one, its "
+                f"hash in guard.py is {found})"
+            )
+
+
+def refuse_other_functions(model):
+    """Raise CompileError if the filters or activations are not those of step.c."""
+    filters = [keep for name, keep in model_py.FILTERS.items() if name in ("top_k", "top_p")]
+    if filters != [model_py.keep_top_k, model_py.keep_top_p]:
+        raise CompileError("FILTERS in model.py has another top_k or top_p, or another order, than step.c")
+    for block in model.transformer["h"]:
+        activation = block.mlp.activation
+        bound = (activation.func, activation.keywords) if isinstance(activation, partial) else (activation, {})
+        if bound != ACTIVATIONS.get(model.config.activation):
+            raise CompileError(f"step.c does not compute the activation {model.config.activation} of this model")
+
+
+def refuse_other_settings(model):
+    """Raise CompileError unless every layer is what the config says, which is all that we know."""
+    config = model.config
+    blocks = model.transformer["h"]
+    if len(blocks) != config.n_layer:
+        raise CompileError(f"the model has {len(blocks)} layers, but its config says n_layer={config.n_layer}")
+    for block in blocks:
+        attn = block.attn
+        mlp = block.mlp
+        fits = (
+            block.norm_first == config.norm_first
+            and attn.n_head == config.n_head
+            and attn.n_kv_head == config.n_kv_head
+            and attn.head_size == config.head_size
+            and attn.qk_norm == config.qk_norm
+            and mlp.gated == (config.activation == "swiglu")
+        )
+        if not fits:
+            raise CompileError("the model has a layer that does not fit its config")
+
+
+def layers_of(config):
+    """Return the layers of PyTorch that we compute."""
+    return (nn.Linear, nn.Embedding, nn.LayerNorm)
+
+
+def refuse_unknown_layers(model):
+    """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
+    ours = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP)
+    layers = layers_of(model.config)
+    known = (*ours, nn.ModuleDict, nn.ModuleList, *layers)
+    hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    for module in model.modules():
+        kind = type(module)
+        if kind not in known:
+            raise CompileError(f"--compile does not know the layer {kind.__name__}")
+        methods = [name for name in vars(module) if callable(getattr(kind, name, None))]
+        if methods:
+            raise CompileError(f"--compile cannot compute a {kind.__name__} with a patched {methods[0]}")
+        if hasattr(module, "eps") and (module.eps != 1e-5 or module.weight is None):
+            raise CompileError(f"--compile cannot compute {module}: it needs eps=1e-05 and a weight")
+        if kind is nn.Embedding and module.max_norm is not None:
+            raise CompileError(f"--compile cannot compute {module}: it does not implement max_norm")
+        hooks += [module._forward_hooks, module._forward_pre_hooks]
+    if any(hooks):
+        raise CompileError("--compile cannot compute a model with forward hooks")
+    for kind, name in ((nn.Module, "__call__"), *((kind, "forward") for kind in layers)):
+        if not from_torch(code_of(getattr(kind, name))):
+            raise CompileError(f"--compile cannot compute {kind.__name__}, because its {name} is not PyTorch's")
+
+
+# -- the hash of a function --------------------------------------------------------------------------------------------
+
+
+def source_hash(function):
+    """Return a hash of the code of a function. Raises CompileError if its source is unknown."""
+    try:
+        return code_hash(code_of(function))
+    except (OSError, SyntaxError):  # SyntaxError: of a lambda, getsource returns the lines around it
+        raise CompileError(f"--compile cannot compute {function.__qualname__}, whose source is unknown") from None
+
+
+@cache  # it takes a millisecond
+def code_hash(code):
+    source = textwrap.dedent(inspect.getsource(code))
+    return hashlib.sha256(canonical(ast.parse(source)).encode()).hexdigest()[:16]
+
+
+def canonical(node):
+    """Return an ast as text without docstrings, the same in every version of Python.
+
+    ast.dump and ast.unparse differ between versions: in empty fields, in new ones, in the quotes of f-strings.
+    """
+    if isinstance(node, list):
+        return f"[{', '.join(map(canonical, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = node.body[1:]
+    return f"{type(node).__name__}({', '.join(f'{name}={canonical(fields[name])}' for name in sorted(fields))})"
+
+
+def code_of(function):
+    """Return the code that a call of `function` runs. Raises CompileError if it is not written in Python."""
+    if not isinstance(function, types.FunctionType):
+        raise CompileError(f"--compile cannot compute {function!r:.100}, which has no source")
+    known_wrapper = from_torch(function.__code__) or function.__code__.co_filename == contextlib.__file__
+    if known_wrapper and hasattr(function, "__wrapped__"):  # by torch.inference_mode or contextmanager
+        return code_of(function.__wrapped__)
+    return function.__code__  # a wrapper's own code, while inspect.getsource shows what it wraps
+
+
+def from_torch(code):
+    return code.co_filename.startswith(os.path.dirname(torch.__file__))

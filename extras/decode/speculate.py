@@ -1,0 +1,152 @@
+"""Speculative decoding: draft the next tokens, check all of them in one forward, keep those that the model picks.
+
+The tokens are those of GPT.generate for the same seed. The sampler's noise determines which token the model picks at
+each position. A draft token either is that token or it is not, and everything before the first wrong one is final.
+
+We know the noise before we know the logits. So we let the n-gram table pick its draft token with the same noise, which
+is right more often than the most likely token of the table. Prior art: Daliri, Musco and Suresh, "Coupling without
+Communication and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from extras.decode.ngrams import MAX_ORDER
+from model import KVCache, sample_token, visible
+
+
+@dataclass
+class BatchState:
+    """The rows of a generation, each at its own position. All tensors are on the CPU, wherever the model is.
+
+    A step reads all fields and writes tokens, end and cached. Their names are those of `State` in compile.py.
+    """
+
+    tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s
+    end: torch.Tensor  # (B,) int64: known tokens per row, at least 1; the last slot is for a token past the context
+    cached: torch.Tensor  # (B,) int64, below end: slots whose keys and values are in the cache
+    limit: torch.Tensor  # (B,) int64: where `end` stops
+    first_new: torch.Tensor  # (B,) int64: slot of the row's first generated token; negative after the context has moved
+    sample: torch.Tensor  # (B,) int64: index of the noise that the row uses
+    seed: torch.Tensor  # (2,) int64: low and high 32 bits
+    temperature: torch.Tensor  # () float32
+    top_k: torch.Tensor | None  # () int64
+    top_p: torch.Tensor | None  # () float32
+
+
+class RaggedCache(KVCache):
+    """A KVCache whose rows may be at different positions: pos is `(B, T)`.
+
+    Shorter rows hold padding or rejected draft tokens beyond their own positions, up to `length`, that of the longest
+    row. A query sees the slots up to its own position, which hides them. Where all rows are at the same position, pos
+    is `(T,)`, as in a KVCache.
+    """
+
+    def write(self, slots, pos, x):
+        if pos.dim() == 1:
+            return super().write(slots, pos, x)
+        rows = torch.arange(len(x), device=pos.device)[:, None]
+        slots.transpose(1, 2)[rows, pos] = x.transpose(1, 2)
+
+    def mask(self, pos):
+        if pos.dim() == 1:
+            return super().mask(pos)
+        return visible(pos, self.length + pos.size(1))[:, None]  # (B, 1, T, t)
+
+
+def select_rows(cache, rows):
+    """Make row i of a KVCache a copy of row rows[i], so that several samples can share the prefill of their prompt."""
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+        cache.key = [key[rows] for key in cache.key]
+        cache.value = [value[rows] for value in cache.value]
+    cache.batch_size = len(rows)
+
+
+def prefill(model, state, slots):
+    """Return a RaggedCache of `slots` slots with the known tokens of all rows, except the newest of each.
+
+    Rows with the same tokens share one prefill. Sets state.cached.
+    """
+    prompts = rows_by_prompt(state)
+    firsts = [rows[0] for rows in prompts]
+    longest = int(state.end[firsts].max()) - 1
+    if longest == 0:
+        return RaggedCache(model.config, len(state.end), slots)
+    cache = RaggedCache(model.config, len(firsts), slots)
+    fed = state.tokens[firsts, :longest].to(model.lm_head.weight.device)
+    with cache.extend(0, len(firsts), longest):
+        model.hidden_states(fed, torch.arange(longest, device=fed.device), cache)
+    if len(firsts) < len(state.end):
+        prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
+        select_rows(cache, [prompt_of[row] for row in range(len(state.end))])
+    state.cached.copy_(state.end - 1)
+    return cache
+
+
+def rows_by_prompt(state):
+    """Group the rows by their tokens: lists, in the order of their first rows."""
+    same = {}
+    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
+        same.setdefault(tuple(tokens[:end]), []).append(row)
+    return list(same.values())
+
+
+def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling):
+    """Feed the newest token and num_drafts draft tokens per row, and append the 1 to num_drafts + 1 right tokens.
+
+    Known tokens that are not cached yet take the place of draft tokens, so a step may append nothing. Near block_size
+    the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not
+    change.
+
+    cache     the RaggedCache of the rows
+    table     from ngram_table; needed for draft tokens
+    noise_of  noise_of(steps) is the noise `(B, num_drafts + 1, V)` from each row's own step on
+    Returns the slot of the first fed token of each row.
+    """
+    # the chunk: fed tokens, known or drafted, and one more slot for the last prediction
+    first = state.cached.clamp(max=model.config.block_size - 1 - num_drafts)
+    slots = first[:, None] + torch.arange(num_drafts + 2)  # (B, num_drafts + 2)
+    chunk = state.tokens.gather(1, slots)
+    known = slots[:, 1:] < state.end[:, None]
+    noise = noise_of(first + 1 - state.first_new)
+    if num_drafts:
+        draft_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
+
+    # check: one forward picks a token after each fed token
+    device = model.lm_head.weight.device
+    starts = first.tolist()
+    fed = chunk[:, :-1].to(device)
+    pos = slots[:, :-1].to(device)
+    if len(set(starts)) == 1:
+        pos = pos[0]
+    cache.length = max(starts)  # forget the draft tokens that were rejected
+    with cache.extend(cache.length, len(starts), num_drafts + 1):
+        logits = model.unembed(model.hidden_states(fed, pos, cache))
+    picks = sample_token(logits, noise, sampling).cpu()
+
+    # accept: a pick is final if every token fed before it was right. The last pick has no draft token to compare with
+    right = known | (picks == chunk[:, 1:])
+    index = torch.arange(num_drafts + 1)
+    first_wrong = torch.where(right & (index < num_drafts), num_drafts, index).amin(1)
+
+    # append: pick i goes to slot first + i + 1, and `end` is one past the last final pick. Slots past `cached` hold the
+    # keys of rejected draft tokens, which the next step overwrites
+    state.tokens.scatter_(1, slots[:, 1:], torch.where(known, chunk[:, 1:], picks))
+    state.end.copy_(torch.minimum(first + first_wrong + 2, state.limit).maximum(state.end))
+    state.cached.copy_(torch.minimum(first + num_drafts + 1, state.end - 1))
+    return starts
+
+
+def draft_from_ngrams(state, slots, chunk, known, noise, sampling, logits, after):
+    """Fill the unknown tokens of chunk[:, 1:-1] with samples from the n-gram table, one after another."""
+    # the row of the table for the newest tokens: the context
+    before = slots[:, :1] - torch.arange(MAX_ORDER - 1, -1, -1)
+    text = state.tokens.gather(1, before.clamp(min=0))
+    row = torch.zeros_like(state.end)
+    for i in range(MAX_ORDER):
+        row = torch.where(before[:, i] >= 0, after[row, text[:, i]], 0)
+    for i in range(1, chunk.size(1) - 1):
+        token = sample_token(logits[row], noise[:, i - 1], sampling)
+        chunk[:, i] = torch.where(known[:, i - 1], chunk[:, i], token)
+        row = after[row, chunk[:, i]]

@@ -1,0 +1,107 @@
+"""The loss of a model on a text: in nats per token, as perplexity, and in bits per byte.
+
+    python -m extras.evaluate                                        the model in out, on the text of the val split
+    python -m extras.evaluate --text data/sample.txt                 on a text file
+    python -m extras.evaluate --text data/sample.txt --stride 64     a window starts every 64 tokens
+    python -m extras.evaluate --text data/sample.txt --ckpt gpt2     a Hugging Face folder, or any other model
+
+Losses per token cannot be compared across tokenizers, bits per byte can.
+"""
+
+import itertools
+import math
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from extras.formats.checkpoint import load_model
+from extras.cli import Parser, fail, number, one_line_errors, path, run_main
+from model import pick_device
+from sample import find_checkpoint
+from train import load_dataset
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+
+
+def read_text(file):
+    """Return the text of a file. Raises ValueError if it is not UTF-8, and OSError."""
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 (byte {error.start}): convert it first") from None
+
+
+def val_text(data_dir):
+    """Return the text of the val split that data/prepare.py wrote. Raises ValueError."""
+    data = load_dataset(Path(data_dir), min_train=1)
+    return data.tokenizer.decode(data.val.tolist())
+
+
+def encode(tokenizer, text):
+    """Return the ids of the text as a tensor `(N,)`. Raises ValueError."""
+    pieces = [tokenizer.encode(text)] if tokenizer.unit == "characters" else tokenizer.encode_pieces([text])
+    return torch.tensor(list(itertools.chain.from_iterable(pieces)))
+
+
+@torch.no_grad()
+def mean_loss(model, ids, stride):
+    """Return the mean cross-entropy in nats over every token of `ids` but the first.
+
+    ids     (N,) int64, N >= 2
+    stride  tokens from window to window, at most the context. A window predicts the tokens that none before it has
+            reached, so all windows but the first predict `stride` tokens or, at the end, fewer
+    """
+    block_size = model.config.block_size
+    total = 0.0
+    reached = 1  # the first token has nothing before it
+    for begin in tqdm(range(0, max(1, len(ids) - 1 - (block_size - stride)), stride), delay=1, disable=None):
+        window = ids[begin : begin + block_size + 1]
+        num_new = begin + len(window) - reached
+        logits, _ = model(window[None, :-1])  # (1, T, V)
+        total += F.cross_entropy(logits[0, -num_new:].float(), window[-num_new:], reduction="sum").item()
+        reached += num_new
+    return total / (len(ids) - 1)
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--text", type=path, metavar="FILE", help="UTF-8 text (default: the val split in --data_dir)")
+    add("--data_dir", type=path, default=DATA, help="folder that data/prepare.py wrote (default: data)")
+    add("--stride", type=number(int, "[1, inf)"), help="tokens from window to window (default: the model's context)")
+    add("--ckpt", type=path, help="a checkpoint, a run or a Hugging Face folder (default: as in sample.py)")
+    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
+    add("--meta", type=path, metavar="FILE", help=meta_help)
+    add("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto (the default): as in sample.py")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    with one_line_errors():
+        text = read_text(args.text) if args.text else val_text(args.data_dir)
+        ckpt = find_checkpoint(args.ckpt, None)
+        model, tokenizer = load_model(ckpt, args.meta)
+        ids = encode(tokenizer, text)
+        model.to(pick_device(args.device))
+    what = args.text or f"the val split in {args.data_dir}"
+    unit = tokenizer.unit
+    block_size = model.config.block_size
+    stride = args.stride or block_size
+    if len(ids) < 2:
+        fail(f"{what} has {len(ids)} {unit}, but a loss needs two")
+    if stride > block_size:
+        fail(f"--stride {stride} is above the context of {block_size}")
+    loss = mean_loss(model, ids.to(model.lm_head.weight.device), stride)
+    bits_per_byte = loss / math.log(2) * len(ids) / len(text.encode())
+    print(
+        f"loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {bits_per_byte:.4f} bits per byte): "
+        f"{ckpt}, {len(ids) - 1:,} {unit} of {what}\n"
+        f"each is predicted from {block_size + 1 - stride} to {block_size} {unit} before it, fewer near the beginning"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

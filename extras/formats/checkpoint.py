@@ -1,0 +1,72 @@
+"""Models that model.py alone cannot read: with a tokenizer, in a Hugging Face folder, or with nanoGPT's meta.pkl."""
+
+import re
+from pathlib import Path
+
+import model
+from extras.formats.unsupported import refuse_foreign
+from extras.formats.hf_read import SkipInit, read_folder
+from extras.formats.tokenizer import build_tokenizer, read_vocabulary
+
+# a weight of a GPT, after whatever wraps the model
+OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
+
+
+def load_model(path, meta=None):
+    """Return (model, tokenizer): the GPT on the CPU in eval mode, and its tokenizer.
+
+    The arguments and errors are those of load_checkpoint.
+    """
+    checkpoint = load_checkpoint(path, meta)
+    tokenizer = build_tokenizer(checkpoint)
+    return build_model(checkpoint).eval(), tokenizer
+
+
+def build_model(checkpoint):
+    """Return the GPT of a checkpoint as build_model in model.py does, a second faster for a model of GPT-2's size."""
+    with SkipInit():
+        return model.build_model(checkpoint)
+
+
+def load_checkpoint(path, meta=None):
+    """Return the checkpoint at `path` as load_checkpoint in model.py does. It may be a Hugging Face folder, too.
+
+    meta  for a nanoGPT checkpoint: its meta.pkl, or the tokenizer if it was trained on GPT-2's tokens
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+    path = Path(path)
+    refuse_foreign(path)
+    if path.is_dir():
+        if meta:
+            raise ValueError(f"{path} has its own tokenizer: leave out --meta")
+        return read_folder(path)
+    if path.name.startswith("gpt2") and not path.exists():
+        hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
+        raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
+    if not meta:
+        return in_our_names(model.load_checkpoint(path))
+    vocabulary = read_vocabulary(Path(meta))
+    checkpoint = in_our_names(model.load_checkpoint(path))
+    if any(name in checkpoint for name in ("chars", "tokenizer")):
+        raise ValueError(f"{path} has its own vocabulary: leave out --meta")
+    return checkpoint | vocabulary
+
+
+def in_our_names(checkpoint):
+    """Return a checkpoint, ours or nanoGPT's, with weights that have the names of model.py. Raises ValueError.
+
+    Whatever wraps a model puts its own name in front of those of the weights (DistributedDataParallel, Lightning) or
+    between them, with an underscore (torch.compile, FSDP).
+    """
+    weights = {}
+    for name, weight in checkpoint["model"].items():
+        # causal masks, which old versions of nanoGPT saved, and the count of AveragedModel
+        if name.endswith((".attn.bias", ".attn.masked_bias", "n_averaged")):
+            continue
+        plain = ".".join(part for part in name.split(".") if not part.startswith("_"))
+        found = OURS.search(plain)
+        plain = found[1] if found else plain
+        if plain in weights:
+            raise ValueError(f"{checkpoint['path']} has the weights of two models: {plain} comes twice, once as {name}")
+        weights[plain] = weight
+    return checkpoint | {"model": weights}

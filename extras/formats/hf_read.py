@@ -1,0 +1,262 @@
+"""Read a Hugging Face folder with a GPT-2 or a StableLM as our GPT. hf_write.py writes such folders.
+
+GPT-2's class has learned positions and GELU. StableLM's has rotary positions and SwiGLU, with or without normalized
+queries and keys, and any number of key/value heads.
+"""
+
+import json
+import pickle
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from extras.formats.bpe import read_tokenizer, tokenizer_from_json
+from extras.cli import first_line, need
+from model import GPT, GPTConfig
+
+# Our settings and theirs.
+SETTINGS = {
+    "gpt2": dict(block_size="n_positions", n_layer="n_layer", n_head="n_head", n_embd="n_embd"),
+    "stablelm": dict(
+        block_size="max_position_embeddings",
+        n_layer="num_hidden_layers",
+        n_head="num_attention_heads",
+        n_kv_head="num_key_value_heads",
+        n_embd="hidden_size",
+        qk_norm="qk_layernorm",
+    ),
+}
+ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+# Settings of transformers that are fixed in model.py.
+FIXED = {
+    "gpt2": dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
+    "stablelm": dict(
+        layer_norm_eps=1e-5,
+        hidden_act="silu",
+        use_parallel_residual=False,
+        rope_type="default",
+        rope_scaling=None,
+        **ROPE,
+    ),
+}
+# GPT-2's and ours. The last name of each is the one that we write
+ACTIVATIONS = {"gelu_python": "gelu", "gelu": "gelu"}
+TANH = ("gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_new")
+ACTIVATIONS |= dict.fromkeys(TANH, "gelu_tanh")
+WITH_ID = ("bos", "eos", "pad")  # the special tokens that have an id in config.json
+
+
+def their_parts(model):
+    """Return {name in transformers: a view of our weights}. A tied head has no entry."""
+    config = model.config
+    parts = {}
+    if config.pos_emb == "learned":  # nanoGPT's names are GPT-2's, which transposes the matrices of its layers
+        for name, p in model.state_dict().items():
+            parts[name] = p.t() if name.startswith("transformer.h.") and p.dim() == 2 else p
+    else:
+        parts["model.embed_tokens.weight"] = model.transformer["wte"].weight
+        for i, block in enumerate(model.transformer["h"]):
+            kv_rows = config.n_kv_head * config.head_size
+            q, k, v = block.attn.c_attn.weight.split([config.n_embd, kv_rows, kv_rows])
+            gate, up = block.mlp.c_fc.weight.chunk(2)
+            layer = {
+                "input_layernorm": block.ln_1.weight,
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": block.attn.c_proj.weight,
+                "post_attention_layernorm": block.ln_2.weight,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": block.mlp.c_proj.weight,
+            }
+            if config.qk_norm:  # StableLM has a norm per head, we share one, so each gets a copy
+                for head in range(config.n_head):
+                    layer[f"self_attn.q_layernorm.norms.{head}"] = block.attn.q_norm.weight
+                for head in range(config.n_kv_head):
+                    layer[f"self_attn.k_layernorm.norms.{head}"] = block.attn.k_norm.weight
+            parts |= {f"model.layers.{i}.{name}.weight": p for name, p in layer.items()}
+        parts["model.norm.weight"] = model.transformer["ln_f"].weight
+        parts["lm_head.weight"] = model.lm_head.weight
+    if config.tie_weights:
+        del parts["lm_head.weight"]
+    return parts
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_folder(folder):
+    """Return the checkpoint of a folder with a GPT-2, or a StableLM as we export it: see load_checkpoint in model.py.
+
+    We read the files without transformers. Raises ValueError, with one line that says why, for a bad folder, and for a
+    network that model.py does not compute exactly.
+    """
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        refuse_other_networks(settings)
+        tensors = tensor_readers(folder)
+        config = GPTConfig(**read_config(settings, tensors))
+        weights = from_transformers(tensors, config)
+        tokenizer = tokenizer_from_json(read_tokenizer(folder))
+        tokenizer_state = tokenizer.state_dict()
+        tokenizer_state["special_tokens"] = special_tokens(folder, settings, len(tokenizer.vocab))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is not a Hugging Face folder: {first_line(error)}") from None
+    except KeyError as error:
+        raise ValueError(f"{folder} cannot be read: {error} is missing") from None
+    except Exception as error:  # a damaged file can raise nearly anything
+        raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
+    return dict(model=weights, model_args=asdict(config), path=folder) | tokenizer_state
+
+
+def known_ids(value, size):
+    """Return those of an id or a list of ids that a vocabulary of `size` tokens has, as a list."""
+    return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and 0 <= i < size]
+
+
+def special_tokens(folder, settings, size):
+    """Return what the folder says about special tokens, for an export later: ids and names. An export checks them.
+
+    The ids, such as {"eos": 50256}, come from config.json and generation_config.json, whose own overrides that unless
+    the vocabulary of `size` tokens has none of it; the names, such as {"eos_token": "<|endoftext|>"}, from
+    tokenizer_config.json and special_tokens_map.json.
+    """
+
+    def optional(name):
+        file = folder / name
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+    found = {}
+    for source in (settings, optional("generation_config.json")):
+        for role in WITH_ID:
+            ids = source.get(f"{role}_token_id")
+            if ids is not None and (role not in found or known_ids(ids, size)):
+                found[role] = ids
+    for source in (optional("special_tokens_map.json"), optional("tokenizer_config.json")):
+        for key in (f"{role}_token" for role in (*WITH_ID, "unk", "sep", "cls", "mask")):
+            token = source.get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            found |= {key: token} if isinstance(token, str) else {}
+    return found
+
+
+def flat_settings(settings):
+    """Return the content of config.json, with the rotary settings at the top level, as in transformers 4."""
+    return {"partial_rotary_factor": 0.25} | settings | (settings.get("rope_parameters") or {})
+
+
+def refuse_other_networks(settings):
+    """Raise ValueError unless model.py has the network that config.json describes."""
+    kind = settings["model_type"]
+    other = "only transformers can run it"
+    if kind not in SETTINGS:
+        raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; {other}")
+    flat = flat_settings(settings)
+    for name, value in FIXED[kind].items():
+        if flat.get(name, value) != value:
+            raise ValueError(f"its {name} is {flat[name]!r}, but that of model.py is {value!r}; {other}")
+    if kind == "gpt2" and settings.get("activation_function", "gelu_new") not in ACTIVATIONS:
+        name = settings["activation_function"]
+        raise ValueError(f"its activation_function {name!r} is none of {', '.join(ACTIVATIONS)}; {other}")
+
+
+def tensor_readers(folder):
+    """Return {name: function that reads this tensor}, with the names of GPT2LMHeadModel or StableLmForCausalLM.
+
+    We read one tensor at a time, so that a large model is never in memory twice.
+    """
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
+    if (folder / "model.safetensors").exists() or not (files or (folder / "pytorch_model.bin").exists()):
+        files = [folder / "model.safetensors"]
+    readers = {}
+    if files:
+        safe_open = need("it", "safetensors").safe_open
+
+        def read(file, name):  # opened for each tensor, because an open file keeps everything it read in memory
+            with safe_open(file, "pt") as opened:
+                return opened.get_tensor(name)
+
+        for file in files:
+            with open(file, "rb") as raw:
+                pointer = raw.read(8) == b"version "
+            if pointer:
+                raise ValueError(f"{file.name} is a Git LFS pointer and not the weights: run git lfs pull")
+            with safe_open(file, "pt") as opened:
+                readers |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118
+    else:
+        try:
+            loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # torch's advice would be to load it in an unsafe way
+            raise ValueError("pytorch_model.bin is damaged, or contains more than tensors") from None
+        readers = {name: partial(loaded.__getitem__, name) for name in loaded}
+
+    # old files contain causal masks, and OpenAI's are from the class without a head
+    readers = {name: read for name, read in readers.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    if "wte.weight" in readers:
+        readers = {name if name == "lm_head.weight" else f"transformer.{name}": read for name, read in readers.items()}
+    return readers
+
+
+def read_config(settings, tensors):
+    """Return the fields of GPTConfig for the network in a folder.
+
+    settings  the content of config.json
+    tensors   from tensor_readers; they show whether biases are used, and whether the head is tied
+    Raises KeyError for a missing setting.
+    """
+    kind = settings["model_type"]
+    config = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
+    n_embd = config["n_embd"]
+    # as in transformers, an lm_head in the file overrides tie_word_embeddings in config.json
+    embedding = tensors["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
+    tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"](), embedding())
+    if "lm_head.weight" not in tensors and settings.get("tie_word_embeddings") is False:
+        raise ValueError("it lacks lm_head.weight, although its tie_word_embeddings is false")
+    config |= dict(vocab_size=settings["vocab_size"], tie_weights=tied)
+    # the ratio that gives this hidden size: MLP rounds down, but for SwiGLU it takes 2/3 and rounds up
+    if kind == "stablelm":
+        mlp_ratio = (1.5 * settings["intermediate_size"] - 1) / n_embd
+        return config | dict(activation="swiglu", mlp_ratio=mlp_ratio, pos_emb="rope", bias=False)
+    hidden = settings.get("n_inner") or 4 * n_embd
+    mlp_ratio = 4 if hidden == 4 * n_embd else (hidden + 0.5) / n_embd
+    bias = any(read().any() for name, read in tensors.items() if name.endswith("bias"))
+    activation = ACTIVATIONS[settings.get("activation_function", "gelu_new")]
+    return config | dict(activation=activation, mlp_ratio=mlp_ratio, bias=bias)
+
+
+class SkipInit(TorchFunctionMode):
+    """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing, because a file has the weights.
+
+    torch.device("meta") would save that work too, but normal_ then imports torch._dynamo, which takes longer.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def from_transformers(tensors, config):
+    """Return the state_dict of a GPT from the tensors of transformers: the inverse of to_transformers in hf_write.py.
+
+    Raises KeyError for a missing tensor, ValueError for one that does not fit the network.
+    """
+    with SkipInit():
+        model = GPT(config)
+    parts = their_parts(model)
+    for name, part in parts.items():
+        tensor = tensors[name]()
+        if tensor.shape != part.shape:
+            raise ValueError(f"its {name} does not fit its config.json")
+        part.copy_(tensor)
+        if "layernorm.norms" in name:
+            layer, _, head = name.removesuffix(".weight").rpartition(".")
+            if head != "0" and (tensor != tensors[f"{layer}.0.weight"]()).any():
+                raise ValueError(f"{name}: each head has its own norm, but in model.py the heads of a layer share one")
+    for name in sorted(tensors.keys() - parts.keys() - {"lm_head.weight"}):  # a tied head may be in the file or not
+        if tensors[name]().any():  # zeros add nothing
+            raise ValueError(f"it has {name}, which does not belong to the network in its config.json")
+    return model.state_dict()

@@ -1,0 +1,362 @@
+"""Write and run ONNX files: a GPT as a graph with the KV cache as input and output."""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shlex
+import tempfile
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from extras.cli import first_line, need
+from extras.formats.compare import compare_with_pytorch, own_text
+from extras.formats.folder import write_tree
+from extras.formats.tokenizer import check_vocab_size, tokenizer_from_state
+from model import GPTConfig, Sampling, build_model, generate, load_checkpoint
+
+# set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+# -- the network that becomes a graph ----------------------------------------------------------------------------------
+
+
+class ConcatCache:
+    """The cache inside a graph, instead of a KVCache. It appends to the past, because a graph cannot write slots.
+
+    past  n_layer pairs (key, value), `(B, nkv, past, hs)` each
+    """
+
+    def __init__(self, past, mask):
+        self.pairs = list(past)
+        self.the_mask = mask
+
+    def mask(self, pos):
+        return self.the_mask
+
+    def update(self, layer, pos, k, v):
+        key, value = self.pairs[layer]
+        self.pairs[layer] = (torch.cat((key, k), dim=2), torch.cat((value, v), dim=2))
+        return self.pairs[layer]
+
+
+class GPTWithPast(nn.Module):
+    """A GPT that takes the KV cache as an argument and returns it. It shares the layers of `model`."""
+
+    def __init__(self, model, queries=False):
+        super().__init__()
+        self.model = model
+        self.queries = queries
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values):
+        """Return the logits `(B, T, V)` and n_layer pairs (key, value), `(B, nkv, past + T, hs)` each.
+
+        With `queries`, also the n_layer queries of the last token, `(B, nh, 1, hs)` each.
+
+        input_ids        (B, T) int64
+        attention_mask   (B, past + T) int64: 0 where a slot holds padding
+        position_ids     (B, T) int64
+        past_key_values  n_layer pairs (key, value), `(B, nkv, past, hs)` each; past may be 0
+        """
+        slot = torch.arange(attention_mask.size(1), device=input_ids.device)
+        query = torch.arange(input_ids.size(1), device=input_ids.device)[:, None] + past_key_values[0][0].size(2)
+        # A query sees its own slot even if that is padding, because a softmax over nothing is NaN.
+        visible = ((slot <= query) & (attention_mask[:, None, None] != 0)) | (slot == query)  # (B, 1, T, past + T)
+        # Added to the scores. With a boolean mask, the exporter lets every layer look for NaN, which MNN cannot do.
+        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        cache = ConcatCache(past_key_values, mask)
+        with LastQueries() as last:
+            logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
+        return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
+
+
+class LastQueries(TorchFunctionMode):
+    """Inside `with LastQueries() as last:` each attention appends the query of the last token to last.queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.queries.append(args[0][:, :, -1:])
+        return function(*args, **(kwargs or {}))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_onnx(model, tokenizer, file, queries=False):
+    """Write the model as one ONNX file of opset 20, dynamic in batch size and lengths.
+
+    model    a GPT on the CPU
+    file     a Path
+    queries  also return each layer's query of the last token, `query.{i}`, from which the page computes attention
+    Inputs, outputs and axes have the names that Optimum and transformers.js expect: the cache is
+    `past_key_values.{i}.key|value` as input and `present.{i}.key|value` as output. The metadata contains the vocabulary
+    and the sizes, so the file alone is enough to generate text. Raises OSError.
+    """
+    # example inputs, names and dynamic axes; no example size is 1, which the exporter would treat as a constant
+    config = model.config
+    batch = "batch_size"
+    length = "sequence_length"
+    past = "past_sequence_length"
+    past_shape = (2, config.n_kv_head, 5, config.head_size)
+    pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    positions = torch.arange(5, 8).repeat(2, 1)
+    slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+
+    with without_warnings():
+        proto = torch.onnx.export(
+            GPTWithPast(model, queries).eval(),
+            (ids, torch.ones(2, 8, dtype=torch.int64), positions, pairs),
+            input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{slot}" for slot in slots)],
+            output_names=[
+                "logits",
+                *(f"present.{slot}" for slot in slots),
+                *(f"query.{i}" for i in range(config.n_layer) if queries),
+            ],
+            dynamic_shapes=(
+                {0: batch, 1: length},
+                {0: batch, 1: f"{past} + {length}"},
+                {0: batch, 1: length},
+                [({0: batch, 2: past},) * 2] * config.n_layer,
+            ),
+            opset_version=20,
+            dynamo=True,
+            verbose=False,
+        ).model_proto
+
+    # clear the metadata of nodes, whose stack traces contain local paths
+    for node in proto.graph.node:
+        del node.metadata_props[:]
+
+    # add our own and write
+    metadata = {"model_args": json.dumps(asdict(config)), "weights_sha256": weights_sha256(model)}
+    for key, value in (tokenizer.state_dict() | metadata).items():
+        proto.metadata_props.add(key=key, value=value)
+    file.write_bytes(proto.SerializeToString())
+
+
+@contextmanager
+def without_warnings():
+    """Leave out those of the exporter, which are for people who write graphs by hand."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def weights_sha256(model):
+    """Return a hash of the weights of a GPT on the CPU, to recognize the model that a file was made from."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fits_one_file(model):
+    """Return whether the model fits into a single ONNX file, which has a limit of 2 GB."""
+    return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
+
+
+def export_onnx(model, tokenizer, folder, eos=()):
+    """Write model.onnx into `folder`, a Path, and genai_config.json, with which onnxruntime-genai runs it.
+
+    eos  ids at which text ends there; none: see genai_config
+    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "model.onnx"
+        write_onnx(model, tokenizer, file)
+        ids = own_text(model)
+        compare_onnx(file, model, ids)
+        content = file.read_bytes()
+    config = json.dumps(genai_config(model, ids, eos), indent=2)
+    write_tree(folder, {file.name: content, "genai_config.json": config.encode()})
+    print(f"{folder / file.name}: {len(content) / 1e6:.2f} MB")
+
+
+@torch.no_grad()
+def genai_config(model, ids, eos=()):
+    """Return the content of genai_config.json for the graph of write_onnx.
+
+    ids  own_text(model)
+    eos  ids at which text ends. None: that of the token which the model expects least, because
+         onnxruntime-genai insists on one
+    """
+    config = model.config
+    eos = list(eos) or [model(ids)[0].log_softmax(-1).amax((0, 1)).argmin().item()]
+    inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids")}
+    inputs |= {f"past_{kind}_names": f"past_key_values.%d.{kind}" for kind in ("key", "value")}
+    outputs = {f"present_{kind}_names": f"present.%d.{kind}" for kind in ("key", "value")}
+    decoder = dict(
+        filename="model.onnx",
+        session_options={"provider_options": []},
+        hidden_size=config.n_embd,
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        num_key_value_heads=config.n_kv_head,
+        head_size=config.head_size,
+        inputs=inputs,
+        outputs={"logits": "logits"} | outputs,
+    )
+    # pad tokens are masked wherever they are in a batch, so they must not be a token that prompts contain
+    sizes = dict(vocab_size=config.vocab_size, context_length=config.block_size)
+    tokens = dict(eos_token_id=eos, pad_token_id=eos[0])
+    search = dict(max_length=config.block_size, past_present_share_buffer=False)  # our graph returns a longer cache
+    return dict(model=dict(type="decoder", **sizes, **tokens, decoder=decoder), search=search)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
+
+
+class OnnxGPT:
+    """A file of write_onnx, run by ONNX Runtime on the CPU.
+
+    Another tool may have rewritten it: its numbers may be of other types, its inputs and outputs in a different order,
+    its weights in a file next to it. The metadata stays, so we check that the inputs and outputs have, too.
+
+    file            its path
+    tokenizer       its tokenizer
+    config          the GPTConfig of the exported model
+    weights_sha256  the hash of its weights; None in files of the first versions
+    Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
+    """
+
+    def __init__(self, file):
+        file = Path(file)
+        if file.suffix != ".onnx" and not file.is_file():  # a folder that export.py wrote to
+            file = file / "onnx" / "model.onnx"
+        self.file = file
+        if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
+            run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else Path("out")
+            where = "" if run == Path("out") else f" --out_dir {shlex.quote(str(run))}"
+            raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx{where} writes one")
+        with open(file, "rb") as opened:
+            if opened.read(2) == b"PK":
+                hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"
+                raise ValueError(f"{file} is a checkpoint, and --engine onnx needs an ONNX file: {hint}")
+        onnxruntime = need("--engine onnx", "onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # errors are raised, so it need not print them too
+        # let its threads sleep early, which leaves the cores to PyTorch between calls and to other processes
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", "10")
+        try:
+            # as in sample.py, a second thread does not help a small step; weights may be in model.onnx.data, say
+            size = sum(part.stat().st_size for part in file.parent.iterdir() if part.name.startswith(file.stem))
+            options.intra_op_num_threads = 1 if size < 2**24 else torch.get_num_threads()
+            settings = dict(providers=["CPUExecutionProvider"], enable_fallback=0)  # a second try would print
+            # by its path, next to which its weights may be: for bytes, ONNX Runtime looks in the current folder
+            self.session = onnxruntime.InferenceSession(str(file), options, **settings)
+            metadata = self.session.get_modelmeta().custom_metadata_map
+            self.config = GPTConfig(**json.loads(metadata["model_args"]))
+            self.tokenizer = tokenizer_from_state(metadata)
+            self.weights_sha256 = metadata.get("weights_sha256")
+        except KeyError as error:
+            raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
+        except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
+            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
+        check_vocab_size(self.tokenizer, self.config.vocab_size, file)
+        self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
+        slots = [f"{i}.{kind}" for i in range(self.config.n_layer) for kind in ("key", "value")]
+        self.outputs = ["logits", *(f"present.{slot}" for slot in slots)]
+        self.past_inputs = [f"past_key_values.{slot}" for slot in slots]
+        self.dtypes = self.check_graph()
+
+    def check_graph(self):
+        """Return {input: its numpy dtype}. Raises ValueError if the inputs and outputs are not those of write_onnx."""
+        inputs = {each.name: each for each in self.session.get_inputs()}
+        outputs = {each.name for each in self.session.get_outputs()}
+        expected = {"input_ids", "attention_mask", "position_ids", *self.past_inputs}
+        changed = "its graph is not the one that export.py wrote"
+        if wrong := sorted((inputs.keys() ^ expected) | ({*self.outputs} - outputs)):
+            raise ValueError(f"{self.file}: {changed}: {wrong[0]} is missing, or was added")
+        dtypes = {}
+        for name, each in inputs.items():
+            kind = each.type.removeprefix("tensor(").removesuffix(")")
+            if kind not in NUMPY:
+                raise ValueError(f"{self.file}: {changed}: {name} is {kind}, and only {', '.join(NUMPY)} can be run")
+            dtypes[name] = NUMPY[kind]
+            length = 2 if name in self.past_inputs else 1
+            if any(isinstance(each.shape[axis], int) for axis in (0, length)):
+                raise ValueError(f"{self.file}: {changed}: {name} has the fixed shape {each.shape}")
+        return dtypes
+
+    def exported_from(self, checkpoint, hint="pass the folder of its ckpt.pt as --out_dir"):
+        """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
+        model = build_model(checkpoint).eval()
+        if weights_sha256(model) != self.weights_sha256:
+            raise ValueError(f"{self.file} was not exported from {checkpoint['path']}: {hint}")
+        return model
+
+    def refuse_stale(self):
+        """Raise ValueError if the run in whose folder this file is has different weights by now.
+
+        export.py writes to onnx/ or hf/onnx/ in the folder of a run, which has ckpt.pt, or last.pt at first.
+        """
+        for folder in self.file.resolve().parents[:3]:
+            file = next((folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()), None)
+            if file and self.weights_sha256:
+                self.exported_from(load_checkpoint(file), "export again, or move it out of the folder of that run")
+                return
+
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""
+        shape = (batch_size, self.config.n_kv_head, 0, self.config.head_size)
+        return SimpleNamespace(length=0, past=[self.to_ort(np.zeros(shape, self.dtypes[n])) for n in self.past_inputs])
+
+    def next_logits(self, idx, start=0, cache=None):
+        """Return the logits `(B, V)` of the token after idx, as GPT.next_logits does."""
+        return self.logits(idx, start, cache)[:, -1]
+
+    def logits(self, idx, start=0, cache=None):
+        """Return the logits `(B, T, V)` of idx `(B, T)` int64, whose first token is at position `start`.
+
+        cache  from new_cache; it holds the positions before, and idx is added. None: idx is the whole text
+        """
+        B, T = idx.shape
+        cache = self.new_cache(B) if cache is None else cache
+        end = start + T
+        inputs = {
+            "input_ids": idx.numpy(),
+            "attention_mask": np.ones((B, end), np.int64),
+            "position_ids": np.arange(start, end)[None].repeat(B, axis=0),
+        }
+        inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
+        inputs |= dict(zip(self.past_inputs, cache.past))
+        logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
+        cache.length = end
+        return torch.from_numpy(logits.numpy()).float()
+
+
+def compare_onnx(file, model, ids):
+    """Run an ONNX file through its cache and compare it: a prefill, a chunk, then single tokens."""
+    onnx = OnnxGPT(file)
+    T = ids.size(1)
+    cache = onnx.new_cache(len(ids))
+    cuts = sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
+    logits = [onnx.logits(ids[:, begin:end], begin, cache) for begin, end in itertools.pairwise(cuts)]
+
+    def greedy(prompt):
+        new = [token[:, None] for token, _ in generate(onnx, prompt, T, Sampling(temperature=0))]
+        return torch.cat((prompt, *new), dim=1)[0].tolist()
+
+    compare_with_pytorch(file.name, model, ids, torch.cat(logits, dim=1), greedy)

@@ -1,0 +1,123 @@
+"""The tokenizer of a checkpoint: characters, those of a tokenizer.json, or ids if it has no vocabulary."""
+
+from functools import partial
+from pathlib import Path
+
+from extras.formats.bpe import read_tokenizer, tokenizer_from_json, train_bpe
+from extras.formats.nanogpt import read_meta
+from model import CharTokenizer, char_tokenizer, load_checkpoint
+
+
+class IdTokenizer:
+    """Writes tokens as their ids, for a model without a vocabulary: its tokens may be moves, notes or strokes.
+
+    It has the attributes and methods of CharTokenizer in model.py.
+    """
+
+    unit = "ids"
+    default_prompt = "0"
+
+    def __init__(self, vocab_size):
+        self.vocab = range(vocab_size)
+
+    def encode(self, text):
+        """Return the ids in text such as "5 17 3" as a list. Raises ValueError."""
+        words = text.split()
+        wrong = next((word for word in words if not word.isdecimal() or int(word) not in self.vocab), None)
+        if wrong or not words:
+            hint = f"the model has no vocabulary, so text is ids from 0 to {len(self.vocab) - 1}, such as '5 17 3'"
+            raise ValueError(
+                f"{wrong or text!r} is not an id: {hint} (or add --meta, nanoGPT's meta.pkl or a tokenizer)"
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids):
+        return "".join(f" {i}" for i in ids)
+
+    def state_dict(self):
+        return {}  # the number of tokens is in model_args
+
+
+def build_tokenizer(checkpoint):
+    """Return the tokenizer of a checkpoint. Raises ValueError if there is none, or if it does not fit the weights."""
+    if "tokenizer" not in checkpoint:
+        return char_tokenizer(checkpoint)
+    try:
+        tokenizer = tokenizer_from_state(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint['path']}: {error}") from None
+    check_vocab_size(tokenizer, checkpoint["model_args"]["vocab_size"], checkpoint["path"])
+    return tokenizer
+
+
+def tokenizer_from_state(state):
+    """Return the tokenizer for a dict with "tokenizer", "chars" or "vocab_size". Raises ValueError or KeyError."""
+    if "tokenizer" in state:
+        return tokenizer_from_json(state["tokenizer"])
+    return CharTokenizer(state["chars"]) if "chars" in state else IdTokenizer(state["vocab_size"])
+
+
+def gives_ids_of(tokenizer, checkpoint, ids):
+    """Return whether `ids`, text in the tokens of a tokenizer, mean the same to the model of a checkpoint.
+
+    Ids without a vocabulary only have to be below the vocabulary size. Raises ValueError.
+    """
+    if tokenizer.unit == "ids" and not {"chars", "tokenizer"} & checkpoint.keys():
+        return len(tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
+    theirs = build_tokenizer(checkpoint).state_dict()
+    if tokenizer.state_dict() == theirs:
+        return True
+    return tokenizer.unit == "tokens" and "tokenizer" in theirs and tokenizer.gives_ids_of(theirs["tokenizer"], ids)
+
+
+def check_vocab_size(tokenizer, vocab_size, path):
+    """Raise ValueError unless the weights from `path`, with vocab_size tokens, fit this tokenizer.
+
+    Some models pad the vocabulary of their weights to a multiple of 128.
+    """
+    padding = 0 if tokenizer.unit == "characters" else 127
+    if not 0 <= vocab_size - len(tokenizer.vocab) <= padding:
+        raise ValueError(
+            f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
+            f"{tokenizer.unit}: they do not belong together"
+        )
+
+
+def read_vocabulary(path):
+    """Return {"chars": ...} from nanoGPT's meta.pkl, or {"tokenizer": ...} from a tokenizer. Raises ValueError."""
+    if path.suffix == ".pkl":
+        return {"chars": read_meta(path)}
+    content = read_tokenizer(path)
+    try:
+        return tokenizer_from_json(content).state_dict()  # as prepare.py writes it
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def make_tokenizer(name, vocab_size, training_text, chars, encode_characters):
+    """Return (vocabulary, size, encode) for prepare.py --tokenizer. Raises ValueError, also if a character is missing.
+
+    name               "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
+    training_text      the text in pieces, from which a BPE of vocab_size tokens learns
+    chars              the characters of the text
+    encode_characters  that of prepare.py
+    vocabulary         as meta.json holds it, with `size` tokens
+    encode             a function from pieces of text to pieces of ids
+    """
+    if name == "bpe":
+        tokenizer = tokenizer_from_json(train_bpe(training_text, vocab_size))
+    else:
+        path = Path(name)
+        checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
+        if checkpoints:
+            tokenizer = build_tokenizer(load_checkpoint(checkpoints[0]))
+        else:
+            tokenizer = tokenizer_from_state(read_vocabulary(path))
+    if tokenizer.unit == "characters":
+        tokenizer.encode(chars)
+        return tokenizer.state_dict(), len(tokenizer.vocab), partial(encode_characters, chars=tokenizer.vocab)
+    return tokenizer.state_dict(), len(tokenizer.vocab), tokenizer.encode_pieces
+
+
+def is_checkpoint(file):
+    return file.suffix in (".pt", ".pth", ".ckpt") and file.is_file()

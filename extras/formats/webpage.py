@@ -1,0 +1,115 @@
+"""The web page: the model and ONNX Runtime for browsers, as files for any static server."""
+
+import gzip
+import hashlib
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from extras.cli import fail
+from extras.formats.compare import own_text
+from extras.formats.folder import read_tree, write_tree
+from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
+
+WEB = Path(__file__).resolve().parent.parent / "web"
+# the defaults of the page's form, and the moment at which it opens: after `new` characters, in this layer and head
+START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25, layer=1, head=3)
+
+
+def export_web(model, tokenizer, folder):
+    """Write the page for a GPT into `folder`. Tokens must be characters.
+
+    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
+    """
+    chars = tokenizer.state_dict().get("chars") or fail(
+        "the page needs a model whose tokens are characters, but this one has a tokenizer: see --format onnx and hf"
+    )
+    runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
+    if not runtime.is_dir():
+        fail(f"the page needs {runtime}: make web installs it (npm ci --prefix extras/web)")
+
+    # make and check the graph
+    config = model.config
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "model.onnx"
+        write_onnx(model, tokenizer, file, queries=True)
+        compare_onnx(file, model, own_text(model))
+        fits = set(START["prompt"]) <= set(chars) and len(START["prompt"]) < config.block_size
+        start = START if fits else START | dict(prompt="")
+        prompt = start["prompt"] or ("\n" if "\n" in chars else chars[0])  # as in request.js
+        first = opening(OnnxGPT(file), model, **start | dict(prompt=prompt))
+        graph = file.read_bytes()
+    about = dict(
+        chars=chars,
+        block_size=config.block_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
+        head_size=config.head_size,
+        pos_emb=config.pos_emb,
+        parameters=sum(p.numel() for p in model.parameters()),
+        start=start,
+        opening=first,
+    )
+
+    # add the page, and compress large files, because a plain server compresses nothing
+    packed = {
+        "ort/ort-wasm-simd-threaded.wasm.gz": (runtime / "ort-wasm-simd-threaded.wasm").read_bytes(),
+        "model.onnx.gz": graph,
+    }
+    files = read_tree(WEB / "page") | {name: gzip.compress(content, mtime=0) for name, content in packed.items()}
+    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs"):
+        files[f"ort/{name}"] = (runtime / name).read_bytes()
+    files["model.json"] = json.dumps(about, separators=(",", ":")).encode()
+    files["page.png"] = (WEB.parent.parent / "assets" / "page.png").read_bytes()  # the preview of links to the page
+    html = with_modules(files["index.html"].decode(), files)
+    files["index.html"] = with_versions(html, files).encode()
+    write_tree(folder, files)
+    print(f"{folder}: {sum(map(len, files.values())) / 1e6:.1f} MB")
+    print(f"serve it with  python -m http.server --directory {folder}  and open http://localhost:8000")
+
+
+def with_modules(html, files):
+    """Preload all modules. Otherwise the browser requests them one after the other, as it finds the imports."""
+    modules = [name for name in sorted(files) if name.endswith((".js", ".mjs")) and f'src="{name}"' not in html]
+    lines = [f'<link rel="modulepreload" href="{name}">' for name in modules]
+    return html.replace("<!-- the exporter adds the modules here -->", "\n  ".join(lines))
+
+
+def with_versions(html, files):
+    """Add a hash to the address of each file that the page fetches, so that no browser mixes two exports."""
+    fetched = r'(?<=href=")[^"]+(?=" as="fetch")'
+    return re.sub(fetched, lambda name: f"{name[0]}?{hashlib.sha256(files[name[0]]).hexdigest()[:8]}", html)
+
+
+def opening(onnx, model, prompt, temperature, seed, new, layer, head):
+    """Return what the page shows before its model has arrived: START, in a single layer and head, rounded."""
+    config = model.config
+    chars = onnx.tokenizer.state_dict()["chars"]
+    layer = min(layer, config.n_layer - 1)
+    head = min(head, config.n_head - 1)
+    kv_head = head * config.n_kv_head // config.n_head
+    steps = min(new, -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
+    prompt = [chars.index(char) for char in prompt]
+    ids = model.generate(torch.tensor([prompt]), steps, temperature=temperature, seed=seed)[0].tolist()
+    fed = len(ids) - 1
+    inputs = {name: np.zeros((1, config.n_kv_head, 0, config.head_size), np.float32) for name in onnx.past_inputs}
+    inputs["input_ids"] = np.array([ids[:-1]])
+    inputs["position_ids"] = np.arange(fed)[None]
+    inputs["attention_mask"] = np.ones((1, fed), np.int64)
+    names = [output.name for output in onnx.session.get_outputs()]
+    outputs = dict(zip(names, onnx.session.run(names, inputs)))
+
+    def rounded(array, digits=3):
+        return [round(float(x), digits) for x in array.flatten()]
+
+    keys, values = (rounded(outputs[f"present.{layer}.{kind}"][0, kv_head]) for kind in ("key", "value"))
+    probabilities = torch.from_numpy(outputs["logits"][0, len(prompt) - 1 :]).softmax(1)
+    return dict(
+        ids=ids, given=len(prompt), layer=layer, head=head, keys=keys, values=values,
+        query=rounded(outputs[f"query.{layer}"][0, head]), probabilities=[rounded(each, 5) for each in probabilities],
+    )  # fmt: skip

@@ -1,0 +1,519 @@
+"""The compiled step gives the tokens of model.py for every network, and needs one program per shape."""
+
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import model as model_py
+from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_compiler, without_minus_one
+from extras.decode import c_build, c_library, c_pack
+from extras.decode import compile as compiling
+from extras.decode.c_step import CompileError
+from extras.decode.decoder import Decoder
+from extras.decode.ngrams import count_ngrams
+from extras.decode.quantize import round_weights
+from extras.decode.speculate import BatchState
+from helpers import (
+    FILTERS,
+    MODELS,
+    ROOT,
+    V,
+    a_filter,
+    a_model,
+    a_seed,
+    linux,
+    num_threads,
+    ok,
+    prompts,
+    random_model,
+    run,
+    unix,
+)
+from model import GPT, GPTConfig
+
+pytestmark = needs_compiler
+
+NETWORKS = [
+    dict(n_embd=20, n_head=4, activation="gelu"),  # sizes that fill no vector, and heads of five
+    dict(n_embd=48, n_head=3, n_kv_head=1, activation="gelu_tanh", bias=False, mlp_ratio=1.3),
+    dict(n_embd=96, n_head=2, activation="swiglu", pos_emb="rope", qk_norm=True, norm_first=False, mlp_ratio=5),
+    dict(n_embd=64, n_head=4, n_kv_head=2, vocab_size=130, tie_weights=False, pos_emb="rope"),
+    dict(n_embd=2, n_head=1, vocab_size=2, block_size=3, pos_emb="rope"),
+]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_network_gets_its_tokens(network):
+    config = GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)
+    model = random_model(config)
+    idx = torch.randint(config.vocab_size, (2, config.block_size // 2), generator=torch.Generator().manual_seed(1))
+    ngrams = count_ngrams(TEXT % config.vocab_size, config.vocab_size, 1000)
+    for draft in (None, "ngram"):
+        decoder = Decoder(model, draft, ngrams, compile=True)
+        for seed, filters in enumerate(FILTERS):
+            got = decoder.generate(idx, config.block_size, seed=seed, **filters)
+            assert_same_as_alone(model, got, idx, config.block_size, range(2), seed, filters)
+
+
+def test_of_equal_logits_top_k_keeps_the_lowest_ids():
+    """Tokens 2i and 2i + 1 have the same row in the head, so every rank is a tie."""
+    model = random_model(MODELS[0].config)
+    idx = prompts(3, 4)
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[1::2] = head[0 : len(head) // 2 * 2 : 2]
+    for k in (1, 3, 5):
+        got = Decoder(model, compile=True).generate(idx, 11, seed=k, top_k=k)
+        assert all(map(torch.equal, got, model.generate(idx, 11, seed=k, top_k=k)))
+
+
+def test_a_whole_number_of_any_type_is_that_number():
+    """step.c reads eight bytes."""
+    model = MODELS[0]
+    idx = prompts(2, 3)
+    expected = model.generate(idx, 11, seed=3, top_k=3)
+    for three in (3, 3.0, np.int32(3), np.uint8(3), np.float32(3)):
+        got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
+        assert all(map(torch.equal, got, expected)), repr(three)
+
+
+def test_a_vocabulary_of_gpt2_gets_its_tokens():
+    """The noise, the filters and the search for the best then need many vectors, and ids are far apart."""
+    model = random_model(GPTConfig(block_size=20, vocab_size=50257, n_layer=1, n_head=2, n_embd=16))
+    idx = torch.tensor([[50256, 7], [0, 50255]])
+    decoder = Decoder(model, compile=True)
+    for filters in (FILTERS[0], FILTERS[1], FILTERS[4], dict(temperature=2.0, top_k=50000)):
+        got = decoder.generate(idx, 9, seed=3, **filters)
+        assert_same_as_alone(model, got, idx, 9, range(2), 3, filters)
+
+
+def test_top_p_cuts_where_the_plain_loop_cuts():
+    """At this temperature all probabilities are equal, and V * top_p is a whole number, so rounding decides."""
+    model = random_model(GPTConfig(block_size=40, vocab_size=20, n_layer=1, n_head=2, n_embd=16))
+    idx = prompts(4, 3)
+    for seed, filters in enumerate([dict(top_p=0.2), dict(top_p=0.6), dict(top_p=0.3, top_k=10)] * 3):
+        sampling = dict(temperature=1e20, seed=seed, **filters)
+        got = Decoder(model, compile=True).generate(idx % 20, 37, **sampling)
+        assert all(map(torch.equal, got, model.generate(idx % 20, 37, **sampling)))
+
+
+@settings(max_examples=4)
+@given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
+def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
+    """A thread computes either some outputs of every product or some of the rows. Every sum stays the same."""
+    texts = []
+    for threads, rows in ((1, 17), (2, 17), (3, 2)):
+        with pytest.MonkeyPatch.context() as patch, num_threads(threads):
+            patch.setattr(compiling, "WORK_PER_THREAD", 1)
+            texts.append(Decoder(model, **DRAFTS[draft], compile=True).generate(prompts(17, 3)[:rows], 99, seed=seed))
+    for other in texts[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
+
+
+@pytest.mark.parametrize("rows_per_thread", [4, 1000])  # threads that compute some rows, or some outputs
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, rows_per_thread, monkeypatch):
+    """Rounding shows in every bit of the keys, and hardly ever in a token."""
+    keys = []
+
+    class Cache(c_library.Cache):
+        def __init__(self, key, value):
+            keys.append(key)
+            super().__init__(key=key, value=value)
+
+    monkeypatch.setattr(compiling, "Cache", Cache)
+    monkeypatch.setattr(compiling, "ROWS_PER_THREAD_SMALL", rows_per_thread)
+    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+    model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=3, n_embd=96))
+    model = round_weights(model) if weights == "int8" else model
+    prompt = prompts(1, 3)
+
+    def last_keys(samples):
+        """The keys of the last layer, without the slot of the newest token, which is not cached."""
+        decoder.generate(prompt.expand(len(samples), 3), 13, seed=1, samples=samples)
+        return keys[-1][:, :, :15].clone()
+
+    with num_threads(2):
+        decoder = Decoder(model, compile=True, weights=weights)
+        alone = {i: last_keys([i])[0] for i in (0, 1, 2, 5, 7, 15, 31, 32, 63)}
+        for B in (2, 3, 8, 16, 64):
+            batch = last_keys(list(range(B)))
+            assert all(torch.equal(batch[i], alone[i]) for i in alone if i < B), B
+
+
+A_SLEEP = [("spins < SPINS", "spins < 0")]
+NO_THREAD = [("if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;", "return NULL;")]
+NO_MEMORY = [("pool->memory = malloc(size);", "pool->memory = NULL;")]
+
+
+def copy_of_step(folder, replacements=()):
+    """Copy step.c and pool.h into a folder, and replace text that occurs once in one of them."""
+    for name in ("step.c", "pool.h"):
+        shutil.copy(ROOT / "extras" / "decode" / name, folder)
+    for old, new in replacements:
+        (file,) = [file for file in folder.glob("*.[ch]") if old in file.read_text(encoding="utf-8")]
+        text = file.read_text(encoding="utf-8")
+        assert text.count(old) == 1, old
+        file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.fixture
+def patched_step(tmp_path, monkeypatch):
+    """A function that edits a copy of step.c and pool.h, so that something rare happens every time."""
+
+    def patch(replacements):
+        copy_of_step(tmp_path, replacements)
+        monkeypatch.setattr(c_build, "FLAGS", ["-O1", *c_build.FLAGS[1:]])  # compiles faster
+        monkeypatch.setattr(c_build, "SOURCE", tmp_path / "step.c")
+        monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+
+    with num_threads(3):
+        yield patch
+
+
+def test_threads_that_sleep_at_every_barrier_change_no_token(patched_step):
+    patched_step(A_SLEEP)
+    model = random_model(GPTConfig(block_size=80, vocab_size=V, n_layer=2, n_head=4, n_embd=64))
+    ragged = [prompts(1, n, n)[0] for n in (50, 70)]
+    got = Decoder(model, "ngram", NGRAMS, compile=True).generate(ragged, 80, seed=3)
+    assert_same_as_alone(model, got, ragged, 80, range(2), 3, {})
+
+
+def test_too_little_memory_is_an_error_of_its_own(patched_step):
+    patched_step(NO_MEMORY)
+    with pytest.raises(MemoryError, match="the C backend"):
+        Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
+
+
+def test_without_threads_there_is_no_step_in_c(patched_step):
+    patched_step(NO_THREAD)
+    with pytest.raises(CompileError, match="does not let us start the threads"):
+        Decoder(MODELS[0], compile=True)
+
+
+def test_a_prompt_may_be_longer_than_a_forward():
+    model = random_model(GPTConfig(block_size=300, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
+    ragged = [prompts(1, n, n)[0] for n in (64, 299, 1, 65, 130, 200)]
+    for draft in ("one token per step", "n-grams"):
+        decoder = Decoder(model, **DRAFTS[draft], compile=True)
+        assert_same_as_alone(model, decoder.generate(ragged, 20, seed=2), ragged, 20, range(6), 2, {})
+    many = prompts(150, 3)  # more rows than a forward holds
+    assert torch.equal(Decoder(model, compile=True).generate(many, 9, seed=2), model.generate(many, 9, seed=2))
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("network", NETWORKS[2:4])
+def test_a_decoder_has_copied_all_weights_and_a_new_one_takes_the_new(network, weights):
+    model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
+    model = round_weights(model) if weights == "int8" else model
+    decoder = Decoder(model, compile=True, weights=weights)
+    idx = prompts(2, 3)
+    before = decoder.generate(idx, 17, seed=1)
+    for tensor in (*model.parameters(), *([] if model.rope is None else [model.rope])):
+        with torch.no_grad():
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(decoder.generate(idx, 17, seed=1), before)
+    after = Decoder(model, compile=True).generate(idx, 17, seed=1)
+    assert not torch.equal(before, after)
+    assert_same_as_alone(model, after, idx, 17, range(2), 1, {})
+
+
+def test_the_state_goes_to_step_c_by_its_names():
+    values = {name: torch.zeros(i + 1) for i, name in enumerate(BatchState.__annotations__)}
+    backwards = c_library.State(**dict(reversed(values.items())))
+    for name, tensor in values.items():
+        assert getattr(backwards, name) == tensor.data_ptr()
+    assert c_library.State(**values | {"top_k": None}).top_k is None
+    for wrong in (values | {"more": None}, {"tokens": None}, values | {"end": torch.zeros(2, 2).T}):
+        with pytest.raises(TypeError):
+            c_library.State(**wrong)
+
+
+def test_a_structure_of_another_size_is_an_error(patched_step):
+    patched_step([("const float *bias;  /* NULL: no bias */", "const float *bias, *more;")])
+    with pytest.raises(TypeError, match=r"Model has \d+ bytes in c_library.py and \d+ in step.c"):
+        Decoder(MODELS[0], compile=True)
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+THREADS = """
+import os, threading, torch
+from extras.decode import compile as compiling
+from extras.decode.decoder import Decoder
+from extras.decode.speculate import BatchState
+from model import GPT, GPTConfig
+
+torch.set_num_threads(2)
+torch.manual_seed(0)
+compiling.WORK_PER_THREAD = 1
+model = GPT(GPTConfig(block_size=64, vocab_size=23, n_layer=2, n_head=2, n_embd=32)).eval()
+decoder = Decoder(model, compile=True)
+
+def text():
+    return decoder.generate(torch.zeros(2, 1, dtype=torch.int64), 63, seed=1)[1].tolist()
+"""
+A_FORK = """
+def until_done():
+    while not done:
+        text()
+
+expected, done = text(), False
+busy = threading.Thread(target=until_done, daemon=True)
+busy.start()  # so that a call holds the lock when we fork
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        same = text() == text() == expected
+        decoder = None  # ends the child's threads and leaves the parent's alone
+        os._exit(0 if same else 3)  # because a forked child with PyTorch's threads may crash in a normal exit
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+done = True
+busy.join()
+assert text() == expected
+"""
+AN_END = """
+names = "tokens end cached limit first_new sample seed".split()
+state = BatchState(
+    **{name: torch.ones(2, dtype=torch.int64) for name in names} | {"tokens": torch.zeros(2, 65, dtype=torch.int64)},
+    temperature=torch.tensor(1.0), top_k=None, top_p=None
+)
+state.limit.fill_(64)
+run, _ = decoder.program(state)
+end, cached = state.end.numpy(), state.cached.numpy()
+
+def forever():  # without PyTorch, whose operations abort if the interpreter exits meanwhile
+    while True:
+        end[:], cached[:] = 1, 0
+        run(64)
+
+threading.Thread(target=forever, daemon=True).start()
+threading.Event().wait(0.2)
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_a_child_of_fork_has_threads_of_its_own():
+    ok(run("-c", THREADS + A_FORK, timeout=60))
+
+
+@linux
+@pytest.mark.slow
+def test_a_daemon_thread_may_decode_while_the_interpreter_ends():
+    for _ in range(2):
+        assert ok(run("-c", THREADS + AN_END, timeout=60)).stderr == ""
+
+
+@linux
+def test_a_call_gives_the_cores_back(monkeypatch):
+    """During a call the caller stays on one core. Afterwards it may use all of them again."""
+    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+    cores = os.sched_getaffinity(0)
+    with num_threads(3):
+        Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
+    assert os.sched_getaffinity(0) == cores
+
+
+PLANTED = {  # races that ThreadSanitizer must find
+    "nothing": None,
+    "all write the same rows": ("in.data[i * X + c] = 0;", "in.data[i * X + c] = y.data[i * X + c] = 0;"),
+    "nobody waits for keys": ("        barrier(&g->barrier);\n        matmul(w, n, y,", "        matmul(w, n, y,"),
+    "a round that tells nothing": ("memory_order_acquire", "memory_order_relaxed"),
+}
+
+
+@pytest.fixture(scope="session")
+def sanitizer(tmp_path_factory):
+    """The command of a compiler whose programs ThreadSanitizer can watch here."""
+    program = tmp_path_factory.mktemp("sanitizer") / "program"
+    command = [*c_build.find_compiler()[0][0], "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    compiled = subprocess.run([*command, "-x", "c", "-", "-o", program], input=b"int main(void) { return 0; }")
+    if compiled.returncode or subprocess.run([program], capture_output=True).returncode:
+        pytest.skip("needs a compiler with -fsanitize=thread")
+    return command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_threads_never_write_what_others_read(fault, sanitizer, tmp_path):
+    copy_of_step(tmp_path, [PLANTED[fault]] if PLANTED[fault] else [])
+    network = dict(n_embd=40, n_head=4, n_kv_head=2, activation="swiglu", pos_emb="rope", qk_norm=True)
+    model = GPT(GPTConfig(block_size=24, vocab_size=V, n_layer=2, **network))
+    macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, c_pack.panels).items()]
+    harness = Path(__file__).with_name("step_race.c")
+    subprocess.run([*sanitizer, *macros, "-I", tmp_path, harness, "-o", tmp_path / "race", "-lm"], check=True)
+    done = subprocess.run([tmp_path / "race"], capture_output=True, text=True, timeout=100)
+    races = done.stderr.count("WARNING: ThreadSanitizer: data race")
+    assert (races > 0) == (fault != "nothing"), done.stderr
+    assert fault != "nothing" or (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_rest_in_c(monkeypatch):
+    """As somebody would add min_p: a field of Sampling and an entry of FILTERS, and not one line elsewhere."""
+
+    @dataclass
+    class WithMinP(model_py.Sampling):
+        min_p: float | None = None
+
+    def keep_min_p(ranked, sampling):
+        return (ranked - ranked[..., :1]) / sampling.temperature >= math.log(sampling.min_p)
+
+    monkeypatch.setitem(model_py.FILTERS, "min_p", keep_min_p)
+    for module in (model_py, sys.modules[Decoder.__module__]):
+        monkeypatch.setattr(module, "Sampling", WithMinP)
+    decoder = Decoder(MODELS[0], "ngram", NGRAMS, compile=True)
+    idx = prompts(2, 3)
+    texts = {}
+    for min_p in (None, 0.2):
+        generation = decoder.stream(idx, 12, seed=1, min_p=min_p)
+        assert generation.in_c == (min_p is None)
+        texts[min_p] = without_minus_one(idx, list(generation))
+        assert_same_as_alone(MODELS[0], texts[min_p], idx, 12, range(2), 1, {}, min_p=min_p)
+    assert not all(map(torch.equal, *texts.values()))
+
+
+# -- which program is kept where ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_program_serves_all_models_of_a_shape_and_is_compiled_again_when_anything_changes(
+    tmp_path, monkeypatch, capfd
+):
+    """A stale program would run older code, and a damaged one could do anything."""
+    copy_of_step(tmp_path)
+    source = tmp_path / "step.c"
+    monkeypatch.setattr(c_build, "SOURCE", source)
+    monkeypatch.setattr(c_build, "FLAGS", ["-O0", *c_build.FLAGS[1:]])  # compiles faster
+
+    def compiles(n_embd=8, seed=0, draft=None, rows=1, top_k=None):
+        c_build.find_compiler.cache_clear()
+        model = random_model(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=n_embd), seed)
+        idx = torch.tensor([[1, 2]])
+        ngrams = count_ngrams(TEXT % 5, 5, 100)
+        got = Decoder(model, draft, ngrams, compile=True).generate(idx.repeat(rows, 1), 6, seed=1, top_k=top_k)
+        assert torch.equal(got[0][None], model.generate(idx, 6, seed=1, top_k=top_k))
+        stderr = capfd.readouterr().err
+        assert stderr.count("\n") == stderr.count("--compile: compiled the C backend in")
+        return stderr.count("compiled")
+
+    assert compiles() == 1 and compiles() == 0
+    assert compiles(seed=1, draft="ngram", rows=3, top_k=2) == 0
+    (program,) = tmp_path.glob("__pycache__/step-*.so")
+    assert compiles(n_embd=16) == 1
+    damaged = program.with_name("damaged")  # a separate file, because this process has the program mapped
+    damaged.write_bytes(program.read_bytes()[:-1000])
+    damaged.replace(program)
+    assert compiles() == 1 and compiles() == 0
+    for file in (source, tmp_path / "pool.h"):
+        with open(file, "a", encoding="utf-8") as f:
+            f.write("/* a comment */\n")
+        assert compiles() == 1 and compiles() == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", "cc -O1")
+        assert compiles() == 1
+
+    shutil.rmtree(tmp_path / "__pycache__")
+    (tmp_path / "__pycache__").write_text("no folder", encoding="utf-8")
+    assert compiles() == compiles() == 1
+
+
+# -- compilers and chips -----------------------------------------------------------------------------------------------
+
+CC = os.environ.get("CC", "cc")
+x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs the flags of x86")
+
+
+@pytest.fixture
+def use_compiler(monkeypatch):
+    """A function that sets $CC, or skips the test where its compiler is not installed."""
+
+    def use(command):
+        if not shutil.which(command.split()[0]):
+            pytest.skip(f"needs {command}")
+        monkeypatch.setenv("CC", command)
+        c_build.find_compiler.cache_clear()
+
+    yield use
+    c_build.find_compiler.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(f"{CC} -mno-avx512f", marks=x86), pytest.param(f"{CC} -mno-avx", marks=x86), "clang"],
+)
+def test_shorter_vectors_and_clang_give_the_same_tokens(command, use_compiler):
+    use_compiler(command)
+    model = random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | NETWORKS[2]))
+    idx = prompts(9, 5)
+    for weights in ("float32", "int8"):
+        model = round_weights(model) if weights == "int8" else model
+        got = Decoder(model, "ngram", NGRAMS, compile=True, weights=weights).generate(idx, 30, seed=1)
+        assert_same_as_alone(model, got, idx, 30, range(9), 1, {})
+
+
+SHAPES = [
+    (NETWORKS[2], c_pack.int8_panels),
+    (NETWORKS[3], c_pack.panels),
+    (NETWORKS[0], c_pack.panels),
+    (dict(n_embd=4, n_head=4), c_pack.panels),  # heads of one number
+]
+COMPILERS = ["cc", "clang", "aarch64-linux-gnu-gcc", "arm-linux-gnueabihf-gcc", "riscv64-linux-gnu-gcc"]
+COMPILERS += [pytest.param(f"{CC} {flag}", marks=x86) for flag in ("-mavx2 -mfma", "-mavx512f")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*COMPILERS, "x86_64-w64-mingw32-gcc"])
+def test_no_compiler_warns(command, tmp_path):
+    command = command.split()
+    if not shutil.which(command[0]):
+        pytest.skip(f"needs {command[0]}")
+    flags = ["-O1", *c_build.FLAGS[1:-1], "-static" if "mingw" in command[0] else "-fPIC"]  # -O3 takes longer
+    flags += ["-Wall", "-Wextra", "-Werror"]
+    for network, layout in SHAPES if command[0] == "cc" else SHAPES[:1]:
+        model = GPT(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network))
+        macros = [f"-D{k}={v}" for k, v in compiling.shape_macros(model, 0.5, layout).items()]
+        ok(
+            subprocess.run(
+                [*command, *flags, *macros, c_build.SOURCE, "-o", tmp_path / "step", "-lm"],
+                capture_output=True,
+                text=True,
+            )
+        )
+
+
+def whose_assembler_refuses(flag, folder):
+    """The path of a compiler that preprocesses everything, and fails to compile with this flag."""
+    compiler = folder / "compiler"
+    refusal = 'echo "step.s: Assembler messages:" >&2; echo "step.s:7: Error: no such instruction" >&2; exit 1'
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-E*) ;; *{flag}*) {refusal} ;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@unix
+def test_where_the_assembler_refuses_the_chip_we_compile_for_any(patched_step, use_compiler, tmp_path):
+    patched_step([])
+    use_compiler(whose_assembler_refuses("=native", tmp_path))
+    got = Decoder(MODELS[0], compile=True).generate(prompts(2, 3), 9, seed=1)
+    assert_same_as_alone(MODELS[0], got, prompts(2, 3), 9, range(2), 1, {})
+
+
+@unix
+def test_a_compiler_that_fails_is_named_with_its_error(patched_step, use_compiler, tmp_path):
+    patched_step([])
+    use_compiler(whose_assembler_refuses("-shared", tmp_path))
+    with pytest.raises(CompileError, match=r"compiler cannot compile the C backend \(step.s:7: Error: no such instr"):
+        Decoder(MODELS[0], compile=True)

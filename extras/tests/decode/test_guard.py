@@ -1,0 +1,247 @@
+"""extras/decode/guard.py: after an edit of model.py, step.c computes nothing, and one line says why."""
+
+import functools
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from operator import attrgetter
+
+import pytest
+import torch
+
+from extra_helpers import needs_compiler
+from extras.decode import c_guard, cuda_graph
+from extras.decode.c_step import CompileError, compile_step
+from helpers import ROOT, V, random_model
+from model import ACTIVATIONS, GPT, MLP, GPTConfig
+
+pytestmark = needs_compiler
+
+NETWORK = dict(n_layer=2, n_head=4, n_embd=20, activation="gelu")
+MODEL = random_model(GPTConfig(block_size=16, vocab_size=V, **NETWORK))
+
+
+def compiled(model=MODEL):
+    return compile_step(model, num_drafts=0, table=None)
+
+
+EDITS = {  # valid edits of model.py, after which step.c would generate different text, or none
+    "window": ("<= pos[..., None]", "<= pos[..., None] - 8"),
+    "length": ("self.length = start + T", "self.length = start + T - 1"),
+    "mlp": ("x = self.activation(x)\n", "x = self.activation(2 * x)\n"),
+    "gelu": ('"gelu": F.gelu,', '"gelu": F.relu,'),
+    "own cache": (
+        "return KVCache(self.config, batch_size, slots)",
+        "return KVCache(self.config, batch_size, 2 * slots)",
+    ),
+    "noise": ("vocab_size).unbind(1)", "vocab_size).mul(0.5).unbind(1)"),
+    "filter": ('"top_k": keep_top_k,', '"top_k": keep_top_p,'),
+    "order of filters": ("FILTERS = {", 'FILTERS = {"top_p": keep_top_p, '),
+    "eps": ("self.ln_1 = nn.LayerNorm(config.n_embd, bias", "self.ln_1 = nn.LayerNorm(config.n_embd, 1e-4, bias"),
+    "norm": ("self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)", "self.ln_2 = nn.RMSNorm(config.n_embd)"),
+    "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
+    "sampler": ("score = logits + sampling.temperature * noise", "score = logits + 2 * sampling.temperature * noise"),
+    "cache": (
+        "pos = torch.arange(start, start + T, device=idx.device)",
+        "pos = torch.arange(start, start + T, device=idx.device) + (start > 0)",
+    ),
+    "loop": ("new = sample_token(logits, noise, sampling)", "new = sample_token(-logits, noise, sampling)"),
+    "constructor": ("ACTIVATIONS[config.activation]", 'ACTIVATIONS["gelu_tanh"]'),
+}
+
+
+def edited_functions():
+    """The functions of model.py, or of the edited copy, whose code is not the one that step.c belongs to."""
+    found = {name: c_guard.source_hash(attrgetter(name)(c_guard.model_py)) for name in c_guard.REPEATED}
+    return [name for name, (expected, *_) in c_guard.REPEATED.items() if found[name] != expected]
+
+
+def test_step_c_belongs_to_this_model_py():
+    """If this fails, you have edited model.py. Make step.c compute the same, then put the new hash into guard.py."""
+    compiled()  # the message has the hash
+    assert edited_functions() == []
+
+
+def test_each_function_has_its_counterparts():
+    source = (ROOT / "extras" / "decode" / "step.c").read_text(encoding="utf-8")
+    for _, in_c, in_graph in c_guard.REPEATED.values():
+        for name in in_c.split(", "):
+            assert re.search(rf"^(static|INLINE) .*\b{name}\(", source, flags=re.MULTILINE), name
+        assert not in_graph or hasattr(cuda_graph, in_graph) or hasattr(cuda_graph.GraphedGPT, in_graph)
+
+
+def edited_model_py(folder, monkeypatch, *replacements):
+    """Let step.c be compared with an edited copy of model.py."""
+    text = (ROOT / "model.py").read_text(encoding="utf-8")
+    for old, new in replacements:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    file = folder / f"edited_{time.monotonic_ns()}.py"  # a new name, because linecache keeps what it has read
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(c_guard, "model_py", module)
+    return module
+
+
+@pytest.mark.parametrize("edit", [None, *EDITS])
+def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monkeypatch):
+    module = edited_model_py(tmp_path, monkeypatch, *([EDITS[edit]] if edit else []))
+    model = module.GPT(module.GPTConfig(block_size=70, vocab_size=V, **NETWORK)).eval()
+    with pytest.raises(CompileError) if edit else nullcontext():
+        compiled(model)
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("GPT.unembed", "def unembed(self, x):", 'def unembed(self, x, y="é"):'),
+        ("GPT.next_logits", "with cache.extend(start, B, T) if cache", "with cache.extend(start, B, T + 0) if cache"),
+        ("KVCache.extend", "self.length = start + T", "self.length = start + 1 + T"),
+        ("keep_top_k", "< sampling.top_k", "<= sampling.top_k"),
+    ],
+)
+def test_an_edit_of_a_function_that_step_c_repeats_is_named(name, old, new, tmp_path, monkeypatch):
+    edited_model_py(tmp_path, monkeypatch, (old, new))
+    assert edited_functions() == [name]
+    with pytest.raises(CompileError, match=rf"^{name} in model\.py has changed.* is [0-9a-f]{{16}}\)$"):
+        compiled()
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("def _make_rope(self):", "def _make_rope(self):\n        print()"),  # not repeated
+        ("# rotate in float32, whatever the dtype of x", "# é"),
+        ('"""Return the logits `(..., V)` of hidden states', '"""Return logits `(..., V)` of hidden states'),
+        ('        """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""\n', ""),
+        ("x = self.activation(gate) * x", "x = (\n                self.activation(gate) * x\n            )"),
+    ],
+)
+def test_comments_docstrings_and_line_breaks_do_not_count(old, new, tmp_path, monkeypatch):
+    module = edited_model_py(tmp_path, monkeypatch, (old, new))
+    assert edited_functions() == []
+    compiled(module.GPT(MODEL.config).eval())
+
+
+OTHER_PYTHON = """
+import ast, hashlib, sys
+{canonical}
+for file in sys.argv[1:]:
+    print(hashlib.sha256(canonical(ast.parse(open(file, encoding="utf-8").read())).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_every_version_of_python_gives_the_same_hashes(version):
+    """The hashes in guard.py come from one of them."""
+    program = shutil.which(f"python{version}")
+    if not program or subprocess.run([program, "-c", ""], capture_output=True).returncode:
+        pytest.skip(f"needs python{version}")
+    script = OTHER_PYTHON.format(canonical=inspect.getsource(c_guard.canonical))
+    files = [ROOT / name for name in ("model.py", "train.py", "sample.py", "data/prepare.py")]
+    ours, theirs = (
+        subprocess.run([python, "-c", script, *files], capture_output=True, encoding="utf-8")
+        for python in (sys.executable, program)
+    )
+    assert theirs.returncode == 0, theirs.stderr
+    assert len(ours.stdout.split()) == len(files) and ours.stdout == theirs.stdout
+
+
+def global_hook(model):
+    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+def own_forward(model):
+    mlp = model.transformer["h"][1].mlp
+    mlp.forward = lambda x: 0 * x
+
+
+def drop_a_layer(model):
+    del model.transformer["h"][1]
+
+
+def norm_with(**settings):
+    def change(model):
+        model.transformer["h"][1].ln_2 = torch.nn.LayerNorm(model.config.n_embd, **settings)
+
+    return change
+
+
+def set_weight(path, *shape, dtype=torch.float32):
+    def change(model):
+        model.get_submodule(path).weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+    return change
+
+
+def set_attribute(path, name, value):
+    return lambda model: setattr(model.get_submodule(path), name, value)
+
+
+REFUSED = {
+    "hook": (lambda model: model.transformer["h"][0].mlp.register_forward_hook(lambda *_: None), "hooks"),
+    "hook on all modules": (global_hook, "hooks"),
+    "method of an instance": (own_forward, "MLP with a patched forward"),
+    "another layer": (lambda model: model.transformer.update({"ln_f": torch.nn.RMSNorm(32)}), "RMSNorm"),
+    "parametrization": (lambda m: torch.nn.utils.parametrizations.weight_norm(m.lm_head), "ParametrizedLinear"),
+    "eps": (norm_with(eps=1e-6), "eps"),
+    "norm without weight": (norm_with(elementwise_affine=False), "a weight"),
+    "max_norm": (set_attribute("transformer.wte", "max_norm", 1.0), "max_norm"),
+    "a layer less": (drop_a_layer, "1 layers.*n_layer=2"),
+    "smaller head": (set_weight("lm_head", V - 1, 32), "22, 32.*23, 32"),
+    "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
+    "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
+    "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
+    "another activation": (
+        set_attribute("transformer.h.1.mlp", "activation", ACTIVATIONS["swiglu"]),
+        "activation gelu",
+    ),
+    "unknown activation": (set_attribute("transformer.h.1.mlp", "activation", torch.relu), "activation gelu"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_the_source_does_not_tell_is_refused(change):
+    model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=4, n_embd=32, tie_weights=False))
+    compiled(model)
+    function, words = REFUSED[change]
+    handle = function(model)
+    try:
+        with pytest.raises(CompileError, match=words) as refused:
+            compiled(model)
+        assert "\n" not in str(refused.value)
+    finally:
+        if change == "hook on all modules":
+            handle.remove()
+
+
+@functools.wraps(MLP.forward)  # inspect.getsource shows what it wraps
+def wrapped(self, x):
+    return 0 * x
+
+
+def made_by_exec():
+    scope = {}
+    exec("def forward(self, x): return x", scope)
+    return scope["forward"]
+
+
+@pytest.mark.parametrize("patch", [wrapped, made_by_exec(), lambda self, x: x, abs, functools.partial(wrapped)])
+@pytest.mark.parametrize("kind", [MLP, torch.nn.LayerNorm])
+def test_a_method_patched_into_a_class_is_refused(kind, patch, monkeypatch):
+    monkeypatch.setattr(kind, "forward", patch)
+    with pytest.raises(CompileError) as refused:
+        compiled()
+    assert "\n" not in str(refused.value)
+
+
+def test_other_numbers_than_float32_are_refused():
+    with pytest.raises(CompileError, match=r"float32.*bfloat16"):
+        compiled(GPT(GPTConfig(8, 7, 1, 1, 8)).bfloat16())

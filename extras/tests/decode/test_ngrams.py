@@ -1,0 +1,97 @@
+"""The n-gram counts and the table, against dictionaries."""
+
+import collections
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extra_helpers import TEXT
+from extras.decode.decoder import Decoder
+from extras.decode.ngrams import count_ngrams, ngram_table
+from helpers import V, prompts, random_model
+from model import GPTConfig
+
+ORDER = 4  # of V tokens
+
+
+def dictionary_ngrams(runs, context):
+    """P(next | context) by interpolated absolute discounting, from dictionaries: the definition itself."""
+
+    def probability(context):
+        followers = collections.Counter()
+        for tokens, n in runs.items():
+            if tokens[ORDER - len(context) : ORDER] == context:
+                followers[tokens[-1]] += n
+        lower = probability(context[1:]) if context else [1 / V] * V
+        total = sum(followers.values())
+        if not total:
+            return lower
+        return [(max(0, followers[t] - 0.75) + 0.75 * len(followers) * lower[t]) / total for t in range(V)]
+
+    return probability(tuple(context))
+
+
+def test_the_table_is_interpolated_absolute_discounting_of_the_longest_known_context():
+    ngrams = count_ngrams(TEXT, V, 10**6)
+    logits, after = ngram_table(ngrams, V)
+    assert ngrams["order"] == ORDER and logits.shape == after.shape
+    torch.testing.assert_close(logits.exp().sum(1), torch.ones(len(logits)), atol=1e-4, rtol=0)
+    text = TEXT.tolist()
+    runs = collections.Counter(tuple(text[i : i + ORDER + 1]) for i in range(len(text) - ORDER))
+    known = {run[n:ORDER] for run in runs for n in range(ORDER + 1)}
+    row, context, lengths = 0, (), set()
+    for i, token in enumerate([*text[:200], 22, 22, 22, 22, 0, 21, *text[:9]]):
+        if i % 3 == 0:
+            expected = torch.tensor(dictionary_ngrams(runs, context), dtype=torch.float64)
+            torch.testing.assert_close(logits[row].exp().double(), expected, atol=1e-5, rtol=1e-4)
+        row = int(after[row, token])
+        context = next(c for n in range(ORDER + 1) if (c := (*context, token)[-ORDER:][n:]) in known)
+        lengths.add(len(context))
+    assert lengths >= {1, 2, 3, 4}
+
+
+def test_order_and_codes_fit_32_bits():
+    for vocab_size, order in ((2, 4), (73, 4), (74, 3), (215, 3), (216, 2), (1290, 2), (1291, 1), (2895, 1)):
+        text = np.full(20, vocab_size - 1)
+        ngrams = count_ngrams(text, vocab_size, 10)
+        assert ngrams["order"] == order and ngrams["codes"].tolist() == [vocab_size ** (order + 1) - 1]
+        assert ngrams["codes"].dtype == ngrams["counts"].dtype == torch.int32
+    assert count_ngrams(np.full(20, 1), 2896, 10) is None  # the table would have no row for a context
+
+
+def test_counts_of_an_older_checkpoint_have_contexts_of_three():
+    text = [0, 1, 2, 3] * 5
+    codes = sorted({sum(text[i + j] * 5 ** (3 - j) for j in range(4)) for i in range(4)})
+    older = {"codes": torch.tensor(codes), "counts": torch.tensor([4] * 4)}
+    logits, after = ngram_table(older, 5)
+    row = 0
+    for token in text:
+        row = int(after[row, token])
+    assert int(logits[row].argmax()) == 0
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 40))
+def test_ngrams_are_counted_as_a_dictionary_counts_them(text, most):
+    ngrams = count_ngrams(np.array(text, dtype=np.uint16), 6, most)
+    counted = collections.Counter(tuple(text[i : i + 5]) for i in range(len(text) - 4))
+    if ngrams is None:
+        assert not counted or not most
+        return
+    codes = ngrams["codes"].tolist()
+    runs = [tuple(code // 6**i % 6 for i in (4, 3, 2, 1, 0)) for code in codes]
+    assert codes == sorted(set(codes)) and len(codes) == min(most, len(counted))
+    assert all(counted[run] == n for run, n in zip(runs, ngrams["counts"].tolist(), strict=True))
+    assert sorted(ngrams["counts"].tolist()) == sorted(counted.values())[len(counted) - len(codes) :]
+    ngram_table(ngrams, 6)
+
+
+def test_a_large_vocabulary_shortens_the_contexts():
+    text = np.random.default_rng(0).integers(2800, size=5000).tolist() * 2
+    logits, after = ngram_table(count_ngrams(np.array(text), 2800, 10**6), 2800)
+    assert logits.shape == after.shape and logits.numel() <= 2**23
+    model = random_model(GPTConfig(block_size=8, vocab_size=2800, n_layer=1, n_head=2, n_embd=16))
+    decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 2800, 1000))
+    idx = prompts(2, 3)
+    assert torch.equal(decoder.generate(idx, 5, seed=1), model.generate(idx, 5, seed=1, kv_cache=False))

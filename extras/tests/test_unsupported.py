@@ -1,0 +1,114 @@
+"""What people pass as a checkpoint although it is none: one line says what it is and what to do."""
+
+import gzip
+import json
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from extra_helpers import write_gpt2
+from extras.formats.checkpoint import load_checkpoint, load_model
+from helpers import assert_one_line, here, save_model, tiny
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of files and folders from elsewhere."""
+    files = tmp_path_factory.mktemp("files")
+    write_gpt2(files / "hf")
+    for name in (
+        "adapter",
+        "merged",
+        "cache/snapshots/abc",
+        "trainer/checkpoint-500",
+        "weights",
+        "gguf",
+        "run",
+        "none",
+        "loras/checkpoint-10",
+        "text",
+    ):
+        (files / name).mkdir(parents=True)
+    save_model(files / "run", tiny())
+    config = (files / "hf" / "config.json").read_bytes()
+    lora = {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": torch.zeros(8, 32)}
+    for folder in ("adapter", "merged"):  # the second has the base model's config.json too
+        (files / folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
+        save_file(lora, files / folder / "adapter_model.safetensors")
+    (files / "loras" / "checkpoint-10" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (files / "text" / "names.txt").write_text("Ada\nBo\n", encoding="utf-8")
+    (files / "text" / "train.bin").write_bytes(bytes(99))
+    save_file(lora, files / "lora.safetensors")
+    for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500"):
+        (files / name / "config.json").write_bytes(config)
+    torch.save({"transformer.wte.weight": torch.zeros(2, 3)}, files / "hf" / "pytorch_model.bin")
+    (files / "weights" / "model.safetensors").write_bytes((files / "hf" / "model.safetensors").read_bytes())
+    for name in ("m.gguf", "gguf/m.Q8_0.gguf"):
+        (files / name).write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(99))
+    (files / "page.pt").write_text("<!DOCTYPE html><html>Sign in</html>", encoding="utf-8")
+    (files / "lfs.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", encoding="utf-8")
+    (files / "empty.pt").touch()
+    (files / "model.onnx").write_bytes(b"\x08\x0a")
+    (files / "model.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    with gzip.open(files / "ckpt.pt.gz", "wb") as file:
+        file.write(b"123")
+    with zipfile.ZipFile(files / "run.zip", "w") as file:
+        file.write(files / "run" / "ckpt.pt", "out/ckpt.pt")
+    return files
+
+
+FOREIGN = [
+    ("adapter", "is a LoRA adapter, which is not a model by itself: merge it into its base model"),
+    ("merged", "is a LoRA adapter"),
+    ("adapter/adapter_model.safetensors", "is a LoRA adapter"),
+    ("adapter/adapter_config.json", "is a LoRA adapter"),
+    ("lora.safetensors", "is a LoRA adapter"),
+    ("loras", "is a LoRA adapter"),
+    ("text/names.txt", "is text, not a model: python data/prepare.py --input {}/text/names.txt prepares it"),
+    ("text/train.bin", "is training data, not a model: pass --data_dir {}/text to train.py"),
+    ("hf/model.safetensors", "is one file of a Hugging Face folder: pass the folder, {}/hf"),
+    ("hf/config.json", "pass the folder, {}/hf"),
+    ("hf/tokenizer.json", "pass the folder, {}/hf"),
+    ("hf/pytorch_model.bin", "pass the folder, {}/hf"),
+    ("weights", "is a Hugging Face folder without its config.json: download all of its files"),
+    ("weights/model.safetensors", "pass the folder, with its config.json and tokenizer.json"),
+    ("cache", "pass one of them, such as {}/cache/snapshots/abc"),
+    ("trainer", "pass one of them, such as {}/trainer/checkpoint-500"),
+    ("m.gguf", "is a GGUF file, for llama.cpp: pass the Hugging Face folder that it was made from"),
+    ("gguf", "is a folder with m.Q8_0.gguf, a GGUF file"),
+    ("page.pt", "is a web page and not the file itself: download it again"),
+    ("lfs.pt", "is a Git LFS pointer and not the file itself: run git lfs pull"),
+    ("empty.pt", "is empty: copy or download it again"),
+    ("model.h5", "is a file of Keras or TensorFlow"),
+    ("ckpt.pt.gz", "is a compressed file: unpack it first"),
+    ("run.zip", "is a zip archive: unpack it first"),
+]
+
+
+@pytest.mark.parametrize("name, words", FOREIGN)
+def test_it_is_one_line_from_sample_py_and_from_python(name, words, files):
+    words = words.format(files)
+    assert_one_line(here("--ckpt", files / name, script="sample.py"), words, code=1)
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
+        load_model(files / name)
+    assert words in str(error.value)
+
+
+def test_it_is_one_line_from_train_py_too(files, data_dir):
+    flags = ["--data_dir", data_dir, "--out_dir", files / "out"]
+    for name, words in (FOREIGN[0], FOREIGN[5]):
+        assert_one_line(here("--init_from", files / name, *flags), words.format(files), code=1)
+
+
+def test_a_run_is_named_with_its_file_and_a_folder_that_we_can_read_is_read(files):
+    with pytest.raises(ValueError, match=r"is the folder of a run: pass .*ckpt.pt$"):
+        load_model(files / "run")
+    with pytest.raises(ValueError, match=r"is an ONNX file, which only sample.py --engine onnx runs$"):
+        load_checkpoint(files / "model.onnx")
+    (files / "run" / "adapter_config.json").touch()
+    assert load_checkpoint(files / "run" / "ckpt.pt")["chars"]
+    assert load_checkpoint(files / "hf")["tokenizer"]
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none"):
+        load_checkpoint(files / "none" / "ckpt.pt")
