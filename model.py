@@ -654,12 +654,21 @@ def save_checkpoint(path, checkpoint):
     write_atomically(Path(path), [buffer.getbuffer()])
 
 
+def checkpoint_file(path):
+    """Return the file of a checkpoint. In the folder of a run that is ckpt.pt, or before its first evaluation last.pt."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    return path / ("ckpt.pt" if (path / "ckpt.pt").exists() or not (path / "last.pt").exists() else "last.pt")
+
+
 def load_checkpoint(path):
     """Return a checkpoint, a dict, with its "path" for messages. Runs no code. Raises OSError or ValueError.
 
+    path  a file, or the folder of a run
     It has the state_dict "model", "model_args" for GPTConfig, and "chars" if the tokens are characters.
     """
-    path = Path(path)
+    path = checkpoint_file(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: run python train.py, or pass a file such as out/ckpt.pt")
     try:
@@ -703,7 +712,9 @@ def char_tokenizer(checkpoint):
     path = checkpoint["path"]
     vocab_size = checkpoint["model_args"]["vocab_size"]
     if "chars" not in checkpoint:
-        raise ValueError(f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/formats/checkpoint.py")
+        raise ValueError(
+            f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/formats/checkpoint.py"
+        )
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
     except (TypeError, ValueError) as error:

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from extras.formats.checkpoint import load_model
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
+from extras.formats.checkpoint import load_model
 from model import pick_device
 from sample import find_checkpoint
 from train import load_dataset

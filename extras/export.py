@@ -11,8 +11,8 @@ both with PyTorch's.
 
 from pathlib import Path
 
-from extras.formats.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, lock_folder, need, note_model, one_line_errors, path, run_main, writing_to
+from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
 from extras.formats.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.formats.tokenizer import build_tokenizer

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 import sample
-from extras.formats.checkpoint import build_model, load_checkpoint
 from extras.cli import note_model
-from extras.threads import share_cores
 from extras.decode.decoder import NUM_DRAFTS, start_generation
 from extras.decode.speculate import select_rows
-from extras.text import IdText, PartialText
+from extras.formats.checkpoint import build_model, load_checkpoint
 from extras.formats.tokenizer import IdTokenizer, build_tokenizer
+from extras.text import IdText, PartialText
+from extras.threads import share_cores
 from model import generate
 
 __all__ = ["add_flags", "load_checkpoint", "main", "share_cores", "wanted"]  # what sample.py uses

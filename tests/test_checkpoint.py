@@ -70,12 +70,15 @@ def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl(tmp_path):
         load_model(tmp_path / "ckpt.pt")
 
 
-def test_model_py_says_who_loads_a_model_with_a_tokenizer_and_that_a_folder_is_no_checkpoint(tmp_path):
+def test_model_py_loads_the_folder_of_a_run_and_says_who_loads_a_model_with_a_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint at {re.escape(str(tmp_path))}"):
+        model.load_model(tmp_path)
+    for file in ("last.pt", "ckpt.pt"):  # a run has no ckpt.pt before its first evaluation
+        save_checkpoint(tmp_path / file, CONTENT | {"chars": "ab" if file == "ckpt.pt" else "ba"})
+        assert model.load_checkpoint(tmp_path)["path"] == tmp_path / file
     save_checkpoint(tmp_path / "ckpt.pt", {"model": CONTENT["model"], "model_args": ARGS, "tokenizer": "{}"})
     with pytest.raises(ValueError, match=r"no characters: .*extras/formats/checkpoint\.py"):
         model.load_model(tmp_path / "ckpt.pt")
-    with pytest.raises(FileNotFoundError, match=f"no checkpoint at {re.escape(str(tmp_path))}"):
-        model.load_model(tmp_path)
 
 
 @settings(max_examples=100)

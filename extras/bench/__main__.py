@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
-from extras.formats.checkpoint import load_checkpoint
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
-from extras.threads import share_cores
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.decoder import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
+from extras.formats.checkpoint import load_checkpoint
+from extras.threads import share_cores
 from model import (
     GPT,
     CharTokenizer,

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from extras.decode.c_build import load_library
-from extras.decode.guard import refuse_other_networks
 from extras.decode.c_library import (
     Cache,
     CompileError,
@@ -26,6 +25,7 @@ from extras.decode.c_library import (
     model_struct,
 )
 from extras.decode.c_pack import int8_panels, pack_weights, panels
+from extras.decode.guard import refuse_other_networks
 from extras.decode.ngrams import MAX_ORDER
 from extras.decode.quantize import BLOCK
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from extras.decode.guard import refuse_other_networks
 from extras.decode.c_library import CompileError
+from extras.decode.guard import refuse_other_networks
 from model import TRAIN_MODE, KVCache, rotate, sample_token, visible
 
 TOKENS_AT_ONCE = 32  # we read so many tokens together, because the GPU pauses when we wait for it

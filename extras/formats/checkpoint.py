@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import model
-from extras.formats.unsupported import refuse_foreign
 from extras.formats.hf_read import SkipInit, read_folder
 from extras.formats.tokenizer import build_tokenizer, read_vocabulary
+from extras.formats.unsupported import refuse_foreign
 
 # a weight of a GPT, after whatever wraps the model
 OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
@@ -35,6 +35,8 @@ def load_checkpoint(path, meta=None):
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
     path = Path(path)
+    if not (path / "config.json").exists():
+        path = model.checkpoint_file(path)
     refuse_foreign(path)
     if path.is_dir():
         if meta:

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch.overrides import TorchFunctionMode
 
-from extras.formats.bpe import read_tokenizer, tokenizer_from_json
 from extras.cli import first_line, need
+from extras.formats.bpe import read_tokenizer, tokenizer_from_json
 from model import GPT, GPTConfig
 
 # Our settings and theirs.

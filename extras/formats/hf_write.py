@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from extras.formats.bpe import to_json
 from extras.cli import fail, note, one_line_errors
+from extras.formats.bpe import to_json
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.folder import read_tree, write_tree
 from extras.formats.hf_read import ACTIVATIONS, ROPE, SETTINGS, WITH_ID, known_ids, their_parts

@@ -33,12 +33,9 @@ def refuse_foreign(path):
 
 def describe_folder(folder):
     """Return what a folder is, and what to do with it. None: a Hugging Face folder, or nothing that we know."""
-    run = [folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()]
     models = sorted(file.parent for file in folder.glob("*/*/config.json") if file.parent.parent.name == "snapshots")
     models += sorted(file.parent for file in folder.glob("checkpoint-*/config.json"))
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    if run:
-        return f"the folder of a run: pass {run[0]}"
     adapter = [*folder.glob("adapter_config.json"), *folder.glob("checkpoint-*/adapter_config.json")]  # of a Trainer
     if adapter and all(file.name.startswith("adapter") for file in weights):
         return ADAPTER

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from extras.formats.bpe import train_bpe
 from extras.decode.ngrams import count_ngrams
+from extras.formats.bpe import train_bpe
 from helpers import CHARS, ROOT, SAMPLE, V, here, tokens_differ
 from model import CharTokenizer
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.bench.baselines import ctranslate2_run, llama2c_run
 from extras.bench.__main__ import VARIANTS, compare_tokens, network, timed, warm_runs
+from extras.bench.baselines import ctranslate2_run, llama2c_run
 from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, random_model, run
 from model import GPTConfig
 from train import resolve_config

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from extra_helpers import TEXT, needs_compiler
-from extras.formats.checkpoint import load_model
 from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import round_weights
+from extras.formats.checkpoint import load_model
 from helpers import CHARS, assert_one_line, here, ok, run, sample, save_model, text_before, tiny
 
 ENGINES = {

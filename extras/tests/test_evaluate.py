@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from extra_helpers import write_gpt2
-from extras.formats.checkpoint import load_model
 from extras.evaluate import mean_loss
+from extras.formats.checkpoint import load_model
 from helpers import SAMPLE, assert_one_line, here, ok, plain_val_loss, tiny_run
 
 SAID = re.compile(r"loss ([\d.]+) \(perplexity ([\d.]+), ([\d.]+) bits per byte\): (.*)\n(.*)\n")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from extras.text import IdText
 from extras.formats.tokenizer import IdTokenizer
+from extras.text import IdText
 from helpers import CHARS, assert_one_line, here, load, ok, save_model, texts_of, tiny
 from model import CharTokenizer, save_checkpoint
 

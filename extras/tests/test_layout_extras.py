@@ -44,7 +44,7 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
     for name in in_package("extras"):
         assert IMPORTS[name] <= {"model"} | SCRIPTS | in_package("extras"), name
     assert {name: found & SCRIPTS for name, found in IMPORTS.items() if found & SCRIPTS} == {
-        "extras.bench": {"train", "sample"},
+        "extras.bench.__main__": {"train", "sample"},
         "extras.export": {"sample"},
         "extras.generation": {"sample"},
         "extras.text": {"sample"},
@@ -62,7 +62,7 @@ def test_check_cache_is_a_package_of_its_own():
 
 def package_of(name):
     """extras.formats for a module in that folder, and a module itself for any other."""
-    return name.rpartition(".")[0] if name.startswith(("extras.decode.", "extras.formats.")) else name
+    return name.rpartition(".")[0] if name.startswith(("extras.bench.", "extras.decode.", "extras.formats.")) else name
 
 
 @pytest.mark.parametrize("node", [str, package_of], ids=["modules", "packages"])

@@ -15,7 +15,16 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from transformers import GPT2Tokenizer
 
 from extra_helpers import TOKENIZER, bpe
-from extras.formats.bpe import FAR, PIECE, BPETokenizer, pieces_of, read_tokenizer, to_json, tokenizer_from_json, train_bpe
+from extras.formats.bpe import (
+    FAR,
+    PIECE,
+    BPETokenizer,
+    pieces_of,
+    read_tokenizer,
+    to_json,
+    tokenizer_from_json,
+    train_bpe,
+)
 from extras.formats.tokenizer import check_vocab_size, read_vocabulary, tokenizer_from_state
 from helpers import CHARS, SAMPLE, ok, run
 

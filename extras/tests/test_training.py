@@ -53,7 +53,9 @@ def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     said = ok(here("--eval_only", "--init_from", whole / "last.pt", "--data_dir", data, "--device", "cpu")).stdout
     assert float(said.split()[2]) == pytest.approx(nats, abs=1e-4)
     assert f", {len(val) - 1:,} tokens of the val split\n" in said
-    said = ok(here("--ckpt", whole / "last.pt", "--data_dir", data, "--device", "cpu", script="extras/evaluate.py")).stdout
+    said = ok(
+        here("--ckpt", whole / "last.pt", "--data_dir", data, "--device", "cpu", script="extras/evaluate.py")
+    ).stdout
     loss, bits_said = re.match(r"loss ([\d.]+) \(perplexity [\d.]+, ([\d.]+) bits per byte\): ", said).groups()
     assert [float(loss), float(bits_said)] == pytest.approx([nats, bits], abs=1e-4)
 

@@ -102,9 +102,8 @@ def test_it_is_one_line_from_train_py_too(files, data_dir):
         assert_one_line(here("--init_from", files / name, *flags), words.format(files), code=1)
 
 
-def test_a_run_is_named_with_its_file_and_a_folder_that_we_can_read_is_read(files):
-    with pytest.raises(ValueError, match=r"is the folder of a run: pass .*ckpt.pt$"):
-        load_model(files / "run")
+def test_the_folder_of_a_run_and_of_a_model_are_read(files):
+    assert load_checkpoint(files / "run")["path"] == files / "run" / "ckpt.pt"
     with pytest.raises(ValueError, match=r"is an ONNX file, which only sample.py --engine onnx runs$"):
         load_checkpoint(files / "model.onnx")
     (files / "run" / "adapter_config.json").touch()

@@ -6,7 +6,7 @@ test_gpu.py runs it on a GPU.
 import pytest
 import torch
 
-from extras.decode import c_guard
+from extras.decode import guard
 from extras.decode.c_step import CompileError
 from extras.decode.cuda_graph import TOKENS_AT_ONCE, GraphedGPT
 from helpers import FILTERS, KINDS, V, heads_of, prompts, random_model
@@ -94,12 +94,12 @@ def test_what_does_not_fit_is_refused():
 def test_a_network_of_your_own_is_refused_but_not_a_sampler_or_an_activation(monkeypatch):
     """The graph calls those of model.py, which step.c repeats."""
     monkeypatch.setitem(ACTIVATIONS, "relu", torch.relu)
-    monkeypatch.setitem(c_guard.REPEATED, "sample_token", ("0" * 16, "sample_token", None))
+    monkeypatch.setitem(guard.REPEATED, "sample_token", ("0" * 16, "sample_token", None))
     model = network(activation="relu")
     got = torch.cat(list(GraphedGPT(model, 1, CONTEXT, Sampling(seed=1)).stream(prompts(1, 8), 40)), dim=1)
     assert torch.equal(got, model.generate(prompts(1, 8), 40, seed=1)[:, 8:])
 
-    monkeypatch.setitem(c_guard.REPEATED, "MLP.forward", ("0" * 16, "forward, activate", "feed_forward"))
+    monkeypatch.setitem(guard.REPEATED, "MLP.forward", ("0" * 16, "forward, activate", "feed_forward"))
     with pytest.raises(CompileError, match=r"^MLP\.forward in model\.py has changed, and cuda_graph\.py in feed_for"):
         GraphedGPT(model, 1, CONTEXT, Sampling())
     monkeypatch.undo()

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from extras.formats.checkpoint import load_model
 from extras.decode.explain import attention_weights, explain, watch
+from extras.formats.checkpoint import load_model
 from helpers import KINDS, PROMPT, prompts, random_model, sample, texts_of
 from model import CharTokenizer, GPTConfig, Sampling
 

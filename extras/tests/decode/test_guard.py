@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.decode import c_guard, cuda_graph
+from extras.decode import cuda_graph, guard
 from extras.decode.c_step import CompileError, compile_step
 from helpers import ROOT, V, random_model
 from model import ACTIVATIONS, GPT, MLP, GPTConfig
@@ -57,8 +57,8 @@ EDITS = {  # valid edits of model.py, after which step.c would generate differen
 
 def edited_functions():
     """The functions of model.py, or of the edited copy, whose code is not the one that step.c belongs to."""
-    found = {name: c_guard.source_hash(attrgetter(name)(c_guard.model_py)) for name in c_guard.REPEATED}
-    return [name for name, (expected, *_) in c_guard.REPEATED.items() if found[name] != expected]
+    found = {name: guard.source_hash(attrgetter(name)(guard.model_py)) for name in guard.REPEATED}
+    return [name for name, (expected, *_) in guard.REPEATED.items() if found[name] != expected]
 
 
 def test_step_c_belongs_to_this_model_py():
@@ -69,7 +69,7 @@ def test_step_c_belongs_to_this_model_py():
 
 def test_each_function_has_its_counterparts():
     source = (ROOT / "extras" / "decode" / "step.c").read_text(encoding="utf-8")
-    for _, in_c, in_graph in c_guard.REPEATED.values():
+    for _, in_c, in_graph in guard.REPEATED.values():
         for name in in_c.split(", "):
             assert re.search(rf"^(static|INLINE) .*\b{name}\(", source, flags=re.MULTILINE), name
         assert not in_graph or hasattr(cuda_graph, in_graph) or hasattr(cuda_graph.GraphedGPT, in_graph)
@@ -86,7 +86,7 @@ def edited_model_py(folder, monkeypatch, *replacements):
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(c_guard, "model_py", module)
+    monkeypatch.setattr(guard, "model_py", module)
     return module
 
 
@@ -144,7 +144,7 @@ def test_every_version_of_python_gives_the_same_hashes(version):
     program = shutil.which(f"python{version}")
     if not program or subprocess.run([program, "-c", ""], capture_output=True).returncode:
         pytest.skip(f"needs python{version}")
-    script = OTHER_PYTHON.format(canonical=inspect.getsource(c_guard.canonical))
+    script = OTHER_PYTHON.format(canonical=inspect.getsource(guard.canonical))
     files = [ROOT / name for name in ("model.py", "train.py", "sample.py", "data/prepare.py")]
     ours, theirs = (
         subprocess.run([python, "-c", script, *files], capture_output=True, encoding="utf-8")
