@@ -655,7 +655,7 @@ def save_checkpoint(path, checkpoint):
 
 
 def checkpoint_file(path):
-    """Return the file of a checkpoint. In the folder of a run that is ckpt.pt, or before its first evaluation last.pt."""
+    """Return the file of a checkpoint: in the folder of a run ckpt.pt, or before its first evaluation last.pt."""
     path = Path(path)
     if not path.is_dir():
         return path

@@ -1,4 +1,4 @@
-"""CharTokenizer and extras/formats/bpe.py: characters and tokenizers, with tokenizers and transformers as the oracles."""
+"""Characters, and the tokenizers of extras/formats/bpe.py, with tokenizers and transformers as the oracles."""
 
 import itertools
 import json
