@@ -1,22 +1,25 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
-Read it from top to bottom: the cache, the network (GPT-2's with a few modern options), the loop (generate), the
-sampler, whose noise makes a seed give the same tokens on every path, and the checkpoint, the file of a model.
+Read it from top to bottom: the cache, which keeps what the attention heads have computed for a text; the network,
+GPT-2's with a few modern options; the loop, which feeds one token per step; the sampler, whose noise makes a seed give
+the same tokens on every path; and the checkpoint, the file of a model.
 
-Shapes: B rows, T new positions, t positions in the cache, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the
-head size), V = vocab_size.
+Shapes: B rows, T new positions, t positions so far, C = n_embd, nh = n_head, nkv = n_kv_head, hs = C / nh (the head
+size), V = vocab_size.
 """
 
 import io
 import math
 import os
+import re
 import warnings
 import zipfile
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -71,136 +74,107 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
-TRAIN_MODE = "the model is in train mode, where there is no cache: call model.eval() first"
-
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
+class Head(NamedTuple):
+    """What one attention head keeps of a text: a key and a value per position, `(B, t, hs)` each."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+
+
 class KVCache:
-    """The keys and values of a batch: `key[layer]` and `value[layer]` are `(B, nkv, slots, hs)`.
+    """The keys and values of a batch of texts: those of position i are in slot i.
 
-    Slot s holds the key or value of the token at position s. Attention is causal, so a later token never changes an
-    earlier slot, and we can keep them all: a new token adds one slot and reads every slot so far.
+    Attention is causal, so a later token never changes an earlier key or value, and we can keep them all: a new token
+    fills one more slot and reads every slot so far.
 
-    slots   how many positions fit; None: block_size, which is also the most
-    length  the number of filled slots. Lower it to forget the slots beyond it
+    key, value  a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
+    length      the number of filled slots. Lower it to forget the slots beyond it
+    weights     what GPT.forward compares, so that changed weights never meet old keys; None in a cache of your own
     """
 
-    def __init__(self, config, batch_size, slots=None):
-        self.batch_size = batch_size
-        self.slots = min(slots or config.block_size, config.block_size)
+    def __init__(self, key, value):
+        self.key = key
+        self.value = value
         self.length = 0
-        self.key = []  # a tensor per layer, allocated by its first update, once dtype and device are known
-        self.value = []
+        self.weights = None
 
-    @contextmanager
-    def extend(self, start, batch_size, T):
-        """Extend the cache by T positions from `start` on. The length grows once the forward inside the `with` is done.
+    @property
+    def slots(self):
+        return self.key[0].size(2)
 
-        If that forward fails halfway, say because of Ctrl-C, the length stays as it was. Raises ValueError if the
-        positions do not continue where the cache ends, or do not fit.
+    @property
+    def heads(self):
+        """The Heads of all layers, heads[layer][i]. Their tensors are views of what attention reads."""
+        filled = [(key[:, :, : self.length], value[:, :, : self.length]) for key, value in zip(self.key, self.value)]
+        return [[Head(*pair) for pair in zip(key.unbind(1), value.unbind(1))] for key, value in filled]
+
+    def next_positions(self, idx, pos=None):
+        """Return the positions of new tokens idx `(B, T)`, `(T,)`: the next ones.
+
+        pos  the positions that the caller expects; None: the next ones
+        Raises ValueError if the caller is mistaken, or if there are no slots left.
         """
-        if batch_size != self.batch_size:
-            raise ValueError(f"the cache is for {self.batch_size} rows, but idx has {batch_size}")
-        if start != self.length:
-            hint = "prefill from 0 first, feed the next position, or lower the length of the cache to go back"
-            raise ValueError(f"pos starts at {start}, but the cache holds {self.length} positions: {hint}")
+        B, T = idx.shape
+        start = self.length
+        rows = len(self.key[0])
+        if B != rows:
+            raise ValueError(f"the cache is for {rows} rows, but idx has {B}")
+        if pos is not None and torch.as_tensor(pos).tolist() != list(range(start, start + T)):
+            hint = "pass the positions that follow, from 0 for a new text, or lower the length of the cache to go back"
+            raise ValueError(f"pos is {pos} for {T} tokens, but the cache holds {start} positions: {hint}")
         if start + T > self.slots:
             raise ValueError(f"{start + T} positions do not fit into a cache of {self.slots} slots")
-        yield
-        self.length = start + T
+        return torch.arange(start, start + T, device=idx.device)
 
     def update(self, layer, pos, k, v):
-        """Write k and v `(B, nkv, T, hs)` of a layer at positions pos `(T,)`, right after the filled slots.
+        """Write k and v `(B, nkv, T, hs)` of a layer to the slots pos `(T,)`, which come after the filled ones.
 
-        Returns the keys and values of all positions so far, `(B, nkv, length + T, hs)` each.
+        Returns the keys and values of all positions so far, `(B, nkv, t, hs)` each.
         """
-        if layer == len(self.key):
-            # all slots at once, because growing with torch.cat would copy the cache at every step; zeros, because a
-            # masked slot has a weight of 0, but 0 times a NaN left in torch.empty is NaN
-            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-                key, value = (x.new_zeros(*x.shape[:2], self.slots, x.size(3)) for x in (k, v))
-            self.key.append(key)
-            self.value.append(value)
-        self.write(self.key[layer], pos, k)
-        self.write(self.value[layer], pos, v)
+        key = self.key[layer]
+        value = self.value[layer]
+        self.write(key, pos, k.type_as(key))  # under autocast, k and v may have other dtypes
+        self.write(value, pos, v.type_as(value))
         t = self.length + k.size(2)
-        return self.key[layer].narrow(2, 0, t), self.value[layer].narrow(2, 0, t)
+        return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
     def write(self, slots, pos, x):
         slots.index_copy_(2, pos, x)
 
     def mask(self, pos):
-        """Return what queries at pos `(T,)` may see. None: a single new token sees every slot, so it needs no mask."""
-        return None if len(pos) == 1 else visible(pos, self.length + len(pos))
+        """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`. None: a single new token sees every slot.
 
-
-def visible(pos, slots):
-    """Return which of `slots` slots a query at each position pos `(..., T)` may see, bool `(..., T, slots)`.
-
-    All masks come from here. Two cases need none: a single new token, and attention without a cache, by is_causal.
-    """
-    return torch.arange(slots, device=pos.device) <= pos[..., None]
-
-
-class Head:
-    """One key/value head of a layer: `key_cache` and `value_cache`, `(B, t, hs)` of the KVCache used last, or None.
-
-    A Head computes nothing, because a layer computes all its heads in one batched call.
-    """
-
-    def __init__(self, attn, index):
-        self.attn = attn
-        self.index = index
-
-    @property
-    def key_cache(self):
-        return self._view("key")
-
-    @property
-    def value_cache(self):
-        return self._view("value")
-
-    def _view(self, kind):
-        cache = self.attn.cache
-        if cache is None or cache.length == 0:
+        All masks come from here, but for attention without a cache, which uses is_causal.
+        """
+        if pos.shape == (1,):
             return None
-        return getattr(cache, kind)[self.attn.layer][:, self.index, : cache.length]
+        return torch.arange(self.length + pos.size(-1), device=pos.device) <= pos[..., None]
 
 
 def clear_kv_cache(model):
-    """Empty the key_cache and value_cache of every Head, which frees their memory.
+    """Drop the cache that the model made last, with the key_cache and value_cache of every Head: it frees the memory.
 
-    Call it after changing weights in place in eval mode, which we cannot detect: they must never meet old keys.
+    Call it if you changed weights through `.data`, which leaves no trace: they must never meet old keys.
     """
     for module in model.modules():
-        if isinstance(module, CausalSelfAttention):
-            module.cache = None
-        elif isinstance(module, GPT):
-            module.own_cache = None
+        if isinstance(module, GPT):
+            module.kv_cache = None
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
-
-def rotate(x, cos, sin):
-    """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin `(1, T, hs)` of GPT.rope.
-
-    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, which
-    saves operations: in eager mode, every one costs time.
-    """
-    first, second = x.float().chunk(2, dim=-1)  # rotate in float32, whatever the dtype of x
-    swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin).type_as(x)
+TRAIN_MODE = "the model is in train mode, where there is no cache: call model.eval() first"
 
 
 class CausalSelfAttention(nn.Module):
-    """All heads of a layer in one batched call."""
+    """All heads of a layer in one call. With n_kv_head < n_head, each key/value head serves several query heads."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.cache = None  # the KVCache that was used last, for `heads` to show
         self.n_head = config.n_head
         self.n_kv_head = config.n_kv_head
         self.head_size = config.head_size
@@ -212,13 +186,13 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = nn.LayerNorm(self.head_size, bias=config.bias)
             self.k_norm = nn.LayerNorm(self.head_size, bias=config.bias)
 
-    @property
-    def heads(self):
-        """The Heads of this layer. With n_kv_head < n_head, each of them serves several query heads."""
-        return [Head(self, i) for i in range(self.n_kv_head)]
+    def forward(self, x, rope=None, pos=None, mask=None, cache=None):
+        """x `(B, T, C)` -> `(B, T, C)`.
 
-    def project(self, x, rope=None):
-        """Return q `(B, nh, T, hs)`, k and v `(B, nkv, T, hs)` of x `(B, T, C)`. rope: cos and sin at x's positions."""
+        rope   cos and sin at the positions of x, or None
+        pos    with a KVCache: the positions of x
+        mask   with a KVCache: cache.mask(pos)
+        """
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         q, k, v = qkv.split_with_sizes((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
@@ -226,12 +200,6 @@ class CausalSelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:  # queries and keys together, to save operations
             q, k = rotate(torch.cat((q, k), dim=1), *rope).split_with_sizes((self.n_head, self.n_kv_head), dim=1)
-        return q, k, v
-
-    def forward(self, x, rope=None, pos=None, mask=None, cache=None):
-        """x `(B, T, C)` -> `(B, T, C)`. With a KVCache, pos are the positions of x, and mask is cache.mask(pos)."""
-        B, T, C = x.shape
-        q, k, v = self.project(x, rope)
         gqa = self.n_kv_head != self.n_head
         if cache is None:  # causal attention within x
             dropout = self.dropout if self.training else 0.0
@@ -244,6 +212,27 @@ class CausalSelfAttention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, nh, T, hs) -> (B, T, nh * hs)
         y = self.c_proj(y)
         return F.dropout(y, self.dropout) if self.training else y
+
+
+def rotate(x, cos, sin):
+    """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin of rope_table, `(1, T, hs)` each.
+
+    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, which
+    saves operations: in eager mode, every one costs time.
+    """
+    first, second = x.float().chunk(2, dim=-1)  # rotate in float32, whatever the dtype of x
+    swapped = torch.cat((second, first), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin).type_as(x)
+
+
+def rope_table(config):
+    """Return cos and sin of the angles at every position, `(2, block_size, hs)` float32 on the CPU, for rotate."""
+    hs = config.head_size
+    frequency = 10000.0 ** (-torch.arange(0, hs, 2, device="cpu") / hs)
+    angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency).repeat(1, 2)
+    sin = angle.sin()
+    sin[:, : hs // 2].neg_()
+    return torch.stack((angle.cos(), sin))
 
 
 class MLP(nn.Module):
@@ -296,7 +285,8 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.own_cache = None  # of calls with pos and without a cache
+        self.kv_cache = None  # the KVCache that new_cache made last, to look at
+        self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -306,7 +296,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
-        self._make_rope()
+        # not a buffer, because the table would become bfloat16 with the weights
+        self.rope = rope_table(config) if config.pos_emb == "rope" else None
 
         # GPT-2's initialization; c_proj is smaller, because 2 * n_layer of its outputs add up in the residual stream
         residual_std = 0.02 / math.sqrt(2 * config.n_layer)
@@ -324,166 +315,138 @@ class GPT(nn.Module):
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.5 / math.sqrt(p.size(1)))
 
-    def _make_rope(self):
-        """Make the rotary table `(2, block_size, hs)`, cos and sin, in float32 whatever the dtype of the weights."""
-        self.rope = None
-        if self.config.pos_emb == "rope":
-            hs = self.config.head_size
-            device = self.lm_head.weight.device
-            frequency = 10000.0 ** (-torch.arange(0, hs, 2, device=device) / hs)
-            angle = torch.outer(torch.arange(self.config.block_size, device=device), frequency).repeat(1, 2)
-            sign = torch.ones(hs, device=device).index_fill_(0, torch.arange(hs // 2, device=device), -1.0)
-            self.rope = torch.stack((angle.cos(), angle.sin() * sign))
+    @property
+    def device(self):
+        return self.lm_head.weight.device
 
-    # Changed weights must never meet old keys, so we empty the model's cache wherever weights change or move. to() and
-    # half() call _apply.
+    def new_cache(self, batch_size, slots=None):
+        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size, the most."""
+        config = self.config
+        shape = (batch_size, config.n_kv_head, min(slots or config.block_size, config.block_size), config.head_size)
+        # all slots at once, because growing with torch.cat would copy the cache at every step; zeros, because a masked
+        # slot has a weight of 0, but 0 times a NaN left in torch.empty is NaN
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+            key = [self.lm_head.weight.new_zeros(shape) for _ in range(config.n_layer)]
+            value = [torch.zeros_like(slots) for slots in key]
+        self.kv_cache = KVCache(key, value)
+        return self.kv_cache
 
-    def train(self, mode=True):
-        if mode:
-            clear_kv_cache(self)
-        return super().train(mode)
-
-    def _load_from_state_dict(self, *args):
-        clear_kv_cache(self)
-        super()._load_from_state_dict(*args)
-
-    def _apply(self, fn, recurse=True):
-        clear_kv_cache(self)
-        super()._apply(fn, recurse)
-        self._make_rope()  # on the device of the weights
-        return self
-
-    def forward(self, idx, targets=None, pos=None, cache=None):
-        """Return logits `(B, T, V)` for every position, and the mean cross-entropy, or None without targets.
+    def forward(self, idx, targets=None, pos=None, cache=None, last=False):
+        """Return logits `(B, T, V)`, and the mean cross-entropy, or None without targets.
 
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
-        pos      (T,) int64, the positions of idx, which continue where the cache ends: the call uses the cache, and
-                 has no gradient. None: positions 0 to T - 1 without a cache
-        cache    the KVCache to use; None: the model's own, which a call with pos from 0 starts again
-        Raises TypeError for another pos, ValueError if it is not next in the cache, and RuntimeError in train mode.
+        pos      (T,) int64, the positions of idx, which continue where the cache ends; None: the next ones
+        cache    the KVCache to continue. With pos and without a cache, a call from position 0 makes one, and later
+                 calls continue it. With neither, there is no cache
+        last     return the logits of the last position only, `(B, V)`, which is all that generation needs
+        A call with a cache has no gradient. Raises ValueError if pos is not next in the cache, or if the weights have
+        changed since the call from position 0, and RuntimeError in train mode.
         """
-        if pos is None and cache is None:
-            logits = self.unembed(self.hidden_states(idx))
-        else:
-            B, T = idx.shape
-            is_pos = isinstance(pos, torch.Tensor) and pos.dtype == torch.int64 and pos.shape == (T,) != (0,)
-            start = pos[0].item() if is_pos else -1
-            if start < 0 or pos.tolist() != list(range(start, start + T)):
-                raise TypeError(f"pos is {pos!r}: pass the position of every token, rising by one: torch.arange({T})")
-            if cache is None:
-                if start == 0 or self.own_cache is None:
-                    self.own_cache = self.new_cache(B)
-                cache = self.own_cache
-            with torch.no_grad(), cache.extend(start, B, T):
-                logits = self.unembed(self.hidden_states(idx, pos, cache))
-        return logits, None if targets is None else self.loss(logits, targets)
+        if pos is not None and cache is None:
+            cache = self._cache_of_earlier_calls(idx, pos)
+        with nullcontext() if cache is None else torch.no_grad():
+            x = self.hidden_states(idx, pos, cache)
+            logits = self.lm_head(x[:, -1] if last else x)
+        if cache is not None:  # only now, so that a forward that fails, or that Ctrl-C ends, can be repeated
+            cache.length += idx.size(1)
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
+        return logits, loss
 
-    def loss(self, logits, targets):
-        """Return the mean cross-entropy of logits `(B, T, V)`. targets: ids `(B, T)`, or distributions `(B, T, V)`."""
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
-
-    @torch.inference_mode()
-    def next_logits(self, idx, start=0, cache=None):
-        """Return the logits `(B, V)` of the token after idx `(B, T)`, whose first token is at position `start`.
-
-        cache  the KVCache that holds the positions before, to which idx is added; None: idx is the whole context
-        """
-        if self.training:
-            raise RuntimeError(TRAIN_MODE)
-        B, T = idx.shape
-        pos = torch.arange(start, start + T, device=idx.device)
-        with cache.extend(start, B, T) if cache is not None else nullcontext():
-            return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
+    def _cache_of_earlier_calls(self, idx, pos):
+        """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
+        weights = [(p.data_ptr(), p._version) for p in self.parameters()]
+        if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
+            cache = self.new_cache(len(idx))
+            cache.weights = weights
+            return cache
+        cache = self.kv_cache
+        if cache is None or cache.weights is None:
+            raise ValueError(f"pos is {pos}, but the model has no cache of such calls: start with a call from 0")
+        if cache.weights != weights:
+            raise ValueError("the weights have changed since the cache was filled: start again with a call from 0")
+        return cache
 
     def hidden_states(self, idx, pos=None, cache=None):
-        """Return `(B, T, C)`: all of the network but lm_head.
-
-        pos    int64 positions of idx, (T,), or (B, T) without a KVCache; None: 0 to T - 1
-        cache  the KVCache to write to at pos, and to read; None: attention within idx
-        """
+        """Return `(B, T, C)`: all of the network but lm_head. The arguments are those of forward."""
         T = idx.size(1)
-        block_size = self.config.block_size
-        if not 1 <= T <= block_size:
-            raise ValueError(f"{T} positions; this model accepts 1 to {block_size} (block_size)")
-        if pos is None:
+        if not 1 <= T <= self.config.block_size:
+            raise ValueError(f"{T} positions; this model accepts 1 to {self.config.block_size} (block_size)")
+        if cache is None:
             pos = torch.arange(T, device=idx.device)
+            mask = None
+        else:
+            pos = cache.next_positions(idx, pos)
+            mask = cache.mask(pos)
         x = self.transformer["wte"](idx)
         rope = None
         if self.config.pos_emb == "learned":
             x = x + self.transformer["wpe"](pos)
         else:
+            if self.rope.device != idx.device:
+                self.rope = self.rope.to(idx.device)
             rope = self.rope[:, pos].unsqueeze(-3)  # cos and sin, (1, T, hs) or (B, 1, T, hs) each
         if self.training:
             x = F.dropout(x, self.config.dropout)
-        mask = None
-        if cache is not None:
-            mask = cache.mask(pos)
-            for block in self.transformer["h"]:
-                block.attn.cache = cache  # for the Heads; it frees the one before
         for block in self.transformer["h"]:
             x = block(x, rope, pos, mask, cache)
         return self.transformer["ln_f"](x) if self.config.norm_first else x
 
-    def unembed(self, x):
-        """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""
-        return self.lm_head(x)
-
-    def new_cache(self, batch_size, slots=None):
-        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
-        return KVCache(self.config, batch_size, slots)
-
     def generate(self, idx, max_new_tokens, *settings, kv_cache=True, cache=None, **more_settings):
-        """Return idx `(B, T)` and its continuation, one tensor.
+        """Return idx `(B, T)` and its continuation, one tensor: what the loop below yields.
 
-        max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
-        kv_cache        False recomputes the whole context for every token: the same tokens, more slowly
-        cache           from new_cache, to continue later: it keeps all but the last token, for a call with a longer idx
-        settings        those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
-        The Heads show the cache until clear_kv_cache frees it. Raises ValueError for invalid arguments, and
-        RuntimeError in train mode. A model below about 4 million parameters runs best on one thread.
+        settings  those of Sampling, in order or by name: generate(idx, 100, 0.8, 200) has temperature and top_k
+        A model below about 4 million parameters runs best on one thread.
         """
         sampling = Sampling(*settings, **more_settings)
-        new = [token[:, None] for token, _ in generate(self, idx, max_new_tokens, sampling, kv_cache, cache)]
-        return torch.cat((idx, *new), dim=1)
+        return torch.cat((idx, *generate(self, idx, max_new_tokens, sampling, kv_cache, cache)), dim=1)
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None, forced=None):
-    """Yield the next token of every row, `(B,)`, and the logits that it was picked from, `(B, V)`, step by step.
+def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
+    """Yield the next token of every row, `(B, 1)`, step by step.
 
-    model     a GPT, or anything with its config, new_cache(B, slots) and next_logits(idx, start, cache)
-    idx       (B, T) int64, the prompts
-    sampling  a Sampling
-    kv_cache  False: recompute the whole context for every token
-    cache     a KVCache that already holds the prompts, except at least their last token; None: an empty one
-    forced    (B, max_new_tokens) int64: continue with these tokens instead of the sampled ones (teacher forcing)
-    Raises ValueError for a prompt that does not fit the context.
+    model           a GPT, or anything else that can be called like one and has its config, training and new_cache
+    idx             (B, T) int64, the prompts
+    max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
+    sampling        a Sampling
+    kv_cache        False: recompute the whole context for every token, which gives the same tokens, more slowly
+    cache           a KVCache, to continue later with a longer idx: it keeps all but the last token. None: a new one,
+                    which is also model.kv_cache, to look at
+    Raises ValueError for a prompt that does not fit the context, RuntimeError in train mode, and FloatingPointError for
+    logits that are infinite or NaN. If you change the weights between two steps, start again: the cache keeps old keys.
     """
-    B, T = idx.shape
-    config = model.config
-    num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
-    noises = sampling.noise(B, num_new, config.vocab_size, idx.device)
-    context = idx
-    for step, noise in enumerate(noises):
-        if context.size(1) > config.block_size:
-            # slide: keep the newest half of a full context. It starts at position 0 again, so all of its keys and
-            # values change, and we prefill again, but only once every half context
-            context = context[:, -max(1, config.block_size // 2) :]
-            cache = None
-        if not kv_cache:  # recompute the whole context
-            logits = model.next_logits(context)
-        elif cache is None:  # prefill: feed the whole context, and keep its keys and values
-            cache = model.new_cache(B, min(config.block_size, context.size(1) + num_new - step))
-            logits = model.next_logits(context, 0, cache)
-        else:  # decode: feed what the cache does not hold yet, the newest token
-            logits = model.next_logits(context[:, cache.length :], cache.length, cache)
-        new = sample_token(logits, noise, sampling)
-        fed = new if forced is None else forced[:, step]
-        context = torch.cat((context, fed[:, None]), dim=1)
-        yield new, logits
+    block_size = model.config.block_size
+    num_new = sampling.num_new_tokens(idx.size(1), max_new_tokens, block_size)
+    if not kv_cache:
+        cache = None
+    for step, noise in enumerate(sampling.noise(len(idx), num_new, model.config.vocab_size, idx.device)):
+        if model.training:
+            raise RuntimeError(TRAIN_MODE)
+        context = slide(idx, block_size)
+        if kv_cache and (cache is None or context.size(1) < idx.size(1)):
+            cache = model.new_cache(len(idx), context.size(1) + num_new - step)
+        # feed what the cache lacks: at first the whole context (prefill), then the newest token (decode)
+        fed = context if cache is None else context[:, cache.length :]
+        with torch.inference_mode():
+            logits, _ = model(fed, cache=cache, last=True)
+        require_finite(logits)
+        new = sample_token(logits, noise, sampling)[:, None]
+        idx = torch.cat((context, new), dim=1)
+        yield new
+
+
+def slide(idx, block_size):
+    """Return the context of the next token after idx `(..., T)`: all of it while it fits, then its newest half.
+
+    The half starts at position 0 again, so all of its keys and values change and we prefill again, but only once every
+    half context.
+    """
+    return idx if idx.size(-1) <= block_size else idx[..., -max(1, block_size // 2) :]
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------
@@ -512,12 +475,17 @@ class Sampling:
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
-        require(self, "top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
+        whole = self.top_k is None or (1 <= self.top_k < 2**63 and self.top_k == self.top_k // 1)
+        require(self, "top_k", whole, "must be a whole number, at least 1 and below 2**63")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
-        whole = 0 <= self.seed < 2**64 and int(self.seed) == self.seed
+        whole = 0 <= self.seed < 2**64 and self.seed == self.seed // 1
         require(self, "seed", whole, "must be a whole number, at least 0 and below 2**64")
-        self.seed = int(self.seed)  # from NumPy's integers, which would overflow in gumbel_noise
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
+        # plain numbers from here on, because NumPy's would overflow in gumbel_noise
+        self.temperature = float(self.temperature)
+        self.top_k = None if self.top_k is None else int(self.top_k)
+        self.top_p = None if self.top_p is None else float(self.top_p)
+        self.seed = int(self.seed)
 
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""
@@ -545,35 +513,52 @@ def sample_token(logits, noise, sampling):
     """Pick tokens, `(...,)` int64, from logits and Gumbel noise, `(..., V)` each.
 
     argmax(logits / temperature + noise) is a sample of softmax(logits / temperature): the Gumbel-max trick. We multiply
-    the noise by the temperature instead, which is greedy at 0. FILTERS leave out unlikely tokens, one after another.
+    the noise by the temperature instead, which is greedy at 0.
     """
     logits = logits.float()
     score = logits + sampling.temperature * noise
-    filters = [keep for name, keep in FILTERS.items() if getattr(sampling, name) is not None]
-    if not filters:
+    if sampling.top_k is None and sampling.top_p is None:
         return score.argmax(-1)
-    # filter in order of likelihood; a stable sort keeps ties in order of id
-    ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    for keep in filters:
-        ranked = ranked.masked_fill(~keep(ranked, sampling), -math.inf)
-    score = score.gather(-1, ids).masked_fill(ranked == -math.inf, -math.inf)
+    # from the most to the least likely; a stable sort keeps ties in order of id
+    logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    if sampling.top_k is not None:
+        logits[..., sampling.top_k :] = -math.inf
+    if sampling.top_p is not None:  # keep up to and including the token whose probability crosses top_p
+        probs = torch.softmax((logits - logits[..., :1]) / max(sampling.temperature, 1e-30), dim=-1)  # no division by 0
+        keep = probs.cumsum(-1) - probs < sampling.top_p
+        keep[..., 0] = True
+        logits = logits.masked_fill(~keep, -math.inf)
+    score = score.gather(-1, ids).masked_fill(logits == -math.inf, -math.inf)
     return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def keep_top_k(ranked, sampling):
-    """Keep exactly the top_k most likely tokens, `(V,)` bool. ranked: logits `(..., V)`, the largest first."""
-    return torch.arange(ranked.size(-1), device=ranked.device) < sampling.top_k
+NOT_FINITE = "the logits are infinite or NaN, so there is no next token: train again, or use an older checkpoint"
 
 
-def keep_top_p(ranked, sampling):
-    """Keep the most likely tokens, up to and including the one whose probability crosses top_p, `(..., V)` bool."""
-    probs = torch.softmax((ranked - ranked[..., :1]) / max(sampling.temperature, 1e-30), dim=-1)  # no division by 0
-    keep = probs.cumsum(-1) - probs < sampling.top_p
-    keep[..., 0] = True
-    return keep
+def require_finite(logits):
+    if not logits.isfinite().all():
+        raise FloatingPointError(NOT_FINITE)
 
 
-FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p}  # a setting of Sampling, and the filter that it turns on
+# A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
+NEAR_TIE = 1e-4
+
+
+def near_tie(logits, noise, picks, sampling):
+    """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
+
+    Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: raise it alone;
+    raise it and all that are less likely, so that top_p keeps it; or lower the other one and all that are less likely,
+    so that top_p drops that.
+    """
+    logits = logits.float()
+    for pick, other in (picks, picks[::-1]):
+        ids = torch.arange(len(logits), device=logits.device)
+        raised = (ids == pick, logits <= logits[pick], (logits > logits[other]) | (ids == pick))
+        moved = torch.stack([logits + torch.where(up, NEAR_TIE / 2, -NEAR_TIE / 2) for up in raised])
+        if pick not in sample_token(moved, noise, sampling).tolist():
+            return False
+    return True
 
 
 def gumbel_noise(seed, samples, steps, vocab_size):
@@ -598,8 +583,8 @@ def gumbel_noise(seed, samples, steps, vocab_size):
     return -torch.log(-torch.log1p(-uniform))
 
 
-# With Intel's MKL, PyTorch may compute these with few correct digits if the first call in a process runs on several
-# threads (pytorch issue 188792). So we call them on one number first.
+# With Intel's MKL, these may have few correct digits if the first call in a process runs on several threads (pytorch
+# issue 188792). So we call them on one number first.
 for function in (torch.cos, torch.sin, torch.log, torch.log1p):
     function(torch.ones(1))
 
@@ -611,6 +596,8 @@ class CharTokenizer:
     """Token i is the i-th character of `vocab`. Raises ValueError if one occurs twice."""
 
     unit = "characters"  # what messages call tokens
+    byte_ids = frozenset()  # tokens that are bytes of a character
+    stop_pattern = staticmethod(re.escape)  # a regular expression that finds a stop string in the text of tokens
 
     def __init__(self, chars):
         self.vocab = chars
@@ -654,12 +641,19 @@ def save_checkpoint(path, checkpoint):
     write_atomically(Path(path), [buffer.getbuffer()])
 
 
-def checkpoint_file(path):
-    """Return the file of a checkpoint: in the folder of a run ckpt.pt, or before its first evaluation last.pt."""
-    path = Path(path)
-    if not path.is_dir():
-        return path
-    return path / ("ckpt.pt" if (path / "ckpt.pt").exists() or not (path / "last.pt").exists() else "last.pt")
+PRETRAINED = Path(__file__).resolve().parent / "assets" / "shakespeare.pt"
+
+
+def find_checkpoint(path=None):
+    """Return the file of a checkpoint: in the folder of a run ckpt.pt, or before its first evaluation last.pt.
+
+    path  a file or a folder; None: the last run, in out, or if there is none, the pretrained model
+    """
+    folder = Path(path or "out")
+    for file in (folder / "ckpt.pt", folder / "last.pt"):
+        if file.exists():
+            return file
+    return folder if path else PRETRAINED
 
 
 def load_checkpoint(path):
@@ -668,7 +662,7 @@ def load_checkpoint(path):
     path  a file, or the folder of a run
     It has the state_dict "model", "model_args" for GPTConfig, and "chars" if the tokens are characters.
     """
-    path = checkpoint_file(path)
+    path = find_checkpoint(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: run python train.py, or pass a file such as out/ckpt.pt")
     try:
@@ -701,6 +695,7 @@ def build_model(checkpoint):
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight
+    model.ngrams = checkpoint.get("ngrams")
     for name, p in model.named_parameters():
         if not torch.isfinite(torch.stack(p.detach().aminmax())).all():
             raise ValueError(f"{path} contains infinity or NaN in {name}: use an older file, or train again")
@@ -738,7 +733,16 @@ def pick_device(name):
     return torch.device(name)
 
 
+def num_threads(model, fed):
+    """Return how many threads to use for a step that feeds `fed` tokens: a small one gains nothing from a second."""
+    multiply_adds = fed * sum(p.numel() for p in model.parameters())
+    return 1 if multiply_adds < 2**22 else torch.get_num_threads()
+
+
 def load_model(path):
-    """Return (model, tokenizer): a GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError."""
+    """Return (model, tokenizer): a GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError.
+
+    path  a checkpoint, or the folder of a run
+    """
     checkpoint = load_checkpoint(path)
     return build_model(checkpoint).eval(), char_tokenizer(checkpoint)

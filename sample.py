@@ -7,12 +7,14 @@
     python sample.py --ckpt gpt2 --prompt "To be, or"              GPT-2, from its Hugging Face folder
 
 The text goes to stdout, and a report on time and memory to stderr. A token is a character, unless the model has a
-tokenizer. Tokenizers, Hugging Face folders and some of the flags need the folder extras.
+tokenizer. Models with a tokenizer, prompts of different lengths and the last flags need the folder extras.
 """
 
 import argparse
 import difflib
+import importlib
 import math
+import re
 import signal
 import sys
 import time
@@ -22,38 +24,45 @@ from pathlib import Path
 try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
-    from model import Sampling, build_model, char_tokenizer, generate, load_checkpoint, pick_device, sample_token
+    from model import (
+        NEAR_TIE,
+        Sampling,
+        build_model,
+        char_tokenizer,
+        find_checkpoint,
+        generate,
+        load_checkpoint,
+        near_tie,
+        num_threads,
+        pick_device,
+        sample_token,
+        slide,
+    )
 except ModuleNotFoundError as error:
     sys.exit(f"sample.py: {error}: activate the environment, or install it as README.md says")
 except KeyboardInterrupt:
     sys.exit(130)
 
+EXTRAS = Path(__file__).resolve().parent / "extras"
 SEPARATOR = "\n---------------\n"  # between samples
-PRETRAINED = Path(__file__).resolve().parent / "assets" / "shakespeare.pt"
-EXTRAS_FLAGS = ("--draft", "--compile", "--engine", "--weights", "--explain", "--meta")
-NEEDS_EXTRAS = "needs the folder extras of the repository, next to model.py"
-# A full and a cached forward differ by up to 5e-5, so rounding can reorder logits that are closer than NEAR_TIE.
-NEAR_TIE = 1e-4
-SMALL_STEP = 2**22  # multiply-adds; a step with fewer gains nothing from a second thread
-GPU_STEP = 2**23  # about where an H100, which waits for Python to launch each operation, overtakes two CPU cores
+FAR = 100 * NEAR_TIE  # between logits, keys or values; rounding alone does not explain it
+GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, overtakes two CPU cores
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def make_parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parse_args():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     # errors in one line, without argparse's usage
     hint = ("expected one argument", "expected one argument; one that starts with - needs an =, as in --prompt=-a")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message.replace(*hint)} (--help lists the flags)\n")
+    parser.error = lambda message: parser.exit(2, f"sample.py: {message.replace(*hint)} (--help lists the flags)\n")
     add = parser.add_argument
+    switch = dict(type=boolean, nargs="?", const=True, metavar="True|False")
     # text and cache
-    add("--prompt", action="append", help="text to continue, or FILE:path; repeat for a batch (default: a newline)")
-    add("--start", action="append", dest="prompt", metavar="PROMPT", help="nanoGPT's name for --prompt")
-    add("--kv_cache", type=boolean, nargs="?", const=True, default=True, metavar="True|False", help="default: True")
-    no_help = "the same as --kv_cache False: recompute everything for every token"
-    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help=no_help)
+    add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
+    add("--kv_cache", default=True, help="default: True", **switch)
+    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="recompute all for every token")
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling
@@ -64,33 +73,43 @@ def make_parser():
     add("--overflow", choices=("stop", "slide"), default="stop", help="slide keeps the newest half of a full context")
     add("--num_samples", type=int, default=1, metavar="N", help="per prompt (default: 1)")
     # files and device
-    add("--out_dir", help="folder with ckpt.pt (default: out)")
+    add("--out_dir", help="folder of a run (default: out, or the pretrained model if there is no run)")
     add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if that is faster, else cpu (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
     add("--verify", action="store_true", help="generate again, with the cache and without, and compare")
-    return parser
-
-
-def parse_args(parser):
+    # with the folder extras
+    add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
+    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **switch)
+    add("--weights", choices=("float32", "int8"), default="float32", help="int8: faster with --compile, different text")
+    add("--engine", choices=("torch", "onnx"), default="torch", help="onnx: ONNX Runtime, for a file of extras.export")
+    add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
+    add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
     args, unknown = parser.parse_known_args()
     if unknown:
-        name = unknown[0].partition("=")[0]
-        if name in EXTRAS_FLAGS:
-            parser.error(f"{name} {NEEDS_EXTRAS}")
-        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
-        hint = f": did you mean {similar[0]}?" if similar else "" if name[:1] == "-" else ': type --prompt "TEXT"'
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if args.verify and args.dtype != "float32":
-        parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
-    if "" in (args.ckpt, args.out_dir, *args.stop):
-        parser.error("--ckpt, --out_dir or --stop is empty")
+        similar = difflib.get_close_matches(
+            unknown[0].partition("=")[0], parser._option_string_actions, n=1, cutoff=0.7
+        )
+        more = f": did you mean {similar[0]}?" if similar else "" if unknown[0][:1] == "-" else ': type --prompt "TEXT"'
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{more}")
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
             parser.error(f"--{name} {value} is not from 1 to {most}")
-    for texts in (args.prompt or [], args.stop):  # line ends as when reading a file
-        texts[:] = [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
+    if "" in (args.ckpt, args.out_dir, args.meta, *args.stop):
+        parser.error("--ckpt, --out_dir, --meta or --stop is empty")
+    onnx = args.engine == "onnx"
+    if args.ckpt and args.out_dir and not (onnx and args.verify):
+        parser.error("--ckpt and --out_dir both say which model: pass one of them")
+    if args.verify and args.dtype != "float32":
+        parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+    if not args.kv_cache and (args.draft or args.compile or args.explain):
+        parser.error("--draft, --compile and --explain need the cache: leave out --no-kv_cache")
+    if onnx and (args.draft or args.compile or args.meta or (args.dtype, args.weights) != ("float32", "float32")):
+        parser.error("--draft, --compile, --meta, --dtype and --weights work with --engine torch, not with onnx")
+    several = args.num_samples > 1 or len(args.prompt or [""]) > 1
+    if args.explain and (several or onnx or args.draft or args.compile or args.verify or args.stop):
+        parser.error("--explain shows one prompt with the plain cache: leave out flags that change that")
     return args
 
 
@@ -104,31 +123,47 @@ def note(message):
     print(f"sample.py: {message}", file=sys.stderr)
 
 
+def extras(module, what):
+    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
+    if not EXTRAS.is_dir():
+        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
+    return importlib.import_module(f"extras.{module}")
+
+
 # -- the model and the prompts -----------------------------------------------------------------------------------------
 
 
-def find_checkpoint(ckpt=None, out_dir=None):
-    """Return the path of the model: a file, or a Hugging Face folder. Without flags: that in out, or the pretrained."""
-    folder = Path(ckpt or out_dir or "out")
-    if (ckpt or out_dir) and not folder.is_dir():
-        return folder
-    for path in (folder / "ckpt.pt", folder / "last.pt"):  # a run has no ckpt.pt before its first evaluation
-        if path.exists():
-            return path
-    if ckpt and (folder / "config.json").exists():
-        return folder
-    return folder / "ckpt.pt" if ckpt or out_dir else PRETRAINED
+def open_model(args):
+    """Return (model, tokenizer) for the flags. Raises OSError or ValueError.
 
-
-def multiply_adds(args, model):
-    """Return those of a step: one per parameter and token that is fed."""
-    fed = len(args.prompt or [""]) * args.num_samples * (1 if args.kv_cache else model.config.block_size)
-    return fed * sum(p.numel() for p in model.parameters())
+    model.py reads checkpoints of characters. Whatever else the file or folder is, extras reads it or says what it is.
+    """
+    if args.engine == "onnx":
+        return extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
+    path = find_checkpoint(args.ckpt or args.out_dir)
+    checkpoint = {}
+    if not args.meta and not path.is_dir():
+        try:
+            checkpoint = load_checkpoint(path)
+        except ValueError:
+            if not EXTRAS.is_dir():
+                raise
+    if "chars" in checkpoint:
+        model, tokenizer = build_model(checkpoint).eval(), char_tokenizer(checkpoint)
+        step = checkpoint.get("iter_num", "unknown")
+    else:
+        model, tokenizer, step = extras("formats.checkpoint", path).open_model(path, args.meta)
+    if args.weights == "int8":
+        extras("decode.quantize", "--weights int8").round_weights(model)
+    note(f"using {path}, step {step}")
+    return model, tokenizer
 
 
 def put_on_device(model, args):
     """Move a model to --device in --dtype. Raises ValueError."""
-    small = args.device == "auto" and args.dtype == "float32" and multiply_adds(args, model) < GPU_STEP
+    fed = len(args.prompt or [""]) * args.num_samples * (1 if args.kv_cache else model.config.block_size)
+    small = fed * sum(p.numel() for p in model.parameters()) < GPU_STEP
+    small = small and args.device == "auto" and args.dtype == "float32"
     if small and torch.cuda.is_available():
         note("using the CPU, which is faster than a GPU for a step this small (--device cuda takes the GPU)")
     device = pick_device("cpu" if small else args.device)
@@ -137,11 +172,8 @@ def put_on_device(model, args):
         model.generate(torch.zeros(1, 16, dtype=torch.int64, device=device), 2, seed=0, overflow="slide")
 
 
-def num_threads(multiply_adds):
-    return 1 if multiply_adds < SMALL_STEP else torch.get_num_threads()
-
-
-def encode_prompt(prompt, tokenizer):
+def read_prompt(prompt, tokenizer):
+    """Return a prompt, which may be FILE:path, as text that is not empty. Raises ValueError."""
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:")
         try:
@@ -153,264 +185,311 @@ def encode_prompt(prompt, tokenizer):
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
-    return tokenizer.encode(prompt)
+    return newlines(prompt)
 
 
-def read_prompts(args, tokenizer, block_size):
-    """Return (prompts, num_new): the ids of each prompt, and the number of new tokens. Raises ValueError."""
-    prompts = [encode_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
-    for stop in args.stop:
-        tokenizer.encode(stop)  # the model could never generate an unknown character
-    num_new = args.max_new_tokens
-    if args.overflow == "slide":
-        return prompts, num_new or 1000
-    longest = max(map(len, prompts))
-    if longest >= block_size:
+def newlines(text):  # as when reading a file
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+# -- from texts to texts -----------------------------------------------------------------------------------------------
+
+
+class Text:
+    """A prompt and its continuation.
+
+    prompt, ids  their tokens: those of the prompt, and all so far, including those of a stop string
+    text         their text, without the first stop string in the continuation. If two end at once, the longer one
+                 counts
+    ended        whether there was one
+    """
+
+    def __init__(self, prompt, tokenizer, stops=()):
+        self.prompt = prompt
+        self.ids = list(prompt)
+        self.tokenizer = tokenizer
+        self.stops = [re.compile(tokenizer.stop_pattern(stop)) for stop in stops]
+        self.longest_stop = max(map(len, stops), default=0)
+        self.ended = False
+        # A character can be spread over several tokens, and the text of a token depends on earlier ones. So we decode
+        # new tokens together with ids[begin:end], and skip the text of those. `whole` is the text of ids[:end], which
+        # no later token changes.
+        self.whole = ""
+        self.begin = self.end = self.skip = 0
+        self.text = ""
+        self.taken = 0  # how much of it new_piece has returned
+        self.decode()
+        self.prompt_length = len(self.text)
+
+    def add(self, tokens):
+        """Append a list of tokens, up to the one that completes a stop string."""
+        at_once = 1 if self.stops else max(1, len(tokens))
+        for i in range(0, len(tokens), at_once):
+            if self.ended:
+                return
+            since = max(self.prompt_length, len(self.text) - self.longest_stop)
+            self.ids += tokens[i : i + at_once]
+            self.decode()
+            found = [match.span()[::-1] for stop in self.stops if (match := stop.search(self.text, since))]
+            if found:
+                self.ended = True
+                self.text = self.text[: min(found)[1]]
+
+    def decode(self):
+        """Bring `text` up to date with `ids`."""
+        window = self.tokenizer.decode(self.ids[self.begin :])
+        self.text = self.whole + window[self.skip :]
+        # the next token may complete the last character, or change all that a run of bytes stands for
+        if not window.endswith("\ufffd") and self.ids[-1] not in self.tokenizer.byte_ids:
+            self.whole = self.text
+            self.begin = self.end
+            self.end = len(self.ids)
+            self.skip = len(self.tokenizer.decode(self.ids[self.begin :]))
+
+    def new_piece(self, final=False):
+        """Return the text since the last call that no later token can change; the rest of it if this is the end."""
+        text = self.text
+        if not (final or self.ended):
+            if self.ids[-1] in self.tokenizer.byte_ids:
+                text = self.whole
+            # an incomplete character decodes to one replacement character, or to one per byte, at most three
+            text = text[: len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))]
+            # the last characters may be the first of a stop string
+            text = text[: max(self.prompt_length, len(text) - self.longest_stop)]
+        piece = text[self.taken :]
+        self.taken = max(self.taken, len(text))
+        return piece
+
+
+def generate_texts(
+    model,
+    tokenizer,
+    prompts,
+    max_new_tokens=None,
+    *,
+    num_samples=1,
+    stop=(),
+    kv_cache=True,
+    draft=None,
+    compile=False,
+    on_text=None,
+    stats=None,
+    **sampling,
+):
+    """Return the texts that sample.py prints, a list of num_samples texts for each prompt.
+
+    model, tokenizer  from load_model
+    prompts           a list of strings, which may differ in length with the folder extras
+    max_new_tokens    at most this many; None: until the context is full, or 1000 with overflow="slide"
+    stop              strings, of which the first that is generated ends a text before it
+    kv_cache          False: recompute everything for every token
+    draft, compile    "ngram" and True: the same texts, faster, with the folder extras
+    on_text           on_text(row, piece) gets each text as it arrives; rows are the samples of the first prompt, then
+                      those of the next
+    stats             a dict for `rows`, a Text each, `times`, the seconds until each block of tokens arrived, and with
+                      drafts the counts `offered` and `accepted`
+    sampling          fields of Sampling: temperature, top_k, top_p, seed, overflow
+    Raises ValueError for what cannot be generated, and FloatingPointError for logits that are infinite or NaN.
+    """
+    sampling = Sampling(samples=list(range(num_samples)) * len(prompts), **sampling)
+    block_size = model.config.block_size
+    if max_new_tokens is None:
+        max_new_tokens = 1000 if sampling.overflow == "slide" else block_size
+    for text in stop:
+        tokenizer.encode(text)  # the model could never generate an unknown character
+    encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in prompts]
+    longest = max(map(len, encoded))
+    if sampling.overflow == "stop" and longest >= block_size:
         fits = f"use at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
         raise ValueError(f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} is full: {fits}")
-    room = block_size - min(map(len, prompts))
-    if num_new and num_new > room:
-        note(f"--max_new_tokens {num_new} is capped at {room}, the end of the context (--overflow slide continues)")
-    return prompts, min(num_new or room, room)
 
+    rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]
+    ended = [False] * len(rows)
+    stats = {} if stats is None else stats
+    stats.update(rows=rows, times=[])
 
-def sampling_of(args, num_prompts):
-    """Return the Sampling of the flags. The samples of every prompt use the same noise. Raises ValueError."""
-    settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
-    try:
-        return Sampling(samples=list(range(args.num_samples)) * num_prompts, **settings)
-    except ValueError as error:  # it starts with the name of a setting, which is also a flag
-        raise ValueError(f"--{error}") from None
+    def write(final=False):
+        for i, row in enumerate(rows):
+            piece = row.new_piece(final)
+            if piece and on_text:
+                on_text(i, piece)
 
-
-# -- text as it arrives ------------------------------------------------------------------------------------------------
-
-
-class GeneratedText:
-    """A prompt and its continuation, whose tokens are characters.
-
-    ids    all tokens so far, including those of a stop string
-    text   their text, without the first stop string in the continuation. If two end at once, the longer one counts
-    ended  whether there was one
-    """
-
-    def __init__(self, ids, tokenizer, stops=()):
-        self.ids = list(ids)
-        self.tokenizer = tokenizer
-        self.stops = stops
-        self.text = tokenizer.decode(ids)
-        self.prompt_length = len(self.text)
-        self.ended = False
-
-    def add(self, token):
-        self.ids.append(token)
-        self.text += self.tokenizer.decode([token])
-        completed = [stop for stop in self.stops if self.text.endswith(stop, self.prompt_length)]
-        if completed:
-            self.ended = True
-            self.text = self.text[: -len(max(completed, key=len))]
-
-    def settled(self):
-        """Return the text that no later token can change. Its last characters may be the first of a stop string."""
-        waiting = 0 if self.ended else max(map(len, self.stops), default=1) - 1
-        return self.text[: max(self.prompt_length, len(self.text) - waiting)]
-
-
-def write_texts(blocks, texts, ended):
-    """Write the first of `texts` to stdout as its tokens arrive, and then the rest. Returns the arrival of each block.
-
-    blocks  new tokens, `(B, n)` each; shorter rows are padded with -1
-    ended   B booleans: we set one to True when that text has reached a stop string
-    """
+    write()  # the prompts
+    all_threads = torch.get_num_threads()
     began = time.perf_counter()
-    times = []
-    written = sys.stdout.write(texts[0].settled())
-    sys.stdout.flush()
-    for block in blocks:
-        rows = block.tolist()  # waits for the device
-        times.append(time.perf_counter() - began)
-        for i, (text, tokens) in enumerate(zip(texts, rows)):
-            for token in tokens:
-                if token >= 0 and not text.ended:
-                    text.add(token)
-            ended[i] = text.ended
-        written += sys.stdout.write(texts[0].settled()[written:])
-        sys.stdout.flush()
-        if all(ended):
-            break
-    sys.stdout.write(texts[0].text[written:])
-    for text in texts[1:]:
-        sys.stdout.write(SEPARATOR + text.text)
-    if sys.stdout.isatty():
-        sys.stdout.write("\n")
-    sys.stdout.flush()
-    return times
+    try:
+        for block in open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile):
+            tokens = block.tolist()  # waits for the device
+            stats["times"].append(time.perf_counter() - began)
+            for i, row in enumerate(rows):
+                row.add([token for token in tokens[i] if token >= 0])
+                ended[i] = row.ended
+            write()
+            if all(ended):
+                break
+    finally:
+        torch.set_num_threads(all_threads)
+    write(final=True)
+    for row in rows:
+        asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
+        if len(row.ids) - len(row.prompt) < asked and not row.ended:
+            raise RuntimeError(f"a text ended after {len(row.ids) - len(row.prompt)} of {asked} new tokens")
+    return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
 
 
-def num_slots(T, num_new, block_size):  # of the cache
-    kept = T if T <= block_size else max(1, block_size // 2)  # --overflow slide keeps the newest half
-    return min(block_size, kept + num_new)
+def open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile):
+    """Return an iterator over blocks of new tokens `(B, n)`, padded with -1: the loop of model.py, or an engine.
+
+    ended  a boolean per row, which the caller sets: the row needs no more tokens
+    Whatever the engine is, model.kv_cache is its cache.
+    """
+    prompts = [torch.tensor(row.prompt, device=model.device) for row in rows]
+    if draft or compile or len(set(map(len, prompts))) > 1:
+        engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
+        how = dict(kv_cache=kv_cache, draft=draft, compile=compile)
+        return engine.open_engine(model, prompts, max_new_tokens, sampling, ended, stats, **how)
+    torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else model.config.block_size)))
+    return generate(model, torch.stack(prompts), max_new_tokens, sampling, kv_cache)
 
 
-def report(args, config, slots, texts, lengths, times):
-    """Write time and memory to stderr. lengths: of the prompts, in tokens; times: as write_texts returns them."""
-    new = [len(text.ids) - length for text, length in zip(texts, lengths)]
+def report(args, model, stats):
+    """Write time and memory to stderr."""
+    times = stats["times"]
+    new = [len(row.ids) - len(row.prompt) for row in stats["rows"]]
     line = f"{sum(new)} tokens: TTFT {times[0] * 1e3:.2f} ms, "  # time to first token, and time per output token
     if max(new) > 1:
         line += f"TPOT {(times[-1] - times[0]) / (max(new) - 1) * 1e3:.3f} ms, "
     print(file=sys.stderr)
     note(f"{line}{sum(new) / times[-1]:,.0f} tokens/s")
-    if not args.kv_cache:
+    if args.kv_cache:
+        rows, heads, slots, size = model.kv_cache.key[0].shape
+        factors = (len(model.kv_cache.key), heads, size, slots, rows, model.kv_cache.key[0].itemsize)
+        formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows * {} bytes".format(*factors)
+        note(f"KV cache: {formula} = {2 * math.prod(factors):,} bytes")
+    else:
         note("KV cache: off")
-        return
-    factors = (config.n_layer, config.n_kv_head, config.head_size, slots, len(texts))
-    formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows".format(*factors)
-    itemsize = getattr(torch, args.dtype).itemsize
-    note(f"KV cache: {formula} * {itemsize} bytes = {2 * math.prod(factors) * itemsize:,} bytes")
+    if stats.get("offered"):
+        note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
+    if any(not row.ended and n < (args.max_new_tokens or 0) for row, n in zip(stats["rows"], new)):
+        note(
+            f"--max_new_tokens {args.max_new_tokens} is capped at {max(new)}, the end of the context (--overflow slide continues)"
+        )
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------
 
 
-def near_tie(logits, noise, picks, sampling):
-    """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
+@torch.inference_mode()
+def verify(model, row, number, sampling, cache):
+    """Feed a Text to the model again, without the cache and with a new one: does it pick the same tokens?
 
-    Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: raise it alone;
-    raise it and all that are less likely, so that top_p keeps it; or lower the other one and all that are less likely,
-    so that top_p drops that.
+    number    that of the row in the run
+    sampling  that of the row
+    cache     what the run has left, a KVCache: its keys and values must be those of the new one; None: there is none
+    Returns (same, seconds): True, or "near-tie" if rounding explains what differs, or None; and the seconds without the
+    cache and with it, a tensor `(2,)`.
     """
-    logits = logits.float()
-    for pick, other in (picks, picks[::-1]):
-        ids = torch.arange(len(logits), device=logits.device)
-        raised = (ids == pick, logits <= logits[pick], (logits > logits[other]) | (ids == pick))
-        moved = torch.stack([logits + torch.where(up, NEAR_TIE / 2, -NEAR_TIE / 2) for up in raised])
-        if pick not in sample_token(moved, noise, sampling).tolist():
-            return False
-    return True
-
-
-def verify(model, idx, texts, num_new, sampling, tokenizer, numbers=None):
-    """Feed texts to the plain loop, with the cache and without: does it pick the same tokens, from the same logits?
-
-    model, idx, num_new, sampling  those of the run: what `generate` accepts
-    texts                          its B GeneratedTexts
-    numbers                        row numbers for messages; None: 0 to B - 1
-    Returns (tied, seconds): the numbers of the rows with a near-tie, or None if a text differs otherwise, and the
-    seconds that the loop took with the cache, and without, a tensor `(2,)`.
-    """
-    T = idx.size(1)
-    numbers = numbers or range(len(texts))
-    new = [text.ids[T:] for text in texts]
-    asked = sampling.num_new_tokens(T, num_new, model.config.block_size)
-    for number, text, tokens in zip(numbers, texts, new):
-        if len(tokens) < asked and not text.ended:
-            note(f"verify: DIFFERENT at row {number}: it ends after {len(tokens)} of {asked} new tokens")
-            return None, None
-
-    steps = max(map(len, new))
-    forced = torch.tensor([tokens + [0] * (steps - len(tokens)) for tokens in new], device=idx.device)
-    runs = [generate(model, idx, steps, sampling, kv_cache, forced=forced) for kv_cache in (True, False)]
-    tied = set()
+    block_size = model.config.block_size
+    T = len(row.prompt)
+    ids = torch.tensor([row.ids], device=model.device)
+    new = model.new_cache(1)
+    begin = 0  # of the context
+    same = True
     seconds = torch.zeros(2)
-    apart = 0.0
-    for step, noise in enumerate(sampling.noise(len(texts), steps, model.config.vocab_size, idx.device)):
-        found = []  # with the cache, and without
-        for i, loop in enumerate(runs):
-            began = time.perf_counter()
-            picks, logits = next(loop)
-            found.append((picks.tolist(), logits))  # tolist waits for the device
-            seconds[i] += time.perf_counter() - began
-        apart = max(apart, (found[0][1] - found[1][1]).abs().max().item())
-        for row, tokens in enumerate(new):
-            ways = ("with", "without") if found[0][0][row] != found[1][0][row] else ("with and without",)
-            for way, (picks, logits) in zip(ways, found):
-                if step >= len(tokens) or picks[row] == tokens[step]:
-                    continue
-                both = [tokens[step], picks[row]]
-                tie = near_tie(logits[row], noise[row], both, sampling)
-                ours, theirs = (repr(tokenizer.decode([token])) for token in both)
-                a, b = (" and ".join(f"{x:.5f}" for x in each[row, both].tolist()) for _, each in found)
-                note(
-                    f"verify: {'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {numbers[row]}, "
-                    f"new token {step}: the text has {ours}, but {way} the cache, the model picks {theirs}. "
-                    f"Logits of the two: {a} with the cache, {b} without"
-                )
-                if not tie:
-                    return None, seconds
-                tied.add(numbers[row])
-    if apart > 100 * NEAR_TIE:  # far beyond rounding, though no pick has changed
-        note(f"verify: DIFFERENT: the tokens agree, but logits with and without the cache are up to {apart:.5f} apart")
+    apart = [torch.zeros(())]  # differences between numbers, which the cache must not change
+    for end, noise in enumerate(sampling.noise(1, len(row.ids) - T, model.config.vocab_size, model.device), T):
+        context = slide(ids[:, begin:end], block_size)
+        if context.size(1) < end - begin:
+            begin = end - context.size(1)
+            new = model.new_cache(1)
+        times = [time.perf_counter()]
+        without = model(context, last=True)[0][0].cpu()  # waits for the device
+        times.append(time.perf_counter())
+        cached = model(context[:, new.length :], cache=new, last=True)[0][0].cpu()
+        times.append(time.perf_counter())
+        seconds += torch.tensor(times).diff()
+        apart.append((without - cached).abs().max())
+        noise = noise[0].cpu()
+        pair = (row.ids[end], sample_token(without, noise, sampling).item())
+        if pair[0] != pair[1]:
+            same = "near-tie" if near_tie(without, noise, pair, sampling) else None
+            what = "near-tie, which rounding decides," if same else "DIFFERENT"
+            ours, theirs = (repr(row.tokenizer.decode([token])) for token in pair)
+            picks = f"the text has {ours}, but without the cache, the model picks {theirs}"
+            note(f"verify: {what} at row {number}, new token {end - T}: {picks}")
+            if not same:
+                return None, seconds
+    if cache is not None:
+        for run, fresh in zip(cache.key + cache.value, new.key + new.value):
+            apart.append((run[number, :, : new.length] - fresh[0, :, : new.length]).abs().max().cpu())
+    worst = torch.stack(apart).max().item()
+    if not worst < FAR:  # NaN, too
+        note(f"verify: DIFFERENT at row {number}: logits, keys or values are up to {worst:.5f} from those of the text")
         return None, seconds
-    return tied, seconds
-
-
-def report_verify(new, tied, seconds):
-    """Report that texts of `new` tokens each agree, but for near-ties in the rows `tied`. Returns the exit code."""
-    if tied is None:
-        return 1
-    found = f"OK{' up to near-ties' if tied else ''}, {sum(new)} tokens are the same with and without the cache"
-    note(f"verify: {found} ({len(new) - len(tied)} of {len(new)} samples)")
-    cached, recomputed = seconds.tolist()
-    note(f"verify: {cached:.2f} s with the cache, {recomputed:.2f} s without: {recomputed / cached:.1f} times as fast")
-    return 0
+    return same, seconds
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
 def main():
-    parser = make_parser()
+    args = parse_args()
+    if EXTRAS.is_dir():  # threads that spin on a busy machine can be 40 times slower
+        extras("threads", "waiting").share_cores()
+    settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
+
+    def on_text(row, piece):  # the first text appears as it arrives, and the rest at the end
+        if row == 0:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
     try:
-        from extras import generation as extras
-    except ImportError as error:
-        if error.name != "extras":
-            raise
-        extras = None
-    if extras:  # it adds its flags
-        extras.add_flags(parser)
-        extras.share_cores()
-    args = parse_args(parser)
-    if extras and extras.wanted(args, parser.error):  # for its flags, and for several samples, which share a prefill
-        return extras.main(args)
-    if args.ckpt and args.out_dir:
-        parser.error("--ckpt and --out_dir both say which model: pass one of them")
+        model, tokenizer = open_model(args)
+        if args.engine == "torch":
+            put_on_device(model, args)
+        prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
+        if args.explain:
+            explain = extras("decode.explain", "--explain").explain
+            return explain(model, tokenizer, prompts[0], args.max_new_tokens, Sampling(**settings))
+        reference = model  # for --verify
+        if args.verify and args.engine == "onnx":
+            reference = model.exported_from(load_checkpoint(find_checkpoint(args.out_dir)))
+        stats = {}
+        how = dict(num_samples=args.num_samples, stop=list(map(newlines, args.stop)), kv_cache=args.kv_cache)
+        how |= dict(draft=args.draft, compile=args.compile, on_text=on_text, stats=stats)
+        texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, **how, **settings)
+    except (ValueError, OSError, FloatingPointError) as error:
+        is_setting = str(error).partition("=")[0] in settings
+        sys.exit(f"sample.py: {'--' if is_setting else ''}{error}")
+    first, *others = [text for samples in texts for text in samples]
+    sys.stdout.write("".join(SEPARATOR + text for text in others) + ("\n" if sys.stdout.isatty() else ""))
+    sys.stdout.flush()
+    report(args, model, stats)
+    if not args.verify:
+        return 0
+    return verify_all(args, reference, stats["rows"], model.kv_cache if args.kv_cache else None, settings)
 
-    # the model and the prompts
-    try:
-        path = find_checkpoint(args.ckpt, args.out_dir)
-        read = extras.load_checkpoint if extras else load_checkpoint  # extras reads nanoGPT's files, too
-        checkpoint = None if path.is_dir() else read(path)
-        if checkpoint is None or "chars" not in checkpoint:
-            if extras:
-                return extras.main(args, checkpoint)
-            raise ValueError(f"{path} {NEEDS_EXTRAS}")
-        model = build_model(checkpoint).eval()
-        tokenizer = char_tokenizer(checkpoint)
-        put_on_device(model, args)
-        prompts, num_new = read_prompts(args, tokenizer, model.config.block_size)
-        T = len(prompts[0])
-        if any(len(prompt) != T for prompt in prompts):
-            raise ValueError(f"a batch of prompts of different lengths {NEEDS_EXTRAS}")
-        sampling = sampling_of(args, len(prompts))
-    except (ValueError, OSError) as error:
-        sys.exit(f"sample.py: {error}")
-    note(f"using {path}, step {checkpoint.get('iter_num', 'unknown')}")
 
-    # generate: a row per sample, those of the first prompt, then those of the next
-    rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
-    texts = [GeneratedText(row, tokenizer, args.stop) for row in rows]
-    idx = torch.tensor(rows, device=model.lm_head.weight.device)
-    all_threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads(multiply_adds(args, model)))
-    blocks = (new[:, None] for new, _ in generate(model, idx, num_new, sampling, args.kv_cache))
-    times = write_texts(blocks, texts, [False] * len(rows))
-
-    # report, and check
-    report(args, model.config, num_slots(T, num_new, model.config.block_size), texts, [T] * len(rows), times)
-    if args.verify:
-        torch.set_num_threads(all_threads)
-        tied, seconds = verify(model, idx, texts, num_new, sampling, tokenizer)
-        sys.exit(report_verify([len(text.ids) - T for text in texts], tied, seconds))
+def verify_all(args, model, rows, cache, settings):
+    """Verify all rows and report the result. Returns the exit code."""
+    longest = max(len(row.ids) for row in rows)
+    seconds = torch.zeros(2)
+    near_ties = 0
+    for number, row in enumerate(rows):
+        # after a slide, the cache has lost a text that ended before
+        held = cache if len(row.ids) == longest or longest <= model.config.block_size else None
+        sampling = Sampling(**settings, samples=[number % args.num_samples])
+        same, took = verify(model, row, number, sampling, held)
+        if not same:
+            return 1
+        near_ties += same == "near-tie"
+        seconds += took
+    new = sum(len(row.ids) - len(row.prompt) for row in rows)
+    found = f"OK{' up to near-ties' if near_ties else ''}, {new} tokens are the same with and without the cache"
+    note(f"verify: {found} ({len(rows) - near_ties} of {len(rows)} samples)")
+    without, cached = seconds.tolist()
+    note(f"verify: {cached:.2f} s with the cache, {without:.2f} s without: {without / cached:.1f} times as fast")
+    return 0
 
 
 if __name__ == "__main__":
@@ -419,6 +498,6 @@ if __name__ == "__main__":
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
     try:
-        main()
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)

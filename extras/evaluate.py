@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
 from extras.formats.checkpoint import load_model
-from model import pick_device
-from sample import find_checkpoint
+from model import find_checkpoint, pick_device
 from train import load_dataset
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -82,7 +81,7 @@ def main():
     args = parse_args()
     with one_line_errors():
         text = read_text(args.text) if args.text else val_text(args.data_dir)
-        ckpt = find_checkpoint(args.ckpt, None)
+        ckpt = find_checkpoint(args.ckpt)
         model, tokenizer = load_model(ckpt, args.meta)
         ids = encode(tokenizer, text)
         model.to(pick_device(args.device))

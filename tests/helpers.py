@@ -18,9 +18,18 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from model import GPT, CharTokenizer, GPTConfig, Sampling, generate, gumbel_noise, load_model, save_checkpoint
+from model import (
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    Sampling,
+    generate,
+    gumbel_noise,
+    load_model,
+    near_tie,
+    save_checkpoint,
+)
 from prepare import distinct_characters, encode_characters, write
-from sample import near_tie
 from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype, train_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -372,13 +381,13 @@ def random_model(config, seed=0):
 
 
 def heads_of(model):
-    return [head for block in model.transformer["h"] for head in block.attn.heads]
+    """The Heads of all layers, in one list."""
+    return [head for heads in model.kv_cache.heads for head in heads]
 
 
 def stream(model, idx, max_new_tokens, *settings, kv_cache=True, **more_settings):
-    """Yield the new tokens of model.generate with these arguments, `(B, 1)` per step."""
-    for new, _ in generate(model, idx, max_new_tokens, Sampling(*settings, **more_settings), kv_cache):
-        yield new[:, None]
+    """The new tokens of model.generate with these arguments, `(B, 1)` per step."""
+    return generate(model, idx, max_new_tokens, Sampling(*settings, **more_settings), kv_cache)
 
 
 V, CONTEXT = 23, 16
@@ -425,9 +434,12 @@ def tokens_differ(model, ours, theirs, T, samples, seed, filters):
     assert ours.shape == theirs.shape
     if torch.equal(ours, theirs):
         return None
-    sampling, steps, same = Sampling(seed=seed, overflow="slide", **filters), ours.size(1) - T, set(range(len(ours)))
-    rerun = generate(model, ours[:, :T], steps, sampling, kv_cache=False, forced=ours[:, T:])
-    for step, (_, logits) in enumerate(rerun):
+    sampling, same = Sampling(seed=seed, **filters), set(range(len(ours)))
+    start, block_size = 0, model.config.block_size
+    for step in range(ours.size(1) - T):
+        if T + step - start > block_size:
+            start = T + step - max(1, block_size // 2)
+        logits, _ = model(ours[:, start : T + step], last=True)
         for row in sorted(same):
             picks = ours[row, T + step].item(), theirs[row, T + step].item()
             noise = gumbel_noise(seed, torch.tensor([samples[row]]), torch.tensor([step]), logits.size(-1))[0, 0]

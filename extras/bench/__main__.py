@@ -24,7 +24,7 @@ import torch
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.decode.cuda_graph import GraphedGPT
-from extras.decode.decoder import NUM_DRAFTS, Decoder
+from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_checkpoint
 from extras.threads import share_cores
@@ -34,13 +34,15 @@ from model import (
     GPTConfig,
     Sampling,
     build_model,
+    find_checkpoint,
     generate,
     gumbel_noise,
+    near_tie,
+    num_threads,
     pick_device,
     sample_token,
     write_atomically,
 )
-from sample import find_checkpoint, near_tie, num_threads
 from train import PRESETS, RECIPES, TrainConfig
 
 VARIANTS = {
@@ -77,12 +79,13 @@ def warm_runs(names, model, ngrams, llama2c, idx):
 
     run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
     """
-    work = len(idx) * sum(p.numel() for p in model.parameters())  # multiply-adds that torch does per fed token
+    B = len(idx)
+    whole_context = B * model.config.block_size
     makers = {
-        "uncached": lambda: recorded(plain_stream(model, kv_cache=False), work * model.config.block_size),
-        "eager": lambda: recorded(plain_stream(model), work),
-        "compile": lambda: recorded(compiled_stream(model, len(idx))),
-        "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, work * (NUM_DRAFTS + 1)),
+        "uncached": lambda: recorded(plain_stream(model, kv_cache=False), num_threads(model, whole_context)),
+        "eager": lambda: recorded(plain_stream(model), num_threads(model, B)),
+        "compile": lambda: recorded(compiled_stream(model, B)),
+        "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, num_threads(model, B * (NUM_DRAFTS + 1))),
         "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
         "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
         "onnx": lambda: recorded(onnx_stream(model)),
@@ -102,12 +105,12 @@ def warm_runs(names, model, ngrams, llama2c, idx):
     return runs
 
 
-def recorded(stream, multiply_adds=0):
-    """Return the run of a stream(idx, steps, seed=seed), with as many threads as sample.py uses."""
+def recorded(stream, threads=1):
+    """Return the run of a stream(idx, steps, seed=seed), with this number of torch's threads."""
 
     def run(idx, steps, seed, record):
         before = torch.get_num_threads()
-        torch.set_num_threads(num_threads(multiply_adds))
+        torch.set_num_threads(threads)
         try:
             for block in stream(idx, steps, seed=seed):
                 record(block)
@@ -121,8 +124,7 @@ def plain_stream(model, kv_cache=True):
     """Return the stream of the loop in model.py, for a GPT or whatever `generate` accepts as one."""
 
     def stream(idx, steps, seed):
-        for token, _ in generate(model, idx, steps, Sampling(seed=seed), kv_cache):
-            yield token[:, None]
+        yield from generate(model, idx, steps, Sampling(seed=seed), kv_cache)
 
     return stream
 
@@ -414,9 +416,9 @@ def models(args):
             torch.manual_seed(1337)
             yield None, GPT(GPTConfig(**network(args.recipe or "modern", sizes) | sizes)).eval(), None
     else:
-        for file in args.ckpt or [find_checkpoint(None, None)]:
-            checkpoint = load_checkpoint(find_checkpoint(file, None))
-            yield str(file), build_model(checkpoint).eval(), checkpoint.get("ngrams")
+        for file in args.ckpt or [None]:
+            checkpoint = load_checkpoint(find_checkpoint(file))
+            yield str(checkpoint["path"]), build_model(checkpoint).eval(), checkpoint.get("ngrams")
 
 
 def main():

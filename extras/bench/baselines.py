@@ -65,6 +65,7 @@ class OpenVinoGPT:
     def __init__(self, file, config):
         openvino = need("OpenVINO", "openvino")
         self.config = config
+        self.training = False
         program = openvino.Core().compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         self.requests = [program.create_infer_request(), program.create_infer_request()]
         self.slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
@@ -75,10 +76,10 @@ class OpenVinoGPT:
         past = {f"past_key_values.{slot}": np.zeros(shape, np.float32) for slot in self.slots}
         return SimpleNamespace(length=0, past=past)
 
-    def next_logits(self, idx, start=0, cache=None):
-        """Return the logits `(B, V)` of the token after idx `(B, T)`, as GPT.next_logits does."""
+    def __call__(self, idx, cache, last=True):
+        """Return the logits `(B, V)` of the token after idx `(B, T)`, and None, as GPT.forward does."""
         B, T = idx.shape
-        cache = self.new_cache(B) if cache is None else cache
+        start = cache.length
         cache.length = start + T
         inputs = {
             "input_ids": idx.numpy(),
@@ -88,7 +89,7 @@ class OpenVinoGPT:
         self.requests.reverse()
         outputs = self.requests[0].infer(inputs | cache.past, share_inputs=True, share_outputs=True)
         cache.past = {f"past_key_values.{slot}": outputs[f"present.{slot}"] for slot in self.slots}
-        return torch.from_numpy(outputs["logits"][:, -1].copy())
+        return torch.from_numpy(outputs["logits"][:, -1].copy()), None
 
 
 # -- CTranslate2 -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from extras.decode.c_pack import int8_panels, pack_weights, panels
 from extras.decode.guard import refuse_other_networks
 from extras.decode.ngrams import MAX_ORDER
 from extras.decode.quantize import BLOCK
+from model import KVCache
 
 __all__ = ["CompileError", "compile_step"]
 
@@ -48,7 +49,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
     num_drafts  draft tokens per row and step, at most
     table       from ngram_table; None: there is none
     weights     "float32", or "int8" for a model from round_weights
-    Returns bind(state), which makes a cache and returns two functions:
+    Returns bind(state), which returns two functions and the KVCache that they fill:
     run(max_steps, active)          runs up to max_steps steps, each of which appends tokens to the rows of `state`.
                                     `active` is the number of rows below their limits. Returns how many steps ran, and
                                     how many draft tokens were offered and accepted
@@ -105,7 +106,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
                 keys[rows, :, :slots] = keys[first, :, :slots]
 
         weakref.finalize(run, spare.append, cache)
-        return run, copy_slots
+        return run, copy_slots, KVCache(cache[::2], cache[1::2])
 
     return bind
 

@@ -19,7 +19,7 @@ import torch
 
 from extras.decode.c_library import CompileError
 from extras.decode.guard import refuse_other_networks
-from model import TRAIN_MODE, KVCache, rotate, sample_token, visible
+from model import NOT_FINITE, TRAIN_MODE, rotate, sample_token, slide
 
 TOKENS_AT_ONCE = 32  # we read so many tokens together, because the GPU pauses when we wait for it
 
@@ -44,14 +44,14 @@ class GraphedGPT:
         if weight.is_cuda and weight.get_device() != torch.cuda.current_device():
             why = f"a CUDA graph needs PyTorch's current GPU, not {weight.device}: choose it with CUDA_VISIBLE_DEVICES"
             raise CompileError(why)
-        self.cache = KVCache(config, batch_size, slots)
+        self.cache = model.new_cache(batch_size, slots)
         # all keys and values in one tensor, so that one operation writes those of a layer
         shape = (config.n_layer, 2, batch_size, config.n_kv_head, self.cache.slots, config.head_size)
         self.kv = weight.new_zeros(shape)
-        self.cache.key, self.cache.value = list(self.kv[:, 0]), list(self.kv[:, 1])
-        positions = torch.arange(self.cache.slots, device=weight.device)
-        hidden = ~visible(positions, self.cache.slots)
-        self.masks = torch.zeros_like(hidden, dtype=weight.dtype).masked_fill_(hidden, -math.inf)
+        self.cache.key = list(self.kv[:, 0])
+        self.cache.value = list(self.kv[:, 1])
+        (visible,) = self.cache.mask(torch.arange(self.cache.slots, device=weight.device)[None])
+        self.masks = torch.zeros_like(visible, dtype=weight.dtype).masked_fill_(~visible, -math.inf)
         self.rotations = rotation_matrices(model, self.cache.slots)
         self.norm, self.norm_weights, self.norm_biases = norms_of_heads(model)
 
@@ -59,6 +59,8 @@ class GraphedGPT:
         self.newest = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         self.pos = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.noise = torch.zeros(batch_size, config.vocab_size, device=weight.device)
+        self.finite = torch.zeros((), device=weight.device)  # NaN once a logit was infinite or NaN
+        self.stream_number = 0  # of the stream that was started last
         self.replay = self.step
         if weight.is_cuda:
             with matrix_library(batch_size):
@@ -70,7 +72,9 @@ class GraphedGPT:
 
     def step(self):
         """Replace the newest token of every row by the one after it."""
-        self.newest.copy_(sample_token(self.logits(), self.noise, self.sampling))
+        logits = self.logits()
+        self.finite.add_(logits.float().sum() * 0)
+        self.newest.copy_(sample_token(logits, self.noise, self.sampling))
         self.pos.add_(1)
 
     def logits(self):
@@ -95,7 +99,7 @@ class GraphedGPT:
             else:
                 x = block.ln_1(self.attend(block.attn, x, x, kv, mask, matrix, bias))
                 x = block.ln_2(feed_forward(block.mlp, x, x))
-        return model.unembed(model.transformer["ln_f"](x) if model.config.norm_first else x)
+        return model.lm_head(model.transformer["ln_f"](x) if model.config.norm_first else x)
 
     def attend(self, attn, residual, x, kv, mask, matrix, bias):
         """Return residual + attn(x), `(B, C)`, and write to kv `(2, B, nkv, slots, hs)`, the cache of this layer."""
@@ -122,27 +126,32 @@ class GraphedGPT:
         """Yield the new tokens of prompts idx `(B, T)`, `(B, n)` at a time on the CPU: the tokens of `generate`.
 
         seed  None: that of the Sampling
-        Raises ValueError for a prompt that does not fit the context, and when the slots are full, and RuntimeError in
-        train mode.
+        Raises ValueError for a prompt that does not fit the context, and when the slots are full, FloatingPointError
+        for logits that are infinite or NaN, and RuntimeError in train mode, or if a later stream has taken the cache.
         """
         B, T = idx.shape
         config = self.model.config
         sampling = self.sampling if seed is None else replace(self.sampling, seed=seed)
         num_new = sampling.num_new_tokens(T, max_new_tokens, config.block_size)
-        if self.model.training:
-            raise RuntimeError(TRAIN_MODE)
+        self.stream_number += 1
+        number = self.stream_number
+        self.model.kv_cache = self.cache
+        self.finite.zero_()
         text = torch.cat((idx, idx.new_zeros(B, num_new)), dim=1)
         start = 0  # of the context
         read = T  # where the tokens begin that nobody has read yet
         for end, noise in enumerate(sampling.noise(B, num_new, config.vocab_size, idx.device), T):
+            if self.model.training:
+                raise RuntimeError(TRAIN_MODE)
+            if number != self.stream_number:
+                raise RuntimeError("this CUDA graph has one cache, and a later stream has taken it")
             full = end - start > config.block_size
-            if full:  # slide, as generate does
-                start = end - max(1, config.block_size // 2)
+            start = end - slide(text[:, start:end], config.block_size).size(1)
             if full or end == T:  # prefill all but the newest token, which the step feeds
                 self.kv.zero_()  # because 0 times a NaN of the text before would be NaN
                 self.cache.length = 0
                 if end - start > 1:
-                    self.model.next_logits(text[:, start : end - 1], 0, self.cache)
+                    self.model(text[:, start : end - 1], cache=self.cache, last=True)
                 self.newest.copy_(text[:, end - 1])
                 self.pos.fill_(end - 1 - start)
             if self.cache.length == self.cache.slots:  # the graph would write past the end
@@ -152,7 +161,10 @@ class GraphedGPT:
             self.cache.length += 1
             text[:, end] = self.newest
             if end == T or end + 1 - read == TOKENS_AT_ONCE or end + 1 == T + num_new:
-                yield text[:, read : end + 1].cpu()
+                tokens = text[:, read : end + 1].cpu()
+                if not self.finite.isfinite():
+                    raise FloatingPointError(NOT_FINITE)
+                yield tokens
                 read = end + 1
 
 

@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from extras.cli import fail
 from model import generate
 
 
@@ -84,23 +83,25 @@ def attention_weights(model, idx, layer=0):
     return layer_weights(seen["q"], seen["k"], seen["mask"])
 
 
-def explain(model, tokenizer, idx, steps, sampling):
-    """Print the shapes in the first layer during the prefill of idx `(1, T)` and the decode steps after it.
+def explain(model, tokenizer, text, max_new_tokens, sampling):
+    """Print the shapes in the first layer during the prefill of a text and two decode steps after it.
 
-    steps     prefill and decode steps together, at most up to the end of the context
-    sampling  a Sampling
+    max_new_tokens  None: until the context is full
+    sampling        a Sampling
+    Raises ValueError.
     """
+    idx = torch.tensor([tokenizer.encode(text)], device=model.device)
     length = idx.size(1)
-    attn = model.transformer["h"][0].attn
-    steps = min(steps, model.config.block_size - length)
-    text = tokenizer.decode(idx[0].tolist())
+    steps = min(3, max_new_tokens or 3, model.config.block_size - length)
+    if steps < 1:
+        raise ValueError(f"the prompt has {length} {tokenizer.unit}, which fill the context: use fewer")
     unit = tokenizer.unit
     print(f"prompt {text!r}: {length} {unit}, layer 1 of {model.config.n_layer}\n")
     held = None  # the shape of a Head's key_cache before the step
     with watch(model) as seen:
-        for step, (new, _) in enumerate(generate(model, idx, steps, sampling)):
+        for step, new in enumerate(generate(model, idx, steps, sampling)):
             if "q" not in seen:
-                fail("--explain watches F.scaled_dot_product_attention, which this model.py does not call")
+                raise ValueError("--explain watches F.scaled_dot_product_attention, which this model.py does not call")
             q, k, mask, pos = (seen[name] for name in ("q", "k", "mask", "pos"))
             weights = layer_weights(q, k, mask)
             T = len(pos)
@@ -108,8 +109,8 @@ def explain(model, tokenizer, idx, steps, sampling):
             last = pos[-1].item()
             slots = f"slot {first}" if first == last else f"slots {first} .. {last}"
             what = f"decode {step}, pos {first}" if step else f"prefill, pos {first} .. {last}"
-            token = tokenizer.decode(new.tolist())
-            key_cache = attn.heads[0].key_cache
+            token = tokenizer.decode(new[0].tolist())
+            key_cache = model.kv_cache.heads[0][0].key_cache
             print(f"{what}: idx {(1, T)}")
             for name, value, remark in (
                 ("wte", seen["wte"], "token embeddings"),

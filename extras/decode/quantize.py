@@ -21,7 +21,7 @@ def quantize(weight):
 
 @torch.no_grad()
 def round_weights(model):
-    """Round the matrices of all Linear layers to int8, in place. Returns the model.
+    """Round the matrices of all Linear layers to int8, in place, and set model.int8. Returns the model.
 
     They are almost everything that a step reads. That includes the head, and with it the embedding if they share a
     matrix. Of other embeddings a step reads only a row, so they are not rounded, and neither are biases and norms.
@@ -31,4 +31,5 @@ def round_weights(model):
             for rows in module.weight.split(4096):  # not all at once, because this takes several times the memory
                 numbers, scales = quantize(rows)
                 rows.copy_((numbers * scales.float()[..., None]).flatten(1)[:, : rows.size(1)])
+    model.int8 = True  # the C backend can read bytes
     return model

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from extras.decode.ngrams import MAX_ORDER
-from model import KVCache, sample_token, visible
+from model import KVCache, require_finite, sample_token
 
 
 @dataclass
@@ -43,6 +43,9 @@ class RaggedCache(KVCache):
     is `(T,)`, as in a KVCache.
     """
 
+    def next_positions(self, idx, pos):
+        return super().next_positions(idx, pos) if pos is None or pos.dim() == 1 else pos
+
     def write(self, slots, pos, x):
         if pos.dim() == 1:
             return super().write(slots, pos, x)
@@ -50,36 +53,17 @@ class RaggedCache(KVCache):
         slots.transpose(1, 2)[rows, pos] = x.transpose(1, 2)
 
     def mask(self, pos):
-        if pos.dim() == 1:
-            return super().mask(pos)
-        return visible(pos, self.length + pos.size(1))[:, None]  # (B, 1, T, t)
-
-
-def select_rows(cache, rows):
-    """Make row i of a KVCache a copy of row rows[i], so that several samples can share the prefill of their prompt."""
-    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-        cache.key = [key[rows] for key in cache.key]
-        cache.value = [value[rows] for value in cache.value]
-    cache.batch_size = len(rows)
+        mask = super().mask(pos)
+        return mask if pos.dim() == 1 else mask[:, None]  # (B, 1, T, t)
 
 
 def prefill(model, state, slots):
-    """Return a RaggedCache of `slots` slots with the known tokens of all rows, except the newest of each.
-
-    Rows with the same tokens share one prefill. Sets state.cached.
-    """
-    prompts = rows_by_prompt(state)
-    firsts = [rows[0] for rows in prompts]
-    longest = int(state.end[firsts].max()) - 1
-    if longest == 0:
-        return RaggedCache(model.config, len(state.end), slots)
-    cache = RaggedCache(model.config, len(firsts), slots)
-    fed = state.tokens[firsts, :longest].to(model.lm_head.weight.device)
-    with cache.extend(0, len(firsts), longest):
-        model.hidden_states(fed, torch.arange(longest, device=fed.device), cache)
-    if len(firsts) < len(state.end):
-        prompt_of = {row: i for i, rows in enumerate(prompts) for row in rows}
-        select_rows(cache, [prompt_of[row] for row in range(len(state.end))])
+    """Return a RaggedCache with the known tokens of all rows, except the newest of each. Sets state.cached."""
+    cache = model.new_cache(len(state.end), slots)
+    cache = model.kv_cache = RaggedCache(cache.key, cache.value)
+    longest = int(state.end.max()) - 1
+    if longest:
+        model(state.tokens[:, :longest].to(model.device), cache=cache, last=True)
     state.cached.copy_(state.end - 1)
     return cache
 
@@ -114,15 +98,11 @@ def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling)
         draft_from_ngrams(state, slots, chunk, known, noise.cpu(), sampling, *table)
 
     # check: one forward picks a token after each fed token
-    device = model.lm_head.weight.device
     starts = first.tolist()
-    fed = chunk[:, :-1].to(device)
-    pos = slots[:, :-1].to(device)
-    if len(set(starts)) == 1:
-        pos = pos[0]
     cache.length = max(starts)  # forget the draft tokens that were rejected
-    with cache.extend(cache.length, len(starts), num_drafts + 1):
-        logits = model.unembed(model.hidden_states(fed, pos, cache))
+    pos = None if len(set(starts)) == 1 else slots[:, :-1].to(model.device)
+    logits, _ = model(chunk[:, :-1].to(model.device), pos=pos, cache=cache)
+    require_finite(logits)
     picks = sample_token(logits, noise, sampling).cpu()
 
     # accept: a pick is final if every token fed before it was right. The last pick has no draft token to compare with

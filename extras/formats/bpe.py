@@ -26,6 +26,7 @@ class BPETokenizer:
 
     unit = "tokens"
     default_prompt = "\n"
+    stop_pattern = staticmethod(re.escape)
 
     def __init__(self, content):
         from_str = library().Tokenizer.from_str

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import model
+from extras.cli import note
 from extras.formats.hf_read import SkipInit, read_folder
-from extras.formats.tokenizer import build_tokenizer, read_vocabulary
+from extras.formats.tokenizer import IdTokenizer, build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
 
 # a weight of a GPT, after whatever wraps the model
@@ -22,6 +23,20 @@ def load_model(path, meta=None):
     return build_model(checkpoint).eval(), tokenizer
 
 
+def open_model(path, meta=None):
+    """Return (model, tokenizer, step) as load_model does, for sample.py. Without a vocabulary, text is ids.
+
+    step  how long the model was trained, or "unknown"
+    """
+    checkpoint = load_checkpoint(path, meta)
+    if checkpoint.keys() & {"chars", "tokenizer"}:
+        tokenizer = build_tokenizer(checkpoint)
+    else:
+        tokenizer = IdTokenizer(checkpoint["model_args"]["vocab_size"])
+        note("the checkpoint has no vocabulary, so this is ids; --meta takes nanoGPT's meta.pkl or a tokenizer")
+    return build_model(checkpoint).eval(), tokenizer, checkpoint.get("iter_num", "unknown")
+
+
 def build_model(checkpoint):
     """Return the GPT of a checkpoint as build_model in model.py does, a second faster for a model of GPT-2's size."""
     with SkipInit():
@@ -34,9 +49,7 @@ def load_checkpoint(path, meta=None):
     meta  for a nanoGPT checkpoint: its meta.pkl, or the tokenizer if it was trained on GPT-2's tokens
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
-    path = Path(path)
-    if not (path / "config.json").exists():
-        path = model.checkpoint_file(path)
+    path = model.find_checkpoint(path)
     refuse_foreign(path)
     if path.is_dir():
         if meta:

@@ -2,9 +2,7 @@
 
 import torch
 
-from extras.cli import fail
-
-NEAR_TIE = 1e-4  # rounding can reorder logits that are closer
+from model import NEAR_TIE
 
 
 def own_text(model):
@@ -15,7 +13,7 @@ def own_text(model):
 
 @torch.no_grad()
 def compare_with_pytorch(name, model, ids, logits, greedy):
-    """Print how far the logits of an exported model are from those of `model`. Exit with one line if they differ.
+    """Print how far the logits of an exported model are from those of `model`. Raises ValueError if they differ.
 
     name    what to call the exported model
     ids     own_text(model)
@@ -45,4 +43,4 @@ def compare_with_pytorch(name, model, ids, logits, greedy):
         first = next(i for i, gap in enumerate(behind) if not gap <= NEAR_TIE)
         wrong.append(f"its greedy text differs from token {T + first} on")
     if wrong:
-        fail(f"{name} differs from the model: {', and '.join(wrong)}")
+        raise ValueError(f"{name} differs from the model: {', and '.join(wrong)}")

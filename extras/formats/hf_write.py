@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from extras.cli import fail, note, one_line_errors
+from extras.cli import note
 from extras.formats.bpe import to_json
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.folder import read_tree, write_tree
@@ -144,13 +144,14 @@ def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
     """Write the files of write_folder into `folder`, a Path, and GRAPH if with_graph is True.
 
     special_tokens  those of the checkpoint
-    If transformers has no class for this network, or does not compute what the model does, it exits with one line and
-    does not touch the folder.
+    Raises ValueError, and does not touch the folder, if transformers has no class for this network, or does not compute
+    what the model does.
     """
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5:
-        fail("--format hf needs transformers 5 or newer (4 can only read the folder): pip install -U transformers")
+        why = "--format hf needs transformers 5 or newer (4 can only read the folder)"
+        raise ValueError(f"{why}: pip install -U transformers")
     transformers.logging.set_verbosity_error()  # it would warn about the length of text that we only tokenize
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows cannot delete a mapped file
@@ -159,20 +160,19 @@ def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
         ids = own_text(model)
         print(f"{folder}: writing it for transformers", flush=True)
         special_ids, names = known_special_tokens(special_tokens or {}, tokenizer)
-        with one_line_errors():
-            write_folder(model, tokenizer, made, (special_ids, names))
+        write_folder(model, tokenizer, made, (special_ids, names))
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
         theirs = transformers.AutoTokenizer.from_pretrained(made)
         text = tokenizer.decode(range(len(tokenizer.vocab)))
         there = tokenizer.encode(text)
         if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
-            fail(f"the tokenizer for {folder} does not encode and decode like ours")
+            raise ValueError(f"the tokenizer for {folder} does not encode and decode like ours")
 
         if "eos" in special_ids:  # its text ends with this token, whatever we force it to write
             eos = special_ids["eos"] if isinstance(special_ids["eos"], list) else [special_ids["eos"]]
             forced = hf.generate(ids[:1, :1], max_length=9, prefix_allowed_tokens_fn=lambda *_: eos)
             if forced.size(1) != 2:
-                fail(f"text from {folder} does not end with its eos token {eos}")
+                raise ValueError(f"text from {folder} does not end with its eos token {eos}")
             hf.generation_config.eos_token_id = None  # for a text of full length
 
         def greedy(prompt):  # without this mask, generate hides the pad token wherever it is in the prompt

@@ -11,7 +11,6 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -40,6 +39,10 @@ class ConcatCache:
     def __init__(self, past, mask):
         self.pairs = list(past)
         self.the_mask = mask
+        self.length = 0  # GPT.forward counts, and nobody reads it
+
+    def next_positions(self, idx, pos):
+        return pos
 
     def mask(self, pos):
         return self.the_mask
@@ -76,7 +79,7 @@ class GPTWithPast(nn.Module):
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
         cache = ConcatCache(past_key_values, mask)
         with LastQueries() as last:
-            logits = self.model.unembed(self.model.hidden_states(input_ids, position_ids, cache))
+            logits, _ = self.model(input_ids, pos=position_ids, cache=cache)
         return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
 
 
@@ -178,7 +181,7 @@ def export_onnx(model, tokenizer, folder, eos=()):
     """Write model.onnx into `folder`, a Path, and genai_config.json, with which onnxruntime-genai runs it.
 
     eos  ids at which text ends there; none: see genai_config
-    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
+    Raises ValueError, and does not touch the folder, if the graph does not compute what the model does.
     """
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "model.onnx"
@@ -227,8 +230,28 @@ def genai_config(model, ids, eos=()):
 NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
 
 
+class OnnxCache:
+    """The cache of an OnnxGPT, which ONNX Runtime returns anew at every step, longer by the tokens fed.
+
+    past    keys and values in turn, an OrtValue per layer, `(B, nkv, length, hs)`
+    length  positions so far
+    """
+
+    def __init__(self, past):
+        self.past = past
+        self.length = 0
+
+    @property
+    def key(self):
+        return [torch.from_numpy(past.numpy()) for past in self.past[::2]]
+
+    @property
+    def value(self):
+        return [torch.from_numpy(past.numpy()) for past in self.past[1::2]]
+
+
 class OnnxGPT:
-    """A file of write_onnx, run by ONNX Runtime on the CPU.
+    """A file of write_onnx, run by ONNX Runtime on the CPU. `generate` of model.py takes it for a GPT.
 
     Another tool may have rewritten it: its numbers may be of other types, its inputs and outputs in a different order,
     its weights in a file next to it. The metadata stays, so we check that the inputs and outputs have, too.
@@ -239,6 +262,10 @@ class OnnxGPT:
     weights_sha256  the hash of its weights; None in files of the first versions
     Raises FileNotFoundError, or ValueError with one line that says what is wrong with the file.
     """
+
+    training = False
+    device = torch.device("cpu")
+    ngrams = None
 
     def __init__(self, file):
         file = Path(file)
@@ -318,33 +345,45 @@ class OnnxGPT:
                 self.exported_from(load_checkpoint(file), "export again, or move it out of the folder of that run")
                 return
 
+    def parameters(self):
+        return ()  # none of torch's
+
     def new_cache(self, batch_size, slots=None):
-        """Return an empty cache: its `length`, and `past`, keys and values `(B, nkv, length, hs)` in turn. It grows."""
+        """Return an empty OnnxCache, which is also self.kv_cache. It grows, so it has no slots."""
+        self.kv_cache = self.empty_cache(batch_size)
+        return self.kv_cache
+
+    def empty_cache(self, batch_size):
         shape = (batch_size, self.config.n_kv_head, 0, self.config.head_size)
-        return SimpleNamespace(length=0, past=[self.to_ort(np.zeros(shape, self.dtypes[n])) for n in self.past_inputs])
+        return OnnxCache([self.to_ort(np.zeros(shape, self.dtypes[name])) for name in self.past_inputs])
 
-    def next_logits(self, idx, start=0, cache=None):
-        """Return the logits `(B, V)` of the token after idx, as GPT.next_logits does."""
-        return self.logits(idx, start, cache)[:, -1]
+    def __call__(self, idx, cache=None, last=False):
+        """Return the logits `(B, T, V)` of idx `(B, T)` int64, and None, as GPT.forward does.
 
-    def logits(self, idx, start=0, cache=None):
-        """Return the logits `(B, T, V)` of idx `(B, T)` int64, whose first token is at position `start`.
-
-        cache  from new_cache; it holds the positions before, and idx is added. None: idx is the whole text
+        cache  the OnnxCache to continue; None: idx is the whole text
+        last   return the logits of the last position only, `(B, V)`
         """
         B, T = idx.shape
-        cache = self.new_cache(B) if cache is None else cache
-        end = start + T
+        cache = cache or self.empty_cache(B)
+        end = cache.length + T
         inputs = {
             "input_ids": idx.numpy(),
             "attention_mask": np.ones((B, end), np.int64),
-            "position_ids": np.arange(start, end)[None].repeat(B, axis=0),
+            "position_ids": np.arange(cache.length, end)[None].repeat(B, axis=0),
         }
         inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
         inputs |= dict(zip(self.past_inputs, cache.past))
         logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
         cache.length = end
-        return torch.from_numpy(logits.numpy()).float()
+        logits = torch.from_numpy(logits.numpy()).float()
+        return logits[:, -1] if last else logits, None
+
+
+def open_onnx(file):
+    """Return (model, tokenizer): an OnnxGPT and its tokenizer. Raises OSError, or ValueError for a stale file."""
+    model = OnnxGPT(file)
+    model.refuse_stale()
+    return model, model.tokenizer
 
 
 def compare_onnx(file, model, ids):
@@ -353,10 +392,10 @@ def compare_onnx(file, model, ids):
     T = ids.size(1)
     cache = onnx.new_cache(len(ids))
     cuts = sorted({0, T // 2, *range(T * 3 // 4, T + 1)})
-    logits = [onnx.logits(ids[:, begin:end], begin, cache) for begin, end in itertools.pairwise(cuts)]
+    logits = [onnx(ids[:, begin:end], cache)[0] for begin, end in itertools.pairwise(cuts)]
 
     def greedy(prompt):
-        new = [token[:, None] for token, _ in generate(onnx, prompt, T, Sampling(temperature=0))]
+        new = generate(onnx, prompt, T, Sampling(temperature=0))
         return torch.cat((prompt, *new), dim=1)[0].tolist()
 
     compare_with_pytorch(file.name, model, ids, torch.cat(logits, dim=1), greedy)

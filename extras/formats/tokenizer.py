@@ -16,6 +16,7 @@ class IdTokenizer:
 
     unit = "ids"
     default_prompt = "0"
+    byte_ids = frozenset()
 
     def __init__(self, vocab_size):
         self.vocab = range(vocab_size)
@@ -32,7 +33,11 @@ class IdTokenizer:
         return [int(word) for word in words]
 
     def decode(self, ids):
-        return "".join(f" {i}" for i in ids)
+        return " ".join(map(str, ids))
+
+    def stop_pattern(self, stop):
+        """Return a regular expression for whole ids: a stop of 1 is not in 12."""
+        return rf" {' '.join(map(str, self.encode(stop)))}\b"
 
     def state_dict(self):
         return {}  # the number of tokens is in model_args

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from extras.cli import fail
 from extras.formats.compare import own_text
 from extras.formats.folder import read_tree, write_tree
 from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
@@ -23,14 +22,15 @@ START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25, layer=1, head=
 def export_web(model, tokenizer, folder):
     """Write the page for a GPT into `folder`. Tokens must be characters.
 
-    If the graph does not compute what the model does, it exits with one line and does not touch the folder.
+    Raises ValueError, and does not touch the folder, if the graph does not compute what the model does.
     """
-    chars = tokenizer.state_dict().get("chars") or fail(
-        "the page needs a model whose tokens are characters, but this one has a tokenizer: see --format onnx and hf"
-    )
+    chars = tokenizer.state_dict().get("chars")
+    if not chars:
+        why = "the page needs a model whose tokens are characters, but this one has a tokenizer"
+        raise ValueError(f"{why}: see --format onnx and hf")
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
-        fail(f"the page needs {runtime}: make web installs it (npm ci --prefix extras/web)")
+        raise ValueError(f"the page needs {runtime}: make web installs it (npm ci --prefix extras/web)")
 
     # make and check the graph
     config = model.config

@@ -1,7 +1,8 @@
-"""Decoder: generation with speculation, with the C backend, with prompts of different lengths, or all of these.
+"""The engines of sample.py: draft tokens, the C backend, a CUDA graph, prompts of different lengths.
 
-The tokens are those of GPT.generate for the same seed. The step in PyTorch is in speculate.py and the one in C in
-step.c. This is the loop around them.
+An engine is an iterator over blocks `(B, n)`: the new tokens of all rows in a step, on the CPU, padded with -1 where a
+row has fewer. Its tokens are those of GPT.generate for the same seed, and model.kv_cache is its cache. The step in
+PyTorch is in speculate.py, the one in C in step.c, and the CUDA graph in cuda_graph.py.
 """
 
 import torch
@@ -11,7 +12,7 @@ from extras.decode.c_step import CompileError, compile_step
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.ngrams import ngram_table
 from extras.decode.speculate import BatchState, prefill, rows_by_prompt, speculative_step
-from model import FILTERS, Sampling, gumbel_noise
+from model import GPT, TRAIN_MODE, Sampling, gumbel_noise, num_threads, slide
 
 WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -25,6 +26,7 @@ class Decoder:
     compile  use the C backend, or raise CompileError if that is impossible. It copies the weights, so make a new
              Decoder after you change them
     weights  "int8": the C backend reads int8, for a model whose weights were rounded by round_weights
+    Raises ValueError.
     """
 
     def __init__(self, model, draft=None, ngrams=None, compile=False, weights="float32"):
@@ -33,7 +35,8 @@ class Decoder:
         if weights not in ("float32", "int8") or (weights == "int8" and not compile):
             raise ValueError(f"weights={weights!r}: must be 'float32', or 'int8' with compile=True")
         if draft and ngrams is None:
-            raise ValueError("draft='ngram' needs n-gram counts, which train.py saves for small vocabularies")
+            hint = "train.py saves them for vocabularies of up to 2,895 tokens"
+            raise ValueError(f"draft='ngram' needs n-gram counts, and this model has none ({hint}): leave it out")
         self.model = model
         self.num_drafts = min(MOST_DRAFTS if compile else NUM_DRAFTS, model.config.block_size - 1) if draft else 0
         self.table = ngram_table(ngrams, model.config.vocab_size) if self.num_drafts else None
@@ -51,9 +54,12 @@ class Decoder:
         rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
-    def generation(self, prompts, max_new_tokens, sampling, ended=None):
-        """Return the Generation for prompts, int64 tensors of one dimension, with a Sampling."""
-        return Generation(self, prompts, max_new_tokens, sampling, ended)
+    def run(self, prompts, max_new_tokens, sampling, ended, stats):
+        """Yield the blocks of a Generation, and keep its counts in `stats`."""
+        generation = Generation(self, prompts, max_new_tokens, sampling, ended)
+        for block in generation:
+            stats.update(offered=generation.offered, accepted=generation.accepted)
+            yield block
 
     def stream(self, prompts, max_new_tokens, *settings, **more_settings):
         """Return a Generation, which yields the new tokens of `generate` step by step."""
@@ -61,42 +67,42 @@ class Decoder:
         return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
 
 
-def start_generation(model, prompts, num_new, sampling, ended, *, draft, ngrams, compile, weights, threads, slots):
-    """Return an iterator over blocks of new tokens `(B, n)`: a Generation, or on a GPU, the steps of a CUDA graph.
+def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_cache=True, draft=None, compile=False):
+    """Return the engine for prompts, B int64 tensors of one dimension. It chooses the number of torch's threads.
 
-    A note on stderr says why there is no --compile.
-    prompts, num_new, sampling, ended  those of Generation
-    draft, ngrams, compile, weights    those of Decoder
-    threads                            how many torch shall use; the C backend has its own
-    slots                              of the cache of a CUDA graph
+    sampling        a Sampling
+    ended           B booleans: the caller sets one to True to end that row
+    stats           a dict for the counts `offered` and `accepted` of draft tokens
+    kv_cache        False is refused, because every engine has a cache
+    draft, compile  those of Decoder. A note on stderr says why there is no compiled step
+    Raises ValueError.
     """
-    if compile:
+    lengths = sorted({len(prompt) for prompt in prompts})
+    if not kv_cache or not isinstance(model, GPT):
+        why = "--engine onnx" if kv_cache else "--no-kv_cache"
+        raise ValueError(f"{why} needs prompts of equal length in a batch, but these have {lengths} tokens")
+    if compile and model.device.type == "cuda":
         try:
-            if model.lm_head.weight.is_cuda:
-                return graphed_blocks(model, prompts, num_new, sampling, draft, slots)
-            if names := filters_beyond_c(sampling):
-                raise CompileError(f"step.c has no {' and no '.join(names)}")
-            decoder = Decoder(model, draft, ngrams, compile=True, weights=weights)
-            torch.set_num_threads(1)
-            return decoder.generation(prompts, num_new, sampling, ended)
+            if len(lengths) > 1:
+                raise CompileError("a CUDA graph needs prompts of one length")
+            slots = lengths[0] + max_new_tokens if lengths[0] <= model.config.block_size else None
+            stream = GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), max_new_tokens)
+            if draft:
+                note("leaving out --draft: a CUDA graph is faster without")
+            return stream
         except CompileError as error:
             note(f"{error}: decoding without --compile")
-    torch.set_num_threads(threads)
-    return Decoder(model, draft, ngrams).generation(prompts, num_new, sampling, ended)
-
-
-def graphed_blocks(model, prompts, num_new, sampling, draft, slots):
-    """Record a CUDA graph and return its stream. Raises CompileError."""
-    if len({len(prompt) for prompt in prompts}) > 1:
-        raise CompileError("a CUDA graph needs prompts of one length")
-    if draft:
-        note("leaving out --draft: a CUDA graph is faster without")
-    return GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), num_new)
-
-
-def filters_beyond_c(sampling):
-    """Return the filters of a Sampling that step.c does not have. A generation with any takes its steps in PyTorch."""
-    return [name for name in FILTERS.keys() - {"top_k", "top_p"} if getattr(sampling, name) is not None]
+    elif compile:
+        try:
+            weights = "int8" if getattr(model, "int8", False) else "float32"
+            decoder = Decoder(model, draft, model.ngrams, compile=True, weights=weights)
+            torch.set_num_threads(1)  # the C backend has threads of its own
+            return decoder.run(prompts, max_new_tokens, sampling, ended, stats)
+        except CompileError as error:
+            note(f"{error}: decoding without --compile")
+    decoder = Decoder(model, draft, model.ngrams)
+    torch.set_num_threads(num_threads(model, len(prompts) * (decoder.num_drafts + 1)))
+    return decoder.run(prompts, max_new_tokens, sampling, ended, stats)
 
 
 def rows_of(prompts, device):
@@ -123,7 +129,7 @@ class Generation:
     Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
     its context earlier. A row with fewer than n new tokens is padded with -1.
 
-    slots     positions per row that the cache has room for
+    cache     a KVCache
     forwards  how many forwards there were so far
     offered   how many draft tokens they checked
     accepted  how many of those they accepted
@@ -144,25 +150,20 @@ class Generation:
                 f"prompts of {sorted(set(lengths))} tokens cannot slide together: overflow='slide' needs equal lengths"
             )
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
-        half = max(1, block_size // 2)
-        contexts = [prompt if len(prompt) <= block_size else prompt[-half:] for prompt in prompts]
-        self.state = new_state(contexts, sampling, self.model.config)
+        self.state = new_state([slide(prompt, block_size) for prompt in prompts], sampling, self.model.config)
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
-        self.cache = None  # for steps in PyTorch; the first one makes it
+        self.cache = None  # the first step in PyTorch makes it
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
-        self.slots = self.model.config.block_size
-        self.in_c = decoder.program is not None and not filters_beyond_c(sampling)
-        if self.in_c:
-            self.run, self.copy_slots = decoder.program(self.state)
-        else:
-            self.slots = min(self.slots, int(self.goal.max()) + decoder.num_drafts)
+        if decoder.program:
+            self.run, self.copy_slots, self.cache = decoder.program(self.state)
+            self.model.kv_cache = self.cache
 
     def __iter__(self):
         state = self.state
         goal = self.goal
         block_size = self.model.config.block_size
         full = block_size + 1 if self.slides else block_size  # a sliding context gives one more token before it moves
-        step = self._step_in_c if self.in_c else self._step_in_torch
+        step = self._step_in_c if self.decoder.program else self._step_in_torch
         while True:
             # steps, until every row is done or its context is full
             state.limit.copy_(goal.clamp(max=full))
@@ -178,9 +179,9 @@ class Generation:
             if torch.equal(state.end, goal):
                 return
 
-            # slide: keep the newest half of every context, which the next step feeds again
-            shift = full - max(1, block_size // 2)
-            state.tokens[:, : full - shift] = state.tokens[:, shift:].clone()
+            kept = slide(state.tokens[:, :full], block_size)  # the next step feeds it again
+            shift = full - kept.size(1)
+            state.tokens[:, : kept.size(1)] = kept.clone()
             state.first_new -= shift
             for end in (state.end, goal):
                 end.sub_(shift).clamp_(min=1)  # a row that reached its stop text may be shorter than what we drop
@@ -188,6 +189,8 @@ class Generation:
 
     def _step_in_c(self):
         """Run steps in C: a single one at first, to show a token soon, then many per call."""
+        if self.model.training:
+            raise RuntimeError(TRAIN_MODE)
         state = self.state
         decoder = self.decoder
         if self.forwards:
@@ -208,6 +211,7 @@ class Generation:
         self.forwards += forwards
         self.offered += offered
         self.accepted += accepted
+        self.cache.length = int(state.cached.max())
 
     @torch.inference_mode()
     def _step_in_torch(self):
@@ -215,7 +219,7 @@ class Generation:
         state = self.state
         num_drafts = self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
-            self.cache = prefill(model, state, slots=self.slots)
+            self.cache = prefill(model, state, int(self.goal.max()) + num_drafts)
         before = state.end.tolist()
         fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
         self.forwards += 1
