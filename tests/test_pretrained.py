@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from helpers import CPU, ROOT, assert_one_line, here, ok
-from model import build_model, load_checkpoint
-from sample import PRETRAINED
+from model import PRETRAINED, build_model, load_checkpoint
 from train import TrainConfig, TrainState, evaluate, load_dataset
 
 NOTE = f"using {PRETRAINED}, step 7000"
