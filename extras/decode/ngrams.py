@@ -121,9 +121,9 @@ def check_ngrams(ngrams, vocab_size):
     require(fits, f"the order {order!r:.50} does not fit {vocab_size} tokens")
     codes, counts = ngrams["codes"], ngrams["counts"]
     for x in (codes, counts):
-        plain = isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.layout == torch.strided
-        require(plain and x.dtype in (torch.int32, torch.int64), "codes and counts must be tensors of integers")
-        # an expanded tensor can claim any size
+        whole = isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in (torch.int32, torch.int64)
+        require(whole, "codes and counts must be tensors of integers")
+        # an expanded tensor, which is not contiguous, can claim any size
         require(x.dim() == 1 and len(x) and x.is_contiguous(), "codes and counts must be lists, and not empty")
     require(len(codes) == len(counts), f"there are {len(codes)} codes and {len(counts)} counts")
     require((codes[1:] > codes[:-1]).all(), "the codes must ascend")

@@ -107,7 +107,7 @@ DAMAGED = {
     "no counts": {"order": 4, "codes": CODES},
     "no codes": {"order": 4, "counts": COUNTS},
     "nothing": {},
-    "order 0": NGRAMS | {"order": 0},
+    "order 0": {"order": 0, "codes": torch.tensor([1, 2]), "counts": torch.tensor([3, 4])},
     "order 5": NGRAMS | {"order": 5},
     "order 1000": NGRAMS | {"order": 1000},
     "a shorter order": NGRAMS | {"order": 3},
@@ -134,7 +134,7 @@ DAMAGED = {
     "a code twice": NGRAMS | {"codes": CODES.clone().index_copy_(0, torch.tensor([1]), CODES[:1])},
     "a negative code": NGRAMS | {"codes": CODES - CODES[0] - 1},
     "a code beyond the vocabulary": NGRAMS | {"codes": CODES - CODES[-1] + V**5},
-    "a gap that overflows": NGRAMS | {"codes": torch.tensor([-(2**31), 2**31 - 1]).int(), "counts": COUNTS[:2]},
+    "a gap that overflows": NGRAMS | {"codes": torch.tensor([2**31 - 1, -(2**31)]).int(), "counts": COUNTS[:2]},
     "a count of 0": NGRAMS | {"counts": COUNTS - COUNTS.min()},
     "a negative count": NGRAMS | {"counts": -COUNTS},
 }
