@@ -146,21 +146,19 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
 DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 NETWORK = {f.name for f in fields(GPTConfig)} & FLAGS.keys()  # settings of the model
 FIXED = NETWORK - {"dropout"}  # those that the weights of a checkpoint determine
-COUNTS = {"batch_size", "gradient_accumulation_steps", "max_iters"}  # at least 1; all other numbers may be 0
-COUNTS |= {"eval_interval", "save_interval", "log_interval"}
+COUNTS = {"batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval", "save_interval", "log_interval"}
+MOST = dict(ngram_targets=1, beta1=0.99999, beta2=0.99999, threads=1024)
 
 
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is, allow_abbrev=False)
     # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     for name, (default, help, *choices) in FLAGS.items():
-        options = dict(
-            type=type(default), choices=choices or None, metavar=None if choices else name.split("_")[-1].upper()
-        )
+        metavar = None if choices else name.split("_")[-1].upper()
+        options = dict(type=type(default), choices=choices or None, metavar=metavar)
         if type(default) is bool:
             options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
@@ -188,23 +186,21 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     checkpoint  that of the run to resume or of the model to start from; None: from scratch
     on_gpu      whether preset "auto" means "gpu"
     """
-    flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     for name, value in flags.items():
         least = 1 if name in COUNTS else 0
-        if isinstance(value, (int, float)) and not least <= value < 2**63:  # NaN, too
-            raise ValueError(f"--{name} {value} is not at least {least} and below 2**63")
+        most = MOST.get(name, 2**63 - 1)
+        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
+            raise ValueError(f"--{name} {value} is not from {least} to {most}")
         if value == "":
             raise ValueError(f"--{name} is empty")
 
     # defaults, recipe, preset
-    recipe = flags.get("recipe", "modern")
-    preset = "gpu" if on_gpu else "cpu"
-    if checkpoint and checkpoint["path"].is_dir():
-        preset = "finetune"
-    preset = flags.get("preset", preset)
-    if preset == "finetune" and not checkpoint:
+    flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
+    automatic = "finetune" if checkpoint and checkpoint["path"].is_dir() else "gpu" if on_gpu else "cpu"
+    named = dict(recipe=flags.get("recipe", "modern"), preset=flags.get("preset", automatic))
+    if named["preset"] == "finetune" and not checkpoint:
         raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
-    settings = DEFAULTS | RECIPES[recipe] | PRESETS[preset] | dict(preset=preset, recipe=recipe)
+    settings = DEFAULTS | RECIPES[named["recipe"]] | PRESETS[named["preset"]] | named
 
     # checkpoint
     fixed = set()
@@ -221,8 +217,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
 
     # flags
-    targets = flags.get("ngram_targets") or flags.get("mtp_weight")
-    if targets and settings["loss"] == "cross_entropy":  # a setting of extras.targets turns it on, without the other
+    auxiliary = flags.get("ngram_targets") or flags.get("mtp_weight")
+    if auxiliary and settings["loss"] == "cross_entropy" and "loss" not in flags:  # as before there was a flag loss
         flags = dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
     for name in sorted(flags.keys() & fixed):
         if flags[name] != settings[name]:
@@ -240,11 +236,10 @@ def make_config(flags, checkpoint=None, on_gpu=False):
 Dataset = namedtuple("Dataset", "tokenizer train val sha256 source")
 
 
-def load_dataset(data_dir, min_train):
+def load_dataset(data_dir, min_train=1):
     """Return the Dataset in data_dir, a Path. Raises ValueError, also if train has fewer than min_train tokens."""
     text = f" --input {data_dir}" if data_dir.is_file() else ""
     hint = f"run python data/prepare.py{text}, or pass a different --data_dir"
-    sha256 = {}
     try:
         if extras and (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
             meta = extras.formats.nanogpt.read_data(data_dir)
@@ -252,15 +247,13 @@ def load_dataset(data_dir, min_train):
             meta = json.loads((data_dir / "meta.json").read_bytes())
         for split in ("train", "val"):
             with open(data_dir / f"{split}.bin", "rb") as file:
-                sha256[split] = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256[split] != meta["sha256"][split]:
-                raise ValueError(f"{split}.bin has changed")
-        if "chars" in meta:
-            tokenizer = CharTokenizer(meta["chars"])
-        elif extras:
-            tokenizer = extras.formats.tokenizer.tokenizer_from_state(meta)
-        else:
+                if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"][split]:
+                    raise ValueError(f"{split}.bin has changed")
+        if "chars" not in meta and not extras:
             raise ValueError(f"their tokens are not characters, which {NEEDS_EXTRAS}")
+        tokenizer = (
+            CharTokenizer(meta["chars"]) if "chars" in meta else extras.formats.tokenizer.tokenizer_from_state(meta)
+        )
     except OSError as error:
         raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -273,7 +266,7 @@ def load_dataset(data_dir, min_train):
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
-    return Dataset(tokenizer, train, val, sha256, source=str(meta.get("source")))
+    return Dataset(tokenizer, train, val, meta["sha256"], source=str(meta.get("source")))
 
 
 @lru_cache(maxsize=2)  # a batch can span two epochs
@@ -311,22 +304,20 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
 
 
 class TrainingLoss(nn.Module):
-    """What a step minimizes: cross-entropy. Every class that --loss names has this interface, and may have weights.
+    """What a step minimizes: cross-entropy. A module that --loss names has a class like this one.
 
-    config  all settings of the run
-    ids     the text to train on, an array `(N,)`
-    saved   what it adds to the checkpoints, a dict
+    It may have weights of its own, and an attribute `saved`, a dict that checkpoints hold, too.
     """
 
     def __init__(self, model, config, ids):
+        """model: the GPT. config: all settings of the run. ids: the text to train on, an array `(N,)`."""
         super().__init__()
         self.model = model
-        self.saved = {}
 
     def forward(self, x, y, where, left):
         """Return the loss to minimize and the loss to report, 0-d tensors.
 
-        x, y, where  `(B, T)` int64, as get_batch returns them
+        x, y, where  (B, T) int64: tokens, the next token of each, and the position of each in the text
         left         the part of the run that is left, from 1 to 0: a float64 tensor, because torch.compile would
                      recompile the step for every new number
         """
@@ -356,6 +347,50 @@ def loss_class(config, flags):
         if error.name and not f"{config.loss}.".startswith(f"{error.name}."):  # an import inside the module
             raise
         raise ValueError(f"--loss {config.loss}: {error}: for mine.py, next to train.py, type --loss mine") from None
+
+
+def eval_windows(ids, block_size, num_tokens, at_once):
+    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`, which cover `ids` once.
+
+    If that is more than num_tokens, we take fewer windows, spread evenly: the same ones in every evaluation.
+    """
+    starts = block_size * np.arange((len(ids) - 1) // block_size)
+    rest = ids[len(starts) * block_size :]
+    if num_tokens < len(ids) - 1 and len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // block_size)).astype(int)]
+        rest = rest[:0]
+    for i in range(0, len(starts), at_once):
+        yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
+    if len(rest) > 1:
+        yield rest[None]
+
+
+@torch.no_grad()
+def evaluate(model, ids, num_tokens, autocast, signals=()):
+    """Return the mean cross-entropy in nats over `ids`, at most num_tokens. It draws no random numbers.
+
+    The processes share the work. Returns None once any of them has received one of the signals.
+    """
+    block_size = model.config.block_size
+    at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
+    windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
+    total = count = 0
+    model.eval()
+    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
+    with autocast, bar:
+        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
+            if signals:
+                break
+            window = torch.from_numpy(window.astype(np.int64)).to(model.lm_head.weight.device)
+            x, y = window[:, :-1], window[:, 1:]
+            _, loss = model(x, y)
+            total += loss.item() * y.numel()
+            count += y.numel()
+            bar.update(y.numel() * WORLD_SIZE)
+    model.train()
+    if stop_signal(signals):
+        return None
+    return all_reduce(total) / all_reduce(count)
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------------
@@ -422,39 +457,29 @@ def configure_optimizers(params, model, config, device):
     params  those of a TrainingLoss: of its model, a GPT, and perhaps more
     Weight decay applies to AdamW's matrices and embeddings, but not to biases and norms, and not to Muon.
     """
-    muon_params = muon_groups(model, config.muon_learning_rate) if config.optimizer == "muon" else []
-    of_muon = {id(p) for group in muon_params for p in group["params"]}
-    rest = [p for p in params if id(p) not in of_muon]
-    matrices = [p for p in rest if p.dim() >= 2]
-    vectors = [p for p in rest if p.dim() < 2]
-    adamw_params = [
-        dict(params=matrices, weight_decay=config.weight_decay, peak_lr=config.learning_rate),
-        dict(params=vectors, weight_decay=0.0, peak_lr=config.learning_rate),
-    ]
-    fused = device.type in ("cpu", "cuda")
-    betas = (config.beta1, config.beta2)
-    optimizers = [torch.optim.AdamW(adamw_params, lr=config.learning_rate, betas=betas, fused=fused)]
-    if muon_params:
-        optimizers.append(Muon(muon_params, dict(lr=config.muon_learning_rate, momentum=0.9)))
-    return optimizers
-
-
-def muon_groups(model, peak_lr):
-    """Return Muon's parameter groups: the matrices of the blocks, grouped by their parts."""
-    by_parts = {}
+    muon = {}  # {parts: matrices of the blocks}
     kv = model.config.n_kv_head * model.config.head_size
-    for block in model.transformer["h"]:
-        for name, p in block.named_parameters():
-            if p.dim() != 2:
-                continue
-            if name == "attn.c_attn.weight":
-                parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
-            elif name == "mlp.c_fc.weight" and model.config.activation == "swiglu":
-                parts = (len(p) // 2, len(p) // 2)  # gate, up
-            else:
-                parts = (len(p),)
-            by_parts.setdefault(parts, []).append(p)
-    return [dict(params=params, peak_lr=peak_lr, parts=parts) for parts, params in by_parts.items()]
+    for name, p in model.transformer["h"].named_parameters():
+        if config.optimizer != "muon" or p.dim() != 2:
+            continue
+        parts = (len(p),)
+        if name.endswith("attn.c_attn.weight"):
+            parts = (len(p) - 2 * kv, kv, kv)  # q, k, v
+        elif name.endswith("mlp.c_fc.weight") and model.config.activation == "swiglu":
+            parts = (len(p) // 2, len(p) // 2)  # gate, up
+        muon.setdefault(parts, []).append(p)
+    of_muon = {id(p) for group in muon.values() for p in group}
+    rest = [p for p in params if id(p) not in of_muon]
+    groups = [
+        dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay, peak_lr=config.learning_rate),
+        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0, peak_lr=config.learning_rate),
+    ]
+    betas = (config.beta1, config.beta2)
+    optimizers = [torch.optim.AdamW(groups, betas=betas, fused=device.type in ("cpu", "cuda"))]
+    if muon:
+        groups = [dict(params=group, parts=parts, peak_lr=config.muon_learning_rate) for parts, group in muon.items()]
+        optimizers.append(Muon(groups, dict(lr=config.muon_learning_rate, momentum=0.9)))
+    return optimizers
 
 
 def lr_multiplier(step, config):
@@ -477,54 +502,7 @@ def lr_multiplier(step, config):
     return floor + (1 - progress) * (1 - floor)
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def eval_windows(ids, block_size, num_tokens, at_once):
-    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`, which cover `ids` once.
-
-    If that is more than num_tokens, we take fewer windows, spread evenly: the same ones in every evaluation.
-    """
-    starts = block_size * np.arange((len(ids) - 1) // block_size)
-    rest = ids[len(starts) * block_size :]
-    if num_tokens < len(ids) - 1 and len(starts):
-        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // block_size)).astype(int)]
-        rest = rest[:0]
-    for i in range(0, len(starts), at_once):
-        yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
-    if len(rest) > 1:
-        yield rest[None]
-
-
-@torch.no_grad()
-def evaluate(model, ids, num_tokens=math.inf, autocast=None, signals=()):
-    """Return the mean cross-entropy in nats over `ids`, at most num_tokens. It draws no random numbers.
-
-    The processes share the work. Returns None once any of them has received one of the signals.
-    """
-    block_size = model.config.block_size
-    at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
-    windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
-    total = count = 0
-    model.eval()
-    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
-    with autocast or nullcontext(), bar:
-        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
-            if signals:
-                break
-            window = torch.from_numpy(window.astype(np.int64)).to(model.lm_head.weight.device)
-            x, y = window[:, :-1], window[:, 1:]
-            _, loss = model(x, y)
-            total += loss.item() * y.numel()
-            count += y.numel()
-            bar.update(y.numel() * WORLD_SIZE)
-    model.train()
-    if stop_signal(signals):
-        return None
-    return all_reduce(total) / all_reduce(count)
-
-
-# -- the folder of a run -----------------------------------------------------------------------------------------------
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
 
@@ -542,51 +520,12 @@ def begin_folder(out_dir, newest=None):
         print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
     # A killed run has rows newer than its last.pt, which we will write again. A full disk can cut the last row short.
-    rows = []
-    if newest is not None and log.exists():
-        rows = log.read_bytes().splitlines(keepends=True)[1:]
+    rows = log.read_bytes().splitlines(keepends=True)[1:] if newest is not None and log.exists() else []
     steps = [row.split(b",")[0] for row in rows]
     rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
     temporary = out_dir / ".log.csv.tmp"
     temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
     temporary.replace(log)
-
-
-def log_row(out_dir, bar, row, best_val_loss):
-    """Append a row, {column: value}, to log.csv, and show it in the bar, or as a line if there is none."""
-    if RANK == 0:
-        with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row)
-    text = f"loss {row['train_loss']:.4f}, "
-    if row["val_loss"] is not None:
-        text += f"val {row['val_loss']:.4f}, "
-    elif math.isfinite(best_val_loss):
-        text += f"best val {best_val_loss:.4f}, "
-    text += f"{row['tokens_per_s']:,} tokens/s"
-    bar.set_postfix_str(text)
-    if bar.disable:
-        seconds_left = row["seconds"] / row["step"] * (bar.total - row["step"])
-        print(f"step {row['step']}/{bar.total}: {text}, {seconds_left:.0f} s left", flush=True)
-
-
-def last_checkpoint(checkpoint):
-    """Return the last.pt to resume, in the form that this train.py writes. Raises ValueError if it is none."""
-    path = checkpoint["path"]
-    if not {"config", "optimizer", "loss_sum"} <= checkpoint.keys():
-        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
-    config = {name: value for name, value in checkpoint["config"].items() if name in FLAGS}
-    checkpoint = checkpoint | dict(config=config)
-    if "loss" not in config:  # of an older train.py, where None meant none or automatic
-        checkpoint["loss"] = {f"mtp.{name}": p for name, p in checkpoint["mtp"].items()}
-        for name, value in config.items():
-            if value is None and name != "min_lr":
-                config[name] = DEFAULTS[name]
-        auxiliary = config["ngram_targets"] or config["mtp_weight"]
-        config["loss"] = "extras.targets" if auxiliary else "cross_entropy"
-    return checkpoint
-
-
-# -- processes and devices ---------------------------------------------------------------------------------------------
 
 
 def all_reduce(value, op=dist.ReduceOp.SUM):
@@ -629,29 +568,16 @@ def end_all_but_rank_0(exit_code=0):
         os._exit(exit_code)  # during a normal exit, a thread of gloo can abort the process
 
 
-def device_of_process(name):
-    """Return this process's torch.device for --device. With torchrun, each has a GPU of its own. Raises ValueError."""
-    if WORLD_SIZE > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = pick_device(name)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # because pinned memory and NCCL use PyTorch's current device
-    return device
-
-
 def pick_dtype(name, device):
     """Return the dtype of the forward. Raises ValueError for a dtype that the device cannot train in."""
-    if name == "auto":
-        if device.type != "cuda":
-            return torch.float32
-        # a T4 only emulates bfloat16, which is several times slower than float16
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"--dtype float16 needs CUDA to train, not {device.type}: use float32 or bfloat16")
-    return getattr(torch, name)
-
-
-# -- main --------------------------------------------------------------------------------------------------------------
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cuda":
+        return torch.float32
+    # a T4 only emulates bfloat16, which is several times slower than float16
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def initial_checkpoint(init_from, out_dir, meta):
@@ -659,13 +585,23 @@ def initial_checkpoint(init_from, out_dir, meta):
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
-    if path.is_dir() and not (path / "config.json").exists():  # the folder of a run
-        path = path / ("ckpt.pt" if (path / "ckpt.pt").exists() else "last.pt")
-    if extras:
-        return extras.formats.checkpoint.load_checkpoint(path, meta)
-    if meta or path.is_dir():
+    if not extras and (meta or (path / "config.json").exists()):
         raise ValueError(f"--init_from {path} {NEEDS_EXTRAS}")
-    return load_checkpoint(path)
+    checkpoint = extras.formats.checkpoint.load_checkpoint(path, meta) if extras else load_checkpoint(path)
+    return as_last(checkpoint) if init_from == "resume" else checkpoint
+
+
+def as_last(checkpoint):
+    """Return a last.pt, perhaps of an older train.py, as this one writes it. Raises ValueError if it is none."""
+    if not {"config", "optimizer", "loss_sum"} <= checkpoint.keys():
+        raise ValueError(f"{checkpoint['path']} is not a last.pt of this train.py: start a new run from it")
+    config = {name: value for name, value in checkpoint["config"].items() if name in FLAGS}
+    if "loss" in config:
+        return checkpoint | dict(config=config)
+    # before the setting loss: None meant none or automatic
+    config = {name: DEFAULTS[name] if value is None and name != "min_lr" else value for name, value in config.items()}
+    config["loss"] = "extras.targets" if config["ngram_targets"] or config["mtp_weight"] else "cross_entropy"
+    return checkpoint | dict(config=config, loss={f"mtp.{name}": p for name, p in checkpoint["mtp"].items()})
 
 
 def check_vocabulary(data, data_dir, checkpoint, config):
@@ -704,15 +640,6 @@ def make_model(config, checkpoint, vocab_size):
     return model
 
 
-def check_size(config, device):
-    """Raise ValueError for a size whose step would take minutes, or more memory than there is."""
-    # multiply-adds of a forward, for at least 1,024 tokens, because weights need memory even if few tokens use them
-    per_token = config.n_layer * config.n_embd * (config.n_embd * (4 + 2 * config.mlp_ratio) + config.block_size)
-    if max(1024, config.batch_size * config.block_size) * per_token > (2**41 if device.type == "cpu" else 2**48):
-        size = " ".join(f"--{n} {getattr(config, n)}" for n in "n_layer n_embd mlp_ratio block_size batch_size".split())
-        raise ValueError(f"{size}: a step takes minutes, or more memory than there is: lower one of them")
-
-
 @contextmanager
 def one_line_errors():
     """Turn an error in what the user gave us into one line. Elsewhere it is a bug, with a traceback."""
@@ -733,12 +660,18 @@ def main():
     with one_line_errors():
         # settings
         checkpoint = initial_checkpoint(init_from, out_dir, flags.get("meta"))
-        if resuming:
-            checkpoint = last_checkpoint(checkpoint)
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
-        device = device_of_process(config.device)
+        own_gpu = WORLD_SIZE > 1 and config.device in ("auto", "cuda") and torch.cuda.is_available()
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if own_gpu else config.device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # because pinned memory and NCCL use PyTorch's current device
         dtype = pick_dtype(config.dtype, device)
-        check_size(config, device)
+        # multiply-adds of a forward, for at least 1,024 tokens, because weights need memory even if few tokens use them
+        per_token = config.n_layer * config.n_embd * (config.n_embd * (4 + 2 * config.mlp_ratio) + config.block_size)
+        if max(1024, config.batch_size * config.block_size) * per_token > (2**41 if device.type == "cpu" else 2**48):
+            names = ("n_layer", "n_embd", "mlp_ratio", "block_size", "batch_size")
+            size = " ".join(f"--{name} {getattr(config, name)}" for name in names)
+            raise ValueError(f"{size}: a step takes minutes, or more memory than there is: lower one of them")
         if (config.eval_only or config.meta) and not checkpoint:
             raise ValueError("--eval_only and --meta need a model: pass it as --init_from")
         if config.batch_size % WORLD_SIZE and not config.eval_only:
@@ -774,8 +707,7 @@ def main():
     # the loss and the optimizers, and what a resume restores
     training_loss = Loss(model, config, data.train).to(device)
     params = list(training_loss.parameters())
-    with one_line_errors():
-        optimizers = configure_optimizers(params, model, config, device)
+    optimizers = configure_optimizers(params, model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     step = 0  # steps done
     seconds = 0.0  # so far, including evaluations and saves
@@ -810,11 +742,12 @@ def main():
 
     def save(name, **more):
         """Write a checkpoint: the model, its vocabulary and settings, and what else is in `more`."""
-        state = training_loss.saved | data.tokenizer.state_dict() | dict(data_sha256=data.sha256)
+        state = getattr(training_loss, "saved", {}) | data.tokenizer.state_dict() | dict(data_sha256=data.sha256)
         state |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
         state |= dict(iter_num=step, best_val_loss=best_val_loss)
         state["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
-        save_checkpoint(out_dir / name, state | more)
+        if RANK == 0:
+            save_checkpoint(out_dir / name, state | more)
 
     tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
     print(
@@ -828,8 +761,7 @@ def main():
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, not its optimizer: resume continues a run")
         best_val_loss = evaluate(model, data.val, eval_tokens, autocast)  # the start may be the best of all
-        if RANK == 0:
-            save("ckpt.pt")
+        save("ckpt.pt")
 
     # the loop
     forward = torch.compile(training_loss) if config.compile else training_loss
@@ -856,15 +788,15 @@ def main():
             # every process keeps the mean over all of them, so that any number of processes can resume
             loss_sum.fill_(all_reduce(loss_sum.item()) / WORLD_SIZE)
             train_loss = loss_sum.item() / num_unlogged
-            tokens_per_s = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
+            speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
 
             # evaluate
             val_loss = None
             if evaluating and not stop:
                 val_loss = evaluate(model, data.val, eval_tokens, autocast, signals)
                 stop = stop_signal(signals)  # it has cut the evaluation short
-            losses = (train_loss, val_loss or 0.0)
-            if not (all(map(math.isfinite, losses)) and all(p.isfinite().all() for p in params)):
+            finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
+            if not finite:  # before broken weights replace a checkpoint
                 hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
                 sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
             seconds = round(time.perf_counter() - began, 3)
@@ -874,24 +806,29 @@ def main():
                 if evaluating:
                     evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
                     best_val_loss = min(val_loss, best_val_loss)
-                row = dict(step=step, seconds=seconds, train_loss=train_loss, val_loss=val_loss)
-                row["lr"] = config.learning_rate * lr_multiplier(step - 1, config)  # of the last step
-                row["tokens_per_s"] = round(tokens_per_s)
-                row["grad_norm"] = None if grad_norm is None else grad_norm.item()
-                log_row(out_dir, bar, row, best_val_loss)
+                lr = config.learning_rate * lr_multiplier(step - 1, config)  # of the last step
+                norm = None if grad_norm is None else grad_norm.item()
+                if RANK == 0:
+                    with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
+                        csv.writer(file).writerow((step, seconds, train_loss, val_loss, lr, round(speed), norm))
+                val = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
+                text = f"loss {train_loss:.4f}, {val if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
+                bar.set_postfix_str(text)
+                if bar.disable:
+                    left = seconds / step * (config.max_iters - step)
+                    print(f"step {step}/{config.max_iters}: {text}, {left:.0f} s left", flush=True)
                 loss_sum.zero_()
                 num_unlogged = 0
 
             # save
-            if (saving or stop) and RANK == 0:
-                if evaluating and not stop and evals_since_best == 0:
-                    save("ckpt.pt")
+            if evaluating and not stop and evals_since_best == 0:
+                save("ckpt.pt")
+            if saving or stop:
                 progress = dict(seconds=seconds, num_unlogged=num_unlogged, loss_sum=loss_sum)
-                progress["evals_since_best"] = evals_since_best
-                own = training_loss.state_dict()
-                progress["loss"] = {name: own[name] for name in own if not name.startswith("model.")}
+                progress |= dict(evals_since_best=evals_since_best, scaler=scaler.state_dict())
+                progress["loss"] = {name: p for name, p in training_loss.state_dict().items() if name[:6] != "model."}
                 progress["optimizer"] = [optimizer.state_dict() for optimizer in optimizers]
-                save("last.pt", **progress, scaler=scaler.state_dict())
+                save("last.pt", **progress)
         if stop or ending or (config.patience and evals_since_best >= config.patience):
             break
 

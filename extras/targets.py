@@ -34,8 +34,6 @@ class TrainingLoss(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
-        if config.ngram_targets > 1:
-            raise ValueError(f"--ngram_targets {config.ngram_targets} is above 1")
         C = model.config.n_embd
         V = model.config.vocab_size
         device = model.lm_head.weight.device

@@ -8,8 +8,14 @@ from extras.formats.hf_read import SkipInit, read_folder
 from extras.formats.tokenizer import build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
 
+PRETRAINED = Path(model.__file__).resolve().parent / "assets" / "shakespeare.pt"
 # a weight of a GPT, after whatever wraps the model
 OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
+
+
+def default_checkpoint():
+    """Return what sample.py uses without flags: the run in out, or the pretrained model."""
+    return Path("out") if model.checkpoint_file("out").exists() else PRETRAINED
 
 
 def load_model(path, meta=None):
