@@ -147,7 +147,7 @@ DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 NETWORK = {f.name for f in fields(GPTConfig)} & FLAGS.keys()  # settings of the model
 FIXED = NETWORK - {"dropout"}  # those that the weights of a checkpoint determine
 COUNTS = {"batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval", "save_interval", "log_interval"}
-MOST = dict(ngram_targets=1, beta1=0.99999, beta2=0.99999, threads=1024)
+MOST = dict(ngram_targets=1, beta1=0.99999, beta2=0.99999, threads=1024, seed=2**63 - 1)
 
 
 def parse_flags():
@@ -188,7 +188,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     """
     for name, value in flags.items():
         least = 1 if name in COUNTS else 0
-        most = MOST.get(name, 2**63 - 1)
+        most = MOST.get(name, math.inf)
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
             raise ValueError(f"--{name} {value} is not from {least} to {most}")
         if value == "":
@@ -777,6 +777,9 @@ def main():
     began = row_began - seconds
     grad_norm = None
     while True:
+        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
+            group["lr"] = group["peak_lr"] * lr_multiplier(step, config)  # AdamW and Muon each have their own peak
+
         # As in nanoGPT, we log, evaluate and save before a step. A stop only saves, and the resumed run begins with
         # what that has put off.
         ending = step >= config.max_iters
@@ -857,8 +860,6 @@ def main():
                 scaler.unscale_(optimizer)
             grad_norm = nn.utils.clip_grad_norm_(params, config.grad_clip)
         for optimizer in optimizers:
-            for group in optimizer.param_groups:  # AdamW and Muon each have their own peak
-                group["lr"] = group["peak_lr"] * lr_multiplier(step, config)
             scaler.step(optimizer)
         scaler.update()
         training_loss.zero_grad(set_to_none=True)
