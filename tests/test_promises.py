@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from helpers import ROOT, here, ok
-from model import load_model
-from sample import PRETRAINED
+from model import PRETRAINED, load_model
 
 needs_extras = pytest.mark.skipif(not (ROOT / "extras").is_dir(), reason="needs the folder extras")
 

@@ -8,9 +8,8 @@ from functools import lru_cache
 
 import torch
 
-NOT_FINITE = (
-    "the model's logits are infinite or NaN, so there is no next token: train again, or use an earlier checkpoint"
-)
+from model import NOT_FINITE
+
 LARGEST = torch.finfo(torch.float32).max
 
 

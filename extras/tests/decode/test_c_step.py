@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from extras.decode.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_comp
 from extras.decode import c_build, c_library, c_pack
 from extras.decode import c_step as compiling
 from extras.decode.c_step import CompileError, compile_step
-from extras.decode.decoder import Decoder
 from extras.decode.ngrams import count_ngrams, ngram_table
 from extras.decode.quantize import round_weights
 from extras.decode.speculate import BatchState
