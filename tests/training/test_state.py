@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from helpers import (
     SMALL,
     STATEFUL,
+    assert_one_line,
     assert_refused,
     assert_same_run,
     contents,
@@ -159,6 +161,53 @@ def test_a_run_of_an_older_train_py_goes_on(out):
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
     last = load(out / "last.pt")
     assert last["iter_num"] == 61 and last["config"]["loss"] == "cross_entropy" and last["config"]["min_lr"] is None
+
+
+MINE = """
+from pathlib import Path
+import torch.nn as nn
+
+Path(__file__).with_name("imported").touch()
+
+
+class TrainingLoss(nn.Module):
+    def __init__(self, model, config, ids):
+        super().__init__()
+        self.model = model
+        self.scale = nn.Parameter(model.lm_head.weight.new_ones(()))
+        self.saved = {"author": "me", "model": "not this"}
+
+    def forward(self, x, y, where, left):
+        loss = self.model(x, y)[1]
+        return loss * self.scale**2, loss.detach()
+"""
+
+
+def test_a_loss_of_your_own_is_trained_saved_and_imported_only_if_a_flag_names_it(data_dir, tmp_path, monkeypatch):
+    """A checkpoint is data: whoever sends you one does not choose which code runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    flags = [*SMALL, "--loss", "mine", "--log_interval", 1, "--lr_decay_iters", 6, "--data_dir", data_dir]
+    ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
+    ok(here(*flags, "--max_iters", 3, "--out_dir", tmp_path / "out"))
+    (tmp_path / "imported").unlink()
+    monkeypatch.delitem(sys.modules, "mine")
+    words = ["the run was trained with --loss mine", "type that again"]
+    assert_refused(tmp_path / "out", words=words)
+    assert not (tmp_path / "imported").exists()
+    assert_refused(tmp_path / "out", "--loss", "cross_entropy", words=["--loss cross_entropy conflicts"])
+    ok(here("--init_from", "resume", "--loss", "mine", "--max_iters", 6, "--out_dir", tmp_path / "out"))
+    assert_same_run(tmp_path / "whole", tmp_path / "out")
+    last = load(tmp_path / "out" / "last.pt")
+    assert last["author"] == "me" and "transformer.wte.weight" in last["model"]
+    assert last["loss"].keys() == {"scale"} and last["loss"]["scale"] < 1
+
+
+@pytest.mark.parametrize("name", ["nothere", "nothere.py", "./mine.py", "nothere.at.all", ""])
+def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
+    result = here(*SMALL, f"--loss={name}", "--data_dir", data_dir, "--out_dir", tmp_path / "out")
+    assert_one_line(result, f"--loss {name}", code=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_last_checkpoint_is_refused(out):
