@@ -14,7 +14,7 @@ from helpers import ROOT, ok, unix
 CHECK = """
 import torch
 from extras.decode.cuda_graph import GraphedGPT
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from model import GPT, GPTConfig, Sampling
 
 for more in (dict(bias=True), dict(pos_emb="rope", activation="swiglu", qk_norm=True, bias=False)):

@@ -20,7 +20,7 @@ from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_comp
 from extras.decode import c_build, c_library, c_pack
 from extras.decode import c_step as compiling
 from extras.decode.c_step import CompileError
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import round_weights
 from extras.decode.speculate import BatchState
@@ -251,7 +251,7 @@ def test_a_structure_of_another_size_is_an_error(patched_step):
 THREADS = """
 import os, threading, torch
 from extras.decode import c_step as compiling
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from extras.decode.speculate import BatchState
 from model import GPT, GPTConfig
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extra_helpers import TEXT
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams, ngram_table
 from helpers import V, prompts, random_model
 from model import GPTConfig
