@@ -145,7 +145,7 @@ def open_model(args):
     if not args.meta and not path.is_dir():
         try:
             checkpoint = load_checkpoint(path)
-        except ValueError:
+        except (OSError, ValueError):
             if not EXTRAS.is_dir():
                 raise
     if "chars" in checkpoint:
@@ -314,11 +314,12 @@ def generate_texts(
             if piece and on_text:
                 on_text(i, piece)
 
-    write()  # the prompts
     all_threads = torch.get_num_threads()
-    began = time.perf_counter()
     try:
-        for block in open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile):
+        blocks = open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile)
+        write()  # the prompts
+        began = time.perf_counter()
+        for block in blocks:
             tokens = block.tolist()  # waits for the device
             stats["times"].append(time.perf_counter() - began)
             for i, row in enumerate(rows):
@@ -459,7 +460,7 @@ def main():
         how |= dict(draft=args.draft, compile=args.compile, on_text=on_text, stats=stats)
         texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, **how, **settings)
     except (ValueError, OSError, FloatingPointError) as error:
-        is_setting = str(error).partition("=")[0] in settings
+        is_setting = str(error).partition("=")[0] in vars(args)
         sys.exit(f"sample.py: {'--' if is_setting else ''}{error}")
     first, *others = [text for samples in texts for text in samples]
     sys.stdout.write("".join(SEPARATOR + text for text in others) + ("\n" if sys.stdout.isatty() else ""))
