@@ -212,9 +212,9 @@ def test_the_c_backend_refuses_train_mode_at_its_next_call():
     blocks = iter(decoder.stream(prompts(1, 3), 9, seed=1))
     next(blocks)
     model.train()
-    for stream in (blocks, iter(decoder.stream(prompts(1, 3), 9, seed=1))):
+    for each in (blocks, iter(decoder.stream(prompts(1, 3), 9, seed=1))):
         with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
-            next(stream)
+            next(each)
     model.eval()
     assert torch.equal(decoder.generate(prompts(1, 3), 9, seed=1), model.generate(prompts(1, 3), 9, seed=1))
 
