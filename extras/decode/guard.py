@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import model as model_py
 from extras.decode.c_library import CompileError
+from extras.decode.c_pack import layers_of
 
 # Function of model.py: its hash, what computes the same in step.c, and in cuda_graph.py, which calls the rest. Once you
 # have changed both to match, put in the hash that the message names. Comments, docstrings and the layout of the code do
@@ -100,11 +101,6 @@ def refuse_other_settings(model):
         )
         if not fits:
             raise CompileError("the model has a layer that does not fit its config")
-
-
-def layers_of(config):
-    """Return the layers of PyTorch that we compute."""
-    return (nn.Linear, nn.Embedding, nn.LayerNorm)
 
 
 def refuse_unknown_layers(model):

@@ -14,7 +14,7 @@ from helpers import ROOT, SMALL, load, ok, run, unix
 CHECK = """
 import torch
 from extras.decode.cuda_graph import GraphedGPT
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from model import GPT, GPTConfig, Sampling
 
 for more in (dict(bias=True), dict(pos_emb="rope", activation="swiglu", qk_norm=True, bias=False)):
@@ -44,17 +44,19 @@ def apply(diff, folder):
         file.write_text(text, encoding="utf-8")
 
 
-@pytest.mark.slow
-def test_the_worked_change_trains_and_gives_the_same_text_in_c(tmp_path):
+def kit_with(number, folder):
+    """A copy of the project with a diff of CONTRIBUTING.md, and a function that runs Python in it."""
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
-    folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
-    apply(diff, folder)
+    kit = shutil.copytree(ROOT, folder / "kit", ignore=skip)
+    diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(diffs) == 3
+    apply(diffs[number], kit)
+    return lambda *args: ok(run(*args, cwd=kit))
 
-    def python(*args):
-        done = subprocess.run([sys.executable, *args], cwd=folder, capture_output=True, encoding="utf-8")
-        return ok(done)
 
+@pytest.mark.slow
+def test_rmsnorm_trains_and_gives_the_same_text_in_c_and_in_a_cuda_graph(tmp_path):
+    python = kit_with(0, tmp_path)
     python("-c", CHECK)
     python("data/prepare.py", "--input", "data/sample.txt")
     python("train.py", "--norm", "rms", "--max_iters", "5", "--device", "cpu")
@@ -75,41 +77,51 @@ def test_the_loss_of_your_own_trains_and_resumes(data_dir, tmp_path):
     ok(run("train.py", "--init_from", "resume", "--loss", "mine", "--max_iters", 4, cwd=tmp_path))
 
 
-WINDOW = [  # every query sees 8 slots
-    ("<= pos[..., None]\n", "<= pos[..., None]) & (torch.arange(slots) > pos[..., None] - 8)\n"),
-    ("return torch.arange(slots, device=pos.device) <=", "return (torch.arange(slots, device=pos.device) <="),
-    ("return None if len(pos) == 1 else visible(", "return visible("),
-    ("q, k, v, is_causal=True,", "q, k, v, visible(torch.arange(T), T),"),
-]
+def sample_and_verify(python, *flags):
+    """Run sample.py in the copy. The text is the same without the cache."""
+    command = ["sample.py", "--ckpt", "assets/shakespeare.pt", "--device", "cpu", "--prompt", "O Romeo, "]
+    verified = python(*command, "--max_new_tokens", "40", "--verify", *flags)
+    assert "verify: OK" in verified.stderr
+    return verified
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [["--num_samples", "3"], ["--draft", "ngram", "--num_samples", "3"], ["--prompt", "First"], ["--compile"]],
-    ids=" ".join,
-)
-def test_a_sliding_window_is_three_edits_of_model_py(flags, tmp_path):
-    skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
-    folder = shutil.copytree(ROOT, tmp_path / "kit", ignore=skip)
-    text = (folder / "model.py").read_text(encoding="utf-8")
-    for old, new in WINDOW:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / "model.py").write_text(text, encoding="utf-8")
-    command = [
-        sys.executable,
-        "sample.py",
-        "--ckpt",
-        "assets/shakespeare.pt",
-        "--device",
-        "cpu",
-        "--prompt",
-        "O Romeo, ",
-    ]
-    command += ["--max_new_tokens", "40", "--verify", *flags]
-    verified = ok(subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8"))
-    assert "verify: OK" in verified.stderr
+def test_min_p_drops_unlikely_tokens_and_compile_does_without_step_c(tmp_path):
+    python = kit_with(1, tmp_path)
+    greedy = sample_and_verify(python, "--temperature", "0").stdout
+    for flags in ([], ["--draft", "ngram"]):
+        texts = [sample_and_verify(python, "--min_p", p, *flags).stdout for p in ("1", "0.5", "0.0001")]
+        assert texts[0] == greedy and len({*texts}) == 3
+    compiled = sample_and_verify(python, "--min_p", "0.5", "--compile")
+    assert compiled.stdout == texts[1]
+    assert "sample_token in model.py has changed" in compiled.stderr and "without --compile" in compiled.stderr
+
+
+WINDOW = """
+import torch
+from model import GPT, GPTConfig
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=16, vocab_size=50, n_layer=1, n_head=2, n_embd=32)).eval()
+first, other = torch.arange(16)[None], torch.arange(16)[None].clone()
+other[0, 3] = 49
+for how in ({}, dict(pos=torch.arange(16))):
+    changed = (model(first, **how)[0] != model(other, **how)[0]).any(-1)
+    assert changed[0].nonzero().flatten().tolist() == list(range(3, 11))
+"""
+
+
+@pytest.mark.slow
+def test_a_sliding_window_is_two_edits_of_model_py(tmp_path):
+    python = kit_with(2, tmp_path)
+    python("-c", WINDOW)
+    for flags in (
+        ["--num_samples", "3"],
+        ["--draft", "ngram", "--num_samples", "3"],
+        ["--prompt", "First"],
+        ["--compile"],
+    ):
+        sample_and_verify(python, *flags)
 
 
 # -- make --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from extra_helpers import DRAFTS
 from extras.decode.cuda_graph import GraphedGPT
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from helpers import (
     FILTERS,
     KINDS,

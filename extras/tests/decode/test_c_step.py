@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from extras.decode.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_comp
 from extras.decode import c_build, c_library, c_pack
 from extras.decode import c_step as compiling
 from extras.decode.c_step import CompileError, compile_step
+from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams, ngram_table
 from extras.decode.quantize import round_weights
 from extras.decode.speculate import BatchState
@@ -514,7 +514,6 @@ A_BIG_ENDIAN_MACHINE = """
 import sys
 sys.byteorder = "big"
 import torch
-from extras.decode.decoder import Decoder
 from extras.decode.quantize import round_weights
 from model import GPT, GPTConfig
 
@@ -539,7 +538,7 @@ def test_int8_is_refused_on_a_big_endian_machine():
 THREADS = """
 import os, threading, torch
 from extras.decode import c_step as compiling
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from extras.decode.speculate import BatchState
 from model import GPT, GPTConfig
 

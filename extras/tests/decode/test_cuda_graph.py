@@ -11,7 +11,6 @@ from extras.decode.c_step import CompileError
 from extras.decode.cuda_graph import TOKENS_AT_ONCE, GraphedGPT
 from helpers import FILTERS, KINDS, V, heads_of, prompts, random_model
 from model import ACTIVATIONS, GPTConfig, Sampling
-from sample import num_slots
 
 NETWORKS = [
     *KINDS,
@@ -32,7 +31,7 @@ def test_tokens_are_those_of_generate(kind):
     for B, T, steps, overflow in ((3, 1, 47, "stop"), (1, 7, 60, "slide"), (2, 60, 30, "slide")):
         filters = FILTERS[(NETWORKS.index(kind) + B) % len(FILTERS)]
         sampling = Sampling(seed=5, overflow=overflow, **filters)
-        graphed = GraphedGPT(model, B, num_slots(T, steps, CONTEXT), sampling)
+        graphed = GraphedGPT(model, B, T + steps if T <= CONTEXT else None, sampling)
         for seed in (None, 6):  # the second generation finds the keys and values of the first
             idx = prompts(B, T)
             got = torch.cat([idx, *graphed.stream(idx, steps, seed)], dim=1)
@@ -89,6 +88,36 @@ def test_what_does_not_fit_is_refused():
     model.train()
     with pytest.raises(RuntimeError, match="train mode"):
         next(graphed.stream(prompts(1, 1), 1))
+
+
+def test_a_stream_whose_cache_a_later_one_has_taken_says_so():
+    """A graph has one cache, so the first text would go on with the keys of the second."""
+    model = network()
+    graphed = GraphedGPT(model, 1, CONTEXT, Sampling(seed=1))
+    first, second = graphed.stream(prompts(1, 8), 20), graphed.stream(prompts(1, 8, 1), 20)
+    next(first)
+    block = next(second)
+    with pytest.raises(RuntimeError, match="a later stream has taken it"):
+        next(first)
+    assert torch.equal(torch.cat([block, *second], dim=1), model.generate(prompts(1, 8, 1), 20, seed=1)[:, 8:])
+
+
+def test_logits_that_are_nan_are_an_error_and_not_tokens():
+    """Tokens come in blocks, and the one with the NaN does not come."""
+    model = network()
+    graphed = GraphedGPT(model, 2, CONTEXT, Sampling(seed=1))
+    expected = torch.cat(list(graphed.stream(prompts(2, 8), 9)), dim=1)
+    weight = model.transformer["wpe"].weight
+    before = weight[12].clone()
+    with torch.no_grad():
+        weight[12] = 3e38
+    blocks = graphed.stream(prompts(2, 8), 9)
+    assert torch.equal(next(blocks), expected[:, :1])
+    with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
+        next(blocks)
+    with torch.no_grad():
+        weight[12] = before
+    assert torch.equal(torch.cat(list(graphed.stream(prompts(2, 8), 9)), dim=1), expected)
 
 
 def test_a_network_of_your_own_is_refused_but_not_a_sampler_or_an_activation(monkeypatch):

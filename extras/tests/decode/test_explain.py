@@ -39,34 +39,33 @@ def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained):
             "attention": f"(1, {fed}, 32)",
             "mlp": f"(1, {fed}, 32)",
             "lm_head": f"(1, {vocab_size})",
-            "sampled": "(1,)",
+            "sampled": "(1, 1)",
         }
-    sampled = re.findall(r"sampled +\(1,\) +('.*?'|\".\")", result.stdout)
+    sampled = re.findall(r"sampled +\(1, 1\) +('.*?'|\".\")", result.stdout)
     assert result.stdout.count("fed at the next step") == 2
     assert [ast.literal_eval(char) for char in sampled] == list(texts_of(trained, PROMPT, 3)[0][T:])
 
 
 def test_explain_leaves_the_model_as_it_was_and_stops_with_the_context(trained, capsys):
     model, tokenizer = load_model(trained / "ckpt.pt")
-    idx = torch.zeros(1, 31, dtype=torch.int64)
-    before = model.generate(idx[:, :5], 10, seed=1)
-    explain(model, tokenizer, idx, 3, Sampling(seed=1))
+    idx = torch.zeros(1, 5, dtype=torch.int64)
+    before = model.generate(idx, 10, seed=1)
+    explain(model, tokenizer, "a" * 31, 3, Sampling(seed=1))
     printed = capsys.readouterr().out
     assert "decode 1, pos 31" not in printed and "the context is full" in printed
-    assert torch.equal(model.generate(idx[:, :5], 10, seed=1), before)
+    assert torch.equal(model.generate(idx, 10, seed=1), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_explain_of_an_attention_of_your_own_is_one_line(monkeypatch, capsys):
+def test_an_attention_of_your_own_cannot_be_explained(monkeypatch):
     def attention(q, k, v, attn_mask=None, is_causal=False, **settings):
         weights = (q @ k.mT / q.size(-1) ** 0.5).tril(k.size(2) - q.size(2)).softmax(-1)
         return weights @ v
 
     model = random_model(GPTConfig(**KINDS[0], block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=8))
     monkeypatch.setattr("model.F.scaled_dot_product_attention", attention)
-    with pytest.raises(SystemExit):
-        explain(model, CharTokenizer("abcdefghijklmnopqrst"), prompts(1, 4), 3, Sampling(seed=0))
-    assert "--explain watches F.scaled_dot_product_attention" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--explain watches F\.scaled_dot_product_attention"):
+        explain(model, CharTokenizer("abcdefghijklmnopqrst"), "abca", 3, Sampling(seed=0))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -77,7 +76,7 @@ def test_attention_weights_give_the_output_of_the_layer(kind):
     weights = attention_weights(model, idx, layer=1)
     with torch.no_grad(), watch(model, layer=1) as seen:
         model(idx, pos=torch.arange(9))
-        heads = [attn.heads[i * len(attn.heads) // 4] for i in range(4)]
-        values = torch.stack([head.value_cache for head in heads], dim=1)
+        heads = model.kv_cache.heads[1]
+        values = torch.stack([heads[i * len(heads) // 4].value_cache for i in range(4)], dim=1)
         out = attn.c_proj((weights @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, seen["attention"])

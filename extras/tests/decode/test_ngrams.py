@@ -5,11 +5,11 @@ import collections
 import numpy as np
 import pytest
 import torch
-from extras.decode.decoder import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extra_helpers import NGRAMS, TEXT, WAYS
+from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams, ngram_table
 from helpers import MODELS, V, prompts, random_model
 from model import GPTConfig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from extra_helpers import DRAFTS, TEXT, assert_same_as_alone, needs_compiler
 from extras.decode.c_pack import int8_panels
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import BLOCK, quantize, round_weights
 from helpers import PROMPT, V, a_filter, a_model, a_seed, ok, prompts, random_model, sample

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extra_helpers import NGRAMS, a_draft, needs_compiler
-from extras.decode.decoder import MOST_DRAFTS, NUM_DRAFTS, Decoder
+from extras.decode.engine import MOST_DRAFTS, NUM_DRAFTS, Decoder
 from extras.decode.ngrams import count_ngrams
 from helpers import CONTEXT, V, a_filter, a_model, a_seed, prompts, random_model
 from model import GPTConfig
@@ -98,7 +98,7 @@ def test_the_c_backend_drafts_as_much_as_pays():
 def test_a_draft_token_is_drawn_with_the_noise_of_its_own_position(compile, monkeypatch):
     """Model and table hold all tokens equally likely, so the noise alone decides, and every draft token is accepted."""
     flat = torch.zeros(1, V), torch.zeros(1, V, dtype=torch.int32)
-    monkeypatch.setattr("extras.decode.decoder.ngram_table", lambda *_: flat)
+    monkeypatch.setattr("extras.decode.engine.ngram_table", lambda *_: flat)
     monkeypatch.setattr("extras.decode.c_step.MIN_CHANCE_SMALL", 0.0)
     model = constant_model(4, context=64)
     with torch.no_grad():

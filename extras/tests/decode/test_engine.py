@@ -1,6 +1,7 @@
 """Drafts and prompts of different lengths: other ways to the same tokens."""
 
 import contextlib
+import copy
 import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extra_helpers import NGRAMS, WAYS, a_draft, a_way, assert_same_as_alone, without_minus_one
-from extras import generation
-from extras.decode.decoder import Decoder
+from extra_helpers import DRAFTS, WAYS, a_draft, a_way, assert_same_as_alone, needs_compiler, without_minus_one
+from extras.decode.engine import Decoder
 from helpers import (
     CONTEXT,
     MODELS,
@@ -25,8 +25,7 @@ from helpers import (
     random_model,
     stream,
 )
-from model import CharTokenizer, GPTConfig, Sampling, clear_kv_cache
-from sample import GeneratedText
+from model import GPTConfig, Sampling, clear_kv_cache
 
 
 @settings(max_examples=20)
@@ -43,25 +42,12 @@ def test_prompts_of_any_lengths_get_the_tokens_that_each_gets_alone(model, draft
 
 @settings(max_examples=15)
 @given(a_model, a_way, st.lists(st.integers(0, 2), min_size=1, max_size=6), a_filter, a_seed)
-def test_samples_of_the_same_prompts_share_a_prefill_and_no_noise(model, draft, which, filters, seed):
-    """Rows that begin alike stay apart from each other, in any order."""
+def test_rows_of_the_same_prompt_stay_apart_from_each_other(model, draft, which, filters, seed):
+    """In any order. The C backend reads a prompt once and copies its keys and values to the other rows."""
     ragged = [prompts(1, n, n)[0] for n in (1, 6, CONTEXT - 2)]
     rows = [ragged[i] for i in which]
     got = Decoder(model, **draft).generate(rows, CONTEXT, seed=seed, **filters)
     assert_same_as_alone(model, got, rows, CONTEXT, range(len(rows)), seed, filters)
-
-
-@pytest.mark.parametrize("draft", [None, "ngram"])
-def test_a_prompt_is_read_once_for_all_of_its_samples(draft):
-    model, fed = MODELS[0], []
-    a, b = prompts(1, 7, 1)[0], prompts(1, 5, 2)[0]
-    handle = model.transformer["wte"].register_forward_hook(lambda module, args, out: fed.append(args[0].shape))
-    try:
-        next(iter(Decoder(model, draft, NGRAMS).stream([a, b, a, a], 3, seed=1)))
-        assert fed.pop(0) == (2, 6)
-    finally:
-        handle.remove()
-        clear_kv_cache(model)
 
 
 @settings(max_examples=20)
@@ -135,7 +121,7 @@ def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow
         for when in (1, 4):
             blocks = []
             ended = [False] * 3
-            for block in decoder.generation(list(idx), steps, Sampling(seed=1, overflow=overflow), ended):
+            for block in decoder.run(list(idx), steps, Sampling(seed=1, overflow=overflow), ended, {}):
                 blocks.append(block)
                 if len(blocks) == when:
                     ended[:] = [row in leavers for row in range(3)]
@@ -219,6 +205,36 @@ def test_train_mode_is_refused_as_by_a_gpt():
     assert_train_mode_is_refused(lambda model, *args: Decoder(model).stream(*args))
 
 
+@needs_compiler
+def test_the_c_backend_refuses_train_mode_at_its_next_call():
+    model = random_model(MODELS[0].config)
+    decoder = Decoder(model, compile=True)
+    blocks = iter(decoder.stream(prompts(1, 3), 9, seed=1))
+    next(blocks)
+    model.train()
+    for each in (blocks, iter(decoder.stream(prompts(1, 3), 9, seed=1))):
+        with pytest.raises(RuntimeError, match=r"train mode.*model\.eval\(\)"):
+            next(each)
+    model.eval()
+    assert torch.equal(decoder.generate(prompts(1, 3), 9, seed=1), model.generate(prompts(1, 3), 9, seed=1))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_logits_that_are_nan_are_an_error_after_the_tokens_before(draft):
+    """From position 9 on, the embedding of the position overflows."""
+    good = random_model(GPTConfig(block_size=CONTEXT, vocab_size=V, n_layer=2, n_head=4, n_embd=32))
+    broken = copy.deepcopy(good)
+    with torch.no_grad():
+        broken.transformer["wpe"].weight[9:] = 3e38
+    idx = prompts(2, 4)
+    blocks = []
+    with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
+        for block in Decoder(broken, **DRAFTS[draft]).stream(idx, CONTEXT, seed=1):
+            blocks.append(block)
+    for ours, theirs in zip(without_minus_one(idx, blocks), good.generate(idx, CONTEXT, seed=1)):
+        assert len(ours) > 4 and torch.equal(ours, theirs[: len(ours)])
+
+
 def interrupt_at(model, call):
     """Let the call-th forward of layer 1 raise KeyboardInterrupt, as Ctrl-C would. Returns the handle of the hook."""
     calls = itertools.count(1)
@@ -254,55 +270,3 @@ def test_a_decoders_stream_may_be_left_and_taken_up_outside_of_inference_mode():
     with torch.inference_mode():
         blocks = [idx, next(stream)]
     assert torch.equal(torch.cat([*blocks, *stream], dim=1), model.generate(idx, 6, seed=1))
-
-
-# -- --verify ----------------------------------------------------------------------------------------------------------
-
-
-def test_verify_takes_each_row_for_its_own_sample_and_prompt(capsys):
-    """Rows are compared in groups of one length, so a mix-up would compare a row with the noise of another sample."""
-    model, sampling = MODELS[3], Sampling(seed=5, samples=[4, 0, 9, 4])
-    tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
-    ragged = [prompts(1, n, n)[0] for n in (3, 7, 3, 1)]
-    ids = [row.tolist() for row in Decoder(model).generate(ragged, 6, **vars(sampling))]
-
-    def verify(rows):
-        texts = [GeneratedText(row, tokenizer) for row in rows]
-        code = generation.verify(model, ragged, texts, 6, sampling, tokenizer)
-        return code, capsys.readouterr().err.splitlines()
-
-    summary = "sample.py: verify: OK, 24 tokens are the same with and without the cache (4 of 4 samples)"
-    code, said = verify(ids)
-    assert code == 0 and said[0] == summary
-    for row, step in ((0, 0), (1, 5), (2, 2), (3, 4)):
-        place = len(ragged[row]) + step
-        wrong = [list(text) for text in ids]
-        wrong[row][place] = (wrong[row][place] + 1) % V
-        code, (line,) = verify(wrong)
-        text, pick = (repr(tokenizer.decode([each[row][place]])) for each in (wrong, ids))
-        says = f"the text has {text}, but with and without the cache, the model picks {pick}. "
-        assert code == 1 and f"DIFFERENT at row {row}, new token {step}: {says}" in line
-        wrong[row] = ids[row][:place]  # a text that ends too early
-        code, (line,) = verify(wrong)
-        assert code == 1 and f"DIFFERENT at row {row}: it ends after {step} of 6 new tokens" in line
-
-
-def test_verify_sees_a_broken_cache_that_a_decoder_does_not_use(monkeypatch, capsys):
-    """README's edit puts each decode step one position too far. A Decoder has positions of its own."""
-    model, sampling = MODELS[3], Sampling(seed=5, samples=[0])
-    tokenizer = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
-    prompt = prompts(1, 4)[0]
-    texts = [GeneratedText(Decoder(model).generate(prompt[None], 9, seed=5)[0].tolist(), tokenizer)]
-    assert generation.verify(model, [prompt], texts, 9, sampling, tokenizer) == 0
-    arange = torch.arange
-
-    @torch.inference_mode()
-    def next_logits(self, idx, start=0, cache=None):
-        pos = arange(start, start + idx.size(1)) + (start > 0)
-        with cache.extend(start, *idx.shape) if cache is not None else contextlib.nullcontext():
-            return self.unembed(self.hidden_states(idx, pos, cache)[:, -1])
-
-    monkeypatch.setattr(type(model), "next_logits", next_logits)
-    capsys.readouterr()
-    assert generation.verify(model, [prompt], texts, 9, sampling, tokenizer) == 1
-    assert "with the cache" in capsys.readouterr().err

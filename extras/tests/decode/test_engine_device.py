@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from extras.decode.cuda_graph import TOKENS_AT_ONCE, GraphedGPT
-from extras.decode.decoder import Decoder
+from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams
 from model import Sampling
 from pretend import DEVICE, IDX, LEARNED, ROPE, both, pretend_device
