@@ -283,6 +283,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.kv_cache = None  # the KVCache that new_cache made last, to look at
+        self.source = None  # what build_model made it from, for messages
         self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
@@ -695,6 +696,7 @@ def build_model(checkpoint):
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight
+    model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
     model.ngrams = checkpoint.get("ngrams")
     for name, p in model.named_parameters():
         if not torch.isfinite(torch.stack(p.detach().aminmax())).all():
@@ -745,4 +747,5 @@ def load_model(path):
     path  a checkpoint, or the folder of a run
     """
     checkpoint = load_checkpoint(path)
-    return build_model(checkpoint).eval(), char_tokenizer(checkpoint)
+    tokenizer = char_tokenizer(checkpoint)
+    return build_model(checkpoint).eval(), tokenizer

@@ -25,13 +25,10 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
-        NEAR_TIE,
         Sampling,
-        build_model,
-        char_tokenizer,
         find_checkpoint,
         generate,
-        load_checkpoint,
+        load_model,
         near_tie,
         num_threads,
         pick_device,
@@ -45,7 +42,7 @@ except KeyboardInterrupt:
 
 EXTRAS = Path(__file__).resolve().parent / "extras"
 SEPARATOR = "\n---------------\n"  # between samples
-FAR = 100 * NEAR_TIE  # between logits, keys or values; rounding alone does not explain it
+FAR = 1e-2  # between two logits, keys or values: rounding alone does not explain that
 GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, overtakes two CPU cores
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -87,10 +84,9 @@ def parse_args():
     add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
     args, unknown = parser.parse_known_args()
     if unknown:
-        similar = difflib.get_close_matches(
-            unknown[0].partition("=")[0], parser._option_string_actions, n=1, cutoff=0.7
-        )
-        more = f": did you mean {similar[0]}?" if similar else "" if unknown[0][:1] == "-" else ': type --prompt "TEXT"'
+        name = unknown[0].partition("=")[0]
+        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
+        more = f": did you mean {similar[0]}?" if similar else "" if name[:1] == "-" else ': type --prompt "TEXT"'
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{more}")
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
@@ -134,29 +130,22 @@ def extras(module, what):
 
 
 def open_model(args):
-    """Return (model, tokenizer, what it is) for the flags. Raises OSError or ValueError.
+    """Return (model, tokenizer) for the flags. Raises OSError or ValueError.
 
     model.py reads checkpoints of characters. Whatever else the file or folder is, extras reads it or says what it is.
     """
     if args.engine == "onnx":
         model = extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
-        return model, model.tokenizer, str(model.file)
+        return model, model.tokenizer
     path = find_checkpoint(args.ckpt or args.out_dir)
-    checkpoint = {}
-    if not args.meta and not path.is_dir():
-        try:
-            checkpoint = load_checkpoint(path)
-        except (OSError, ValueError):
-            if not EXTRAS.is_dir():
-                raise
-    if "chars" in checkpoint:
-        model, tokenizer = build_model(checkpoint).eval(), char_tokenizer(checkpoint)
-        step = checkpoint.get("iter_num", "unknown")
-    else:
-        model, tokenizer, step = extras("formats.checkpoint", path).open_model(path, args.meta)
-    if args.weights == "int8":
-        extras("decode.quantize", "--weights int8").round_weights(model)
-    return model, tokenizer, f"{path}, step {step}"
+    if args.meta:
+        return extras("formats.checkpoint", "--meta").load_model(path, args.meta)
+    try:
+        return load_model(path)
+    except (OSError, ValueError):
+        if not EXTRAS.is_dir():
+            raise
+    return extras("formats.checkpoint", path).load_model(path)
 
 
 def put_on_device(model, args):
@@ -198,9 +187,8 @@ def newlines(text):  # as when reading a file
 class Text:
     """A prompt and its continuation.
 
-    prompt, ids  their tokens: those of the prompt, and all so far, including those of a stop string
-    text         their text, without the first stop string in the continuation. If two end at once, the longer one
-                 counts
+    prompt, ids  tokens: those of the prompt, and all so far, including those of a stop string
+    text         their text, up to the first stop string in the continuation. If two end at once, the longer one counts
     ended        whether there was one
     """
 
@@ -216,17 +204,14 @@ class Text:
         # no later token changes.
         self.whole = ""
         self.begin = self.end = self.skip = 0
-        self.text = ""
-        self.taken = 0  # how much of it new_piece has returned
         self.decode()
         self.prompt_length = len(self.text)
+        self.taken = 0  # characters that new_piece has returned
 
     def add(self, tokens):
         """Append a list of tokens, up to the one that completes a stop string."""
         at_once = 1 if self.stops else max(1, len(tokens))
         for i in range(0, len(tokens), at_once):
-            if self.ended:
-                return
             since = max(self.prompt_length, len(self.text) - self.longest_stop)
             self.ids += tokens[i : i + at_once]
             self.decode()
@@ -234,6 +219,7 @@ class Text:
             if found:
                 self.ended = True
                 self.text = self.text[: min(found)[1]]
+                return
 
     def decode(self):
         """Bring `text` up to date with `ids`."""
@@ -247,17 +233,12 @@ class Text:
             self.skip = len(self.tokenizer.decode(self.ids[self.begin :]))
 
     def new_piece(self, final=False):
-        """Return the text since the last call that no later token can change; the rest of it if this is the end."""
+        """Return the text since the last call that no later token can change, and at the end the rest."""
         text = self.text
-        if not (final or self.ended):
-            if self.ids[-1] in self.tokenizer.byte_ids:
-                text = self.whole
-            # an incomplete character decodes to one replacement character, or to one per byte, at most three
-            text = text[: len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))]
-            # the last characters may be the first of a stop string
-            text = text[: max(self.prompt_length, len(text) - self.longest_stop)]
+        if not (final or self.ended):  # the last characters may be the first of a stop string
+            text = self.whole[: max(self.prompt_length, len(self.whole) - self.longest_stop)]
         piece = text[self.taken :]
-        self.taken = max(self.taken, len(text))
+        self.taken += len(piece)
         return piece
 
 
@@ -302,11 +283,7 @@ def generate_texts(
     if sampling.overflow == "stop" and longest >= block_size:
         fits = f"use at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
         raise ValueError(f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} is full: {fits}")
-
     rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]
-    ended = [False] * len(rows)
-    stats = {} if stats is None else stats
-    stats.update(rows=rows, times=[])
 
     def write(final=False):
         for i, row in enumerate(rows):
@@ -314,6 +291,9 @@ def generate_texts(
             if piece and on_text:
                 on_text(i, piece)
 
+    ended = [False] * len(rows)
+    stats = {} if stats is None else stats
+    stats.update(rows=rows, times=[])
     all_threads = torch.get_num_threads()
     try:
         blocks = open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile)
@@ -323,18 +303,19 @@ def generate_texts(
             tokens = block.tolist()  # waits for the device
             stats["times"].append(time.perf_counter() - began)
             for i, row in enumerate(rows):
-                row.add([token for token in tokens[i] if token >= 0])
+                if not row.ended:
+                    row.add([token for token in tokens[i] if token >= 0])
                 ended[i] = row.ended
             write()
             if all(ended):
                 break
     finally:
         torch.set_num_threads(all_threads)
-    write(final=True)
     for row in rows:
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
         if len(row.ids) - len(row.prompt) < asked and not row.ended:
             raise RuntimeError(f"a text ended after {len(row.ids) - len(row.prompt)} of {asked} new tokens")
+    write(final=True)
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
 
 
@@ -361,6 +342,7 @@ def report(args, model, stats):
     if max(new) > 1:
         line += f"TPOT {(times[-1] - times[0]) / (max(new) - 1) * 1e3:.3f} ms, "
     print(file=sys.stderr)
+    note(f"using {model.source}")
     note(f"{line}{sum(new) / times[-1]:,.0f} tokens/s")
     if args.kv_cache:
         rows, heads, slots, size = model.kv_cache.key[0].shape
@@ -380,53 +362,60 @@ def report(args, model, stats):
 
 
 @torch.inference_mode()
-def verify(model, row, number, sampling, cache):
-    """Feed a Text to the model again, without the cache and with a new one: does it pick the same tokens?
+def verify(model, rows, cache, settings, num_samples):
+    """Feed Texts to the model again, without the cache and with a new one: does it pick the same tokens?
 
-    number    that of the row in the run
-    sampling  that of the row
     cache     what the run has left, a KVCache: its keys and values must be those of the new one; None: there is none
-    Returns (same, seconds): True, or "near-tie" if rounding explains what differs, or None; and the seconds without the
-    cache and with it, a tensor `(2,)`.
+    settings  those of Sampling
+    Prints what it finds, and returns the exit code.
     """
     block_size = model.config.block_size
-    T = len(row.prompt)
-    ids = torch.tensor([row.ids], device=model.device)
-    new = model.new_cache(1)
-    begin = 0  # of the context
-    same = True
+    longest = max(len(row.ids) for row in rows)
     seconds = torch.zeros(2)
-    apart = [torch.zeros(())]  # differences between numbers, which the cache must not change
-    for end, noise in enumerate(sampling.noise(1, len(row.ids) - T, model.config.vocab_size, model.device), T):
-        context = slide(ids[:, begin:end], block_size)
-        if context.size(1) < end - begin:
-            begin = end - context.size(1)
-            new.length = 0
-        times = [time.perf_counter()]
-        without = model(context, last=True)[0][0].cpu()  # waits for the device
-        times.append(time.perf_counter())
-        cached = model(context[:, new.length :], cache=new, last=True)[0][0].cpu()
-        times.append(time.perf_counter())
-        seconds += torch.tensor(times).diff()
-        apart.append((without - cached).abs().max())
-        noise = noise[0].cpu()
-        pair = (row.ids[end], sample_token(without, noise, sampling).item())
-        if pair[0] != pair[1]:
-            same = "near-tie" if near_tie(without, noise, pair, sampling) else None
-            what = "near-tie, which rounding decides," if same else "DIFFERENT"
-            ours, theirs = (repr(row.tokenizer.decode([token])) for token in pair)
-            picks = f"the text has {ours}, but without the cache, the model picks {theirs}"
-            note(f"verify: {what} at row {number}, new token {end - T}: {picks}")
-            if not same:
-                return None, seconds
-    if cache is not None:
-        for run, fresh in zip(cache.key + cache.value, new.key + new.value):
-            apart.append((run[number, :, : new.length] - fresh[0, :, : new.length]).abs().max().cpu())
-    worst = torch.stack(apart).max().item()
-    if not worst < FAR:  # NaN, too
-        note(f"verify: DIFFERENT at row {number}: logits, keys or values are up to {worst:.5f} from those of the text")
-        return None, seconds
-    return same, seconds
+    near_ties = set()
+    for number, row in enumerate(rows):
+        sampling = Sampling(**settings, samples=[number % num_samples])
+        T = len(row.prompt)
+        ids = torch.tensor([row.ids], device=model.device)
+        new = model.new_cache(1)
+        begin = 0  # of the context
+        apart = []  # differences that rounding must explain
+        for end, noise in enumerate(sampling.noise(1, len(row.ids) - T, model.config.vocab_size, model.device), T):
+            context = slide(ids[:, begin:end], block_size)
+            if context.size(1) < end - begin:
+                begin = end - context.size(1)
+                new.length = 0
+            logits = []
+            for i, (fed, kv_cache) in enumerate(((context, None), (context[:, new.length :], new))):
+                began = time.perf_counter()
+                logits.append(model(fed, cache=kv_cache, last=True)[0][0].cpu())  # waits for the device
+                seconds[i] += time.perf_counter() - began
+            apart.append((logits[0] - logits[1]).abs().max())
+            noise = noise[0].cpu()
+            pair = (row.ids[end], sample_token(logits[0], noise, sampling).item())
+            if pair[0] != pair[1]:
+                tie = near_tie(logits[0], noise, pair, sampling)
+                ours, theirs = (repr(row.tokenizer.decode([token])) for token in pair)
+                what = f"{'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {number}"
+                pick = f"the text has {ours}, but without the cache, the model picks {theirs}"
+                note(f"verify: {what}, new token {end - T}: {pick}")
+                if not tie:
+                    return 1
+                near_ties.add(number)
+        # after a slide, the cache has lost a text that ended before
+        if cache is not None and (len(row.ids) == longest or longest <= block_size):
+            for ours, theirs in zip(cache.key + cache.value, new.key + new.value):
+                apart.append((ours[number, :, : new.length] - theirs[0, :, : new.length]).abs().max().cpu())
+        worst = torch.stack(apart).max().item()
+        if not worst < FAR:  # NaN, too
+            note(f"verify: DIFFERENT at row {number}: logits, keys or values are up to {worst:.5f} from the text's")
+            return 1
+    num_new = sum(len(row.ids) - len(row.prompt) for row in rows)
+    same = f"OK{' up to near-ties' if near_ties else ''}, {num_new} tokens are the same with and without the cache"
+    note(f"verify: {same} ({len(rows) - len(near_ties)} of {len(rows)} samples)")
+    without, cached = seconds.tolist()
+    note(f"verify: {cached:.2f} s with the cache, {without:.2f} s without: {without / cached:.1f} times as fast")
+    return 0
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
@@ -434,32 +423,27 @@ def verify(model, row, number, sampling, cache):
 
 def main():
     args = parse_args()
-    if EXTRAS.is_dir():  # threads that spin on a busy machine can be 40 times slower
-        extras("threads", "waiting").share_cores()
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
-    what = None  # the model
+    stats = {}
 
     def on_text(row, piece):  # the first text appears as it arrives, and the rest at the end
-        nonlocal what
-        if what:  # only now, because a mistake is a single line
-            note(f"using {what}")
-            what = None
         if row == 0:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
     try:
-        model, tokenizer, what = open_model(args)
-        if args.engine == "torch":
+        if EXTRAS.is_dir():
+            extras("threads", "sharing").share_cores()  # threads that spin on a busy machine can be 40 times slower
+        model, tokenizer = open_model(args)
+        reference = model  # for --verify
+        if args.engine == "onnx":
+            reference = model.exported_from(find_checkpoint(args.out_dir)) if args.verify else None
+        else:
             put_on_device(model, args)
         prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
         if args.explain:
             explain = extras("decode.explain", "--explain").explain
             return explain(model, tokenizer, prompts[0], args.max_new_tokens, Sampling(**settings))
-        reference = model  # for --verify
-        if args.verify and args.engine == "onnx":
-            reference = model.exported_from(load_checkpoint(find_checkpoint(args.out_dir)))
-        stats = {}
         how = dict(num_samples=args.num_samples, stop=list(map(newlines, args.stop)), kv_cache=args.kv_cache)
         how |= dict(draft=args.draft, compile=args.compile, on_text=on_text, stats=stats)
         texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, **how, **settings)
@@ -470,30 +454,9 @@ def main():
     sys.stdout.write("".join(SEPARATOR + text for text in others) + ("\n" if sys.stdout.isatty() else ""))
     sys.stdout.flush()
     report(args, model, stats)
-    if not args.verify:
-        return 0
-    return verify_all(args, reference, stats["rows"], model.kv_cache if args.kv_cache else None, settings)
-
-
-def verify_all(args, model, rows, cache, settings):
-    """Verify all rows and report the result. Returns the exit code."""
-    longest = max(len(row.ids) for row in rows)
-    seconds = torch.zeros(2)
-    near_ties = 0
-    for number, row in enumerate(rows):
-        # after a slide, the cache has lost a text that ended before
-        held = cache if len(row.ids) == longest or longest <= model.config.block_size else None
-        sampling = Sampling(**settings, samples=[number % args.num_samples])
-        same, took = verify(model, row, number, sampling, held)
-        if not same:
-            return 1
-        near_ties += same == "near-tie"
-        seconds += took
-    new = sum(len(row.ids) - len(row.prompt) for row in rows)
-    found = f"OK{' up to near-ties' if near_ties else ''}, {new} tokens are the same with and without the cache"
-    note(f"verify: {found} ({len(rows) - near_ties} of {len(rows)} samples)")
-    without, cached = seconds.tolist()
-    note(f"verify: {cached:.2f} s with the cache, {without:.2f} s without: {without / cached:.1f} times as fast")
+    if args.verify:
+        cache = model.kv_cache if args.kv_cache else None
+        return verify(reference, stats["rows"], cache, settings, args.num_samples)
     return 0
 
 

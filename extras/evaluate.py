@@ -52,7 +52,7 @@ def val_text(data_dir):
 
 def encode(tokenizer, text):
     """Return the ids of the text as a tensor `(N,)`. Raises ValueError."""
-    pieces = [tokenizer.encode(text)] if tokenizer.unit == "characters" else tokenizer.encode_pieces([text])
+    pieces = [tokenizer.encode(text)] if tokenizer.unit != "tokens" else tokenizer.encode_pieces([text])
     return torch.tensor(list(itertools.chain.from_iterable(pieces)))
 
 

@@ -124,7 +124,7 @@ def explain(model, tokenizer, text, max_new_tokens, sampling):
                 ("attention", seen["attention"], "weights times values, heads side by side, through c_proj"),
                 ("mlp", seen["mlp"], ""),
                 ("lm_head", seen["lm_head"], f"logits, of the last {unit[:-1]} only"),
-                ("sampled", new, f"{token!r}, fed at the next step" if step + 1 < steps else repr(token)),
+                ("sampled", new[:, 0], f"{token!r}, fed at the next step" if step + 1 < steps else repr(token)),
             ):
                 shape = "none" if value is None else str(tuple(value.shape))
                 print(f"    {name:14}{shape:20}{remark}".rstrip())

@@ -14,19 +14,9 @@ OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
 
 
 def load_model(path, meta=None):
-    """Return (model, tokenizer): the GPT on the CPU in eval mode, and its tokenizer.
+    """Return (model, tokenizer): the GPT on the CPU in eval mode, and its tokenizer. Without one, text is ids.
 
     The arguments and errors are those of load_checkpoint.
-    """
-    checkpoint = load_checkpoint(path, meta)
-    tokenizer = build_tokenizer(checkpoint)
-    return build_model(checkpoint).eval(), tokenizer
-
-
-def open_model(path, meta=None):
-    """Return (model, tokenizer, step) as load_model does, for sample.py. Without a vocabulary, text is ids.
-
-    step  how long the model was trained, or "unknown"
     """
     checkpoint = load_checkpoint(path, meta)
     if checkpoint.keys() & {"chars", "tokenizer"}:
@@ -34,7 +24,7 @@ def open_model(path, meta=None):
     else:
         tokenizer = IdTokenizer(checkpoint["model_args"]["vocab_size"])
         note("the checkpoint has no vocabulary, so this is ids; --meta takes nanoGPT's meta.pkl or a tokenizer")
-    return build_model(checkpoint).eval(), tokenizer, checkpoint.get("iter_num", "unknown")
+    return build_model(checkpoint).eval(), tokenizer
 
 
 def build_model(checkpoint):

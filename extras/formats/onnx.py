@@ -272,6 +272,7 @@ class OnnxGPT:
         if file.suffix != ".onnx" and not file.is_file():  # a folder that export.py wrote to
             file = file / "onnx" / "model.onnx"
         self.file = file
+        self.source = str(file)
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
             run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else Path("out")
             where = "" if run == Path("out") else f" --out_dir {shlex.quote(str(run))}"
@@ -327,11 +328,11 @@ class OnnxGPT:
                 raise ValueError(f"{self.file}: {changed}: {name} has the fixed shape {each.shape}")
         return dtypes
 
-    def exported_from(self, checkpoint, hint="pass the folder of its ckpt.pt as --out_dir"):
+    def exported_from(self, path, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
-        model = build_model(checkpoint).eval()
+        model = build_model(load_checkpoint(path)).eval()
         if weights_sha256(model) != self.weights_sha256:
-            raise ValueError(f"{self.file} was not exported from {checkpoint['path']}: {hint}")
+            raise ValueError(f"{self.file} was not exported from {path}: {hint}")
         return model
 
     def refuse_stale(self):
@@ -342,7 +343,7 @@ class OnnxGPT:
         for folder in self.file.resolve().parents[:3]:
             file = next((folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()), None)
             if file and self.weights_sha256:
-                self.exported_from(load_checkpoint(file), "export again, or move it out of the folder of that run")
+                self.exported_from(file, "export again, or move it out of the folder of that run")
                 return
 
     def parameters(self):
