@@ -435,6 +435,8 @@ def main():
         if EXTRAS.is_dir():
             extras("threads", "sharing").share_cores()  # threads that spin on a busy machine can be 40 times slower
         model, tokenizer = open_model(args)
+        if args.weights == "int8":
+            extras("decode.quantize", "--weights int8").round_weights(model)
         reference = model  # for --verify
         if args.engine == "onnx":
             reference = model.exported_from(find_checkpoint(args.out_dir)) if args.verify else None
