@@ -190,7 +190,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         least = 1 if name in COUNTS else 0
         most = MOST.get(name, math.inf)
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
-            raise ValueError(f"--{name} {value} is not from {least} to {most}")
+            limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise ValueError(f"--{name} {value} is not {limits}")
         if value == "":
             raise ValueError(f"--{name} is empty")
 
