@@ -190,7 +190,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         least = 1 if name in COUNTS else 0
         most = MOST.get(name, math.inf)
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
-            raise ValueError(f"--{name} {value} is not from {least} to {most}")
+            limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise ValueError(f"--{name} {value} is not {limits}")
         if value == "":
             raise ValueError(f"--{name} is empty")
 
@@ -729,12 +730,13 @@ def main():
     first_step = step
 
     # the folder
+    lock = nullcontext()
     with one_line_errors():
         if RANK == 0:
             try:
                 out_dir.mkdir(parents=True, exist_ok=True)
                 if extras:
-                    lock = extras.cli.lock_folder(out_dir)  # noqa: F841  until the process ends
+                    lock = extras.cli.lock_folder(out_dir)
                 begin_folder(out_dir, newest=step - num_unlogged if resuming else None)
             except OSError as error:
                 hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
@@ -776,98 +778,101 @@ def main():
     row_step = step
     began = row_began - seconds
     grad_norm = None
-    while True:
-        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-            group["lr"] = group["peak_lr"] * lr_multiplier(step, config)  # AdamW and Muon each have their own peak
+    micro_steps = config.gradient_accumulation_steps
+    decay_iters = config.lr_decay_iters or config.max_iters
+    with lock, bar:
+        while True:
+            for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
+                group["lr"] = group["peak_lr"] * lr_multiplier(step, config)  # AdamW and Muon each have their own peak
 
-        # As in nanoGPT, we log, evaluate and save before a step. A stop only saves, and the resumed run begins with
-        # what that has put off.
-        ending = step >= config.max_iters
-        evaluating = ending or step % config.eval_interval == 0
-        saving = evaluating or step % config.save_interval == 0
-        logging = saving or step % config.log_interval == 0
-        stop = stop_signal(signals)
-        if num_unlogged and (logging or stop):
-            # every process keeps the mean over all of them, so that any number of processes can resume
-            loss_sum.fill_(all_reduce(loss_sum.item()) / WORLD_SIZE)
-            train_loss = loss_sum.item() / num_unlogged
-            speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
+            # As in nanoGPT, we log, evaluate and save before a step. A stop only saves, and the resumed run begins with
+            # what that has put off.
+            ending = step >= config.max_iters
+            evaluating = ending or step % config.eval_interval == 0
+            saving = evaluating or step % config.save_interval == 0
+            logging = saving or step % config.log_interval == 0
+            stop = stop_signal(signals)
+            if num_unlogged and (logging or stop):
+                # every process keeps the mean over all of them, so that any number of processes can resume
+                loss_sum.fill_(all_reduce(loss_sum.item()) / WORLD_SIZE)
+                train_loss = loss_sum.item() / num_unlogged
+                speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
 
-            # evaluate
-            val_loss = None
-            if evaluating and not stop:
-                val_loss = evaluate(model, data.val, eval_tokens, autocast, signals)
-                stop = stop_signal(signals)  # it has cut the evaluation short
-            finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
-            if not finite:  # before broken weights replace a checkpoint
-                hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
-                sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
-            seconds = round(time.perf_counter() - began, 3)
+                # evaluate
+                val_loss = None
+                if evaluating and not stop:
+                    val_loss = evaluate(model, data.val, eval_tokens, autocast, signals)
+                    stop = stop_signal(signals)  # it has cut the evaluation short
+                finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
+                if not finite:  # before broken weights replace a checkpoint
+                    hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
+                    sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
+                seconds = round(time.perf_counter() - began, 3)
 
-            # log
-            if not stop:
-                if evaluating:
-                    evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
-                    best_val_loss = min(val_loss, best_val_loss)
-                lr = config.learning_rate * lr_multiplier(step - 1, config)  # of the last step
-                norm = None if grad_norm is None else grad_norm.item()
-                if RANK == 0:
-                    with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
-                        csv.writer(file).writerow((step, seconds, train_loss, val_loss, lr, round(speed), norm))
-                val = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
-                text = f"loss {train_loss:.4f}, {val if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
-                bar.set_postfix_str(text)
-                if bar.disable:
-                    left = seconds / step * (config.max_iters - step)
-                    print(f"step {step}/{config.max_iters}: {text}, {left:.0f} s left", flush=True)
-                loss_sum.zero_()
-                num_unlogged = 0
+                # log
+                if not stop:
+                    if evaluating:
+                        evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
+                        best_val_loss = min(val_loss, best_val_loss)
+                    lr = config.learning_rate * lr_multiplier(step - 1, config)  # of the last step
+                    norm = None if grad_norm is None else grad_norm.item()
+                    if RANK == 0:
+                        with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
+                            csv.writer(file).writerow((step, seconds, train_loss, val_loss, lr, round(speed), norm))
+                    val = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
+                    text = f"loss {train_loss:.4f}, {val if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
+                    bar.set_postfix_str(text)
+                    if bar.disable:
+                        left = seconds / step * (config.max_iters - step)
+                        print(f"step {step}/{config.max_iters}: {text}, {left:.0f} s left", flush=True)
+                    loss_sum.zero_()
+                    num_unlogged = 0
 
-            # save
-            if evaluating and not stop and evals_since_best == 0:
-                save("ckpt.pt")
-            if saving or stop:
-                progress = dict(seconds=seconds, num_unlogged=num_unlogged, loss_sum=loss_sum)
-                progress |= dict(evals_since_best=evals_since_best, scaler=scaler.state_dict())
-                progress["loss"] = {name: p for name, p in training_loss.state_dict().items() if name[:6] != "model."}
-                progress["optimizer"] = [optimizer.state_dict() for optimizer in optimizers]
-                save("last.pt", **progress)
-        if stop or ending or (config.patience and evals_since_best >= config.patience):
-            break
+                # save
+                if evaluating and not stop and evals_since_best == 0:
+                    save("ckpt.pt")
+                if saving or stop:
+                    progress = dict(seconds=seconds, num_unlogged=num_unlogged, loss_sum=loss_sum)
+                    progress |= dict(evals_since_best=evals_since_best, scaler=scaler.state_dict())
+                    weights = training_loss.state_dict()
+                    progress["loss"] = {name: weights[name] for name in weights if not name.startswith("model.")}
+                    progress["optimizer"] = [optimizer.state_dict() for optimizer in optimizers]
+                    save("last.pt", **progress)
+            if stop or ending or (config.patience and evals_since_best >= config.patience):
+                break
 
-        # forward and backward
-        if num_unlogged == 0:  # the first step of a row
-            row_began = time.perf_counter()
-            row_step = step
-        mean_loss = 0.0
-        for micro_step in range(config.gradient_accumulation_steps):
-            number = step * config.gradient_accumulation_steps + micro_step
-            x, y, where = get_batch(data.train, config, number, device)
-            left = torch.tensor(max(0.0, 1 - step / (config.lr_decay_iters or config.max_iters)), dtype=torch.float64)
-            if config.dropout:  # like the batches, the masks depend only on the seed and the step
-                mask_seed = np.random.SeedSequence((config.seed, step, micro_step, RANK)).generate_state(1)[0]
-                torch.manual_seed(int(mask_seed))
-            if WORLD_SIZE > 1:  # only the last micro-step averages the gradients over the processes
-                forward.require_backward_grad_sync = micro_step == config.gradient_accumulation_steps - 1
-            with autocast:
-                total, loss = forward(x, y, where, left)
-            scaler.scale(total / config.gradient_accumulation_steps).backward()
-            mean_loss = mean_loss + loss / config.gradient_accumulation_steps
+            # forward and backward
+            if num_unlogged == 0:  # the first step of a row
+                row_began = time.perf_counter()
+                row_step = step
+            mean_loss = 0.0
+            for micro_step in range(micro_steps):
+                number = step * micro_steps + micro_step
+                x, y, where = get_batch(data.train, config, number, device)
+                left = torch.tensor(max(0.0, 1 - step / decay_iters), dtype=torch.float64)
+                if config.dropout:  # like the batches, the masks depend only on the seed and the step
+                    mask_seed = np.random.SeedSequence((config.seed, step, micro_step, RANK)).generate_state(1)[0]
+                    torch.manual_seed(int(mask_seed))
+                if WORLD_SIZE > 1:  # only the last micro-step averages the gradients over the processes
+                    forward.require_backward_grad_sync = micro_step == micro_steps - 1
+                with autocast:
+                    total, loss = forward(x, y, where, left)
+                scaler.scale(total / micro_steps).backward()
+                mean_loss = mean_loss + loss / micro_steps
 
-        # update
-        if config.grad_clip:
+            # update
+            if config.grad_clip:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                grad_norm = nn.utils.clip_grad_norm_(params, config.grad_clip)
             for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            grad_norm = nn.utils.clip_grad_norm_(params, config.grad_clip)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        training_loss.zero_grad(set_to_none=True)
-        loss_sum += mean_loss  # it stays a tensor, because reading a number would wait for the device
-        num_unlogged += 1
-        step += 1
-        bar.update()
-    bar.close()
+                scaler.step(optimizer)
+            scaler.update()
+            training_loss.zero_grad(set_to_none=True)
+            loss_sum += mean_loss  # it stays a tensor, because reading a number would wait for the device
+            num_unlogged += 1
+            step += 1
+            bar.update()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
     end_all_but_rank_0(128 + stop if stop else 0)
