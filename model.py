@@ -92,7 +92,7 @@ class KVCache:
 
     key, value  a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length      the number of filled slots. Lower it to forget the slots beyond it
-    weights     what GPT.forward compares, so that changed weights never meet old keys; None in a cache of your own
+    weights     in the cache of calls that pass none: the sum of each weight, by which we notice that weights changed
     """
 
     def __init__(self, key, value):
@@ -155,10 +155,7 @@ class KVCache:
 
 
 def clear_kv_cache(model):
-    """Drop the cache that the model made last, with the key_cache and value_cache of every Head: it frees the memory.
-
-    Call it if you changed weights through `.data`, which leaves no trace: they must never meet old keys.
-    """
+    """Drop the cache that the model made last, and with it the key_cache and value_cache of every Head."""
     for module in model.modules():
         if isinstance(module, GPT):
             module.kv_cache = None
@@ -355,9 +352,10 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
         return logits, loss
 
+    @torch.no_grad()
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
-        weights = [(p.data_ptr(), p._version) for p in self.parameters()]
+        weights = torch.stack([p.sum() for p in self.parameters()]).tolist()
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
             cache.weights = weights
@@ -424,12 +422,14 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     num_new = sampling.num_new_tokens(idx.size(1), max_new_tokens, block_size)
     if not kv_cache:
         cache = None
-    for step, noise in enumerate(sampling.noise(len(idx), num_new, model.config.vocab_size, idx.device)):
+    for noise in sampling.noise(len(idx), num_new, model.config.vocab_size, idx.device):
         if model.training:
             raise RuntimeError(TRAIN_MODE)
         context = slide(idx, block_size)
-        if kv_cache and (cache is None or context.size(1) < idx.size(1)):
-            cache = model.new_cache(len(idx), context.size(1) + num_new - step)
+        if kv_cache and cache is None:
+            cache = model.new_cache(len(idx), context.size(1) + num_new)
+        elif kv_cache and context.size(1) < idx.size(1):
+            cache.length = 0
         # feed what the cache lacks: at first the whole context (prefill), then the newest token (decode)
         fed = context if cache is None else context[:, cache.length :]
         with torch.inference_mode():

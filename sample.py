@@ -134,12 +134,13 @@ def extras(module, what):
 
 
 def open_model(args):
-    """Return (model, tokenizer) for the flags. Raises OSError or ValueError.
+    """Return (model, tokenizer, what it is) for the flags. Raises OSError or ValueError.
 
     model.py reads checkpoints of characters. Whatever else the file or folder is, extras reads it or says what it is.
     """
     if args.engine == "onnx":
-        return extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
+        model = extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
+        return model, model.tokenizer, str(model.file)
     path = find_checkpoint(args.ckpt or args.out_dir)
     checkpoint = {}
     if not args.meta and not path.is_dir():
@@ -155,8 +156,7 @@ def open_model(args):
         model, tokenizer, step = extras("formats.checkpoint", path).open_model(path, args.meta)
     if args.weights == "int8":
         extras("decode.quantize", "--weights int8").round_weights(model)
-    note(f"using {path}, step {step}")
-    return model, tokenizer
+    return model, tokenizer, f"{path}, step {step}"
 
 
 def put_on_device(model, args):
@@ -371,10 +371,9 @@ def report(args, model, stats):
         note("KV cache: off")
     if stats.get("offered"):
         note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
-    if any(not row.ended and n < (args.max_new_tokens or 0) for row, n in zip(stats["rows"], new)):
-        note(
-            f"--max_new_tokens {args.max_new_tokens} is capped at {max(new)}, the end of the context (--overflow slide continues)"
-        )
+    if args.max_new_tokens and any(n < args.max_new_tokens and not row.ended for n, row in zip(new, stats["rows"])):
+        capped = f"capped at {max(new)}, the end of the context (--overflow slide continues)"
+        note(f"--max_new_tokens {args.max_new_tokens} is {capped}")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------
@@ -402,7 +401,7 @@ def verify(model, row, number, sampling, cache):
         context = slide(ids[:, begin:end], block_size)
         if context.size(1) < end - begin:
             begin = end - context.size(1)
-            new = model.new_cache(1)
+            new.length = 0
         times = [time.perf_counter()]
         without = model(context, last=True)[0][0].cpu()  # waits for the device
         times.append(time.perf_counter())
@@ -438,14 +437,19 @@ def main():
     if EXTRAS.is_dir():  # threads that spin on a busy machine can be 40 times slower
         extras("threads", "waiting").share_cores()
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
+    what = None  # the model
 
     def on_text(row, piece):  # the first text appears as it arrives, and the rest at the end
+        nonlocal what
+        if what:  # only now, because a mistake is a single line
+            note(f"using {what}")
+            what = None
         if row == 0:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
     try:
-        model, tokenizer = open_model(args)
+        model, tokenizer, what = open_model(args)
         if args.engine == "torch":
             put_on_device(model, args)
         prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
@@ -499,6 +503,7 @@ if __name__ == "__main__":
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
     try:
-        sys.exit(main())
+        if code := main():  # a notebook would report an exit with 0
+            sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -34,7 +34,10 @@ STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 PIECE = 2**20  # characters per read, so that the text may be larger than memory
 
-# -- the text ----------------------------------------------------------------------------------------------------------
+
+def sha256_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def download(path):
@@ -53,28 +56,25 @@ def download(path):
         raise ValueError(f"cannot download {CORPUS_URL}: {str(error) or type(error).__name__}") from None
 
 
-def read_text(texts, task, begin=0, end=sys.maxsize):
-    """Yield characters `begin` to `end` of UTF-8 files, [(name, path), ...], in pieces. Line ends become "\\n".
+def read_text(paths, task=None, begin=0, end=sys.maxsize):
+    """Yield characters `begin` to `end` of UTF-8 files in pieces, with "\\n" for every line end. Raises ValueError.
 
-    Shows a progress bar for the `task` if that takes long. Raises ValueError if a file is not UTF-8.
+    A progress bar for the `task` appears if that takes long.
     """
     position = 0  # characters so far
-    size = sum(path.stat().st_size for _, path in texts)
+    size = sum(map(os.path.getsize, paths))
     with tqdm(total=size, unit="B", unit_scale=True, desc=task, disable=None, delay=1) as bar:
-        for name, path in texts:
-            with open(path, encoding="utf-8-sig") as file:
-                while position < end:
-                    try:
-                        piece = file.read(PIECE)
-                    except UnicodeDecodeError as error:
-                        utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-                        why = "it looks like UTF-16" if utf16 else error.reason
-                        raise ValueError(f"{name} is not UTF-8 ({why}): convert it first") from None
-                    if not piece:
-                        break
-                    yield piece[max(0, begin - position) : max(0, end - position)]
-                    position += len(piece)
-                    bar.update(len(piece.encode()))
+        for path in paths:
+            try:
+                with open(path, encoding="utf-8-sig") as file:
+                    while position < end and (piece := file.read(PIECE)):
+                        yield piece[max(0, begin - position) : max(0, end - position)]
+                        position += len(piece)
+                        bar.update(len(piece.encode()))
+            except UnicodeDecodeError as error:
+                utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                why = "it looks like UTF-16" if utf16 else error.reason
+                raise ValueError(f"{os.path.abspath(path)} is not UTF-8 ({why}): convert it first") from None
 
 
 def code_points(text):
@@ -91,6 +91,14 @@ def distinct_characters(pieces):
     return "".join(map(chr, np.flatnonzero(seen))), length
 
 
+def encode_characters(pieces, chars):
+    """Yield arrays of ids, one per piece of text. The id of a character is its index in `chars`."""
+    ids = np.full(sys.maxunicode + 1, len(chars), np.uint32)  # beyond the vocabulary, if the text changes meanwhile
+    ids[code_points(chars)] = np.arange(len(chars))
+    for piece in pieces:
+        yield ids[code_points(piece)]
+
+
 def in_order(text):
     """Return whether the lines of a text are sorted: from A to Z, also by their last word, or by length, either way."""
     lines = [line.casefold() for line in text.splitlines() if line.strip()]
@@ -101,22 +109,6 @@ def in_order(text):
     return False
 
 
-def encode_characters(pieces, chars):
-    """Yield arrays of ids, one per piece of text. The id of a character is its index in `chars`."""
-    ids = np.full(sys.maxunicode + 1, len(chars), np.uint32)  # beyond the vocabulary, if the text changes meanwhile
-    ids[code_points(chars)] = np.arange(len(chars))
-    for piece in pieces:
-        yield ids[code_points(piece)]
-
-
-# -- the files ---------------------------------------------------------------------------------------------------------
-
-
-def sha256_of(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write(data_dir, vocabulary, size, train, val, source):
     """Write train.bin, val.bin and meta.json into data_dir, a Path. If that fails, the old files stay. Raises OSError.
 
@@ -125,23 +117,17 @@ def write(data_dir, vocabulary, size, train, val, source):
     Returns the number of ids in train and in val.
     """
     id_type = np.dtype("<u2" if size <= 2**16 else "<u4")
-    hashes = {}
-    num_ids = []
     data_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data_dir) as folder:
-        folder = Path(folder)
-        for split, pieces in (("train", train), ("val", val)):
-            path = folder / f"{split}.bin"
+        files = [Path(folder, name) for name in ("train.bin", "val.bin", "meta.json")]
+        for path, pieces in zip(files, (train, val)):
             with open(path, "wb") as file:
-                for ids in pieces:
-                    file.write(np.asarray(ids, id_type).tobytes())
-            hashes[split] = sha256_of(path)
-            num_ids.append(path.stat().st_size // id_type.itemsize)
-        meta = vocabulary | {"source": source, "sha256": hashes}
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for name in ("train.bin", "val.bin", "meta.json"):
-            os.replace(folder / name, data_dir / name)
-    return num_ids
+                file.writelines(np.asarray(ids, id_type).tobytes() for ids in pieces)
+        meta = vocabulary | {"source": source, "sha256": {path.stem: sha256_of(path) for path in files[:2]}}
+        files[2].write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        for path in files:
+            os.replace(path, data_dir / path.name)
+    return [(data_dir / name).stat().st_size // id_type.itemsize for name in ("train.bin", "val.bin")]
 
 
 def prepared(data_dir):
@@ -156,17 +142,9 @@ def prepared(data_dir):
         return meta, False
 
 
-# -- main --------------------------------------------------------------------------------------------------------------
-
-
-def note(message):
-    print(f"prepare.py: {message}", file=sys.stderr)
-
-
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is, allow_abbrev=False)
     # errors in one line, without argparse's usage
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     add = parser.add_argument
@@ -209,26 +187,29 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         # the text, and where the val split begins
-        texts = [(os.path.abspath(name), Path(name)) for name in args.input or []]
-        if not texts:
-            texts = [(CORPUS_URL, Path(folder) / "text")]
+        paths = args.input
+        source = ", ".join(map(os.path.abspath, args.input or []))
+        if not args.input:
+            paths = [Path(folder, "text")]
+            source = CORPUS_URL
             try:
-                download(texts[0][1])
+                download(paths[0])
             except ValueError as error:
                 if old_source not in (None, STAND_IN_SOURCE):
                     raise ValueError(f"{error}; nothing was changed") from None
                 note(f"WARNING: {error}\nUSING THE SMALL STAND-IN data/sample.txt INSTEAD OF TINY SHAKESPEARE")
-                texts = [(STAND_IN_SOURCE, STAND_IN)]
-        chars, length = distinct_characters(read_text(texts, "read"))
+                paths = [STAND_IN]
+                source = STAND_IN_SOURCE
+        chars, length = distinct_characters(read_text(paths, "read"))
         split = int(0.9 * length)
         if args.val:
             split = length
-            texts.append((f"{os.path.abspath(args.val)} (val)", Path(args.val)))
-            chars, length = distinct_characters(read_text(texts, "read"))
-        source = ", ".join(name for name, _ in texts)
+            paths = [*paths, args.val]
+            source += f", {os.path.abspath(args.val)} (val)"
+            chars, length = distinct_characters(read_text(paths, "read"))
         if not 0 < split < length:
             raise ValueError(f"{source} has {split} characters for training and {length - split} for validation")
-        if not args.val and in_order("".join(read_text(texts, "", 0, PIECE))):
+        if not args.val and in_order("".join(read_text(paths, end=PIECE))):
             note("the lines are sorted, so the val split is unlike the rest: shuffle the lines, or pass --val FILE")
 
         # the vocabulary
@@ -238,18 +219,22 @@ def main():
         if args.tokenizer:
             from extras.formats.tokenizer import make_tokenizer
 
-            text = read_text(texts, "learn", 0, split)
+            text = read_text(paths, "learn", 0, split)
             vocabulary, size, encode = make_tokenizer(args.tokenizer, args.vocab_size, text, chars, encode_characters)
 
         # the ids
-        train = encode(read_text(texts, "encode", 0, split))
-        val = encode(read_text(texts, "encode", split))
+        train = encode(read_text(paths, "encode", 0, split))
+        val = encode(read_text(paths, "encode", split))
         try:
             num_train, num_val = write(args.data_dir, vocabulary, size, train, val, source)
         except OSError as error:
             raise ValueError(f"--data_dir {args.data_dir}: {error.strerror}, so pass a different one") from None
     print(f"source: {source}\n{length:,} characters, a vocabulary of {size:,}: {args.data_dir}")
     print(f"train {num_train:,}, val {num_val:,} tokens")
+
+
+def note(message):
+    print(f"prepare.py: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

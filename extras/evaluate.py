@@ -9,17 +9,20 @@ Losses per token cannot be compared across tokenizers, bits per byte can.
 """
 
 import itertools
+import json
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
 from extras.formats.checkpoint import load_model
+from extras.formats.nanogpt import read_data
+from extras.formats.tokenizer import tokenizer_from_state
 from model import find_checkpoint, pick_device
-from train import load_dataset
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -33,9 +36,18 @@ def read_text(file):
 
 
 def val_text(data_dir):
-    """Return the text of the val split that data/prepare.py wrote. Raises ValueError."""
-    data = load_dataset(Path(data_dir), min_train=1)
-    return data.tokenizer.decode(data.val.tolist())
+    """Return the text of the val split that data/prepare.py or nanoGPT wrote. Raises ValueError."""
+    folder = Path(data_dir)
+    try:
+        if (folder / "meta.json").exists() or not (folder / "val.bin").exists():
+            tokenizer = tokenizer_from_state(json.loads((folder / "meta.json").read_bytes()))
+        else:
+            tokenizer = tokenizer_from_state(read_data(folder))
+        ids = np.fromfile(folder / "val.bin", "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4")
+        return tokenizer.decode(ids.tolist())
+    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
+        hint = "run python data/prepare.py, or pass a different --data_dir"
+        raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None
 
 
 def encode(tokenizer, text):

@@ -18,19 +18,9 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from model import (
-    GPT,
-    CharTokenizer,
-    GPTConfig,
-    Sampling,
-    generate,
-    gumbel_noise,
-    load_model,
-    near_tie,
-    save_checkpoint,
-)
-from prepare import distinct_characters, encode_characters, write
-from train import RECIPES, Dataset, TrainConfig, TrainState, get_batch, pick_dtype, train_step
+from model import GPT, GPTConfig, Sampling, generate, gumbel_noise, load_model, near_tie, save_checkpoint
+from prepare import write
+from train import get_batch, make_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "data" / "sample.txt"
@@ -233,7 +223,8 @@ def write_ids(folder, tokenizer, text, **more):
 
 def batch(ids, seed, number, batch_size, block_size, *ranks):
     """Return x and y of get_batch, on the CPU. ranks: rank and world size, if there are several."""
-    return get_batch(ids, TrainConfig(seed=seed, batch_size=batch_size, block_size=block_size), number, CPU, *ranks)
+    config = make_config(dict(seed=seed, batch_size=batch_size, block_size=block_size))
+    return get_batch(ids, config, number, CPU, *ranks)[:2]
 
 
 def contents(folder):
@@ -284,41 +275,21 @@ def plain_val_loss(model, ids, block_size):
     return sum(losses) / len(losses)
 
 
-def tiny_run(**settings):
-    """The TrainConfig, Dataset and TrainState of a run of a tiny model, made without files or flags.
-
-    It is nanoGPT's recipe, without helpers in the loss.
-    """
-    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, warmup_iters=0, device="cpu")
-    config = TrainConfig(**(RECIPES["nanogpt"] | sizes | settings))
-    text = "the quick brown fox jumps over the lazy dog\n" * 20
-    chars, _ = distinct_characters([text])
-    (ids,) = encode_characters([text], chars)
-    middle = int(0.9 * len(ids))
-    torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(vocab_size=len(chars), **config.model_args()))
-    state = TrainState(model, config, CPU, pick_dtype(config.dtype, CPU))
-    return config, Dataset(CharTokenizer(chars), ids[:middle], ids[middle:], sha256={}, source=""), state
-
-
-def assert_compiled_step_is_plain(new_run):
-    """new_run() returns what tiny_run does. torch.compile gets new numbers at each of three steps."""
-    weights, losses = [], []
-    for compiled in (False, True):
-        config, data, state = new_run()
-        if compiled:
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            state.training_loss = torch.compile(state.training_loss)
-        for _ in range(3):
-            train_step(config, data, state)
-        losses.append(state.loss_sum.item())
-        weights.append(state.state_dict(with_optimizers=False)["model"])
-    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 10  # it is compiled, not just as good
+def assert_compiled_run_is_plain(folder, *flags):
+    """Three steps, with new numbers in each, of a run with --compile and of the same run without."""
+    flags = [*SMALL, *flags, "--max_iters", 3, "--log_interval", 1]
+    ok(here(*flags, "--out_dir", folder / "plain"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ok(here(*flags, "--compile", "--out_dir", folder / "compiled"))
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["calls_captured"] > 10 and stats["unique_graphs"] <= 2  # it is compiled, once for all steps
+    plain, compiled = (load(folder / name / "last.pt") for name in ("plain", "compiled"))
+    assert plain["model"].keys() == compiled["model"].keys()  # without a prefix of torch.compile
+    for name, p in plain["model"].items():
+        torch.testing.assert_close(p, compiled["model"][name], rtol=1e-2, atol=1e-4)
+    losses = [[float(row["train_loss"]) for row in log(folder / name)] for name in ("plain", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert weights[0].keys() == weights[1].keys()  # without a prefix of torch.compile
-    for name, p in weights[0].items():
-        torch.testing.assert_close(p, weights[1][name], rtol=1e-2, atol=1e-4)
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, ok, run, save_model, tiny, unix
-from sample import PRETRAINED, boolean, find_checkpoint
+from model import PRETRAINED, find_checkpoint
+from sample import boolean
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
@@ -24,26 +25,25 @@ def test_a_flag_is_true_or_false():
 
 
 @pytest.mark.parametrize(
-    "flags, holds, expected",
+    "path, holds, expected",
     [
-        (["run/gone.pt", None], ["run/ckpt.pt"], "run/gone.pt"),  # load says that it is not there
-        (["run", "other"], ["run/ckpt.pt", "run/last.pt", "other/ckpt.pt"], "run/ckpt.pt"),
-        (["run", None], ["run/last.pt", "run/config.json"], "run/last.pt"),
-        (["run", None], ["run/config.json", "out/ckpt.pt"], "run"),  # a Hugging Face folder
-        (["run", None], ["run/notes", "out/ckpt.pt"], "run/ckpt.pt"),
-        ([None, "run"], ["out/ckpt.pt"], "run"),  # load says that it is not there
-        ([None, "run/last.pt"], ["run/last.pt"], "run/last.pt"),
-        ([None, None], ["out/ckpt.pt"], "out/ckpt.pt"),
-        ([None, None], ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
-        ([None, None], ["out/demo"], str(PRETRAINED)),
+        ("run/gone.pt", ["run/ckpt.pt"], "run/gone.pt"),  # load says that it is not there
+        ("run", ["run/ckpt.pt", "run/last.pt", "out/ckpt.pt"], "run/ckpt.pt"),
+        ("run", ["run/last.pt", "run/config.json"], "run/last.pt"),
+        ("run", ["run/config.json", "out/ckpt.pt"], "run"),  # a Hugging Face folder
+        ("run", ["run/notes", "out/ckpt.pt"], "run"),  # load says that it is not there
+        ("run/last.pt", ["run/last.pt"], "run/last.pt"),
+        (None, ["out/ckpt.pt"], "out/ckpt.pt"),
+        (None, ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
+        (None, ["out/demo"], str(PRETRAINED)),
     ],
 )
-def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(flags, holds, expected, tmp_path, monkeypatch):
+def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(path, holds, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in holds:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert find_checkpoint(*flags) == Path(expected)
+    assert find_checkpoint(path) == Path(expected)
 
 
 @pytest.mark.parametrize(

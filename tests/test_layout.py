@@ -19,6 +19,12 @@ def ours(nodes):
     return {name.partition(".")[0] for name in imported_names(nodes)} & PROJECT
 
 
+def doors(name):
+    """The modules of extras that a file opens by name, as in extras("decode.engine", ...)."""
+    calls = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)]
+    return {call.args[0].value for call in calls if getattr(call.func, "id", None) == "extras"}
+
+
 def test_the_four_files_import_model_py_and_extras_alone():
     """sample.py and prepare.py need extras only for a flag or a file. test_four_files.py runs all without it."""
     assert {name: ours(top(tree)) for name, tree in TREES.items()} == {
@@ -31,6 +37,8 @@ def test_the_four_files_import_model_py_and_extras_alone():
     assert inside == {
         "model": set(),
         "train": {"model", "extras"},
-        "sample": {"model", "extras"},
+        "sample": {"model"},
         "prepare": {"extras"},
     }
+    modules = {"threads", "formats.onnx", "formats.checkpoint", "decode.engine", "decode.explain", "decode.quantize"}
+    assert doors("sample") == modules

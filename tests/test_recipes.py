@@ -2,7 +2,7 @@
 
 import re
 from collections import ChainMap
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers import SAMPLE, assert_one_line, here, load, ok
 from model import GPT, GPTConfig
-from train import FLAGS, PRESETS, RECIPES, TrainConfig, lr_multiplier, parse_flags, resolve_config
+from train import DEFAULTS, FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
@@ -27,9 +27,8 @@ def test_nanogpts_settings_are_flags_of_the_same_names():
 def test_help_has_every_flag_with_its_default():
     """A stray % in a help text would make --help fail."""
     text = " ".join(ok(here("--help")).stdout.partition("show this help message and exit")[2].split())
-    defaults = {name: str(f.default) for name, f in FLAGS.items()}
-    assert dict(re.findall(r"--(\w+) .*?\(default: (.*?)\)", text)) == defaults
-    assert resolve_config({}) == TrainConfig(preset="cpu")
+    defaults = {name: str(value) for name, value in vars(make_config({})).items()}
+    assert dict(re.findall(r"--(\w+) .*?\(default: (.*?)\)", text)) == defaults | dict(preset="auto")
 
 
 def test_flags_are_read_as_their_types(monkeypatch):
@@ -45,7 +44,8 @@ def test_flags_are_read_as_their_types(monkeypatch):
 UNREADABLE = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patience") for value in ("1.5", "x", "")]
 UNREADABLE += ["--learning_rate=fast", "--compile=maybe", "--preset=huge"]
 UNREADABLE += ["--n_layers 3", "--n_lay 3", "stray", "--max_iters"]
-IMPOSSIBLE = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patience", "threads") for value in (0, -1)]
+IMPOSSIBLE = [f"--{name}=-1" for name in ("n_layer", "batch_size", "patience", "threads")]
+IMPOSSIBLE += ["--n_layer=0", "--batch_size=0", "--max_iters=0", "--seed=99999999999999999999", "--loss=", "--beta2=1"]
 IMPOSSIBLE += [f"--{name}={value}" for name in ("learning_rate", "beta1", "mlp_ratio") for value in ("-0.1", "nan")]
 IMPOSSIBLE += [
     "--dropout=1",
@@ -94,14 +94,13 @@ FROM_SCRATCH = [preset for preset in PRESETS if preset != "finetune"]
 @given(st.sampled_from([*FROM_SCRATCH, None]), st.sampled_from([*RECIPES, None]), st.booleans(), st.data())
 def test_a_flag_beats_a_preset_beats_a_recipe(preset, recipe, on_gpu, data):
     decided = {name for settings in (*PRESETS.values(), *RECIPES.values()) for name in settings}
-    below_two = {"min_lr", "learning_rate", "beta1", "beta2", "ngram_targets"}
-    numbers = {name for name in decided if type(FLAGS[name].default) in (int, float)} - below_two
+    numbers = {name for name in decided if type(DEFAULTS[name]) in (int, float)} - {"min_lr", "learning_rate", "beta2"}
     flags = data.draw(st.dictionaries(st.sampled_from(sorted(numbers)), st.integers(1, 3)))
     named = {name: value for name, value in dict(preset=preset, recipe=recipe).items() if value}
-    config = resolve_config(flags | named, on_gpu=on_gpu)
+    config = make_config(flags | named, on_gpu=on_gpu)
     preset, recipe = preset or ("gpu" if on_gpu else "cpu"), recipe or "modern"
-    expected = ChainMap(flags, PRESETS[preset], RECIPES[recipe], asdict(TrainConfig()))
-    assert asdict(config) == dict(expected) | dict(preset=preset, recipe=recipe)
+    expected = ChainMap(flags, PRESETS[preset], RECIPES[recipe], DEFAULTS)
+    assert vars(config) == dict(expected) | dict(preset=preset, recipe=recipe)
 
 
 SIZES = {"lecture": (0.20, 2_560_000), "nanogpt-cpu": (0.80, 1_536_000), "cpu": (0.80, 1_638_400)}
@@ -116,12 +115,14 @@ def test_no_recipe_wins_by_size(preset):
     """
     count = {}
     for recipe in RECIPES:
-        config = resolve_config(dict(preset=preset, recipe=recipe))
-        shapes = dict(GPT(GPTConfig(vocab_size=65, **config.model_args())).named_parameters())
+        config = make_config(dict(preset=preset, recipe=recipe))
+        shape = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name in FLAGS} | dict(n_kv_head=None)
+        shapes = dict(GPT(GPTConfig(vocab_size=65, **shape)).named_parameters())
         count[recipe] = sum(p.numel() for p in shapes.values())
         if recipe == "nanogpt" and preset in SIZES:
             millions = (count[recipe] - shapes["transformer.wpe.weight"].numel()) / 1e6
-            assert (round(millions, 2), config.max_iters * config.tokens_per_step()) == SIZES[preset]
+            tokens = config.max_iters * config.batch_size * config.block_size
+            assert (round(millions, 2), tokens) == SIZES[preset]
     assert abs(count["modern"] / count["nanogpt"] - 1) < 0.03
 
 
@@ -142,12 +143,15 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
     checkpoint = dict(path=Path("out/hf"), model={}, model_args=asdict(args), chars="abcdefg")
-    config = resolve_config(dict(init_from="out/hf", dropout=0.1), checkpoint=checkpoint)
+    config = make_config(dict(init_from="out/hf", dropout=0.1), checkpoint=checkpoint)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
-    assert config.ngram_targets == config.mtp_weight == 0.0
-    assert resolve_config(dict(init_from="out/hf", mtp_weight=0.3), checkpoint=checkpoint).mtp_weight == 0.3
+    assert config.loss == "cross_entropy"
+    config = make_config(dict(init_from="out/hf", mtp_weight=0.3), checkpoint=checkpoint)
+    assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 0.0)
+    config = make_config(dict(init_from="out/hf", loss="extras.targets"), checkpoint=checkpoint)
+    assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 1.0)
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with the model in out.hf \(n_embd 16\)"):
-        resolve_config(dict(init_from="out/hf", n_embd=32), checkpoint=checkpoint)
+        make_config(dict(init_from="out/hf", n_embd=32), checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -157,18 +161,18 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe, tmp_path,
     Path("gpt2").mkdir()
     checkpoint = dict(path=Path("gpt2"), model={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
     for flags in ({}, {"preset": "finetune"}):
-        config = resolve_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, checkpoint=checkpoint)
+        config = make_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, checkpoint=checkpoint)
         expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)
         expected |= dict(optimizer="adamw", learning_rate=3e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
         expected |= dict(dropout=0.0, n_layer=12, activation="gelu_tanh", pos_emb="learned", preset="finetune")
         assert {name: getattr(config, name) for name in expected} == expected
         assert {lr_multiplier(step, config) for step in range(20)} == {1.0}
-        assert not config.mtp_weight and not config.ngram_targets
+        assert config.loss == "cross_entropy"
     file = checkpoint | dict(path=Path("model.pth"))  # a checkpoint under any name is not a folder
-    assert resolve_config(dict(init_from="model.pth"), checkpoint=file).preset == "cpu"
-    config = resolve_config(dict(init_from="gpt2", block_size=256), checkpoint=checkpoint)
+    assert make_config(dict(init_from="model.pth"), checkpoint=file).preset == "cpu"
+    config = make_config(dict(init_from="gpt2", block_size=256), checkpoint=checkpoint)
     assert config.block_size == 256
     with pytest.raises(ValueError, match="--block_size 2048 conflicts with the model in gpt2"):
-        resolve_config(dict(init_from="gpt2", block_size=2048), checkpoint=checkpoint)
+        make_config(dict(init_from="gpt2", block_size=2048), checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"--preset finetune starts from a trained model: .* --init_from"):
-        resolve_config(dict(preset="finetune"))
+        make_config(dict(preset="finetune"))

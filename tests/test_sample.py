@@ -11,8 +11,8 @@ import torch
 
 import model
 from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, text_before, texts_of, unix
-from model import GPTConfig, KVCache, save_checkpoint
-from sample import PRETRAINED, report
+from model import PRETRAINED, GPTConfig, KVCache, Sampling, load_model, save_checkpoint
+from sample import SEPARATOR, generate_texts, report, verify
 
 
 @pytest.mark.parametrize("flag", ["--kv_cache", "--no-kv_cache"])
@@ -44,8 +44,9 @@ def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
 
 def test_the_figures_are_those_computed_by_hand(capsys):
     """Two rows of four new tokens in gaps of 4, 10 and 10 ms."""
-    texts = [SimpleNamespace(ids=[7, 0, 1, 2, 3])] * 2
-    report(SimpleNamespace(kv_cache=False), None, 9, texts, [1, 1], [0.010, 0.014, 0.024, 0.034])
+    rows = [SimpleNamespace(prompt=[7], ids=[7, 0, 1, 2, 3], ended=False)] * 2
+    stats = dict(rows=rows, times=[0.010, 0.014, 0.024, 0.034])
+    report(SimpleNamespace(kv_cache=False, max_new_tokens=None), None, stats)
     line = "\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
 
@@ -144,8 +145,8 @@ def test_characters_stream_as_they_come(trained):
 # -- the promise -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag, how", [("--kv_cache", "without"), ("--no-kv_cache", "with")])
-def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["--kv_cache", "--no-kv_cache"])
+def test_verify_of_a_broken_cache_exits_1(flag, tmp_path, monkeypatch):
     chars = "abcdefghijklmnopqrstuvw"
     args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
     content = {"model": random_model(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
@@ -163,10 +164,10 @@ def test_verify_of_a_broken_cache_exits_1(flag, how, tmp_path, monkeypatch):
     monkeypatch.setattr(KVCache, "update", forgetful)
     result = sample(tmp_path, *flags)
     assert result.returncode == 1
-    two = r"-?[\d.]+ and -?[\d.]+"
-    picks = rf"DIFFERENT at row 0, new token \d+: the text has '\w', but {how} the cache, the model picks '\w'\. "
-    logits = rf"Logits of the two: {two} with the cache, {two} without$"
-    assert re.search(picks + logits, result.stderr, re.M), result.stderr
+    said = r"new token \d+: the text has '\w', but without the cache, the model picks '\w'$"
+    if flag == "--no-kv_cache":  # the text is right, but a cache would not be
+        said = r"logits, keys or values are up to \d+\.\d+ from those of the text$"
+    assert re.search(rf"DIFFERENT at row 0[,:] {said}", result.stderr, re.M), result.stderr
 
 
 def test_verify_sees_a_broken_cache_that_changes_no_token(monkeypatch):
@@ -176,12 +177,12 @@ def test_verify_sees_a_broken_cache_that_changes_no_token(monkeypatch):
     monkeypatch.setattr(KVCache, "mask", lambda cache, pos: None)
     result = here(*flags, script="sample.py")
     assert result.returncode == 1 and result.stdout == right.stdout
-    said = r"^sample.py: verify: DIFFERENT: the tokens agree, but logits .* are up to 0\.\d+ apart$"
+    said = r"^sample.py: verify: DIFFERENT at row 0: logits, keys or values are up to 0\.\d+ from those of the text$"
     assert re.search(said, result.stderr, re.M), result.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["--stop", "#"]], ids=["to the end", "stop"])
-def test_verify_of_a_text_that_ends_early_exits_1(flags, tmp_path, monkeypatch):
+def test_a_text_that_ends_early_is_noticed(flags, tmp_path, monkeypatch):
     """Of every token that it was asked for, none may be missing, whatever wrote the text."""
     chars = "abcdefghijklmnopqrstuvw#"
     args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
@@ -191,14 +192,93 @@ def test_verify_of_a_text_that_ends_early_exits_1(flags, tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
     generate = model.generate
 
-    def early(gpt, idx, max_new_tokens, sampling, kv_cache=True, cache=None, forced=None):
-        return generate(gpt, idx, max_new_tokens - (3 if kv_cache else 0), sampling, kv_cache, cache, forced)
+    def early(gpt, idx, max_new_tokens, *rest):
+        return generate(gpt, idx, max_new_tokens - 3, *rest)
 
     monkeypatch.setattr(model, "generate", early)
-    result = sample(tmp_path, "--prompt", "cache", "--max_new_tokens", "9", "--verify", *flags)
-    assert result.returncode == 1 and "DIFFERENT at row 0: it ends after 6 of 9 new tokens" in result.stderr, (
-        result.stderr
+    with pytest.raises(RuntimeError, match="a text ended after 6 of 9 new tokens"):
+        sample(tmp_path, "--prompt", "cache", "--max_new_tokens", "9", *flags)
+
+
+def run_of(gpt, tokenizer, **how):
+    """A run of generate_texts: (its rows, their sampling, its cache)."""
+    stats = {}
+    generate_texts(gpt, tokenizer, ["O Romeo, "], 40, seed=3, stats=stats, **how)
+    return stats["rows"], Sampling(seed=3), gpt.kv_cache
+
+
+@pytest.mark.parametrize("kind", ["key_cache", "value_cache"])
+def test_verify_reads_the_cache_that_the_run_has_left(kind, capsys):
+    """A cache that is damaged after the last pick has changed no token, but the next one would be wrong."""
+    gpt, tokenizer = load_model(PRETRAINED)
+    (row,), sampling, cache = run_of(gpt, tokenizer)
+    assert verify(gpt, row, 0, sampling, cache)[0] is True
+    getattr(cache.heads[2][1], kind)[0, 17] += 0.1
+    assert verify(gpt, row, 0, sampling, cache)[0] is None
+    assert "logits, keys or values are up to 0.1" in capsys.readouterr().err
+
+
+def test_verify_names_a_near_tie_and_notices_nan(capsys):
+    gpt, tokenizer = load_model(PRETRAINED)
+    (row,), sampling, cache = run_of(gpt, tokenizer)
+    with torch.no_grad():
+        gpt.lm_head.weight[:, 0] = torch.nan
+    assert verify(gpt, row, 0, sampling, cache)[0] is None
+    assert "DIFFERENT at row 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scale", [1e20, 3e38])
+def test_logits_that_overflow_are_one_line(scale, tmp_path):
+    """The weights are finite, so the file loads, and an argmax would pick something."""
+    chars = "abc"
+    args = dict(block_size=32, vocab_size=3, n_layer=2, n_head=2, n_embd=32)
+    network = random_model(GPTConfig(**args))
+    with torch.no_grad():
+        network.lm_head.weight.fill_(scale)
+        network.transformer["ln_f"].weight.fill_(1e20)
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
+    for flags in ([], ["--verify"], ["--no-kv_cache"], ["--top_k", 2]):
+        result = sample(tmp_path, "--prompt", "a", *flags)
+        assert result.returncode == 1 and result.stderr.endswith(
+            "sample.py: the logits are infinite or NaN, so there is no next token: train again, or use an older "
+            "checkpoint\n"
+        )
+
+
+# -- from Python -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_texts_returns_what_sample_py_prints():
+    flags = ["--ckpt", PRETRAINED, "--device", "cpu", "--num_samples", 2, "--top_k", 9, "--seed", 4, "--stop", "\n\n"]
+    printed = ok(here("--prompt", "O Romeo, ", "--prompt", "My lord, ", *flags, script="sample.py")).stdout
+    gpt, tokenizer = load_model(PRETRAINED)
+    pieces = {}
+    texts = generate_texts(
+        gpt,
+        tokenizer,
+        ["O Romeo, ", "My lord, "],
+        num_samples=2,
+        top_k=9,
+        seed=4,
+        stop=["\n\n"],
+        on_text=lambda row, piece: pieces.setdefault(row, []).append(piece),
     )
+    assert [len(samples) for samples in texts] == [2, 2]
+    flat = [text for samples in texts for text in samples]
+    assert SEPARATOR.join(flat) == printed
+    assert ["".join(pieces[row]) for row in range(4)] == flat and len(pieces[0]) > 9
+
+
+def test_generate_texts_refuses_what_it_cannot_generate():
+    gpt, tokenizer = load_model(PRETRAINED)
+    for prompts, how, words in (
+        (["x" * 256], {}, "the prompt has 256 characters"),
+        (["é"], {}, "no 'é' in the vocabulary"),
+        (["O"], dict(top_k=2.5), "top_k=2.5: must be a whole number"),
+        (["O"], dict(stop=["é"]), "no 'é' in the vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            generate_texts(gpt, tokenizer, prompts, 5, **how)
 
 
 @pytest.mark.slow
@@ -223,11 +303,11 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--dtype", "int8"], ["--dtype", "int8"]),
         (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
         (["--promt", "x"], ["--promt"]),
-        (["--prompt", "-Hello"], ["argument --prompt: expected one argument", "--prompt=-a"]),
+        (["--prompt", "-Hello"], ["argument --prompt/--start: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
         (["hello"], ['unrecognized arguments: hello: type --prompt "TEXT"']),
-        (["--ckpt="], ["--ckpt, --out_dir or --stop is empty"]),
-        (["--out_dir", ""], ["--ckpt, --out_dir or --stop is empty"]),
+        (["--ckpt="], ["--ckpt, --out_dir, --meta or --stop is empty"]),
+        (["--out_dir", ""], ["--ckpt, --out_dir, --meta or --stop is empty"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

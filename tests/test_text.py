@@ -1,7 +1,7 @@
 """Stop texts: each row ends before the first of them, on every path, and no part of one is printed."""
 
-import io
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from helpers import assert_each_row_stops, assert_one_line, ok, sample, text_before, texts_of
 from model import CharTokenizer
-from sample import SEPARATOR, GeneratedText, write_texts
+from sample import Text, generate_texts
 
 NAMES = "abc"
 TOKENIZER = CharTokenizer(NAMES)
 a_text = st.text(NAMES, max_size=30)
+some_text = st.text(NAMES, min_size=1, max_size=30)
 some_stops = st.lists(st.text(NAMES, min_size=1, max_size=4), max_size=3)
 
 
-@given(a_text, a_text, some_stops)
-def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
-    """And not before the last one, nor because of one that is in the prompt or begins there."""
-    row = GeneratedText(TOKENIZER.encode(prompt), TOKENIZER, stops)
-    for token in TOKENIZER.encode(text):
-        row.add(token)
-        if row.ended:
-            break
+@given(some_text, a_text, some_stops, st.lists(st.integers(0, 30), max_size=3).map(sorted))
+def test_a_text_ends_before_its_first_stop_text(prompt, text, stops, cuts):
+    """And not before the last one, nor because of one that is in the prompt or begins there, whatever the blocks."""
+    row = Text(TOKENIZER.encode(prompt), TOKENIZER, stops)
+    ids = TOKENIZER.encode(text)
+    for begin, end in zip([0, *cuts], [*cuts, len(ids)]):
+        row.add(ids[begin:end])
     assert row.text == prompt + text_before(text, stops)
     assert row.ended == (text_before(text, stops) != text)
     assert (prompt + text).startswith(TOKENIZER.decode(row.ids)) and TOKENIZER.decode(row.ids).startswith(row.text)
@@ -36,31 +36,35 @@ def test_a_text_ends_before_its_first_stop_text(prompt, text, stops):
 @example("abcab", ["abca", "b"])  # one stop text inside another
 def test_what_is_printed_early_is_never_taken_back(text, stops):
     """No character of a stop text is shown, and fewer characters wait than a stop text has."""
-    row, shown = GeneratedText([], TOKENIZER, stops), ""
+    row = Text(TOKENIZER.encode("c"), TOKENIZER, stops)
+    shown = row.new_piece()
     for token in TOKENIZER.encode(text):
         if row.ended:
             break
-        row.add(token)
-        assert row.settled().startswith(shown) and text_before(text, stops).startswith(row.settled())
-        shown = row.settled()
-        assert row.ended or len(row.text) - len(shown) < max(map(len, stops), default=1)
+        row.add([token])
+        shown += row.new_piece()
+        assert ("c" + text_before(text, stops)).startswith(shown)
+        assert row.ended or len(row.text) - len(shown) <= max(map(len, stops), default=0)
+    assert shown + row.new_piece(final=True) == "c" + text_before(text, stops)
 
 
-def test_a_stream_is_written_as_it_comes_until_every_row_has_ended(monkeypatch):
-    """Rows that end are told to the stream, which then spends nothing on them. -1 pads the shorter rows of a block."""
-    ended, seen, terminal = [False, False], [], io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(terminal))
+def test_texts_arrive_piece_by_piece_until_every_row_has_ended(monkeypatch):
+    """Rows that end are told to the engine, which then spends nothing on them. -1 pads the shorter rows of a block."""
+    seen, pieces = [], []
 
-    def stream():
+    def engine(model, rows, max_new_tokens, sampling, ended, *rest):
         for block in ([[0, 1], [2, -1]], [[0, 1], [2, 1]], [[2, 2], [1, -1]], [[2, 2], [2, 2]]):
-            seen.append((terminal.getvalue(), *ended))
+            seen.append(("".join(piece for row, piece in pieces if row == 0), *ended))
             yield torch.tensor(block)
 
-    rows = [GeneratedText([2], TOKENIZER, ["bab", "bb"]), GeneratedText([1], TOKENIZER, ["bb"])]
-    times = write_texts(stream(), rows, ended)
-    assert [row.text for row in rows] == ["ca", "bcc"]
-    assert terminal.getvalue() == f"ca{SEPARATOR}bcc".encode()
-    assert seen == [(b"c", False, False), (b"c", False, False), (b"ca", True, False)] and ended == [True, True]
+    monkeypatch.setattr("sample.open_engine", engine)
+    model = SimpleNamespace(config=SimpleNamespace(block_size=99))
+    how = dict(stop=["bab", "bb"], seed=1, stats={}, on_text=lambda row, piece: pieces.append((row, piece)))
+    texts = generate_texts(model, TOKENIZER, ["c", "b"], 8, **how)
+    assert texts == [["ca"], ["bcc"]]
+    assert ["".join(piece for row, piece in pieces if row == i) for i in range(2)] == ["ca", "bcc"]
+    assert seen == [("c", False, False), ("c", False, False), ("ca", True, False)]
+    times = how["stats"]["times"]
     assert len(times) == 3 and 0 <= times[0] and times == sorted(times)
 
 

@@ -43,7 +43,6 @@ from model import (
     sample_token,
     write_atomically,
 )
-from train import PRESETS, RECIPES, TrainConfig
 
 VARIANTS = {
     "uncached": "sample.py --no-kv_cache",
@@ -58,6 +57,11 @@ VARIANTS = {
     "ctranslate2": "CTranslate2",
     "llama2c": "llama2.c",
 }
+NETWORKS = {  # of train.py's recipes
+    "modern": dict(pos_emb="rope", qk_norm=True, activation="swiglu", mlp_ratio=4.2, bias=False),
+    "nanogpt": dict(bias=False),
+}
+FOUR_WIDE = ((6, 6, 384, 256), (4, 4, 64, 32))  # its presets gpu and lecture, which have mlp_ratio 4 in both recipes
 BASELINES = ("hf", "ctranslate2", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
     "shape": ("shape", "{}"),
@@ -378,7 +382,7 @@ def parse_args():
     add_model = parser.add_mutually_exclusive_group().add_argument
     add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
     add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
-    add("--recipe", choices=RECIPES, help="network of --shapes, as in train.py (default: modern)")
+    add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
     add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
@@ -403,10 +407,11 @@ def parse_args():
 
 
 def network(recipe, sizes):
-    """Return the model_args of train.py: those of its preset of these sizes if it has one, otherwise its defaults."""
-    configs = [TrainConfig(**RECIPES[recipe] | preset) for preset in PRESETS.values()]
-    fitting = [c for c in configs if all(getattr(c, name, size) == size for name, size in sizes.items())]
-    return (fitting or configs)[0].model_args()
+    """Return the GPTConfig that train.py makes for a recipe and sizes, from shape()."""
+    config = GPTConfig(**NETWORKS[recipe] | sizes)
+    if (config.n_layer, config.n_head, config.n_embd, config.block_size) in FOUR_WIDE:
+        config.mlp_ratio = 4
+    return config
 
 
 def models(args):
@@ -414,7 +419,7 @@ def models(args):
     if args.shapes:
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            yield None, GPT(GPTConfig(**network(args.recipe or "modern", sizes) | sizes)).eval(), None
+            yield None, GPT(network(args.recipe or "modern", sizes)).eval(), None
     else:
         for file in args.ckpt or [None]:
             checkpoint = load_checkpoint(find_checkpoint(file))

@@ -8,6 +8,10 @@ from functools import lru_cache
 
 import torch
 
+from model import NOT_FINITE
+
+LARGEST = torch.finfo(torch.float32).max
+
 
 class CompileError(RuntimeError):
     """--compile cannot run here, or would compute a different network. The message is one line."""
@@ -92,6 +96,69 @@ def check_struct_sizes(library, *structs):
             raise TypeError(f"{struct.__name__} has {ctypes.sizeof(struct)} bytes in c_library.py and {size} in step.c")
 
 
+# -- what the structures hold, because step.c reads and writes wherever it says ----------------------------------------
+
+
+def state_arrays(state, config):
+    """Return the tensors of a BatchState as NumPy arrays, which share their memory. Raises TypeError.
+
+    Their values change from call to call, so check_state looks at them before each call. NumPy compares a few numbers
+    faster than PyTorch, and may do so in a daemon thread while the interpreter exits.
+    """
+    B = len(state.end)
+    kinds = dict(
+        tokens=(torch.int64, (B, config.block_size + 1)),
+        seed=(torch.int64, (2,)),
+        temperature=(torch.float32, ()),
+        top_k=(torch.int64, ()),
+        top_p=(torch.float32, ()),
+    )
+    given = {name: x for name, x in vars(state).items() if x is not None or name not in ("top_k", "top_p")}
+    for name, x in given.items():
+        check_tensor(name, x, *kinds.get(name, (torch.int64, (B,))))
+    return {name: x.numpy() for name, x in given.items()}
+
+
+def check_state(arrays, config):
+    """Raise ValueError if a value of state_arrays is out of its range."""
+    end = arrays["end"]
+    ranges = dict(
+        tokens=(0, config.vocab_size - 1),
+        end=(1, config.block_size + 1),
+        cached=(0, end - 1),
+        limit=(0, config.block_size + 1),
+        first_new=(-(2**62), end),
+        seed=(0, 2**32 - 1),
+        temperature=(0, LARGEST),
+        top_k=(1, 2**63 - 1),
+        top_p=(0, 1),  # float32 rounds a tiny one to 0
+    )
+    for name, (low, high) in ranges.items():
+        if name in arrays:
+            check_range(name, arrays[name], low, high)
+
+
+def check_table(table, vocab_size):
+    """Raise TypeError or ValueError unless `table` is one of ngram_table for this vocabulary."""
+    logits, after = table
+    check_tensor("logits", logits, torch.float32, (len(after), vocab_size))
+    check_tensor("after", after, torch.int32, (len(after), vocab_size))
+    check_range("logits", logits.numpy(), -LARGEST, LARGEST)
+    check_range("after", after.numpy(), 0, len(after) - 1)
+
+
+def check_tensor(name, x, dtype, shape):
+    """Raise TypeError unless x is a tensor of this dtype and shape."""
+    if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.shape != shape:
+        found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a tensor of {dtype} {shape}, not {found}")
+
+
+def check_range(name, x, low, high):
+    if not x.size or not ((low <= x) & (x <= high)).all():
+        raise ValueError(f"{name} is {x}, and step.c needs numbers from {low} to {high}")
+
+
 # -- the threads -------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +179,10 @@ class Pool:
         weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
 
     def run_steps(self, *, net, layers, state, table, rows, threads, by_rows, max_steps, num_drafts):
-        """Call `run_steps` of step.c. Returns the numbers of steps, and of draft tokens offered and accepted."""
+        """Call `run_steps` of step.c. Returns the numbers of steps, and of draft tokens offered and accepted.
+
+        Raises MemoryError, and FloatingPointError if the first step finds logits that are infinite or NaN.
+        """
         counters = (ctypes.c_int64 * 3)()
         with self.lock:  # the threads serve one call at a time
             failed = self.library.run_steps(
@@ -128,8 +198,10 @@ class Pool:
                 num_drafts,
                 counters,
             )
-        if failed:
+        if failed == -1:
             raise MemoryError("the C backend ran out of memory")
+        if failed == -2:
+            raise FloatingPointError(NOT_FINITE)
         return list(counters)
 
 

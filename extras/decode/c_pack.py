@@ -1,6 +1,7 @@
 """Packs the weights of a model into the structures that step.c reads."""
 
 import mmap
+import sys
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def layers_of(config):
 def pack_weights(model, struct, layout):
     """Return the weights as `struct`, the Model of step.c. layout: for the Linear layers, see below.
 
-    Raises CompileError for a weight whose shape does not fit the config.
+    Raises CompileError for a weight whose shape does not fit the config, or in another dtype than float32.
     """
     config = model.config
     net = model.transformer
@@ -30,6 +31,8 @@ def pack_weights(model, struct, layout):
     def check(x, *shape):
         if x is not None and x.shape != shape:
             raise CompileError(f"the model has a weight of shape {tuple(x.shape)}, but its config says {shape}")
+        if x is not None and x.dtype != torch.float32:  # the rotary table is no parameter
+            raise CompileError(f"the C backend runs in float32, and the model has a weight in {x.dtype}")
 
     # more than enough: tied weights become two matrices, and zeros fill the last panel of each
     tables = () if model.rope is None else model.rope
@@ -101,6 +104,9 @@ def panels(layer, lanes):
 
 
 def int8_panels(layer, lanes):
+    if sys.byteorder != "little":
+        raise CompileError("the C backend reads int8 weights on little-endian processors only")
+
     def pack(rows):
         numbers, scales = quantize(rows)
         scales = whole_panels(scales, lanes).transpose(1, 2).contiguous().view(torch.int8)

@@ -21,8 +21,11 @@ from extras.decode.c_library import (
     State,
     Table,
     as_c,
+    check_state,
     check_struct_sizes,
+    check_table,
     model_struct,
+    state_arrays,
 )
 from extras.decode.c_pack import int8_panels, pack_weights, panels
 from extras.decode.guard import refuse_other_networks
@@ -32,6 +35,7 @@ from model import KVCache
 
 __all__ = ["CompileError", "compile_step"]
 
+MAX_TOKENS = 64  # per forward, so that the activations of a small model stay in the cache of a core
 # Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
 # From this many rows per thread on, each thread computes some of the rows: it waits for nobody, but reads all weights.
@@ -52,10 +56,12 @@ def compile_step(model, num_drafts, table, weights="float32"):
     Returns bind(state), which returns two functions and the KVCache that they fill:
     run(max_steps, active)          runs up to max_steps steps, each of which appends tokens to the rows of `state`.
                                     `active` is the number of rows below their limits. Returns how many steps ran, and
-                                    how many draft tokens were offered and accepted
+                                    how many draft tokens were offered and accepted. Raises FloatingPointError if the
+                                    logits of the next step are infinite or NaN, and ValueError for a damaged state
     copy_slots(first, rows, slots)  copies the first slots of one row's cache to other rows
 
-    We copy all weights, so later changes to the model have no effect. Raises CompileError.
+    We copy all weights, so later changes to the model have no effect. Raises CompileError. bind raises TypeError if a
+    tensor of the state has another dtype or shape than in BatchState.
     """
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
@@ -64,6 +70,10 @@ def compile_step(model, num_drafts, table, weights="float32"):
             )
     refuse_other_networks(model)
     config = model.config
+    if not 0 <= num_drafts < MAX_TOKENS or (num_drafts and table is None):
+        raise ValueError(f"num_drafts={num_drafts}: must be 0 to {MAX_TOKENS - 1}, and above 0 it needs a table")
+    if table is not None:
+        check_table(table, config.vocab_size)
     num_params = sum(p.numel() for p in model.parameters())
     rows_per_thread = ROWS_PER_THREAD_SMALL if num_params < MEDIUM else ROWS_PER_THREAD
     layout = int8_panels if weights == "int8" else panels
@@ -72,21 +82,25 @@ def compile_step(model, num_drafts, table, weights="float32"):
     check_struct_sizes(library, struct, Cache, State, Table)
     with one_thread():
         net = pack_weights(model, struct, partial(layout, lanes=library.lanes()))
-    table = Table(logits=table[0], after=table[1]) if table else None
+    table = None if table is None else Table(logits=table[0], after=table[1])
     pool = Pool(library, torch.get_num_threads())
     spare = []  # caches of finished generations, reused because touching the pages of a new one takes time
 
     def bind(state):
         B = len(state.end)
         shape = (B, config.n_kv_head, config.block_size, config.head_size)
+        arrays = state_arrays(state, config)
+        state_in_c = State(**vars(state))
         cache = spare.pop() if spare else None
         if not cache or cache[0].shape != shape:
-            cache = [torch.empty(shape) for _ in range(2 * config.n_layer)]  # key and value of every layer
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
+                # key and value of every layer; torch's defaults may be another dtype and device
+                cache = [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2 * config.n_layer)]
         layers = as_c([Cache(key=key, value=value) for key, value in zip(cache[::2], cache[1::2])])
-        state_in_c = State(**vars(state))
 
         def run(max_steps, active=B):
             nonlocal pool
+            check_state(arrays, config)
             if pool.pid != os.getpid():  # we are in a child of os.fork(), which has none of its parent's threads
                 pool = Pool(library, pool.threads)
             return pool.run_steps(
@@ -126,6 +140,7 @@ def shape_macros(model, min_chance, layout):
         GELU_TANH=int(config.activation == "gelu_tanh"),
         POST_LN=int(not config.norm_first),
         MAX_ORDER=MAX_ORDER,
+        MAX_TOKENS=MAX_TOKENS,
         MIN_CHANCE=f"{min_chance}f",
         INT8=int(layout is int8_panels),
         BLOCK=BLOCK,

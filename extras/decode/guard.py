@@ -39,7 +39,7 @@ REPEATED = {
     "GPT.forward": ("5227d79887e91176", "work, plan", "logits"),
     "GPT.hidden_states": ("4430af9debc9488e", "forward", "logits"),
     "GPT.new_cache": ("a0289ccf33646e39", "work", "stream"),
-    "generate": ("b45c6ba986580357", "work", "stream"),
+    "generate": ("dfcfd88d1528204d", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
     "sample_token": ("edf7e1bd9e1842f3", "sample_token", None),
     "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise", None),

@@ -108,14 +108,40 @@ def order_of(ngrams):
     return ngrams.get("order", 3)
 
 
+def check_ngrams(ngrams, vocab_size):
+    """Raise ValueError unless `ngrams`, which a file may contain, could be the result of count_ngrams."""
+
+    def require(fine, what):
+        if not fine:
+            raise ValueError(f"the n-gram counts are damaged ({what}): decode without drafts")
+
+    require(isinstance(ngrams, dict) and ngrams.keys() >= {"codes", "counts"}, "they need codes and counts")
+    order = order_of(ngrams)
+    fits = type(order) is int and 1 <= order <= MAX_ORDER and vocab_size ** (order + 1) < 2**63
+    require(fits, f"the order {order!r:.50} does not fit {vocab_size} tokens")
+    codes, counts = ngrams["codes"], ngrams["counts"]
+    for x in (codes, counts):
+        whole = isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in (torch.int32, torch.int64)
+        require(whole, "codes and counts must be tensors of integers")
+        # an expanded tensor, which is not contiguous, can claim any size
+        require(x.dim() == 1 and len(x) and x.is_contiguous(), "codes and counts must be lists, and not empty")
+    require(len(codes) == len(counts), f"there are {len(codes)} codes and {len(counts)} counts")
+    require((codes[1:] > codes[:-1]).all(), "the codes must ascend")
+    in_range = codes[0] >= 0 and codes[-1] < vocab_size ** (order + 1)
+    require(in_range, f"a code is no n-gram of {order + 1} out of {vocab_size} tokens")
+    require((counts > 0).all(), "a count is not positive")
+
+
 def ngram_table(ngrams, vocab_size):
     """Return (logits, after): the n-grams as an automaton whose state is the longest known context.
 
     logits  (R, vocab_size) float32 log-probabilities of the next token, a row per known context; row 0 is the empty one
     after   (R, vocab_size) int32: the row for a context plus one more token. An unknown context falls back to its
             longest known suffix
-    The estimate is interpolated absolute discounting with discount 0.75 (Ney, Essen and Kneser 1994).
+    The estimate is interpolated absolute discounting with discount 0.75 (Ney, Essen and Kneser 1994). Raises ValueError
+    for damaged counts.
     """
+    check_ngrams(ngrams, vocab_size)
     base, order = vocab_size + 1, order_of(ngrams)
     codes, counts = ngrams["codes"].long(), ngrams["counts"].double()
     tokens = [codes // vocab_size**i % vocab_size for i in range(order, -1, -1)]

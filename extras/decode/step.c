@@ -43,7 +43,7 @@ the registers of the chip. */
 #define H (PAD(HIDDEN) + LANES) /* rows a power of two apart would compete for the same lines of the L1 cache */
 #define V PAD(VOCAB_SIZE)
 
-#define MAX_TOKENS 64     /* per forward, so that the activations of a small model stay in the cache of a core */
+#define NONE -1 /* the pick where the logits are infinite or NaN */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -123,9 +123,10 @@ INLINE float total(vec v) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where a Taylor polynomial of degree 7 is exact up to rounding. */
+/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where a Taylor polynomial of degree 7 is exact up to rounding. NaN stays
+ * NaN, because `larger` and `smaller` return y if x > y and x < y are false. */
 INLINE vec vexp(vec x) {
-    x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+    x = smaller(splat(88.0f), larger(splat(-87.0f), x));
     vec n = (x * 1.442695041f + 12582912.0f) - 12582912.0f; /* rounds to an integer: 1.5 * 2^23 has no fraction bits */
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;      /* ln(2) in two parts: n times the first is exact */
     vec p = splat(1.0f / 5040);
@@ -188,7 +189,8 @@ typedef struct {
     int parts;                                                  /* threads that share the forwards of these rows */
     int first_row, end_row, next_row;                           /* next_row: the first row after the current forward */
     int n, row[MAX_TOKENS], pos[MAX_TOKENS], token[MAX_TOKENS]; /* the tokens of the current forward */
-    int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS];          /* pick j follows the fed token fed[j] */
+    int num_picks, fed[MAX_TOKENS], picks[MAX_TOKENS];          /* pick j follows the fed token fed[j]; or it is NONE */
+    int failed;                                                 /* a row got no token, so the steps end */
     float *x, *qkv, *y, *fc, *logits;                           /* MAX_TOKENS rows each */
     int64_t steps, offered, accepted;
 } Group;
@@ -320,7 +322,8 @@ static void matmul(const Worker *w, int n, Rows x, Params params, const float *r
     }
 }
 
-/* LayerNorm of n numbers; y may be x. */
+/* LayerNorm of n numbers; y may be x. Where the variance overflows, PyTorch gives NaN for some n and 0 for others. We
+ * give NaN, because a network that reads zeros writes text as if nothing had happened. */
 INLINE void layer_norm(const float *x, Params params, float *y, int n) {
     const float *weight = params.weight;
     if (!weight) {
@@ -329,7 +332,7 @@ INLINE void layer_norm(const float *x, Params params, float *y, int n) {
     }
     float mean = sum(x, n) / n;
     for (int i = 0; i < n; i++) y[i] = x[i] - mean;
-    float scale = 1 / sqrtf(dot(y, y, n) / n + 1e-5f);
+    float variance = dot(y, y, n) / n, scale = variance < INFINITY ? 1 / sqrtf(variance + 1e-5f) : NAN;
     for (int i = 0; i < n; i++) y[i] = y[i] * scale * weight[i] + (params.bias ? params.bias[i] : 0);
 }
 
@@ -563,6 +566,12 @@ static int best_of_kept(const Worker *w, const float *logits) {
     return best;
 }
 
+INLINE int all_finite(const float *logits) {
+    int finite = 1;
+    for (int i = 0; i < VOCAB_SIZE; i++) finite &= fabsf(logits[i]) < INFINITY; /* which NaN is not */
+    return finite;
+}
+
 /* The token with the largest logit + temperature * noise; `sample_token`. `margin` receives the distance to the second
  * largest of the whole vocabulary, unless it is NULL. */
 static int sample_token(const Worker *w, int row, int64_t step, const float *logits, float *margin) {
@@ -633,7 +642,7 @@ static int plan(const Worker *w, int row) {
     Group *g = w->group;
     const State *s = w->state;
     g->n = g->num_picks = 0;
-    for (; row < g->end_row; row++) {
+    for (; row < g->end_row && !g->failed; row++) {
         int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1);
         int end = s->end[row], limit = s->limit[row], room = limit - end - 1;
         if (end >= limit) continue;
@@ -661,14 +670,16 @@ static void accept(const Worker *w) {
         int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1) + s->end[row], right = 0;
         for (drafts = 0; j + drafts + 1 < g->num_picks && g->row[g->fed[j + drafts + 1]] == row; drafts++) {}
         while (right < drafts && text[right] == g->picks[j + right]) right++;
-        text[right] = g->picks[j + right];
-        s->end[row] += right + 1;
-        s->cached[row] = s->end[row] - 1; /* later slots hold keys of rejected draft tokens and will be overwritten */
         g->offered += drafts, g->accepted += right;
+        if (g->picks[j + right] != NONE) text[right] = g->picks[j + right], right++;
+        if (!right) g->failed = 1;
+        s->end[row] += right;
+        s->cached[row] = s->end[row] - 1; /* later slots hold keys of rejected draft tokens and will be overwritten */
     }
 }
 
-/* Run the steps of worker i's group. Every step appends at least one token to each row below its limit. */
+/* Run the steps of worker i's group. Every step appends at least one token to each row below its limit, or is the last
+ * and does not count. */
 static void work(void *workers, int i) {
     const Worker *w = (const Worker *)workers + i;
     Group *g = w->group;
@@ -678,19 +689,20 @@ static void work(void *workers, int i) {
             if (w->part == 0) g->next_row = plan(w, row);
             barrier(&g->barrier);
             row = g->next_row;
-            if (!g->n) break; /* the other rows are at their limits */
+            if (!g->n) break; /* the other rows are at their limits, or the group has failed */
             forward(w);
             for (int j = w->part; j < g->num_picks; j += g->parts) {
                 int at = g->fed[j], place = g->row[at];
                 int64_t step = g->pos[at] + 1 - w->state->first_new[place];
-                g->picks[j] = sample_token(w, place, step, g->logits + (size_t)j * V, NULL);
+                const float *logits = g->logits + (size_t)j * V;
+                g->picks[j] = all_finite(logits) ? sample_token(w, place, step, logits, NULL) : NONE;
             }
             barrier(&g->barrier);
             if (w->part == 0) accept(w);
             fed = 1;
         }
         if (!fed) break;
-        if (w->part == 0) g->steps++;
+        if (w->part == 0) g->steps += !g->failed;
     }
 }
 
@@ -700,7 +712,9 @@ static void work(void *workers, int i) {
 int lanes(void) { return LANES; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, of draft tokens offered and of
- * those accepted to counters[0..2], which start at 0. Returns -1 if there is too little memory, else 0. */
+ * those accepted to counters[0..2], which start at 0. Returns 0, or -1 if there is too little memory, or -2 if a row has
+ * logits that are infinite or NaN. After some steps it is still 0, so that their tokens get out, and the next call, which
+ * meets the same logits at once, returns -2. */
 int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
               int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
@@ -731,10 +745,12 @@ int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *s
     }
 
     run_parts(pool, work, workers, threads);
+    int result = 0;
     for (int i = 0; i < num_groups; i++) {
         const Group *g = groups + i;
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
         counters[1] += g->offered, counters[2] += g->accepted;
+        if (g->failed && !g->steps) result = -2;
     }
-    return 0;
+    return result;
 }

@@ -365,6 +365,7 @@ class OnnxGPT:
         """
         B, T = idx.shape
         cache = cache or self.empty_cache(B)
+        past = cache.past if cache.length else self.empty_cache(B).past
         end = cache.length + T
         inputs = {
             "input_ids": idx.numpy(),
@@ -372,7 +373,7 @@ class OnnxGPT:
             "position_ids": np.arange(cache.length, end)[None].repeat(B, axis=0),
         }
         inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
-        inputs |= dict(zip(self.past_inputs, cache.past))
+        inputs |= dict(zip(self.past_inputs, past))
         logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
         cache.length = end
         logits = torch.from_numpy(logits.numpy()).float()
@@ -380,10 +381,10 @@ class OnnxGPT:
 
 
 def open_onnx(file):
-    """Return (model, tokenizer): an OnnxGPT and its tokenizer. Raises OSError, or ValueError for a stale file."""
+    """Return the OnnxGPT of a file that is not stale. Raises OSError or ValueError."""
     model = OnnxGPT(file)
     model.refuse_stale()
-    return model, model.tokenizer
+    return model
 
 
 def compare_onnx(file, model, ids):

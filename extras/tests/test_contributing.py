@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT, ok, run, unix
+from helpers import ROOT, SMALL, load, ok, run, unix
 
 CHECK = """
 import torch
@@ -62,6 +62,18 @@ def test_rmsnorm_trains_and_gives_the_same_text_in_c_and_in_a_cuda_graph(tmp_pat
     python("train.py", "--norm", "rms", "--max_iters", "5", "--device", "cpu")
     verified = python("sample.py", "--device", "cpu", "--max_new_tokens", "40", "--compile", "--verify")
     assert "verify: OK" in verified.stderr and "decoding without --compile" not in verified.stderr
+
+
+def test_the_loss_of_your_own_trains_and_resumes(data_dir, tmp_path):
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python loss\n(.*?)^```", page, re.M | re.S)
+    for name in ("model.py", "train.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    flags = [*SMALL, "--data_dir", data_dir, "--loss", "mine", "--max_iters", 2]
+    ok(run("train.py", *flags, cwd=tmp_path))
+    assert load(tmp_path / "out" / "ckpt.pt")["label_smoothing"] == 0.1
+    ok(run("train.py", "--init_from", "resume", "--loss", "mine", "--max_iters", 4, cwd=tmp_path))
 
 
 def sample_and_verify(python, *flags):

@@ -44,11 +44,10 @@ def test_extras_imports_model_py_and_only_its_commands_a_script():
     for name in in_package("extras"):
         assert IMPORTS[name] <= {"model"} | SCRIPTS | in_package("extras"), name
     assert {name: found & SCRIPTS for name, found in IMPORTS.items() if found & SCRIPTS} == {
-        "extras.bench.__main__": {"train", "sample"},
+        "extras.bench.__main__": {"sample"},
         "extras.export": {"sample"},
         "extras.generation": {"sample"},
         "extras.text": {"sample"},
-        "extras.evaluate": {"train", "sample"},
     }
 
 

@@ -75,9 +75,10 @@ def test_a_run_starts_from_a_checkpoint_on_other_text(trained, tmp_path):
     assert_one_line(result, "no 'é', '中' in the vocabulary", code=1)
 
 
-def test_the_checkpoints_of_a_run_hold_ngrams_for_drafts(trained):
+def test_the_checkpoints_of_the_modern_recipe_hold_ngrams_for_drafts(data_dir, tmp_path):
+    ok(here(*STATEFUL, "--max_iters", 1, "--data_dir", data_dir, "--out_dir", tmp_path))
     for name in ("ckpt.pt", "last.pt"):
-        assert len(load(trained / name)["ngrams"]["counts"]) > 0
+        assert len(load(tmp_path / name)["ngrams"]["counts"]) > 0
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,12 +27,12 @@ from helpers import (
     ok,
     plain_val_loss,
     progress,
+    random_model,
     same,
     start,
-    tiny_run,
     write_ids,
 )
-from model import CharTokenizer, load_model
+from model import CharTokenizer, GPTConfig, load_model
 from prepare import write
 from train import eval_windows, evaluate
 
@@ -58,7 +59,7 @@ def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, 
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), world=st.integers(1, 4))
 def test_processes_share_the_windows_and_none_is_read_twice(length, block_size, most, world):
     """Here the sums that they would exchange are added by hand: those of losses, and those of tokens."""
-    _, _, state = tiny_run(block_size=block_size)
+    model = random_model(GPTConfig(block_size=block_size, vocab_size=20, n_layer=1, n_head=2, n_embd=16))
     ids = np.random.default_rng(0).integers(20, size=length).astype("<u2")
 
     def sums(world):
@@ -68,12 +69,12 @@ def test_processes_share_the_windows_and_none_is_read_twice(length, block_size, 
             patch.setattr(train, "WORLD_SIZE", world)
             for rank in range(world):
                 patch.setattr(train, "RANK", rank)
-                evaluate(state, ids, most)
+                evaluate(model, ids, most, nullcontext())
         return sum(sent[::2]), sum(sent[1::2])
 
     alone = sums(1)
     assert sums(world) == pytest.approx(alone, rel=1e-5)
-    assert evaluate(state, ids, most) == pytest.approx(alone[0] / alone[1])
+    assert evaluate(model, ids, most, nullcontext()) == pytest.approx(alone[0] / alone[1])
 
 
 def test_eval_iters_is_in_batches(data_dir, tmp_path):

@@ -1,90 +1,100 @@
 """train.py stopped or killed at any moment, and resumed: the run and its log are those of the undisturbed run.
 
-In this process, with the settings of a tiny run that does all that a run can do. test_train.py, test_evaluate.py and
-test_dist.py send real signals to real processes.
+All of train.py runs in this process, and is disturbed at what it does: a step, an evaluation, a row, a save. Others
+send real signals to real processes: test_train.py, test_evaluate.py and test_dist.py.
 """
 
+import csv
 import math
+import runpy
 import signal
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
-from tqdm import tqdm
+import torch
 
-import train
-from helpers import assert_same_run, load, log, progress, same, tiny_run
+import model
+from helpers import ROOT, assert_same_run, load, log, progress, same
 
-SETTINGS = dict(
-    max_iters=9, eval_interval=4, save_interval=3, log_interval=2, eval_iters=1, gradient_accumulation_steps=2
-)
-SETTINGS |= dict(dropout=0.1, optimizer="muon", mtp_weight=0.3, learning_rate=1e-2, warmup_iters=3)
-EVENTS = ("train_step", "evaluate", "save_checkpoint", "log_row")  # what a run does, and may be disturbed before
+FLAGS = "--n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu --dropout 0.1".split()
+FLAGS += "--gradient_accumulation_steps 2 --warmup_iters 3 --recipe nanogpt --optimizer muon".split()
+INTERVALS = "--max_iters 9 --eval_interval 4 --save_interval 3 --log_interval 2 --eval_iters 1".split()
 
 
 class Killed(BaseException):
     """The end of a process that has no time for anything."""
 
 
-def go(out_dir, disturb=lambda number, name, signals: None, **settings):
-    """Start or resume a run in out_dir. Returns train's stop signal and the events.
+@pytest.fixture
+def go(data_dir):
+    """go(out_dir, disturb, *flags) starts or resumes a run in out_dir. Returns its exit code and events.
 
-    disturb(number, name, signals)  is called before each event
+    disturb(number, name, stop)  is called before each event. stop(signum) is what the system does with a signal
     """
-    events, signals = [], []
 
-    def announced(name):
-        def call(*args):
-            disturb(len(events), name, signals)
-            events.append(name)
-            return do(*args)
+    def go(out_dir, disturb=lambda number, name, stop: None, *flags):
+        events, handlers = [], {}
 
-        do = getattr(train, name)
-        return call
+        def announced(name, do):
+            def call(*args, **kwargs):
+                disturb(len(events), name, lambda signum: handlers[signum](signum, None))
+                events.append(name)
+                return do(*args, **kwargs)
 
-    config, data, state = tiny_run(out_dir=str(out_dir), **(SETTINGS | settings))
-    out_dir.mkdir(exist_ok=True)
-    if (out_dir / "last.pt").exists():
-        last = load(out_dir / "last.pt")
-        state.model.load_state_dict(last["model"])
-        state.resume(last)
-    train.begin_log(out_dir, state)
-    with pytest.MonkeyPatch.context() as patch, tqdm(total=config.max_iters, disable=True) as bar:
-        for name in EVENTS:
-            patch.setattr(train, name, announced(name))
-        return train.train(config, data, state, {}, bar=bar, signals=signals), events
+            return call
+
+        resume = ["--init_from", "resume"] if (out_dir / "last.pt").exists() else []
+        words = [*FLAGS, "--data_dir", data_dir, *INTERVALS, "--out_dir", out_dir, *flags, *resume]
+        if resume:
+            words = ["--out_dir", out_dir, *flags, *resume]
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()):
+            patch.setattr("sys.argv", ["train.py", *map(str, words)])
+            patch.setattr("signal.signal", handlers.__setitem__)
+            patch.setattr(torch.optim.AdamW, "step", announced("step", torch.optim.AdamW.step))
+            patch.setattr(model.GPT, "eval", announced("evaluate", model.GPT.eval))
+            patch.setattr(model.GPT, "generate", lambda model, idx, *settings, **more: idx)
+            patch.setattr(csv, "writer", announced("row", csv.writer))
+            patch.setattr(model, "save_checkpoint", announced("save", model.save_checkpoint))
+            try:
+                runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            except SystemExit as error:
+                return error.code, events
+        return 0, events
+
+    return go
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+@pytest.fixture
+def whole(go, tmp_path):
     """(out_dir, events) of the undisturbed run."""
-    out_dir = tmp_path_factory.mktemp("whole")
-    signum, events = go(out_dir)
-    assert signum == 0 and {*events} == {*EVENTS}
-    return out_dir, events
+    code, events = go(tmp_path / "whole")
+    assert code == 0 and {*events} == {"step", "evaluate", "row", "save"}
+    return tmp_path / "whole", events
 
 
 def assert_undisturbed(whole, out_dir):
     assert progress(out_dir) == progress(whole)
     assert_same_run(whole, out_dir)
     for name in ("ckpt.pt", "last.pt"):
-        ours, theirs = ({k: v for k, v in load(folder / name).items() if k != "seconds"} for folder in (out_dir, whole))
+        ours, theirs = (load(folder / name) for folder in (out_dir, whole))
+        for file in (ours, theirs):
+            for key in ("init_from", "out_dir"):
+                del file["config"][key]
+            file.pop("seconds", None)
         assert same(ours, theirs)
 
 
-def test_the_undisturbed_run_logs_what_is_due(whole):
-    """Otherwise the tests below would compare empty logs."""
+def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(whole, go, tmp_path):
+    """First, what is due is logged: otherwise we would compare empty logs."""
     out_dir, events = whole
     rows = [(int(step), bool(val_loss)) for step, _, val_loss, _ in progress(out_dir)]
     assert rows == [(step, step % 4 == 0 or step == 9) for step in (2, 3, 4, 6, 8, 9)]
-    assert events.count("train_step") == 9
-
-
-def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(whole, tmp_path):
-    out_dir, events = whole
+    assert events.count("step") == 9
     for n in range(len(events)):
 
-        def kill(number, name, signals):
+        def kill(number, name, stop):
             if number == n:  # noqa: B023
                 raise Killed
 
@@ -97,89 +107,77 @@ def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(wh
         assert_undisturbed(out_dir, here)
 
 
-def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run_and_log(whole, tmp_path):
+def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run_and_log(whole, go, tmp_path):
     """It writes no row of its own: last.pt holds the sum of the losses since the last row."""
     out_dir, events = whole
     for n in range(len(events)):
 
-        def stop(number, name, signals):
+        def stop_at(number, name, stop):
             if number == n:  # noqa: B023
-                signals.append(signal.SIGTERM)
+                stop(signal.SIGTERM)
 
         here = tmp_path / str(n)
-        signum, done = go(here, stop)
-        assert signum == (signal.SIGTERM if {"train_step", "evaluate"} & {*events[n:]} else 0)  # it has ended anyway
-        steps = done.count("train_step")
-        assert steps <= events[:n].count("train_step") + 1  # it stops after the step, and saves it
+        code, done = go(here, stop_at)
+        still_running = {"step", "evaluate"} & {*events[n : events.index("save", len(events) - 2)]}
+        assert code == (128 + signal.SIGTERM if still_running else 0)
+        steps = done.count("step")
+        assert steps <= events[:n].count("step") + 1  # it stops after the step, and saves it
         assert load(here / "last.pt")["iter_num"] == steps
         assert progress(here) == progress(out_dir)[: len(log(here))]
         go(here)
         assert_undisturbed(out_dir, here)
 
 
-def test_a_run_stopped_after_every_single_step_is_the_same_run_too(whole, tmp_path):
+def test_a_run_stopped_after_every_single_step_is_the_same_run_too(whole, go, tmp_path):
     """Nothing is lost or counted twice, however often a row is interrupted."""
     out_dir, _ = whole
 
-    def stop(number, name, signals):
-        if name == "train_step":
-            signals.append(signal.SIGINT)
+    def stop_at(number, name, stop):
+        if name == "step":
+            stop(signal.SIGINT)
 
     for step in range(1, 10):
-        signum, _ = go(tmp_path, stop)
-        assert signum == signal.SIGINT and load(tmp_path / "last.pt")["iter_num"] == step
-    assert go(tmp_path)[0] == 0
-    assert_undisturbed(out_dir, tmp_path)
+        code, _ = go(tmp_path / "out", stop_at)
+        assert code == 130 and load(tmp_path / "out" / "last.pt")["iter_num"] == step
+    assert go(tmp_path / "out")[0] == 0
+    assert_undisturbed(out_dir, tmp_path / "out")
 
 
-def test_a_cut_evaluation_comes_first_in_the_resumed_run_and_a_finished_run_does_nothing(tmp_path):
-    def stop(number, name, signals):
+def test_a_cut_evaluation_comes_first_in_the_resumed_run_and_a_finished_run_does_nothing(go, tmp_path):
+    def stop_at(number, name, stop):
         if name == "evaluate":
-            evaluations.append(name)
-        if len(evaluations) == 2:  # at step 3 a test of the weights before the save, at step 4 the evaluation
-            signals.append(signal.SIGINT)
+            stop(signal.SIGINT)
 
-    evaluations = []
-    assert go(tmp_path, stop)[0] == signal.SIGINT
+    assert go(tmp_path, stop_at)[0] == 130
     last = load(tmp_path / "last.pt")
     assert (last["iter_num"], last["num_unlogged"]) == (4, 1)
-    assert go(tmp_path)[1][:5] == ["evaluate", "log_row", "save_checkpoint", "save_checkpoint", "train_step"]
+    assert go(tmp_path)[1][:5] == ["evaluate", "row", "save", "save", "step"]
     last = load(tmp_path / "last.pt")
     assert (last["iter_num"], last["num_unlogged"]) == (9, 0)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert go(tmp_path) == (0, [])
+    assert go(tmp_path) == (0, ["evaluate"])  # eval mode, for the sample
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(tmp_path):
+def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(go, tmp_path):
     """A resume that evaluated again must not count that evaluation twice."""
-    settings = dict(learning_rate=0.0, patience=2, max_iters=30, eval_interval=2)
-    _, events = go(tmp_path / "whole", **settings)
+    flags = "--learning_rate 0 --patience 2 --max_iters 30 --eval_interval 2".split()
+    _, events = go(tmp_path / "whole", lambda *event: None, *flags)
     assert [int(row[0]) for row in progress(tmp_path / "whole") if row[2]] == [2, 4, 6]
     for n in range(events.index("evaluate"), len(events)):
 
-        def kill(number, name, signals):
+        def kill(number, name, stop):
             if number == n:  # noqa: B023
                 raise Killed
 
         with suppress(Killed):
-            go(tmp_path / str(n), kill, **settings)
-        go(tmp_path / str(n), **settings)
+            go(tmp_path / str(n), kill, *flags)
+        go(tmp_path / str(n), lambda *event: None, *flags)
         assert_undisturbed(tmp_path / "whole", tmp_path / str(n))
 
 
-def test_a_val_loss_that_is_not_finite_is_neither_logged_nor_saved(tmp_path, monkeypatch):
-    """The first window of the val split may be fine where the rest is not."""
-    evaluate = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda state, ids, *more: math.nan if more else evaluate(state, ids))
-    with pytest.raises(SystemExit, match="stopped at step 4: the loss is nan"):
-        go(tmp_path)
-    assert [row[0] for row in progress(tmp_path)] == ["2", "3"]
-    assert load(tmp_path / "last.pt")["iter_num"] == 3 and not (tmp_path / "ckpt.pt").exists()
-
-
-@pytest.mark.parametrize("cut", ["train_step", "evaluate"])
-def test_steps_before_the_stop_do_not_count_as_fast_ones(cut, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cut", ["step", "evaluate"])
+def test_steps_before_the_stop_do_not_count_as_fast_ones(cut, go, tmp_path, monkeypatch):
     """The speed of a row is that of the steps which this process has done, without the evaluations before them.
 
     Here a step takes a second, and an evaluation ten.
@@ -190,18 +188,39 @@ def test_steps_before_the_stop_do_not_count_as_fast_ones(cut, tmp_path, monkeypa
         clock.now += 1e-6
         return clock.now
 
-    def step(number, name, signals):
-        clock.now += {"train_step": 1, "evaluate": 10}.get(name, 0)
+    def step(number, name, stop):
+        clock.now += {"step": 1, "evaluate": 10}.get(name, 0)
 
-    def stop(number, name, signals):
-        step(number, name, signals)
+    def stop_at(number, name, stop):
+        step(number, name, stop)
         if name == cut and number >= 4:
-            signals.append(signal.SIGTERM)
+            stop(signal.SIGTERM)
 
-    monkeypatch.setattr(train.time, "perf_counter", perf_counter)
-    settings = dict(max_iters=18, log_interval=6, eval_interval=6, save_interval=6)
-    assert go(tmp_path, stop, **settings)[0] == signal.SIGTERM
+    monkeypatch.setattr("time.perf_counter", perf_counter)
+    flags = "--max_iters 18 --log_interval 6 --eval_interval 6 --save_interval 6".split()
+    assert go(tmp_path, stop_at, *flags)[0] == 128 + signal.SIGTERM
     assert load(tmp_path / "last.pt")["num_unlogged"] >= 5
-    go(tmp_path, step, **settings)
+    go(tmp_path, step, *flags)
     first, *others = [int(row["tokens_per_s"]) for row in log(tmp_path)]
     assert others == [2 * 2 * 16] * 2 and first <= 2 * 2 * 16
+
+
+@pytest.mark.parametrize("value, intervals", [(math.inf, (100, 1)), (1e38, (4, 5))])
+def test_weights_that_are_broken_replace_no_file(value, intervals, go, tmp_path, monkeypatch):
+    """If the step before a save breaks them, no loss shows it. 1e38 is finite, but no loss that it gives is."""
+    made = []
+    init = model.GPT.__init__
+    monkeypatch.setattr(model.GPT, "__init__", lambda gpt, config: made.append(gpt) or init(gpt, config))
+
+    def spoil(number, name, stop):
+        if name == "step":
+            for p in made[-1].parameters():
+                p.data.fill_(value)
+
+    go(tmp_path, lambda *event: None, "--max_iters", "3")
+    before = {name: (tmp_path / name).read_bytes() for name in ("ckpt.pt", "last.pt")}
+    flags = [word for name, n in zip(("eval", "save", "log"), (*intervals, 5)) for word in (f"--{name}_interval", n)]
+    code, events = go(tmp_path, spoil, "--max_iters", "9", *flags)
+    assert "the loss or a weight is not finite" in code
+    assert events == (["step", "evaluate"] if 4 in intervals else ["step"])
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before

@@ -1,38 +1,32 @@
 """train.py: the gradient of a step against its definition, and the evaluation. extras has auxiliary targets."""
 
+import math
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import train
-from helpers import CPU, batch, plain_val_loss, tiny_run
+from helpers import batch, plain_val_loss
 from model import GPT, GPTConfig
-from train import TrainConfig, TrainState, evaluate
+from train import TrainingLoss, evaluate, make_config
 
 # -- the loss of a step ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_descends_the_mean_loss_of_its_micro_steps():
-    config, data, state = tiny_run(gradient_accumulation_steps=2, learning_rate=0.0, grad_clip=0.0)
-    state.iter_num = 10
-    gradients = {}
-    for name, p in state.model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
-    train.train_step(config, data, state)
-
-    _, _, fresh = tiny_run()
-    losses = []
-    for number in (20, 21):
-        x, y = batch(data.train, config.seed, number, 2, 16)
-        log_probs = fresh.model(x)[0].log_softmax(-1)
-        loss = -torch.stack([log_probs[i, t, y[i, t]] for i in range(2) for t in range(16)]).mean()
-        (loss / 2).backward()
-        losses.append(loss.item())
-    assert state.loss_sum.item() == pytest.approx(sum(losses) / 2, rel=1e-5)
-    for name, p in fresh.model.named_parameters():
-        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-3, atol=1e-6)
+def test_the_loss_is_the_mean_cross_entropy_of_the_next_tokens():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=16))
+    ids = np.random.default_rng(0).integers(20, size=500).astype("<u2")
+    x, y = batch(ids, 0, 3, 2, 16)
+    loss = TrainingLoss(model, make_config({}), ids)
+    total, reported = loss(x, y, where=None, left=torch.tensor(0.5))
+    log_probs = model(x)[0].log_softmax(-1)
+    expected = -torch.stack([log_probs[i, t, y[i, t]] for i in range(2) for t in range(16)]).mean()
+    assert total.item() == reported.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert total.requires_grad and not reported.requires_grad
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -50,9 +44,8 @@ def test_evaluation_is_one_exact_pass_over_the_text(length, block_size, seed):
     model = GPT(config).train()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.7)  # so that no two characters have the same loss
-    state = TrainState(model, TrainConfig(), CPU, torch.float32)
     ids = np.random.default_rng(seed).integers(7, size=length).astype("<u2")
     before = torch.get_rng_state()
-    loss = evaluate(state, ids)
+    loss = evaluate(model, ids, math.inf, nullcontext())
     assert model.training and torch.equal(before, torch.get_rng_state())
     assert loss == pytest.approx(plain_val_loss(model, ids, block_size), rel=1e-5)

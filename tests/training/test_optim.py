@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from helpers import CPU, SMALL, here, load, ok, same
 from model import GPT, GPTConfig
-from train import POLYNOMIALS, TrainConfig, configure_optimizers, lr_multiplier, orthogonalize
+from train import POLYNOMIALS, configure_optimizers, lr_multiplier, make_config, orthogonalize
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
 
 def learning_rates(steps, **settings):
-    config = TrainConfig(**settings)
+    config = make_config(settings)
     return [config.learning_rate * lr_multiplier(step, config) for step in steps]
 
 
@@ -39,7 +39,7 @@ def test_the_learning_rate_warms_up_falls_as_a_cosine_and_stays_at_min_lr(peak, 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_a_level_learning_rate_falls_after_its_share_of_the_steps(decay):
-    schedule = dict(warmup_iters=10, lr_decay_iters=None, min_lr=0.0, max_iters=110, lr_decay=decay)
+    schedule = dict(warmup_iters=10, lr_decay_iters=0, min_lr=0.0, max_iters=110, lr_decay=decay)
     lr = learning_rates(range(120), learning_rate=2.0, lr_stable_frac=0.4, **schedule)
     assert lr[10:51] == pytest.approx([2.0] * 41)
     assert lr[80] == pytest.approx(1.0)
@@ -64,7 +64,7 @@ def test_a_learning_rate_that_never_falls(never):
 )
 def test_every_parameter_is_in_one_group_and_biases_and_norms_do_not_decay(change):
     model = GPT(GPTConfig(**(dict(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, bias=False) | change)))
-    config = TrainConfig(optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95)
+    config = make_config(dict(optimizer="adamw", weight_decay=0.3, learning_rate=1e-3, beta1=0.8, beta2=0.95))
     (optimizer,) = configure_optimizers(model.parameters(), model, config, CPU)
     groups = optimizer.param_groups
     where = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
@@ -108,7 +108,7 @@ def test_muon_is_momentum_made_orthogonal_for_q_k_and_v_apart(kv_heads):
     sizes = dict(block_size=8, vocab_size=7, n_layer=2, n_head=2, n_embd=8, n_kv_head=kv_heads)
     model = GPT(GPTConfig(**sizes, qk_norm=True, activation="swiglu" if kv_heads else "gelu"))
     settings = dict(weight_decay=0.1, learning_rate=1e-2, beta1=0.9, beta2=0.95, muon_learning_rate=0.03)
-    config = TrainConfig(optimizer="muon", **settings)
+    config = make_config(dict(optimizer="muon", **settings))
     optimizers = configure_optimizers(model.parameters(), model, config, CPU)
     matrices = {name: p for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
     muons = {id(p) for group in optimizers[1].param_groups for p in group["params"]}
@@ -142,7 +142,7 @@ def test_muon_leaves_frozen_matrices_alone_and_takes_an_mlp_of_your_own():
     first.requires_grad_(False)
     second.mlp = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
     before = {name: p.detach().clone() for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
-    optimizers = configure_optimizers(model.parameters(), model, TrainConfig(optimizer="muon"), CPU)
+    optimizers = configure_optimizers(model.parameters(), model, make_config(dict(optimizer="muon")), CPU)
     idx = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(0))
     model(idx[:, :-1], idx[:, 1:])[1].backward()
     for optimizer in optimizers:

@@ -1,7 +1,5 @@
 """The folder of a run: log.csv, and the run that was there before."""
 
-from types import SimpleNamespace
-
 from helpers import (
     BROKEN,
     HEADER,
@@ -13,7 +11,7 @@ from helpers import (
     log,
     ok,
 )
-from train import begin_log
+from train import begin_folder
 
 # -- the run before ----------------------------------------------------------------------------------------------------
 
@@ -42,16 +40,16 @@ def test_a_row_cut_short_or_newer_than_the_checkpoint_is_dropped_and_others_stay
     whole, path = ",".join(HEADER) + "\r\n" + ROWS, tmp_path / "log.csv"
     first = "".join(whole.splitlines(keepends=True)[:2])
 
-    def kept(content, iter_num, num_unlogged=0):
+    def kept(content, newest):
         path.write_bytes(content.encode())
-        begin_log(tmp_path, SimpleNamespace(iter_num=iter_num, num_unlogged=num_unlogged))
+        begin_folder(tmp_path, newest)
         return path.read_bytes().decode()
 
     for cut in range(whole.index("\r\n40,") + 2, len(whole) + 1):
         assert kept(whole[:cut], 60) == (whole if cut == len(whole) else first), whole[:cut][-20:]
     assert kept(whole, 39) == first
-    assert kept(whole, 40) == kept(whole, 41, num_unlogged=1) == whole
-    assert kept(whole, 40, num_unlogged=20) == first  # the row of the step is still due
+    assert kept(whole, 40) == whole
+    assert kept(whole, 20) == first  # the row of the step is still due
 
 
 def test_a_damaged_row_of_the_log_is_dropped_and_the_others_stay(out):

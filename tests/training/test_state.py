@@ -1,19 +1,19 @@
-"""train.py's TrainState: what a checkpoint holds, resumes to the last bit, and the dtype of the forward."""
+"""train.py: what a checkpoint holds, resumes to the last bit, and the dtype of the forward."""
 
 import itertools
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import train
 from helpers import (
-    CPU,
     SMALL,
     STATEFUL,
+    assert_one_line,
     assert_refused,
     assert_same_run,
     contents,
@@ -24,11 +24,10 @@ from helpers import (
     plain_val_loss,
     progress,
     same,
-    tiny_run,
     write_ids,
 )
 from model import GPT, CharTokenizer, GPTConfig
-from train import COUNTERS, pick_dtype
+from train import pick_dtype
 
 WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()  # ends with a higher val loss
 
@@ -36,10 +35,11 @@ WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split
 
 
 def test_checkpoints_hold_what_is_promised(trained):
-    keys = "model model_args config chars data_sha256 special_tokens ngrams".split()
-    for name, more in (("ckpt.pt", []), ("last.pt", ["optimizer", "scaler", "mtp", "loss_sum"])):
+    keys = "model model_args config chars data_sha256 special_tokens iter_num best_val_loss".split()
+    progress = "seconds num_unlogged loss_sum evals_since_best optimizer scaler loss".split()
+    for name, more in (("ckpt.pt", []), ("last.pt", progress)):
         ckpt = load(trained / name)  # as tensors and plain values
-        assert set(ckpt) == {*keys, *COUNTERS, *more} and ckpt["iter_num"] == 60
+        assert set(ckpt) == {*keys, *more} and ckpt["iter_num"] == 60
     assert ckpt["num_unlogged"] == ckpt["loss_sum"] == ckpt["evals_since_best"] == 0
     (row,) = [row for row in log(trained) if row["val_loss"]]
     assert ckpt["best_val_loss"] == float(row["val_loss"]) and 0 <= ckpt["seconds"] - float(row["seconds"]) < 1
@@ -150,13 +150,64 @@ def test_a_checkpoint_that_no_run_of_this_train_py_has_left_is_refused(out):
 
 
 def test_a_run_of_an_older_train_py_goes_on(out):
-    """Its config has two flags that are now those of extras.evaluate, and n_kv_head None for as many as n_head."""
+    """Its config had no loss, had None for none or automatic, and two flags that are now those of extras.evaluate."""
     ckpt = load(out / "last.pt")
-    ckpt["config"] |= {"text": None, "stride": None, "n_kv_head": None}
+    old = dict.fromkeys("text stride n_kv_head eval_iters patience lr_decay_iters threads meta".split())
+    ckpt["config"] |= old | dict(ngram_targets=0.0, mtp_weight=0.0)
+    ckpt["mtp"] = ckpt.pop("loss")
     ckpt["model_args"] |= {"n_kv_head": None}
+    del ckpt["config"]["loss"]
     torch.save(ckpt, out / "last.pt")
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
-    assert load(out / "last.pt")["iter_num"] == 61
+    last = load(out / "last.pt")
+    assert last["iter_num"] == 61 and last["config"]["loss"] == "cross_entropy" and last["config"]["min_lr"] is None
+
+
+MINE = """
+from pathlib import Path
+import torch.nn as nn
+
+Path(__file__).with_name("imported").touch()
+
+
+class TrainingLoss(nn.Module):
+    def __init__(self, model, config, ids):
+        super().__init__()
+        self.model = model
+        self.scale = nn.Parameter(model.lm_head.weight.new_ones(()))
+        self.saved = {"author": "me", "model": "not this"}
+
+    def forward(self, x, y, where, left):
+        loss = self.model(x, y)[1]
+        return loss * self.scale**2, loss.detach()
+"""
+
+
+def test_a_loss_of_your_own_is_trained_saved_and_imported_only_if_a_flag_names_it(data_dir, tmp_path, monkeypatch):
+    """A checkpoint is data: whoever sends you one does not choose which code runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    flags = [*SMALL, "--loss", "mine", "--log_interval", 1, "--lr_decay_iters", 6, "--data_dir", data_dir]
+    ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
+    ok(here(*flags, "--max_iters", 3, "--out_dir", tmp_path / "out"))
+    (tmp_path / "imported").unlink()
+    monkeypatch.delitem(sys.modules, "mine")
+    words = ["the run was trained with --loss mine", "type that again"]
+    assert_refused(tmp_path / "out", words=words)
+    assert not (tmp_path / "imported").exists()
+    assert_refused(tmp_path / "out", "--loss", "cross_entropy", words=["--loss cross_entropy conflicts"])
+    ok(here("--init_from", "resume", "--loss", "mine", "--max_iters", 6, "--out_dir", tmp_path / "out"))
+    assert_same_run(tmp_path / "whole", tmp_path / "out")
+    last = load(tmp_path / "out" / "last.pt")
+    assert last["author"] == "me" and "transformer.wte.weight" in last["model"]
+    assert last["loss"].keys() == {"scale"} and last["loss"]["scale"] < 1
+
+
+@pytest.mark.parametrize("name", ["nothere", "nothere.py", "./mine.py", "nothere.at.all", ""])
+def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
+    result = here(*SMALL, f"--loss={name}", "--data_dir", data_dir, "--out_dir", tmp_path / "out")
+    assert_one_line(result, f"--loss {name}", code=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_last_checkpoint_is_refused(out):
@@ -194,15 +245,19 @@ def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch):
     assert pick_dtype("auto", torch.device("cuda")) == torch.float16
 
 
-def test_bfloat16_is_the_dtype_of_the_forward_and_never_of_the_weights(data_dir, tmp_path):
-    config, data, state = tiny_run(dtype="bfloat16")
-    outputs = []
-    state.model.lm_head.register_forward_hook(lambda module, args, logits: outputs.append(logits.dtype))
-    train.train_step(config, data, state)
-    train.evaluate(state, data.val)
-    assert set(outputs) == {torch.bfloat16} and state.device == CPU
-    moments = [value for values in state.optimizers[0].state.values() for value in values.values()]
-    assert {tensor.dtype for tensor in (*moments, *state.model.parameters())} == {torch.float32}
+def test_bfloat16_is_the_dtype_of_the_forward_and_never_of_the_weights(data_dir, tmp_path, monkeypatch):
+    dtypes = set()
+    lm_head = torch.nn.Linear.forward
+
+    def forward(layer, x):
+        logits = lm_head(layer, x)
+        dtypes.add(logits.dtype)
+        return logits
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
     ok(here(*SMALL, "--dtype", "bfloat16", "--max_iters", 3, "--data_dir", data_dir, "--out_dir", tmp_path))
-    assert {p.dtype for p in load(tmp_path / "last.pt")["model"].values()} == {torch.float32}
+    assert torch.bfloat16 in dtypes
+    last = load(tmp_path / "last.pt")
+    moments = [value for values in last["optimizer"][0]["state"].values() for value in values.values()]
+    assert {tensor.dtype for tensor in (*moments, *last["model"].values())} == {torch.float32}
     assert math.isfinite(float(log(tmp_path)[-1]["val_loss"]))

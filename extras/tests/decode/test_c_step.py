@@ -1,5 +1,6 @@
 """The compiled step gives the tokens of model.py for every network, and needs one program per shape."""
 
+import copy
 import math
 import os
 import platform
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from extras.decode.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +21,13 @@ import model as model_py
 from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_compiler, without_minus_one
 from extras.decode import c_build, c_library, c_pack
 from extras.decode import c_step as compiling
-from extras.decode.c_step import CompileError
+from extras.decode.c_step import CompileError, compile_step
 from extras.decode.engine import Decoder
-from extras.decode.ngrams import count_ngrams
+from extras.decode.ngrams import count_ngrams, ngram_table
 from extras.decode.quantize import round_weights
 from extras.decode.speculate import BatchState
 from helpers import (
+    CONTEXT,
     FILTERS,
     MODELS,
     ROOT,
@@ -244,6 +247,292 @@ def test_a_structure_of_another_size_is_an_error(patched_step):
     patched_step([("const float *bias;  /* NULL: no bias */", "const float *bias, *more;")])
     with pytest.raises(TypeError, match=r"Model has \d+ bytes in c_library.py and \d+ in step.c"):
         Decoder(MODELS[0], compile=True)
+
+
+# -- what reaches step.c has been checked ------------------------------------------------------------------------------
+
+TABLE = ngram_table(NGRAMS, V)
+
+
+def a_state(model=MODELS[0]):
+    """The tensors of a BatchState: two rows with a prompt of three tokens, to be continued to eight."""
+    return dict(
+        tokens=torch.ones(2, model.config.block_size + 1, dtype=torch.int64),
+        end=torch.tensor([3, 3]),
+        cached=torch.tensor([0, 0]),
+        limit=torch.tensor([8, 8]),
+        first_new=torch.tensor([3, 3]),
+        sample=torch.tensor([0, 1]),
+        seed=torch.tensor([1, 0]),
+        temperature=torch.tensor(1.0),
+        top_k=torch.tensor(3),
+        top_p=torch.tensor(0.5),
+    )
+
+
+def texts_of(state):
+    return [row[:end].tolist() for row, end in zip(state["tokens"], state["end"].tolist())]
+
+
+WRONG_KINDS = {
+    "dtype": lambda x: x.double() if x.dtype == torch.float32 else x.int(),
+    "bits": lambda x: x.view(torch.int32) if x.dtype == torch.float32 else x.view(torch.float64),
+    "shape": lambda x: x[None],
+    "rows": lambda x: torch.cat((x, x)) if x.dim() else x.repeat(2),
+    "strides": lambda x: x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x.expand(2),
+    "device": lambda x: x.to("meta"),
+    "list": lambda x: x.tolist(),
+    "array": lambda x: x.numpy(),
+}
+
+
+@pytest.mark.parametrize("field", a_state())
+def test_a_tensor_of_another_kind_never_reaches_step_c(field):
+    bind = compile_step(MODELS[0], 3, TABLE)
+    state = a_state()
+    for wrong in WRONG_KINDS.values():
+        with pytest.raises(TypeError):
+            bind(BatchState(**state | {field: wrong(state[field])}))
+    if field not in ("top_k", "top_p"):
+        with pytest.raises(TypeError):
+            bind(BatchState(**state | {field: None}))
+
+
+NAN, INF = math.nan, math.inf
+
+
+def wrong_values(end):
+    """Values out of range, where `end` tokens of a text are known."""
+    return dict(
+        tokens=(-1, V, 2**40),
+        end=(-(2**40), -1, 0, CONTEXT + 2, 2**32 + 3),
+        cached=(-(2**40), -1, end, 2**32),
+        limit=(-1, CONTEXT + 2, 2**32 + 8, -(2**32) + 8),
+        first_new=(-(2**63), end + 1),
+        seed=(-1, 2**32),
+        temperature=(NAN, INF, -INF, -1.0),
+        top_k=(-1, 0),
+        top_p=(NAN, INF, -0.1, 1.1),
+    )
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("field", wrong_values(3))
+def test_a_value_out_of_range_never_reaches_step_c_whenever_it_comes(field, steps_before):
+    """Before the first call, or between two. In the last row only, because the first may be right."""
+    bind = compile_step(MODELS[0], 3, TABLE)
+    for i in range(len(wrong_values(3)[field])):
+        state = a_state()
+        run, _ = bind(BatchState(**state))
+        run(steps_before)
+        state[field].view(-1)[-1] = wrong_values(int(state["end"][-1]))[field][i]
+        before = texts_of(state)
+        with pytest.raises(ValueError, match=f"^{field} is "):
+            run(1)
+        assert texts_of(state) == before
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        (TABLE[0][:-1], TABLE[1]),
+        (TABLE[0], TABLE[1][:-1]),
+        (TABLE[0][:, :-1].contiguous(), TABLE[1][:, :-1].contiguous()),
+        (TABLE[0].double(), TABLE[1]),
+        (TABLE[0], TABLE[1].long()),
+        (TABLE[0].T.contiguous().T, TABLE[1]),
+        (TABLE[0], TABLE[1].T.contiguous().T),
+        (TABLE[0].to("meta"), TABLE[1]),
+        (TABLE[0], TABLE[1] + 1),
+        (TABLE[0], -TABLE[1]),
+        (TABLE[0] * NAN, TABLE[1]),
+        (TABLE[0] - INF, TABLE[1]),
+        (TABLE[0][:0], TABLE[1][:0]),
+        (TABLE[0].tolist(), TABLE[1]),
+        TABLE[:1],
+        None,
+    ],
+)
+def test_a_table_of_another_kind_never_reaches_step_c(table):
+    with pytest.raises((TypeError, ValueError)):
+        compile_step(MODELS[0], 3, table)
+
+
+def test_a_forward_has_room_for_the_newest_token_and_its_drafts(monkeypatch):
+    """With one more draft token than fits, no forward would ever hold a row."""
+    for wrong in (-1, 64):
+        with pytest.raises(ValueError, match=f"num_drafts={wrong}"):
+            compile_step(MODELS[0], wrong, TABLE)
+    monkeypatch.setattr(compiling, "MIN_CHANCE_SMALL", 0.0)
+    model = random_model(GPTConfig(block_size=90, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
+    state = a_state(model) | {"limit": torch.tensor([90, 90])}
+    run, _ = compile_step(model, 63, TABLE)(BatchState(**state))
+    steps, offered, _ = run(100)
+    assert offered >= 63 and state["end"].tolist() == [90, 90]
+    expected = model.generate(torch.ones(2, 3, dtype=torch.int64), 87, temperature=1.0, top_k=3, top_p=0.5, seed=1)
+    assert texts_of(state) == expected.tolist()
+
+
+def test_a_rotary_table_of_another_kind_is_refused():
+    """It is no parameter, so nothing else looks at it."""
+    for change, words in ((torch.Tensor.double, "float64"), (lambda rope: rope[:, :-1], "shape")):
+        model = random_model(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16, pos_emb="rope"))
+        model.rope = change(model.rope)
+        with pytest.raises(CompileError, match=words):
+            Decoder(model, compile=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_cache_is_in_float32_whatever_torch_makes_by_default(dtype):
+    """step.c would write beyond the end of a cache in bfloat16."""
+    expected = a_state()
+    compile_step(MODELS[0], 0, None)(BatchState(**expected))[0](9)
+    state = a_state()
+    bind = compile_step(MODELS[0], 0, None)
+    torch.set_default_dtype(dtype)
+    try:
+        run, copy_slots = bind(BatchState(**state))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    run(2)
+    state["tokens"][1, :5], state["sample"][1] = state["tokens"][0, :5], 0
+    copy_slots(0, [1], 4)  # whose slots are elsewhere in another dtype
+    run(9)
+    assert texts_of(state) == [texts_of(expected)[0]] * 2
+
+
+def test_a_cache_from_inference_mode_serves_outside_of_it():
+    decoder = Decoder(MODELS[0], compile=True)
+    idx = prompts(1, 4).expand(3, 4)  # samples of one prompt, whose cache is copied
+    with torch.inference_mode():
+        inside = decoder.generate(idx, 5, seed=1)
+    assert torch.equal(decoder.generate(idx, 5, seed=1), inside)
+
+
+# -- logits that are infinite or NaN -----------------------------------------------------------------------------------
+
+
+def scaled(model, factor, only=None):
+    """A copy of the model with all parameters times `factor`, or one of them."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(factor if only in (None, name) else 1)
+    return model
+
+
+FINITE = 12  # positions of a model whose logits are finite before, and NaN from there on
+
+
+@pytest.fixture(scope="module")
+def good_and_broken():
+    """Two models that differ in the positions from FINITE on, which is where one of them is huge."""
+    good = random_model(GPTConfig(block_size=24, vocab_size=V, n_layer=2, n_head=2, n_embd=32))
+    broken = copy.deepcopy(good)
+    with torch.no_grad():
+        broken.transformer["wpe"].weight[FINITE:] = 3e38
+    return good, broken
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_huge_weights_are_an_error_and_not_a_text(filters):
+    for model in (MODELS[0], MODELS[3], MODELS[9]):
+        for draft in DRAFTS.values():
+            with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
+                Decoder(scaled(model, 1e25), **draft, compile=True).generate(prompts(2, 3), 9, seed=1, **filters)
+
+
+@pytest.mark.parametrize("rows, threads, rows_per_thread", [(1, 1, 1000), (5, 3, 1000), (5, 3, 1), (70, 2, 1000)])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_tokens_before_the_first_nan_come_out_and_the_threads_serve_on(
+    weights, draft, rows, threads, rows_per_thread, good_and_broken, monkeypatch
+):
+    """The rows of a thread, or of a forward, get there at their own time."""
+    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
+    monkeypatch.setattr(compiling, "ROWS_PER_THREAD_SMALL", rows_per_thread)
+    good, broken = (round_weights(copy.deepcopy(m)) if weights == "int8" else m for m in good_and_broken)
+    idx = prompts(rows, 3)
+    longest = FINITE + 1  # the last one is picked after the last position that is finite
+    with num_threads(threads):
+        ours, theirs = (Decoder(m, **DRAFTS[draft], compile=True, weights=weights) for m in (broken, good))
+        for seed, filters in enumerate(FILTERS):
+            expected = theirs.generate(idx, longest - 3, seed=seed, **filters)
+            assert torch.equal(ours.generate(idx, longest - 3, seed=seed, **filters), expected)
+            blocks = []
+            with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
+                for block in ours.stream(idx, 24, seed=seed, **filters):
+                    blocks.append(block)
+            texts = without_minus_one(idx, blocks)
+            assert all(torch.equal(text, row[: len(text)]) for text, row in zip(texts, expected))
+            assert max(map(len, texts)) == longest
+            assert draft == "n-grams" or {len(text) for text in texts} == {longest}
+            with pytest.raises(FloatingPointError):
+                ours.generate(prompts(rows, longest), 1, seed=seed, **filters)  # in the prefill
+
+
+def test_infinite_logits_are_refused_like_nan(good_and_broken):
+    """A single one is enough, and finite ones of any size are not."""
+    good, _ = good_and_broken
+    model = GPT(GPTConfig(**vars(good.config) | dict(bias=True, tie_weights=False, norm_first=False))).eval()
+    x, y = torch.zeros(2, 32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.lm_head.weight[:, 0] = torch.linspace(-1e38, 1e38, V)
+        for bias in (3.0, -3.0, 3.5, -3.5):  # of the last norm, which is all that the head reads
+            model.transformer["h"][-1].ln_2.bias[0] = bias
+            decoder = Decoder(model, compile=True)
+            for filters in FILTERS:
+                if abs(bias) == 3.0:
+                    expected = V - 1 if bias > 0 else 0
+                    assert (decoder.generate(prompts(1, 3), 4, seed=1, **filters)[0, 3:] == expected).all()
+                else:
+                    with pytest.raises(FloatingPointError):
+                        decoder.generate(prompts(1, 3), 4, seed=1, **filters)
+
+
+@pytest.mark.parametrize("network", NETWORKS[:4])
+def test_where_the_logits_of_pytorch_are_not_finite_there_is_no_text(network):
+    """One parameter after the other overflows in a norm, in attention, in an activation or in a product."""
+    model = random_model(GPTConfig(**dict(block_size=16, vocab_size=V, n_layer=1) | network))
+    idx = prompts(1, 5)
+    overflows = 0
+    for name, _ in model.named_parameters():
+        for factor in (1e20, 1e30):
+            huge = scaled(model, factor, name)
+            logits = huge(idx)[0][:, -1]
+            overflows += not logits.isfinite().all()
+            try:
+                token = Decoder(huge, compile=True).generate(idx, 1, temperature=0.0)[:, -1]
+            except FloatingPointError:
+                continue
+            assert logits.isfinite().all() and torch.equal(token, logits.argmax(-1)), (name, factor)
+    assert overflows
+
+
+A_BIG_ENDIAN_MACHINE = """
+import sys
+sys.byteorder = "big"
+import torch
+from extras.decode.decoder import Decoder
+from extras.decode.quantize import round_weights
+from model import GPT, GPTConfig
+
+model = round_weights(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8))).eval()
+print(Decoder(model, compile=True).generate([1], 3, seed=1) == Decoder(model).generate([1], 3, seed=1))
+try:
+    Decoder(model, compile=True, weights="int8")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_int8_is_refused_on_a_big_endian_machine():
+    """step.c takes four weights out of a word, the lowest byte first."""
+    result = ok(run("-c", A_BIG_ENDIAN_MACHINE))
+    refusal = "CompileError the C backend reads int8 weights on little-endian processors only"
+    assert result.stdout.splitlines() == ["True", refusal]
 
 
 # -- threads and processes ---------------------------------------------------------------------------------------------

@@ -75,8 +75,7 @@ def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, t
         patch.setitem(sys.modules, "extras", None)
         said = ok(here(*FLAGS, "--max_iters", 5, "--data_dir", data_dir, "--out_dir", out)).stdout
     assert said.startswith("training without auxiliary targets, which need the folder extras: the val loss ends 0.05")
-    config = load(out / "last.pt")["config"]
-    assert config["ngram_targets"] == config["mtp_weight"] == 0
+    assert load(out / "last.pt")["config"]["loss"] == "cross_entropy"
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 8))
     assert_same_run(plain, out)
     assert progress(plain)[-1] == progress(out)[-1]
@@ -85,7 +84,7 @@ def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, t
 def test_a_run_on_targets_does_not_go_on_without_the_folder(data_dir, tmp_path, monkeypatch):
     ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", tmp_path))
     monkeypatch.setitem(sys.modules, "extras", None)
-    words = "--ngram_targets or --mtp_weight needs the folder extras"
+    words = "training with --loss extras.targets needs the folder extras"
     assert_one_line(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3), words, code=1)
     assert load(tmp_path / "last.pt")["iter_num"] == 2
     flags = [*FLAGS, "--ngram_targets", 0.5, "--data_dir", data_dir, "--out_dir", tmp_path / "new"]

@@ -3,14 +3,16 @@
 import collections
 
 import numpy as np
+import pytest
 import torch
+from extras.decode.decoder import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extra_helpers import TEXT
+from extra_helpers import NGRAMS, TEXT, WAYS
 from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams, ngram_table
-from helpers import V, prompts, random_model
+from helpers import MODELS, V, prompts, random_model
 from model import GPTConfig
 
 ORDER = 4  # of V tokens
@@ -95,3 +97,69 @@ def test_a_large_vocabulary_shortens_the_contexts():
     decoder = Decoder(model, "ngram", count_ngrams(np.array(text), 2800, 1000))
     idx = prompts(2, 3)
     assert torch.equal(decoder.generate(idx, 5, seed=1), model.generate(idx, 5, seed=1, kv_cache=False))
+
+
+# -- counts from a file, which may contain anything --------------------------------------------------------------------
+
+CODES, COUNTS = NGRAMS["codes"], NGRAMS["counts"]
+DAMAGED = {
+    "a list": [CODES, COUNTS],
+    "a string": "codes counts",
+    "no counts": {"order": 4, "codes": CODES},
+    "no codes": {"order": 4, "counts": COUNTS},
+    "nothing": {},
+    "order 0": {"order": 0, "codes": torch.tensor([1, 2]), "counts": torch.tensor([3, 4])},
+    "order 5": NGRAMS | {"order": 5},
+    "order 1000": NGRAMS | {"order": 1000},
+    "a shorter order": NGRAMS | {"order": 3},
+    "a float as order": NGRAMS | {"order": 4.0},
+    "a string as order": NGRAMS | {"order": "4"},
+    "no order": NGRAMS | {"order": None},
+    "a tensor as order": NGRAMS | {"order": torch.tensor([4, 4])},
+    "empty": NGRAMS | {"codes": CODES[:0], "counts": COUNTS[:0]},
+    "no codes, but counts": NGRAMS | {"codes": CODES[:0]},
+    "short counts": NGRAMS | {"counts": COUNTS[:-1]},
+    "short codes": NGRAMS | {"codes": CODES[:-1]},
+    "a list of codes": NGRAMS | {"codes": CODES.tolist()},
+    "counts of None": NGRAMS | {"counts": None},
+    "codes of floats": NGRAMS | {"codes": CODES.double()},
+    "counts of floats": NGRAMS | {"counts": COUNTS.float()},
+    "counts of booleans": NGRAMS | {"counts": COUNTS > 0},
+    "two dimensions": NGRAMS | {"codes": CODES[None], "counts": COUNTS[None]},
+    "a column": NGRAMS | {"codes": CODES[:, None]},
+    "one number": NGRAMS | {"codes": CODES[0], "counts": COUNTS[0]},
+    "an expanded number": NGRAMS | {"counts": COUNTS[:1].expand(len(CODES))},
+    "a sparse tensor": NGRAMS | {"codes": CODES.to_sparse()},
+    "a meta tensor": NGRAMS | {"counts": COUNTS.to("meta")},
+    "codes in another order": NGRAMS | {"codes": CODES.flip(0)},
+    "a code twice": NGRAMS | {"codes": CODES.clone().index_copy_(0, torch.tensor([1]), CODES[:1])},
+    "a negative code": NGRAMS | {"codes": CODES - CODES[0] - 1},
+    "a code beyond the vocabulary": NGRAMS | {"codes": CODES - CODES[-1] + V**5},
+    "a gap that overflows": NGRAMS | {"codes": torch.tensor([2**31 - 1, -(2**31)]).int(), "counts": COUNTS[:2]},
+    "a count of 0": NGRAMS | {"counts": COUNTS - COUNTS.min()},
+    "a negative count": NGRAMS | {"counts": -COUNTS},
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_counts_are_refused_in_one_line_before_anything_reads_them(what):
+    """Empty ones were an IndexError in PyTorch, and a segmentation fault in the C backend."""
+    with pytest.raises(ValueError, match=r"^the n-gram counts are damaged \(.{10,120}\): decode without drafts$"):
+        ngram_table(DAMAGED[what], V)
+    for way in WAYS.values():
+        if way["draft"]:
+            with pytest.raises(ValueError, match="damaged"):
+                Decoder(MODELS[0], **way | {"ngrams": DAMAGED[what]})
+
+
+def test_codes_that_do_not_fit_64_bits_are_refused():
+    with pytest.raises(ValueError, match="the order 4 does not fit 50257 tokens"):
+        ngram_table(NGRAMS, 50257)
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 4**5 - 1), min_size=1, max_size=30, unique=True))
+def test_counts_that_pass_the_check_make_a_table_of_finite_numbers_and_rows_that_exist(order, codes):
+    codes = torch.tensor(sorted({code % 4 ** (order + 1) for code in codes}))
+    logits, after = ngram_table({"order": order, "codes": codes, "counts": torch.ones_like(codes) * 2**40}, 4)
+    assert logits.shape == after.shape and logits.isfinite().all()
+    assert 0 <= int(after.min()) <= int(after.max()) < len(after)
