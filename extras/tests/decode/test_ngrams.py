@@ -5,7 +5,6 @@ import collections
 import numpy as np
 import pytest
 import torch
-from extras.decode.decoder import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
