@@ -55,11 +55,8 @@ class Decoder:
         return restore([row[row >= 0] for row in rows])
 
     def run(self, prompts, max_new_tokens, sampling, ended, stats):
-        """Yield the blocks of a Generation, and keep its counts in `stats`."""
-        generation = Generation(self, prompts, max_new_tokens, sampling, ended)
-        for block in generation:
-            stats.update(offered=generation.offered, accepted=generation.accepted)
-            yield block
+        """Return an iterator over the blocks of a Generation that keeps its counts in `stats`. Raises ValueError."""
+        return counted(Generation(self, prompts, max_new_tokens, sampling, ended), stats)
 
     def stream(self, prompts, max_new_tokens, *settings, **more_settings):
         """Return a Generation, which yields the new tokens of `generate` step by step."""
@@ -103,6 +100,12 @@ def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_ca
     decoder = Decoder(model, draft, model.ngrams)
     torch.set_num_threads(num_threads(model, len(prompts) * (decoder.num_drafts + 1)))
     return decoder.run(prompts, max_new_tokens, sampling, ended, stats)
+
+
+def counted(generation, stats):
+    for block in generation:
+        stats.update(offered=generation.offered, accepted=generation.accepted)
+        yield block
 
 
 def rows_of(prompts, device):

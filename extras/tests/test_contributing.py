@@ -65,9 +65,8 @@ def test_rmsnorm_trains_and_gives_the_same_text_in_c_and_in_a_cuda_graph(tmp_pat
 
 
 def test_the_loss_of_your_own_trains_and_resumes(data_dir, tmp_path):
-    (code,) = re.findall(
-        r"^```python loss\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S
-    )
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python loss\n(.*?)^```", page, re.M | re.S)
     for name in ("model.py", "train.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")

@@ -11,6 +11,7 @@ from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_model
 from helpers import CHARS, assert_one_line, here, ok, run, sample, save_model, text_before, tiny
+from sample import SEPARATOR, generate_texts
 
 ENGINES = {
     "plain": [],
@@ -86,7 +87,7 @@ def test_every_engine_writes_the_text_of_a_forward_without_a_cache(
     stops = STOPS if stop else ()
     settings = dict(FILTERS if filters else {}, overflow=overflow)
     expected = texts_without_a_cache(model, tokenizer, PROMPTS[prompts], samples, 40, stops, **settings)
-    assert result.stdout == "\n---------------\n".join(expected)
+    assert result.stdout == SEPARATOR.join(expected)
     assert ("verify: OK" in result.stderr) == verify, result.stderr
 
 
@@ -110,6 +111,24 @@ def test_what_does_not_work_together_is_one_line(flags, exported):
     result = here("--out_dir", exported, "--device", "cpu", "--prompt", "ab", *flags.split(), script="sample.py")
     assert_one_line(result)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("engine", ["plain", "draft", pytest.param("C, draft", marks=needs_compiler)])
+def test_python_gets_the_texts_that_sample_py_prints(engine, tmp_path):
+    """Of prompts of different lengths, as a list, and piece by piece."""
+    save_model(tmp_path, tiny(), ngrams=count_ngrams(TEXT % len(CHARS), len(CHARS), 1000))
+    model, tokenizer = load_model(tmp_path)
+    streamed = [""] * 4
+
+    def on_text(row, piece):
+        streamed[row] += piece
+
+    how = dict(draft="ngram" if "draft" in engine else None, compile="C" in engine, num_samples=2, stop=["bb"], seed=5)
+    texts = generate_texts(model, tokenizer, PROMPTS["two lengths"], on_text=on_text, **how)
+    assert [len(samples) for samples in texts] == [2, 2]
+    flags = ["--prompt", "ab", "--prompt", "b", "--num_samples", 2, "--stop", "bb", "--seed", 5, *ENGINES[engine]]
+    printed = ok(sample(tmp_path, *flags)).stdout
+    assert SEPARATOR.join(itertools.chain(*texts)) == SEPARATOR.join(streamed) == printed
 
 
 def test_drafts_need_the_n_grams_of_a_checkpoint(tmp_path):

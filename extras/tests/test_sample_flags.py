@@ -2,8 +2,7 @@
 
 import pytest
 
-from helpers import CHARS, assert_one_line, here, ok, sample, save_model, texts_of, tiny
-from sample import SEPARATOR
+from helpers import assert_one_line, here, sample, save_model, tiny
 
 
 @pytest.mark.parametrize(
@@ -42,10 +41,3 @@ def test_the_onnx_engine_says_how_to_export_this_model(tmp_path):
     assert_one_line(
         result, "ckpt.pt is a checkpoint", f"--format onnx --ckpt {tmp_path / 'ckpt.pt'} writes one", code=1
     )
-
-
-def test_samples_that_share_a_prefill_are_those_of_prompts_of_their_own(tmp_path):
-    save_model(tmp_path, tiny())
-    prompt = CHARS[:5]
-    result = ok(sample(tmp_path, "--prompt", prompt, "--num_samples", 3, "--max_new_tokens", 9, "--temperature", 1.5))
-    assert result.stdout.split(SEPARATOR) == texts_of(tmp_path, prompt, 9, rows=3, temperature=1.5)

@@ -6,8 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import model as model_py
 from extra_helpers import DRAFTS, NGRAMS, TEXT, assert_same_as_alone, needs_compiler, without_minus_one
 from extras.decode import c_build, c_library, c_pack
 from extras.decode import c_step as compiling
@@ -127,14 +124,6 @@ def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, rows_per_thread, monkeypatch):
     """Rounding shows in every bit of the keys, and hardly ever in a token."""
-    keys = []
-
-    class Cache(c_library.Cache):
-        def __init__(self, key, value):
-            keys.append(key)
-            super().__init__(key=key, value=value)
-
-    monkeypatch.setattr(compiling, "Cache", Cache)
     monkeypatch.setattr(compiling, "ROWS_PER_THREAD_SMALL", rows_per_thread)
     monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
     model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=3, n_embd=96))
@@ -144,7 +133,7 @@ def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, ro
     def last_keys(samples):
         """The keys of the last layer, without the slot of the newest token, which is not cached."""
         decoder.generate(prompt.expand(len(samples), 3), 13, seed=1, samples=samples)
-        return keys[-1][:, :, :15].clone()
+        return model.kv_cache.key[-1][:, :, :15].clone()
 
     with num_threads(2):
         decoder = Decoder(model, compile=True, weights=weights)
@@ -322,7 +311,7 @@ def test_a_value_out_of_range_never_reaches_step_c_whenever_it_comes(field, step
     bind = compile_step(MODELS[0], 3, TABLE)
     for i in range(len(wrong_values(3)[field])):
         state = a_state()
-        run, _ = bind(BatchState(**state))
+        run, *_ = bind(BatchState(**state))
         run(steps_before)
         state[field].view(-1)[-1] = wrong_values(int(state["end"][-1]))[field][i]
         before = texts_of(state)
@@ -365,7 +354,7 @@ def test_a_forward_has_room_for_the_newest_token_and_its_drafts(monkeypatch):
     monkeypatch.setattr(compiling, "MIN_CHANCE_SMALL", 0.0)
     model = random_model(GPTConfig(block_size=90, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     state = a_state(model) | {"limit": torch.tensor([90, 90])}
-    run, _ = compile_step(model, 63, TABLE)(BatchState(**state))
+    run, *_ = compile_step(model, 63, TABLE)(BatchState(**state))
     steps, offered, _ = run(100)
     assert offered >= 63 and state["end"].tolist() == [90, 90]
     expected = model.generate(torch.ones(2, 3, dtype=torch.int64), 87, temperature=1.0, top_k=3, top_p=0.5, seed=1)
@@ -390,7 +379,7 @@ def test_the_cache_is_in_float32_whatever_torch_makes_by_default(dtype):
     bind = compile_step(MODELS[0], 0, None)
     torch.set_default_dtype(dtype)
     try:
-        run, copy_slots = bind(BatchState(**state))
+        run, copy_slots, _ = bind(BatchState(**state))
     finally:
         torch.set_default_dtype(torch.float32)
     run(2)
@@ -577,7 +566,7 @@ state = BatchState(
     temperature=torch.tensor(1.0), top_k=None, top_p=None
 )
 state.limit.fill_(64)
-run, _ = decoder.program(state)
+run, *_ = decoder.program(state)
 end, cached = state.end.numpy(), state.cached.numpy()
 
 def forever():  # without PyTorch, whose operations abort if the interpreter exits meanwhile
@@ -645,30 +634,6 @@ def test_threads_never_write_what_others_read(fault, sanitizer, tmp_path):
     races = done.stderr.count("WARNING: ThreadSanitizer: data race")
     assert (races > 0) == (fault != "nothing"), done.stderr
     assert fault != "nothing" or (done.returncode, done.stdout) == (0, "")
-
-
-def test_a_new_filter_of_the_sampler_takes_its_steps_in_pytorch_and_leaves_the_rest_in_c(monkeypatch):
-    """As somebody would add min_p: a field of Sampling and an entry of FILTERS, and not one line elsewhere."""
-
-    @dataclass
-    class WithMinP(model_py.Sampling):
-        min_p: float | None = None
-
-    def keep_min_p(ranked, sampling):
-        return (ranked - ranked[..., :1]) / sampling.temperature >= math.log(sampling.min_p)
-
-    monkeypatch.setitem(model_py.FILTERS, "min_p", keep_min_p)
-    for module in (model_py, sys.modules[Decoder.__module__]):
-        monkeypatch.setattr(module, "Sampling", WithMinP)
-    decoder = Decoder(MODELS[0], "ngram", NGRAMS, compile=True)
-    idx = prompts(2, 3)
-    texts = {}
-    for min_p in (None, 0.2):
-        generation = decoder.stream(idx, 12, seed=1, min_p=min_p)
-        assert generation.in_c == (min_p is None)
-        texts[min_p] = without_minus_one(idx, list(generation))
-        assert_same_as_alone(MODELS[0], texts[min_p], idx, 12, range(2), 1, {}, min_p=min_p)
-    assert not all(map(torch.equal, *texts.values()))
 
 
 # -- which program is kept where ---------------------------------------------------------------------------------------

@@ -32,23 +32,19 @@ def compiled(model=MODEL):
 
 EDITS = {  # valid edits of model.py, after which step.c would generate different text, or none
     "window": ("<= pos[..., None]", "<= pos[..., None] - 8"),
-    "length": ("self.length = start + T", "self.length = start + T - 1"),
+    "length": ("cache.length += idx.size(1)", "cache.length += idx.size(1) - 1"),
     "mlp": ("x = self.activation(x)\n", "x = self.activation(2 * x)\n"),
     "gelu": ('"gelu": F.gelu,', '"gelu": F.relu,'),
-    "own cache": (
-        "return KVCache(self.config, batch_size, slots)",
-        "return KVCache(self.config, batch_size, 2 * slots)",
-    ),
+    "slots": ("min(slots or config.block_size, config.block_size)", "min(slots or config.block_size, 8)"),
     "noise": ("vocab_size).unbind(1)", "vocab_size).mul(0.5).unbind(1)"),
-    "filter": ('"top_k": keep_top_k,', '"top_k": keep_top_p,'),
-    "order of filters": ("FILTERS = {", 'FILTERS = {"top_p": keep_top_p, '),
+    "filter": ("logits[..., sampling.top_k :]", "logits[..., sampling.top_k + 1 :]"),
     "eps": ("self.ln_1 = nn.LayerNorm(config.n_embd, bias", "self.ln_1 = nn.LayerNorm(config.n_embd, 1e-4, bias"),
     "norm": ("self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)", "self.ln_2 = nn.RMSNorm(config.n_embd)"),
-    "logits": ("return self.lm_head(x)", "return 9 * torch.tanh(self.lm_head(x) / 9)"),
+    "logits": ("self.lm_head(x[:, -1] if last else x)", "9 * torch.tanh(self.lm_head(x[:, -1] if last else x) / 9)"),
     "sampler": ("score = logits + sampling.temperature * noise", "score = logits + 2 * sampling.temperature * noise"),
     "cache": (
-        "pos = torch.arange(start, start + T, device=idx.device)",
-        "pos = torch.arange(start, start + T, device=idx.device) + (start > 0)",
+        "return torch.arange(start, start + T, device=idx.device)",
+        "return torch.arange(start, start + T, device=idx.device) + (start > 0)",
     ),
     "loop": ("new = sample_token(logits, noise, sampling)", "new = sample_token(-logits, noise, sampling)"),
     "constructor": ("ACTIVATIONS[config.activation]", 'ACTIVATIONS["gelu_tanh"]'),
@@ -101,10 +97,10 @@ def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monke
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("GPT.unembed", "def unembed(self, x):", 'def unembed(self, x, y="é"):'),
-        ("GPT.next_logits", "with cache.extend(start, B, T) if cache", "with cache.extend(start, B, T + 0) if cache"),
-        ("KVCache.extend", "self.length = start + T", "self.length = start + 1 + T"),
-        ("keep_top_k", "< sampling.top_k", "<= sampling.top_k"),
+        ("rotate", "def rotate(x, cos, sin):", 'def rotate(x, cos, sin, y="é"):'),
+        ("GPT.hidden_states", "mask = cache.mask(pos)", "mask = cache.mask(pos + 0)"),
+        ("KVCache.next_positions", "start = self.length\n", "start = self.length + 1\n"),
+        ("sample_token", "sampling.top_k :]", "sampling.top_k + 1 :]"),
     ],
 )
 def test_an_edit_of_a_function_that_step_c_repeats_is_named(name, old, new, tmp_path, monkeypatch):
@@ -117,10 +113,10 @@ def test_an_edit_of_a_function_that_step_c_repeats_is_named(name, old, new, tmp_
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("def _make_rope(self):", "def _make_rope(self):\n        print()"),  # not repeated
+        ("def state_dict(self):", "def state_dict(self):\n        print()"),  # not repeated
         ("# rotate in float32, whatever the dtype of x", "# é"),
-        ('"""Return the logits `(..., V)` of hidden states', '"""Return logits `(..., V)` of hidden states'),
-        ('        """Return the logits `(..., V)` of hidden states `(..., C)`. All logits are computed here."""\n', ""),
+        ('"""Return `(B, T, C)`: all of the network but', '"""Return all of the network but'),
+        ('        """Return `(B, T, C)`: all of the network but lm_head. The arguments are those of forward."""\n', ""),
         ("x = self.activation(gate) * x", "x = (\n                self.activation(gate) * x\n            )"),
     ],
 )

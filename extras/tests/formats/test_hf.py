@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -185,14 +186,12 @@ def test_heads_with_norms_of_their_own_are_refused(tmp_path):
 # -- the export as a whole ---------------------------------------------------------------------------------------------
 
 
-def test_an_export_that_fails_its_check_leaves_the_older_one(tmp_path, capsys):
+def test_an_export_that_fails_its_check_leaves_the_older_one(tmp_path):
     (tmp_path / "config.json").write_bytes(b"older")
     model = tiny(**STABLELM)
-    with torch.no_grad():
-        model.transformer["h"][0].mlp.c_proj.weight[1, 2] = torch.nan
-    with pytest.raises(SystemExit):
+    model.transformer["h"][0].mlp.activation = F.gelu
+    with pytest.raises(ValueError, match="differs from the model"):
         export_hf(model, TOKENIZER, tmp_path)
-    assert "differs from the model" in capsys.readouterr().err
     assert tree(tmp_path) == {"config.json": b"older"}
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -17,8 +18,9 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from extra_helpers import POST_LN, STABLELM, TOKENIZER
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
-from helpers import CHARS, SIZE, ok, run, same, tiny, unix
+from helpers import CHARS, SIZE, assert_one_line, here, ok, run, same, tiny, unix
 from model import Sampling, generate
+from sample import generate_texts, verify_all
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -122,18 +124,17 @@ def test_padding_on_the_left_changes_nothing(exported):
         torch.testing.assert_close(logits[1, 0], alone[7 + step], atol=1e-4, rtol=0)
 
 
-def test_the_check_of_an_export_finds_another_model(exported, capsys):
+def test_the_check_of_an_export_finds_another_model(exported):
     model, file, _ = exported
     compare_onnx(file, model, own_text(model))
     other = tiny(**vars(model.config))
     with torch.no_grad():
         other.transformer["wte"].weight[3] += 1e-2
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=r"^model\.onnx differs from the model: its logits are off by"):
         compare_onnx(file, other, own_text(other))
-    assert "model.onnx differs from the model: its logits are off by" in capsys.readouterr().err
 
 
-def test_the_check_of_an_export_says_what_differs(capsys):
+def test_the_check_of_an_export_says_what_differs():
     model = tiny()
     ids = own_text(model)
     with torch.no_grad():
@@ -143,14 +144,13 @@ def test_the_check_of_an_export_says_what_differs(capsys):
     compare_with_pytorch("it", model, ids, logits, lambda prompt: text)
     other = [*text[:9], (text[9] + 1) % len(CHARS), *text[10:]]
     for logits_, text_, words in (
-        (logits + 1, text, "model: its logits are off by 1.0e+00, more than 0.0001\n"),
-        (logits, text[:9], f"model: its greedy text ends after {9 - T} of {CONTEXT - T} tokens\n"),
-        (logits, other, "model: its greedy text differs from token 9 on\n"),
+        (logits + 1, text, r"model: its logits are off by 1.0e\+00, more than 0.0001$"),
+        (logits, text[:9], f"model: its greedy text ends after {9 - T} of {CONTEXT - T} tokens$"),
+        (logits, other, "model: its greedy text differs from token 9 on$"),
         (logits * torch.nan, other, "off by nan, more than 0.0001, and its greedy text differs"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(ValueError, match=words):
             compare_with_pytorch("it", model, ids, logits_, lambda prompt, text=text_: text)
-        assert words in capsys.readouterr().err
 
 
 # -- run by our own loop -----------------------------------------------------------------------------------------------
@@ -176,9 +176,24 @@ def test_the_engine_picks_the_tokens_of_pytorch(exported, data):
     steps = data.draw(st.integers(0, 2 * CONTEXT))
     ours = list(generate(engine, idx, steps, sampling, kv_cache=data.draw(st.booleans())))
     theirs = list(generate(model, idx, steps, sampling))
-    for (token, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
-        assert torch.equal(token, expected)
-        torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=0)
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(exported, capsys):
+    """As extras/tests/decode/test_run_cache.py has it for the other engines."""
+    model, file, _ = exported
+    engine = OnnxGPT(file)
+    stats = {}
+    generate_texts(engine, TOKENIZER, ["abc", "cab"], 9, stats=stats, seed=1)
+
+    def verify():
+        return verify_all(SimpleNamespace(num_samples=1), model, stats["rows"], engine.kv_cache, dict(seed=1))
+
+    assert verify() == 0 and "verify: OK" in capsys.readouterr().err
+    value = engine.kv_cache.past[3].numpy().copy()
+    value[1, 0, 9, 0] += 0.1
+    engine.kv_cache.past[3] = engine.to_ort(value)
+    assert verify() == 1 and "verify: DIFFERENT at row 1: logits, keys or values" in capsys.readouterr().err
 
 
 # -- rewritten by other tools ------------------------------------------------------------------------------------------
@@ -205,7 +220,7 @@ def test_external_weights_are_those_next_to_the_graph(exported, tmp_path, monkey
     monkeypatch.chdir(tmp_path / "second")
     ids = torch.arange(CONTEXT)[None] % len(CHARS)
     with torch.no_grad():
-        torch.testing.assert_close(OnnxGPT(first).logits(ids), model(ids)[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(OnnxGPT(first)(ids)[0], model(ids)[0], atol=1e-4, rtol=0)
     (tmp_path / "first" / "weights.data").unlink()
     with pytest.raises(ValueError, match="cannot be read: ") as error:
         OnnxGPT(first)
@@ -262,6 +277,11 @@ def with_a_name_of_its_own(proto):
     next(value for value in proto.graph.input if value.name == "input_ids").name = "ids"
 
 
+def with_a_nan(proto):
+    tensor = next(tensor for tensor in proto.graph.initializer if tensor.data_type == TensorProto.FLOAT)
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32("nan"), tensor.name))
+
+
 def without_the_cache(proto):
     keep = proto.graph.output[0]
     del proto.graph.output[:]
@@ -286,10 +306,19 @@ def test_a_rewritten_graph_runs_with_its_own_types_and_order(exported, change, a
     engine = OnnxGPT(rewritten(file, change, tmp_path / "new.onnx"))
     ids = torch.arange(CONTEXT)[None] % len(CHARS)
     cache = engine.new_cache(1)
-    logits = torch.cat([engine.logits(ids[:, :9], 0, cache), engine.logits(ids[:, 9:], 9, cache)], dim=1)
+    logits = torch.cat([engine(ids[:, :9], cache)[0], engine(ids[:, 9:], cache)[0]], dim=1)
     with torch.no_grad():
         torch.testing.assert_close(logits, model(ids)[0], atol=atol, rtol=0)
     assert len(list(generate(engine, ids[:, :3], 5, Sampling(seed=1)))) == 5
+
+
+@pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
+def test_logits_that_are_nan_are_an_error_in_one_line(exported, tmp_path):
+    file = rewritten(exported[1], with_a_nan, tmp_path / "new.onnx")
+    with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
+        next(generate(OnnxGPT(file), torch.zeros(1, 1, dtype=torch.int64), 5, Sampling(seed=1)))
+    result = here("--engine", "onnx", "--ckpt", file, "--prompt", "a", script="sample.py")
+    assert_one_line(result, "logits are infinite or NaN", code=1)
 
 
 @pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
@@ -303,8 +332,8 @@ def test_with_8_bit_weights_the_cache_changes_nothing(exported, tmp_path):
     engine = OnnxGPT(tmp_path / "int8.onnx")
     ids = torch.arange(CONTEXT)[None] % len(CHARS)
     cache = engine.new_cache(1)
-    steps = [engine.logits(ids[:, i : i + 1], i, cache) for i in range(CONTEXT)]
-    torch.testing.assert_close(torch.cat(steps, dim=1), engine.logits(ids), atol=1e-4, rtol=0)
+    steps = [engine(ids[:, i : i + 1], cache)[0] for i in range(CONTEXT)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), engine(ids)[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from extra_helpers import attend
+from extras.decode.explain import watch
 from extras.formats.webpage import START
 from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WEB, WIDE, assert_text, ids_of
 from helpers import ok
@@ -72,23 +73,18 @@ def test_the_text_of_other_settings(answers, model, i):
 
 def test_the_columns_and_the_attention_of_every_head(answers, model, text):
     """Keys and values are those in each Head's cache. Weights and mix are those of the newest query."""
-    inputs = {}
-    layers = [block.attn for block in model.transformer.h]
-    hooks = [attn.register_forward_pre_hook(lambda attn, args: inputs.update({attn: args})) for attn in layers]
     fed = torch.tensor([text[:-1]])
-    model(fed, pos=torch.arange(fed.size(1)))
-    for hook in hooks:
-        hook.remove()
-    for attn, kept, attention in zip(layers, answers["kept"], answers["attention"], strict=True):
-        x, rope, pos, *_ = inputs[attn]
-        q = attn.project(x, rope)[0][:, :, -1:]
-        for head, keys, values in zip(attn.heads, *kept, strict=True):
+    for layer, (kept, attention) in enumerate(zip(answers["kept"], answers["attention"], strict=True)):
+        with watch(model, layer) as seen:
+            model(fed, pos=torch.arange(fed.size(1)))
+        heads = model.kv_cache.heads[layer]
+        for head, keys, values in zip(heads, *kept, strict=True):
             torch.testing.assert_close(torch.tensor(keys), head.key_cache.flatten(), atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(torch.tensor(values), head.value_cache.flatten(), atol=1e-4, rtol=1e-4)
         assert len(attention) == CONFIG.n_head
         for i, (weights, mix) in enumerate(attention):
-            head = attn.heads[i * CONFIG.n_kv_head // CONFIG.n_head]
-            out, expected = attend(head, q[:, i], pos[-1:])
+            head = heads[i * CONFIG.n_kv_head // CONFIG.n_head]
+            out, expected = attend(head, seen["q"][:, i, -1:], seen["pos"][-1:])
             torch.testing.assert_close(torch.tensor(weights), expected.flatten(), atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(torch.tensor(mix), out.flatten(), atol=1e-5, rtol=1e-4)
 
@@ -109,7 +105,7 @@ def test_the_first_picture(page, model):
     prompt = torch.tensor([ids_of(START["prompt"])])
     assert ids == model.generate(prompt, len(ids) - given, **sampling)[0].tolist()
     model(torch.tensor([ids[:-1]]), pos=torch.arange(len(ids) - 1))
-    head = model.transformer.h[opening["layer"]].attn.heads[opening["head"] * CONFIG.n_kv_head // CONFIG.n_head]
+    head = model.kv_cache.heads[opening["layer"]][opening["head"] * CONFIG.n_kv_head // CONFIG.n_head]
     for name, cache in (("keys", head.key_cache), ("values", head.value_cache)):
         torch.testing.assert_close(torch.tensor(opening[name]), cache.flatten(), atol=1e-3, rtol=0)
     assert_probabilities(opening["probabilities"], logits_of(model, ids)[given - 1 : -1], atol=2e-5, rtol=0)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from extra_helpers import attend
+from extras.decode.explain import watch
 from extras.tests.web.conftest import CONFIG, DEFAULT, WIDE, assert_text, ids_of
 from helpers import ROOT
 from oracles import per_head_logits
@@ -108,13 +109,9 @@ def test_the_numbers_on_the_stage_are_pytorchs(seen, model):
         assert f"Character {MARKED + 1} is" in what["about"] and f"gave it a probability of {own}." in what["about"]
         assert sum(own in item for item in what["next"]) == 1
 
-    model(torch.tensor([ids[:-1]]), pos=torch.arange(len(ids) - 1))
-    attn = model.transformer.h[0].attn
-    with torch.no_grad():
-        x = model.transformer["h"][0].ln_1(model.transformer["wte"](torch.tensor([ids[:-1]])))
-        rope = model.rope[:, torch.arange(len(ids) - 1)[None]][:, :, None]
-        q = attn.project(x, rope)[0][:, 0, -1:]
-        _, weights = attend(attn.heads[0], q, torch.tensor([len(ids) - 2]))
+    with watch(model) as seen_by_model:
+        model(torch.tensor([ids[:-1]]), pos=torch.arange(len(ids) - 1))
+    _, weights = attend(model.kv_cache.heads[0][0], seen_by_model["q"][:, 0, -1:], torch.tensor([len(ids) - 2]))
     share = percent(weights[0, 0, MARKED].item())
     assert all(f"gives it {share} of its attention" in what["about"] for what in seen["marked"])
 
