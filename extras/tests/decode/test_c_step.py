@@ -470,6 +470,22 @@ def test_tokens_before_the_first_nan_come_out_and_the_threads_serve_on(
                 ours.generate(prompts(rows, longest), 1, seed=seed, **filters)  # in the prefill
 
 
+def test_draft_tokens_that_are_accepted_before_the_first_nan_come_out(good_and_broken, monkeypatch):
+    """In the first step too, which may get from a prompt to the first NaN."""
+    monkeypatch.setattr(compiling, "MIN_CHANCE_SMALL", 0.0)
+    good, broken = good_and_broken
+    text = good.generate(prompts(1, 3), 21, temperature=0.0)[0]
+    decoder = Decoder(broken, "ngram", count_ngrams(text.numpy(), V, 1000), compile=True)
+    for length in range(3, FINITE + 1):
+        generation = decoder.stream(text[None, :length], 21, temperature=0.0)
+        blocks = []
+        with pytest.raises(FloatingPointError):
+            for block in generation:
+                blocks.append(block)
+        assert torch.equal(torch.cat((text[None, :length], *blocks), 1)[0], text[: FINITE + 1])
+        assert generation.accepted > 0 or length > FINITE - 2
+
+
 def test_infinite_logits_are_refused_like_nan(good_and_broken):
     """A single one is enough, and finite ones of any size are not."""
     good, _ = good_and_broken
