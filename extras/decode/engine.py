@@ -248,9 +248,9 @@ def new_state(contexts, sampling, config):
         first_new=end.clone(),
         sample=sampling.samples_of(len(contexts), "cpu"),
         seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]),
-        temperature=torch.tensor(float(sampling.temperature)),
-        top_k=None if sampling.top_k is None else torch.tensor(int(sampling.top_k)),
-        top_p=None if sampling.top_p is None else torch.tensor(float(sampling.top_p)),
+        temperature=torch.tensor(sampling.temperature, dtype=torch.float32),
+        top_k=None if sampling.top_k is None else torch.tensor(sampling.top_k),
+        top_p=None if sampling.top_p is None else torch.tensor(sampling.top_p, dtype=torch.float32),
     )
 
 
