@@ -98,12 +98,9 @@ class KVCache:
     def __init__(self, key, value):
         self.key = key
         self.value = value
+        self.slots = key[0].size(2)
         self.length = 0
         self.weights = None
-
-    @property
-    def slots(self):
-        return self.key[0].size(2)
 
     @property
     def heads(self):
@@ -136,13 +133,10 @@ class KVCache:
         """
         key = self.key[layer]
         value = self.value[layer]
-        self.write(key, pos, k.type_as(key))  # under autocast, k and v may have other dtypes
-        self.write(value, pos, v.type_as(value))
+        key.index_copy_(2, pos, k.type_as(key))  # under autocast, k and v may have other dtypes
+        value.index_copy_(2, pos, v.type_as(value))
         t = self.length + k.size(2)
         return key.narrow(2, 0, t), value.narrow(2, 0, t)
-
-    def write(self, slots, pos, x):
-        slots.index_copy_(2, pos, x)
 
     def mask(self, pos):
         """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`. None: a single new token sees every slot.
@@ -714,11 +708,11 @@ def char_tokenizer(checkpoint):
         )
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
+        if len(tokenizer.vocab) == vocab_size:
+            return tokenizer
+        raise ValueError(f"it has weights for {vocab_size:,} tokens, but {len(tokenizer.vocab):,} characters")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    if len(tokenizer.vocab) != vocab_size:
-        raise ValueError(f"{path} has weights for {vocab_size:,} tokens, but {len(tokenizer.vocab):,} characters")
-    return tokenizer
 
 
 def pick_device(name):

@@ -28,8 +28,7 @@ from extras.decode.c_pack import layers_of
 # not count.
 REPEATED = {
     "KVCache.next_positions": ("b9e5242586c8fa5c", "plan, accept", "stream"),
-    "KVCache.update": ("8116da33a9e6f4d1", "forward", "attend"),
-    "KVCache.write": ("a880ace06317e06b", "forward", "attend"),
+    "KVCache.update": ("e57f12edf27cfaff", "forward", "attend"),
     "KVCache.mask": ("9ba9e5eb5a2db1d4", "forward", None),
     "rotate": ("67c046e513b3b9a3", "rotate", None),
     "rope_table": ("7f87a0ebb308aeb0", "rotate", None),

@@ -46,11 +46,16 @@ class RaggedCache(KVCache):
     def next_positions(self, idx, pos):
         return super().next_positions(idx, pos) if pos is None or pos.dim() == 1 else pos
 
-    def write(self, slots, pos, x):
+    def update(self, layer, pos, k, v):
         if pos.dim() == 1:
-            return super().write(slots, pos, x)
-        rows = torch.arange(len(x), device=pos.device)[:, None]
-        slots.transpose(1, 2)[rows, pos] = x.transpose(1, 2)
+            return super().update(layer, pos, k, v)
+        rows = torch.arange(len(k), device=pos.device)[:, None]
+        key = self.key[layer]
+        value = self.value[layer]
+        key.transpose(1, 2)[rows, pos] = k.transpose(1, 2)
+        value.transpose(1, 2)[rows, pos] = v.transpose(1, 2)
+        t = self.length + k.size(2)
+        return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
     def mask(self, pos):
         mask = super().mask(pos)
