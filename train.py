@@ -509,9 +509,14 @@ COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "g
 
 
 def begin_folder(out_dir, newest=None):
-    """Begin log.csv, or for a resume, trim it to its `newest` row. An earlier run moves out of the way."""
+    """Begin log.csv, or for a resume, trim it to its `newest` row. An earlier run moves out of the way.
+
+    Returns a lock of out_dir to close at the end. Raises ValueError if another process has it, and OSError.
+    """
     log = out_dir / "log.csv"
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = extras.cli.lock_folder(out_dir) if extras else nullcontext()
     if newest is None and any(file.exists() for file in files[1:]):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
@@ -527,6 +532,7 @@ def begin_folder(out_dir, newest=None):
     temporary = out_dir / ".log.csv.tmp"
     temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
     temporary.replace(log)
+    return lock
 
 
 def all_reduce(value, op=dist.ReduceOp.SUM):
@@ -729,18 +735,13 @@ def main():
             scaler.load_state_dict(checkpoint["scaler"])
     first_step = step
 
-    # the folder
-    lock = nullcontext()
     with one_line_errors():
-        if RANK == 0:
-            try:
-                out_dir.mkdir(parents=True, exist_ok=True)
-                if extras:
-                    lock = extras.cli.lock_folder(out_dir)
-                begin_folder(out_dir, newest=step - num_unlogged if resuming else None)
-            except OSError as error:
-                hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
-                raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
+        try:
+            newest = step - num_unlogged if resuming else None
+            lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
+        except OSError as error:
+            hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
+            raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
 
     def save(name, **more):
         """Write a checkpoint: the model, its vocabulary and settings, and what else is in `more`."""
