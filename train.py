@@ -343,11 +343,14 @@ def loss_class(config, flags):
     if not all(part.isidentifier() for part in config.loss.split(".")):
         raise ValueError(f"--loss {config.loss} is not the name of a module: for mine.py, type --loss mine")
     try:
-        return importlib.import_module(config.loss).TrainingLoss
+        module = importlib.import_module(config.loss)
     except ModuleNotFoundError as error:
         if error.name and not f"{config.loss}.".startswith(f"{error.name}."):  # an import inside the module
             raise
         raise ValueError(f"--loss {config.loss}: {error}: for mine.py, next to train.py, type --loss mine") from None
+    if not hasattr(module, "TrainingLoss"):
+        raise ValueError(f"--loss {config.loss}: that module has no class TrainingLoss")
+    return module.TrainingLoss
 
 
 def eval_windows(ids, block_size, num_tokens, at_once):
