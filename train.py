@@ -700,7 +700,6 @@ def main():
             check_vocabulary(data, data_dir, checkpoint, config)
             vocab_size = checkpoint["model_args"]["vocab_size"]
         model = make_model(config, checkpoint, vocab_size).to(device)
-        Loss = loss_class(config, flags)
     if WORLD_SIZE > 1:  # waits until all processes have joined
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
@@ -715,6 +714,8 @@ def main():
         return
 
     # the loss and the optimizers, and what a resume restores
+    with one_line_errors():
+        Loss = loss_class(config, flags)
     training_loss = Loss(model, config, data.train).to(device)
     params = list(training_loss.parameters())
     optimizers = configure_optimizers(params, model, config, device)
