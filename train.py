@@ -343,11 +343,14 @@ def loss_class(config, flags):
     if not all(part.isidentifier() for part in config.loss.split(".")):
         raise ValueError(f"--loss {config.loss} is not the name of a module: for mine.py, type --loss mine")
     try:
-        return importlib.import_module(config.loss).TrainingLoss
+        module = importlib.import_module(config.loss)
     except ModuleNotFoundError as error:
         if error.name and not f"{config.loss}.".startswith(f"{error.name}."):  # an import inside the module
             raise
         raise ValueError(f"--loss {config.loss}: {error}: for mine.py, next to train.py, type --loss mine") from None
+    if not hasattr(module, "TrainingLoss"):
+        raise ValueError(f"--loss {config.loss}: that module has no class TrainingLoss")
+    return module.TrainingLoss
 
 
 def eval_windows(ids, block_size, num_tokens, at_once):
@@ -509,9 +512,14 @@ COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "g
 
 
 def begin_folder(out_dir, newest=None):
-    """Begin log.csv, or for a resume, trim it to its `newest` row. An earlier run moves out of the way."""
+    """Begin log.csv, or for a resume, trim it to its `newest` row. An earlier run moves out of the way.
+
+    Returns a lock of out_dir to close at the end. Raises ValueError if another process has it, and OSError.
+    """
     log = out_dir / "log.csv"
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = extras.cli.lock_folder(out_dir) if extras else nullcontext()
     if newest is None and any(file.exists() for file in files[1:]):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
@@ -527,6 +535,7 @@ def begin_folder(out_dir, newest=None):
     temporary = out_dir / ".log.csv.tmp"
     temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
     temporary.replace(log)
+    return lock
 
 
 def all_reduce(value, op=dist.ReduceOp.SUM):
@@ -691,7 +700,6 @@ def main():
             check_vocabulary(data, data_dir, checkpoint, config)
             vocab_size = checkpoint["model_args"]["vocab_size"]
         model = make_model(config, checkpoint, vocab_size).to(device)
-        Loss = loss_class(config, flags)
     if WORLD_SIZE > 1:  # waits until all processes have joined
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
@@ -706,6 +714,8 @@ def main():
         return
 
     # the loss and the optimizers, and what a resume restores
+    with one_line_errors():
+        Loss = loss_class(config, flags)
     training_loss = Loss(model, config, data.train).to(device)
     params = list(training_loss.parameters())
     optimizers = configure_optimizers(params, model, config, device)
@@ -729,18 +739,13 @@ def main():
             scaler.load_state_dict(checkpoint["scaler"])
     first_step = step
 
-    # the folder
-    lock = nullcontext()
     with one_line_errors():
-        if RANK == 0:
-            try:
-                out_dir.mkdir(parents=True, exist_ok=True)
-                if extras:
-                    lock = extras.cli.lock_folder(out_dir)
-                begin_folder(out_dir, newest=step - num_unlogged if resuming else None)
-            except OSError as error:
-                hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
-                raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
+        try:
+            newest = step - num_unlogged if resuming else None
+            lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
+        except OSError as error:
+            hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
+            raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
 
     def save(name, **more):
         """Write a checkpoint: the model, its vocabulary and settings, and what else is in `more`."""

@@ -128,7 +128,7 @@ def test_no_recipe_wins_by_size(preset):
 
 def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path):
     flags = "--preset lecture --n_layer 1 --n_embd 24 --max_iters 1 --device cpu --data_dir".split()
-    result = ok(here(*flags, data_dir, "--out_dir", tmp_path, "--ngram_targets", 0, "--mtp_weight", 0))
+    result = ok(here(*flags, data_dir, "--out_dir", tmp_path, "--loss", "cross_entropy"))
     weights = load(tmp_path / "last.pt")["model"]
     assert {name.split(".")[2] for name in weights if ".h." in name} == {"0"}
     assert weights["transformer.wte.weight"].size(1) == 24

@@ -203,7 +203,7 @@ def test_a_loss_of_your_own_is_trained_saved_and_imported_only_if_a_flag_names_i
     assert last["loss"].keys() == {"scale"} and last["loss"]["scale"] < 1
 
 
-@pytest.mark.parametrize("name", ["nothere", "nothere.py", "./mine.py", "nothere.at.all", ""])
+@pytest.mark.parametrize("name", ["nothere", "nothere.py", "./mine.py", "nothere.at.all", "json", ""])
 def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
     result = here(*SMALL, f"--loss={name}", "--data_dir", data_dir, "--out_dir", tmp_path / "out")
     assert_one_line(result, f"--loss {name}", code=1)
