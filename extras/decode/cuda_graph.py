@@ -189,7 +189,7 @@ def rotation_matrices(model, slots):
     weight = model.lm_head.weight
     rows = torch.eye(config.head_size, device=weight.device)[:, None].expand(-1, slots, -1)
     if config.pos_emb == "rope":
-        rows = rotate(rows[None], *model.rope[:, None, :slots])[0]
+        rows = rotate(rows[None], *model.rope.to(weight.device)[:, None, :slots])[0]
     elif not config.qk_norm:
         return None
     return rows.transpose(0, 1).to(weight.dtype).contiguous()

@@ -57,7 +57,7 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
     for flags, words in (
         (["--out_dir", exported, "--prompt", "one"], ["--engine onnx", "[3, 13]"]),
         (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "python -m extras.export --format onnx"]),
-        (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx needs --engine onnx"]),
+        (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx is an ONNX file", "--engine onnx"]),
         (["--out_dir", exported, "--ckpt", tmp_path / "other.onnx"], ["--ckpt and --out_dir both say which model"]),
         (
             ["--out_dir", exported, "--ckpt", tmp_path / "other.onnx", "--verify"],

@@ -520,6 +520,7 @@ A_BIG_ENDIAN_MACHINE = """
 import sys
 sys.byteorder = "big"
 import torch
+from extras.decode.engine import Decoder
 from extras.decode.quantize import round_weights
 from model import GPT, GPTConfig
 

@@ -22,7 +22,7 @@ def shapes(printed):
 def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained):
     """The prefill feeds T characters and each step one, so they attend to T, T + 1 and T + 2 slots."""
     result = sample(trained, "--prompt", PROMPT, "--explain")
-    assert result.returncode == 0 and ": using " in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert result.returncode == 0 and result.stderr == "", result.stderr
     T, calls = len(PROMPT), shapes(result.stdout)
     vocab_size = load_model(trained / "ckpt.pt")[0].config.vocab_size
     assert len(calls) == 3
@@ -39,9 +39,9 @@ def test_explain_prints_the_shapes_that_a_prefill_and_two_steps_have(trained):
             "attention": f"(1, {fed}, 32)",
             "mlp": f"(1, {fed}, 32)",
             "lm_head": f"(1, {vocab_size})",
-            "sampled": "(1, 1)",
+            "sampled": "(1,)",
         }
-    sampled = re.findall(r"sampled +\(1, 1\) +('.*?'|\".\")", result.stdout)
+    sampled = re.findall(r"sampled +\(1,\) +('.*?'|\".\")", result.stdout)
     assert result.stdout.count("fed at the next step") == 2
     assert [ast.literal_eval(char) for char in sampled] == list(texts_of(trained, PROMPT, 3)[0][T:])
 

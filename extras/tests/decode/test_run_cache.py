@@ -1,7 +1,5 @@
 """The cache that a run of each engine leaves: --verify compares it, and its Heads are views of what attention reads."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from extra_helpers import NGRAMS, needs_compiler
 from extras.decode.cuda_graph import GraphedGPT
 from helpers import CONTEXT, MODELS, V, random_model
 from model import CharTokenizer, Sampling
-from sample import Text, generate_texts, verify_all
+from sample import Text, generate_texts, verify
 
 TOKENIZER = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
 STEPS = 9
@@ -55,20 +53,16 @@ def ran(request):
     return model, rows_of(model, prompts)
 
 
-def verify(model, rows, cache):
-    return verify_all(SimpleNamespace(num_samples=1), model, rows, cache, SETTINGS)
-
-
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("slot", [0, 9])
 def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(row, slot, ran, capsys):
     """The tokens are right, so only the cache tells."""
     model, rows = ran
     cache = model.kv_cache
-    assert verify(model, rows, cache) == 0 and "verify: OK" in capsys.readouterr().err
+    assert verify(model, rows, cache, SETTINGS, num_samples=1) == 0 and "verify: OK" in capsys.readouterr().err
     with torch.inference_mode():
         cache.value[1][row, 0, slot, 0] += 0.1
-    assert verify(model, rows, cache) == 1
+    assert verify(model, rows, cache, SETTINGS, num_samples=1) == 1
     assert f"verify: DIFFERENT at row {row}: logits, keys or values" in capsys.readouterr().err
 
 

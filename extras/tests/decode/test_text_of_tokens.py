@@ -30,9 +30,10 @@ def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt
         row.add([token])
         shown += row.new_piece()
         assert expected.startswith(shown), (shown, expected)
-        assert len(row.text) - len(shown) <= 3 + max(map(len, stops), default=0)  # and little waits
         if row.ended:
             break
+        if not row.text.endswith("\ufffd"):  # nothing waits but what may be the begin of a stop text
+            assert len(row.text) - len(shown) <= max(map(len, stops), default=0)
     assert shown + row.new_piece(final=True) == row.text == expected
 
 

@@ -3,7 +3,6 @@
 import copy
 import logging
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -20,7 +19,7 @@ from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
 from helpers import CHARS, SIZE, assert_one_line, here, ok, run, same, tiny, unix
 from model import Sampling, generate
-from sample import generate_texts, verify_all
+from sample import generate_texts, verify
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -186,14 +185,12 @@ def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(exporte
     stats = {}
     generate_texts(engine, TOKENIZER, ["abc", "cab"], 9, stats=stats, seed=1)
 
-    def verify():
-        return verify_all(SimpleNamespace(num_samples=1), model, stats["rows"], engine.kv_cache, dict(seed=1))
-
-    assert verify() == 0 and "verify: OK" in capsys.readouterr().err
+    run = dict(rows=stats["rows"], cache=engine.kv_cache, settings=dict(seed=1), num_samples=1)
+    assert verify(model, **run) == 0 and "verify: OK" in capsys.readouterr().err
     value = engine.kv_cache.past[3].numpy().copy()
     value[1, 0, 9, 0] += 0.1
     engine.kv_cache.past[3] = engine.to_ort(value)
-    assert verify() == 1 and "verify: DIFFERENT at row 1: logits, keys or values" in capsys.readouterr().err
+    assert verify(model, **run) == 1 and "verify: DIFFERENT at row 1: logits, keys or values" in capsys.readouterr().err
 
 
 # -- rewritten by other tools ------------------------------------------------------------------------------------------
