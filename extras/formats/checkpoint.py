@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import model
-from extras.cli import note
 from extras.formats.hf_read import SkipInit, read_folder
 from extras.formats.tokenizer import IdTokenizer, build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
@@ -21,10 +20,10 @@ def load_model(path, meta=None):
     checkpoint = load_checkpoint(path, meta)
     if checkpoint.keys() & {"chars", "tokenizer"}:
         tokenizer = build_tokenizer(checkpoint)
-    else:
-        tokenizer = IdTokenizer(checkpoint["model_args"]["vocab_size"])
-        note("the checkpoint has no vocabulary, so this is ids; --meta takes nanoGPT's meta.pkl or a tokenizer")
-    return build_model(checkpoint).eval(), tokenizer
+        return build_model(checkpoint).eval(), tokenizer
+    loaded = build_model(checkpoint).eval()
+    loaded.source += "; it has no vocabulary, so this is ids (--meta takes nanoGPT's meta.pkl or a tokenizer)"
+    return loaded, IdTokenizer(loaded.config.vocab_size)
 
 
 def build_model(checkpoint):
@@ -41,7 +40,7 @@ def load_checkpoint(path, meta=None):
     """
     path = model.find_checkpoint(path)
     refuse_foreign(path)
-    if path.is_dir():
+    if (path / "config.json").exists():
         if meta:
             raise ValueError(f"{path} has its own tokenizer: leave out --meta")
         return read_folder(path)
