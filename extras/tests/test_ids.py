@@ -7,7 +7,7 @@ from helpers import CHARS, assert_one_line, here, load, ok, save_model, texts_of
 from model import CharTokenizer, save_checkpoint
 from sample import Text
 
-NOTE = "the checkpoint has no vocabulary, so this is ids"
+NOTE = "it has no vocabulary, so this is ids"
 
 
 @pytest.fixture
