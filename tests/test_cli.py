@@ -64,7 +64,7 @@ def test_a_line_says_which_model_it_is(flags, holds, said, tmp_path, monkeypatch
         (tmp_path / name).parent.mkdir(exist_ok=True)
         save_model((tmp_path / name).parent, tiny(), name=Path(name).name)
     result = ok(here(*flags, "--prompt", "a", "--max_new_tokens", 2, "--device", "cpu", script="sample.py"))
-    assert result.stderr.splitlines()[0] == f"sample.py: using {said}"
+    assert f"sample.py: using {said}" in result.stderr.splitlines()
 
 
 # -- sample.py as a process --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_
     monkeypatch.chdir(tmp_path)
     flags = ["--prompt", "O ", "--max_new_tokens", "9", "--device", "cpu"]
     result = ok(here(*flags, script="sample.py"))
-    assert NOTE in result.stderr.splitlines()[0]
+    assert NOTE in result.stderr
     assert_one_line(here(*flags, "--out_dir", "out", script="sample.py"), "no checkpoint at out")
     shutil.copytree(trained, tmp_path / "out")
     own = ok(here(*flags, script="sample.py"))
