@@ -105,13 +105,6 @@ def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
     assert_one_line(here("--init_from", trained, "--meta", "no.json", "--data_dir", data_dir), "no.json", code=1)
 
 
-def test_a_checkpoint_without_a_vocabulary_is_told_about_meta_pkl_here_too(tmp_path):
-    config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5)
-    save_checkpoint(tmp_path / "ckpt.pt", {"model": GPT(config).state_dict(), "model_args": vars(config)})
-    with pytest.raises(ValueError, match="--meta"):
-        load_model(tmp_path / "ckpt.pt")
-
-
 @pytest.mark.parametrize(
     "meta, chars",
     [
