@@ -8,7 +8,6 @@
 Losses per token cannot be compared across tokenizers, bits per byte can.
 """
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -52,8 +51,7 @@ def val_text(data_dir):
 
 def encode(tokenizer, text):
     """Return the ids of the text as a tensor `(N,)`. Raises ValueError."""
-    pieces = [tokenizer.encode(text)] if tokenizer.unit != "tokens" else tokenizer.encode_pieces([text])
-    return torch.tensor(list(itertools.chain.from_iterable(pieces)))
+    return torch.tensor(list(tokenizer.encode_text(text) if tokenizer.unit == "tokens" else tokenizer.encode(text)))
 
 
 @torch.no_grad()

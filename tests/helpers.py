@@ -3,8 +3,10 @@
 import ast
 import contextlib
 import csv
+import hashlib
 import io
 import itertools
+import json
 import os
 import runpy
 import signal
@@ -13,13 +15,13 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig, Sampling, generate, gumbel_noise, load_model, near_tie, save_checkpoint
-from prepare import write
 from train import get_batch, make_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,11 +216,23 @@ def log(out_dir):
     return rows
 
 
-def write_ids(folder, tokenizer, text, **more):
+def write_ids(folder, tokenizer, text):
     """Write `text` as data/prepare.py would for this tokenizer."""
     middle = int(0.9 * len(text))
-    ids = [[tokenizer.encode(part)] for part in (text[:middle], text[middle:])]
-    write(folder, tokenizer.state_dict(), len(tokenizer.vocab), *ids, "a test", **more)
+    ids = [tokenizer.encode(part) for part in (text[:middle], text[middle:])]
+    write(folder, tokenizer.state_dict(), len(tokenizer.vocab), *ids)
+
+
+def write(folder, vocabulary, size, train, val):
+    """Write ids as data/prepare.py would."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hashes = {}
+    for split, ids in (("train", train), ("val", val)):
+        content = np.array(ids, "<u2" if size <= 65536 else "<u4").tobytes()
+        (folder / f"{split}.bin").write_bytes(content)
+        hashes[split] = hashlib.sha256(content).hexdigest()
+    meta = vocabulary | {"source": "a test", "sha256": hashes}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 def batch(ids, seed, number, batch_size, block_size, *ranks):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import prepare
-from helpers import assert_one_line, contents, exit_code, ok, tree
+from helpers import assert_one_line, exit_code, tree
 
 # the end of data/prepare.py, which calls main and turns errors into one line
 MAIN = ast.unparse(ast.parse(Path(prepare.__file__).read_text(encoding="utf-8")).body[-1])
@@ -84,13 +84,3 @@ def assert_nothing_changed(result, folder, before, *words):
     """One line that has the words, nothing on stdout, and not a byte changed in the folder."""
     assert_one_line(result, *words)
     assert result.stdout == "" and tree(folder) == before
-
-
-def assert_same_in_pieces(call, text, folder, *more):
-    """A piece may end within a character or a line end. Several files are one text."""
-    (folder / "b.txt").write_bytes(BODY[:99])
-    expected = None
-    for size in (1, 7, prepare.PIECE):
-        ok(call("--input", text, folder / "b.txt", "--data_dir", folder / "data", *more, PIECE=size))
-        expected = expected or contents(folder / "data")
-        assert contents(folder / "data") == expected

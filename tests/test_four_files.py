@@ -8,9 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, assert_one_line, here, load, log, ok, run, same
+from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, assert_one_line, here, load, log, ok, run, same, write
 from model import save_checkpoint
-from prepare import write
 
 FILES = ("model.py", "train.py", "sample.py", "data/prepare.py", "data/sample.txt")
 MODERN = [*TINY, "--recipe", "modern", "--eval_interval", 10, "--lr_decay_iters", 20]
@@ -69,7 +68,7 @@ def alone(tmp_path_factory):
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
     (folder / "folder" / "config.json").write_text("{}", encoding="utf-8")
-    write(folder / "tokens", {"tokenizer": "{}"}, 3, [[0, 1]], [[2]], "a test")
+    write(folder / "tokens", {"tokenizer": "{}"}, 3, [0, 1], [2])
     save_checkpoint(folder / "tokens" / "ckpt.pt", {"model": {}, "model_args": {}, "tokenizer": "{}"})
     commands = [
         ["data/prepare.py", "--input", SAMPLE],

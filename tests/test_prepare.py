@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import prepare
-from helpers import SAMPLE, assert_one_line, contents, linux, ok, run, tree
-from prepare_fixtures import BODY, assert_nothing_changed, assert_same_in_pieces
+from helpers import SAMPLE, contents, linux, ok, run, tree, unix
+from prepare_fixtures import BODY, assert_nothing_changed
 from train import load_dataset
 
 
@@ -49,9 +49,12 @@ def test_a_text_is_written_as_it_is(mark, call, text, old, tmp_path):
         assert_holds(folder, mark + BODY, text)
 
 
-def test_the_size_of_a_piece_makes_no_difference(call, text, tmp_path):
-    assert_same_in_pieces(call, text, tmp_path)
-    assert_holds(tmp_path / "data", BODY + BODY[:99], f"{text}, {tmp_path / 'b.txt'}")
+def test_several_files_are_one_text(call, text, tmp_path):
+    """A carriage return at the end of one and a newline at the beginning of the next are two line ends."""
+    text.write_bytes(BODY + b"\r")
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf\n" + BODY[:99])
+    ok(call("--input", text, tmp_path / "b.txt", "--data_dir", tmp_path / "data"))
+    assert_holds(tmp_path / "data", BODY + b"\n\n" + BODY[:99], f"{text}, {tmp_path / 'b.txt'}")
 
 
 def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
@@ -64,29 +67,38 @@ def test_the_ids_of_a_large_vocabulary_take_four_bytes(call, text, tmp_path):
         assert data.train.dtype == np.dtype(dtype)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_an_error_in_the_middle_leaves_the_old_files(split, old):
-    """New ids beside an old vocabulary would be another text."""
+# a limit on the size of a file stands for a full disk: the system call fails in the middle of a file
+LIMITED = """
+import resource, runpy, signal, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+runpy.run_path("data/prepare.py", run_name="__main__")
+"""
 
-    def full_disk():
-        yield [1, 2]
-        raise OSError("No space left on device")
+
+@unix
+@pytest.mark.parametrize("too_long", ["train", "val"])
+def test_an_error_in_the_middle_leaves_the_old_files(too_long, text, old):
+    """New ids next to an old vocabulary would be different text."""
+    before = tree(old)
+    files = ["--input", SAMPLE, "--val", text] if too_long == "train" else ["--input", text, "--val", SAMPLE]
+    assert_nothing_changed(run("-c", LIMITED, *files, "--data_dir", old), old, before, "File too large")
+    ok(run("-c", LIMITED, "--input", text, "--val", text, "--data_dir", old))
+
+
+def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old, monkeypatch):
+    written = []
+
+    def interrupted(path, content):
+        if written:
+            raise KeyboardInterrupt
+        path.touch()
+        written.append(path)
 
     before = tree(old)
-    pieces = {"train": [[0, 1]], "val": [[2]]} | {split: full_disk()}
-    with pytest.raises(OSError, match="No space left"):
-        prepare.write(old, {"chars": "abc"}, 3, **pieces, source="a test")
-    assert tree(old) == before
-
-
-def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old):
-    def interrupted(pieces, chars):
-        yield [0]
-        raise KeyboardInterrupt
-
-    before = tree(old)
-    result = call("--input", text, "--data_dir", old, encode_characters=interrupted)
+    monkeypatch.setattr("pathlib.Path.write_bytes", interrupted)
+    result = call("--input", text, "--data_dir", old)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "") and tree(old) == before
+    assert len(written) == 1
 
 
 def test_the_val_split_can_be_a_file_of_its_own(call, text, tmp_path):
@@ -137,7 +149,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatc
     before = tree(old.parent)
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     result = call("--input", text, "--data_dir", old)
-    assert_nothing_changed(result, old.parent, before, f"--data_dir {old}: Permission denied, so pass a different one")
+    assert_nothing_changed(result, old.parent, before, f"Permission denied: '{old}'")
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -150,9 +162,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatc
         ("--input in.txt", "Whan that".encode("utf-16"), ["in.txt is not UTF-8 (it looks like UTF-16)"]),
         ("--input in.txt", b"", ["in.txt has 0 characters"]),
         ("--input in.txt", b"x", ["in.txt has 0 characters for training and 1 for validation"]),
-        ("--input none.txt", BODY, ["there is no none.txt"]),
-        ("--input old", BODY, ["old is a folder or a pipe: pass a file"]),
-        ("--input in.txt --val none.txt", BODY, ["there is no none.txt"]),
+        ("--input none.txt", BODY, ["No such file or directory: 'none.txt'"]),
+        ("--input old", BODY, ["'old'"]),
+        ("--input in.txt --val none.txt", BODY, ["No such file or directory: 'none.txt'"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
         ("--val=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
         ("--input=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
@@ -178,10 +190,9 @@ def test_a_file_name_may_be_any_bytes(call, text, tmp_path):
 
 
 @linux
-def test_a_pipe_is_one_line(tmp_path):
-    """We read the text several times."""
-    result = run("data/prepare.py", "--input", "/dev/stdin", "--data_dir", tmp_path / "mine", input="text")
-    assert_one_line(result, "/dev/stdin is a folder or a pipe: pass a file", code=2)
+def test_a_pipe_may_be_the_text(tmp_path):
+    ok(run("data/prepare.py", "--input", "/dev/stdin", "--data_dir", tmp_path, input="a text, and its end"))
+    assert_holds(tmp_path, b"a text, and its end", "/dev/stdin")
 
 
 def test_a_broken_requests_stops_only_a_download(call, text, tmp_path, monkeypatch):
@@ -206,7 +217,7 @@ def test_the_corpus_is_asked_for_again_only_if_it_must_be(call, server, old):
     assert_asked(1, "--force")
     assert_asked(1)
     assert_asked(2, "--force")
-    for num_times, name in enumerate(("train.bin", "val.bin", "meta.json"), start=3):
+    for num_times, name in enumerate(("train.bin", "val.bin"), start=3):
         raw = (old / name).read_bytes()
         (old / name).write_bytes(raw[:50] + raw[51:])
         assert_asked(num_times)
@@ -244,6 +255,13 @@ def test_data_of_another_program_are_your_own(call, old):
         before = tree(old)
         words = "holds your own text, from another program", "--force"
         assert_nothing_changed(call("--data_dir", old), old, before, *words)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[1]", '{"chars": "a'])
+def test_data_with_a_damaged_meta_json_may_be_your_own(content, call, old):
+    (old / "meta.json").write_text(content, encoding="utf-8")
+    before = tree(old)
+    assert_nothing_changed(call("--data_dir", old), old, before, "holds your own text", "--force")
 
 
 def test_the_stand_in_is_used_until_the_corpus_can_be_had(call, server, tmp_path):

@@ -3,6 +3,8 @@
 import json
 import re
 
+from tqdm import tqdm
+
 from extras.cli import first_line, need
 from model import CharTokenizer
 
@@ -63,20 +65,19 @@ class BPETokenizer:
             raise ValueError(f"the tokenizer finds no tokens in {text[:40]!r}")
         return ids
 
-    def encode_pieces(self, pieces):
-        """Yield lists of ids that together decode to the text, without special tokens. Raises ValueError.
+    def encode_text(self, text):
+        """Yield the ids of a long text. They decode to it, and have no special tokens. Raises ValueError.
 
-        pieces  the text, in pieces of any size
         Some tokenizers put a space in front of whatever they encode, and not all of them remove it when they decode. We
         allow it before the first piece only, and only if it is removed.
         """
         tokenizer = self.tokenizer
         plain = library().Tokenizer.from_str(without_prefix(self.tokenizer.to_str()))
-        for piece in pieces_of(pieces):
+        for piece in pieces_of(text, "encode"):
             ids = encode_with(tokenizer, piece)
             if tokenizer is not plain and self.decode(ids) != piece:
                 ids = encode_with(plain, piece)
-            yield ids
+            yield from ids
             tokenizer = plain
 
     def decode(self, ids):
@@ -93,7 +94,7 @@ class BPETokenizer:
         if len(common) < min(len(self.ids), len(theirs.ids)) or any(self.ids[t] != theirs.ids[t] for t in common):
             return False
         text = self.decode(ids[: 2**16].tolist())
-        return list(self.encode_pieces([text])) == list(theirs.encode_pieces([text]))
+        return list(self.encode_text(text)) == list(theirs.encode_text(text))
 
     def state_dict(self):
         return {"tokenizer": self.tokenizer.to_str()}
@@ -141,30 +142,21 @@ def without_prefix(content):
     return json.dumps(settings)
 
 
-def pieces_of(texts):
-    """Yield the text in pieces of about PIECE characters, which do not depend on how it arrives.
-
-    texts  the text, in pieces of any size
-    """
-    rest = ""
-    for text in texts:
-        begin = 0
-        rest += text
-        while len(rest) - begin > PIECE + FAR:
-            end = cut(rest, begin)
-            yield rest[begin:end]
+def pieces_of(text, task):
+    """Yield the text in pieces of about PIECE characters. A progress bar for the `task` appears if that takes long."""
+    begin = 0
+    with tqdm(total=len(text), desc=task, unit="char", unit_scale=True, delay=1, disable=None) as bar:
+        while begin < len(text):
+            end = cut(text, begin)
+            yield text[begin:end]
+            bar.update(end - begin)
             begin = end
-        rest = rest[begin:]
-    while len(rest) > PIECE:
-        end = cut(rest, 0)
-        yield rest[:end]
-        rest = rest[end:]
-    if rest:
-        yield rest
 
 
 def cut(text, begin):
     """Return where the piece that starts at `begin` ends."""
+    if len(text) - begin <= PIECE:
+        return len(text)
     far = begin + PIECE + FAR
     for pattern in CUTS if len(text) > far else CUTS[:1]:
         if match := pattern.search(text, begin + PIECE, far):
@@ -172,10 +164,9 @@ def cut(text, begin):
     return min(far, len(text))
 
 
-def train_bpe(texts, vocab_size):
+def train_bpe(text, vocab_size):
     """Return the tokenizer.json of a byte-level BPE like GPT-2's, with vocab_size tokens: 256 bytes and merged pairs.
 
-    texts  the text, in pieces of any size
     The most frequent pair is merged first. Raises ValueError if vocab_size is below 256 or too few pairs occur twice.
     """
     if vocab_size < 256:
@@ -186,7 +177,7 @@ def train_bpe(texts, vocab_size):
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(pieces_of(texts), trainer)
+    tokenizer.train_from_iterator(pieces_of(text, "learn"), trainer)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
         raise ValueError(f"--vocab_size {vocab_size} is too large for this text: at most {size}")

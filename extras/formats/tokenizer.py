@@ -99,15 +99,14 @@ def read_vocabulary(path):
         raise ValueError(f"{path}: {error}") from None
 
 
-def make_tokenizer(name, vocab_size, training_text, chars, encode_characters):
+def make_tokenizer(name, vocab_size, training_text, chars):
     """Return (vocabulary, size, encode) for prepare.py --tokenizer. Raises ValueError, also if a character is missing.
 
-    name               "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
-    training_text      the text in pieces, from which a BPE of vocab_size tokens learns
-    chars              the characters of the text
-    encode_characters  that of prepare.py
-    vocabulary         as meta.json holds it, with `size` tokens
-    encode             a function from pieces of text to pieces of ids
+    name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
+    training_text  the text from which a BPE of vocab_size tokens learns
+    chars          the characters of the text
+    vocabulary     as meta.json holds it, with `size` tokens
+    encode         a function from text to an iterator of ids
     """
     if name == "bpe":
         tokenizer = tokenizer_from_json(train_bpe(training_text, vocab_size))
@@ -120,8 +119,8 @@ def make_tokenizer(name, vocab_size, training_text, chars, encode_characters):
             tokenizer = tokenizer_from_state(read_vocabulary(path))
     if tokenizer.unit == "characters":
         tokenizer.encode(chars)
-        return tokenizer.state_dict(), len(tokenizer.vocab), partial(encode_characters, chars=tokenizer.vocab)
-    return tokenizer.state_dict(), len(tokenizer.vocab), tokenizer.encode_pieces
+        return tokenizer.state_dict(), len(tokenizer.vocab), partial(map, tokenizer.ids.get)
+    return tokenizer.state_dict(), len(tokenizer.vocab), tokenizer.encode_text
 
 
 def is_checkpoint(file):

@@ -79,7 +79,7 @@ POST_LN = dict(norm_first=False, n_kv_head=1, tie_weights=False, bias=True)
 @lru_cache
 def bpe(vocab_size=512):
     """The tokenizer.json of a BPE that was trained on data/sample.txt."""
-    return train_bpe([SAMPLE.read_text(encoding="utf-8")], vocab_size)
+    return train_bpe(SAMPLE.read_text(encoding="utf-8"), vocab_size)
 
 
 def write_gpt2(folder, seed=0, **settings):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from extra_helpers import bpe
 from extras.formats.bpe import train_bpe
 from helpers import SAMPLE, ok, tree
-from prepare_fixtures import BODY, assert_nothing_changed, assert_same_in_pieces
+from prepare_fixtures import BODY, assert_nothing_changed
 from train import load_dataset
 
 
@@ -29,7 +29,7 @@ def test_a_bpe_is_learned_from_the_part_for_training(call, tmp_path):
     ok(call("--input", SAMPLE, "--tokenizer", "bpe", "--vocab_size", 400, "--data_dir", tmp_path))
     raw = SAMPLE.read_bytes()
     text = raw.decode()
-    assert_tokens(tmp_path, raw, Tokenizer.from_str(train_bpe([text[: int(0.9 * len(text))]], 400)))
+    assert_tokens(tmp_path, raw, Tokenizer.from_str(train_bpe(text[: int(0.9 * len(text))], 400)))
 
 
 def test_a_folder_or_a_file_brings_its_tokenizer(call, text, tmp_path):
@@ -53,10 +53,6 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
     server.answer = 404, {}, b""
     before = tree(tmp_path)
     assert_nothing_changed(call(*flags, "--tokenizer", "bpe", **corpus), tmp_path, before, "404", "nothing was changed")
-
-
-def test_the_size_of_a_piece_makes_no_difference_to_tokens(call, text, tmp_path):
-    assert_same_in_pieces(call, text, tmp_path, "--tokenizer", "bpe", "--vocab_size", 260)
 
 
 @pytest.mark.parametrize(

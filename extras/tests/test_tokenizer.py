@@ -47,18 +47,17 @@ def test_a_bpe_reads_any_text_as_the_library_does_and_gives_it_back(text):
 @given(st.lists(a_spaced_text | st.just("word\nword "), min_size=20, max_size=60).map("".join), st.integers(1, 50))
 def test_a_long_text_in_pieces_has_the_tokens_that_it_has_at_once(text, size):
     """Of a tokenizer that has tokens for runs of white space, as GPT-2's has."""
-    content = train_bpe(["a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9], 265)
+    content = train_bpe("a\n\n\n  b\n \n\t 's\r\n\r\n1   né\n\n" * 9, 265)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.formats.bpe.PIECE", size)
-        assert "".join(pieces_of([text[:7], text[7:]])) == text
-        ids = tokenizer_from_json(content).encode_pieces([text[:50], text[50:]])
-        assert [*itertools.chain(*ids)] == Tokenizer.from_str(content).encode(text).ids
+        assert "".join(pieces_of(text, "cut")) == text
+        assert [*tokenizer_from_json(content).encode_text(text)] == Tokenizer.from_str(content).encode(text).ids
 
 
 def test_a_long_text_is_cut():
     """The library's time and memory grow with the square of the length of a word."""
     for text in ("a line\n" * FAR, "one line " * PIECE, "acgt" * FAR):
-        pieces = list(pieces_of([text]))
+        pieces = list(pieces_of(text, "cut"))
         assert len(pieces) > 1 and max(map(len, pieces)) <= PIECE + FAR
 
 
@@ -69,7 +68,7 @@ def test_special_tokens_precede_a_prompt_and_do_not_split_a_text():
     tokenizer = tokenizer_from_json(tokenizer.to_str())
     assert tokenizer.encode("one line") == [64, *BPE.encode("one line")]
     assert tokenizer.encode("") == [64]
-    assert list(tokenizer.encode_pieces(["one line"])) == [BPE.encode("one line")]
+    assert list(tokenizer.encode_text("one line")) == BPE.encode("one line")
 
 
 def with_prefix(kind):
@@ -94,11 +93,11 @@ def with_prefix(kind):
 def test_ids_of_a_text_depend_neither_on_its_length_nor_on_its_pieces_and_decode_to_it(kind):
     tokenizer = with_prefix(kind)
     for text in (TEXT, TEXT[:30], TEXT[51:], *([] if kind == "T5" else [" " + TEXT])):  # T5 loses a first space
-        ids = list(itertools.chain(*tokenizer.encode_pieces([text])))
+        ids = list(tokenizer.encode_text(text))
         assert tokenizer.decode(ids) == text
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("extras.formats.bpe.PIECE", 50)
-            assert ids == list(itertools.chain(*tokenizer.encode_pieces([text[:9], text[9:]])))
+            assert ids == list(tokenizer.encode_text(text))
 
 
 @pytest.mark.slow
@@ -130,9 +129,9 @@ def test_the_merges_are_those_of_counting_pairs():
 @pytest.mark.parametrize("vocab_size", [2000, 10**6])
 def test_a_bpe_that_the_text_cannot_fill_is_one_line(vocab_size):
     with pytest.raises(ValueError, match=rf"^--vocab_size {vocab_size} .* at most \d+$") as error:
-        train_bpe([TEXT[:3000]], vocab_size)
+        train_bpe(TEXT[:3000], vocab_size)
     most = int(str(error.value).split()[-1])
-    assert len(tokenizer_from_json(train_bpe([TEXT[:3000]], most)).vocab) == most
+    assert len(tokenizer_from_json(train_bpe(TEXT[:3000], most)).vocab) == most
 
 
 def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(tmp_path):

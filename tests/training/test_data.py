@@ -5,17 +5,18 @@ import hashlib
 import numpy as np
 import pytest
 
-from helpers import ok, run, write_ids
+from helpers import here, ok, run, write_ids
 from model import CharTokenizer
-from prepare import write
 from train import load_dataset
 
 
 def test_what_is_written_is_read(tmp_path):
-    train, val = (np.array(ids, dtype="<u2") for ids in ([0, 1, 2, 1, 0], [2, 0]))
-    write(tmp_path / "new" / "data", {"chars": "ab😀"}, 3, [train[:2], train[2:]], [val], "a test")
-    data = load_dataset(tmp_path / "new" / "data", 5)
+    text = "ab😀ba" * 4
+    (tmp_path / "in.txt").write_text(text, encoding="utf-8")
+    ok(here("--input", tmp_path / "in.txt", "--data_dir", tmp_path / "new", script="data/prepare.py"))
+    data = load_dataset(tmp_path / "new", 1)
     assert data.tokenizer.state_dict() == {"chars": "ab😀"}
+    train, val = (np.array(["ab😀".index(char) for char in part], "<u2") for part in (text[:18], text[18:]))
     assert data.train.tolist() == train.tolist() and data.val.tolist() == val.tolist()
     assert data.sha256 == {"train": hashlib.sha256(train).hexdigest(), "val": hashlib.sha256(val).hexdigest()}
 

@@ -30,10 +30,10 @@ from helpers import (
     random_model,
     same,
     start,
+    write,
     write_ids,
 )
 from model import CharTokenizer, GPTConfig, load_model
-from prepare import write
 from train import eval_windows, evaluate
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def long_run(tmp_path_factory):
     folder, text = tmp_path_factory.mktemp("long"), SAMPLE.read_text(encoding="utf-8")
     tokenizer = CharTokenizer("".join(sorted(set(text))))
     ids = tokenizer.encode(text)
-    write(folder / "data", tokenizer.state_dict(), len(tokenizer.vocab), [ids], [ids] * 40, "a test")
+    write(folder / "data", tokenizer.state_dict(), len(tokenizer.vocab), ids, ids * 40)
     flags = [*STATEFUL, "--data_dir", folder / "data", "--eval_interval", 2, "--max_iters", 4, "--log_interval", 1]
     flags += ["--eval_iters", 10**6, "--save_interval", 1]  # last.pt of step 1 tells that step 2 is about to begin
     ok(here(*flags, "--out_dir", folder / "whole"))
