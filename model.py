@@ -701,7 +701,7 @@ def build_model(checkpoint):
 def char_tokenizer(checkpoint):
     """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
     path = checkpoint["path"]
-    vocab_size = checkpoint["model_args"]["vocab_size"]
+    vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
     if "chars" not in checkpoint:
         raise ValueError(
             f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/formats/checkpoint.py"

@@ -138,8 +138,8 @@ def open_model(args):
         model = extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
         return model, model.tokenizer
     path = find_checkpoint(args.ckpt or args.out_dir)
-    if args.meta:
-        return extras("formats.checkpoint", "--meta").load_model(path, args.meta)
+    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
+        return extras("formats.checkpoint", path).load_model(path, args.meta)
     try:
         return load_model(path)
     except (OSError, ValueError):
@@ -210,6 +210,8 @@ class Text:
 
     def add(self, tokens):
         """Append a list of tokens, up to the one that completes a stop string."""
+        if self.ended:
+            return
         at_once = 1 if self.stops else max(1, len(tokens))
         for i in range(0, len(tokens), at_once):
             since = max(self.prompt_length, len(self.text) - self.longest_stop)
@@ -303,8 +305,7 @@ def generate_texts(
             tokens = block.tolist()  # waits for the device
             stats["times"].append(time.perf_counter() - began)
             for i, row in enumerate(rows):
-                if not row.ended:
-                    row.add([token for token in tokens[i] if token >= 0])
+                row.add([token for token in tokens[i] if token >= 0])
                 ended[i] = row.ended
             write()
             if all(ended):

@@ -11,7 +11,7 @@ import torch
 
 import model
 from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, text_before, texts_of, unix
-from model import PRETRAINED, GPTConfig, KVCache, Sampling, load_model, save_checkpoint
+from model import PRETRAINED, GPTConfig, KVCache, load_model, save_checkpoint
 from sample import SEPARATOR, generate_texts, report, verify
 
 
@@ -46,8 +46,8 @@ def test_the_figures_are_those_computed_by_hand(capsys):
     """Two rows of four new tokens in gaps of 4, 10 and 10 ms."""
     rows = [SimpleNamespace(prompt=[7], ids=[7, 0, 1, 2, 3], ended=False)] * 2
     stats = dict(rows=rows, times=[0.010, 0.014, 0.024, 0.034])
-    report(SimpleNamespace(kv_cache=False, max_new_tokens=None), None, stats)
-    line = "\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
+    report(SimpleNamespace(kv_cache=False, max_new_tokens=None), SimpleNamespace(source="a model"), stats)
+    line = "\nsample.py: using a model\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
 
 
@@ -166,7 +166,7 @@ def test_verify_of_a_broken_cache_exits_1(flag, tmp_path, monkeypatch):
     assert result.returncode == 1
     said = r"new token \d+: the text has '\w', but without the cache, the model picks '\w'$"
     if flag == "--no-kv_cache":  # the text is right, but a cache would not be
-        said = r"logits, keys or values are up to \d+\.\d+ from those of the text$"
+        said = r"logits, keys or values are up to \d+\.\d+ from the text's$"
     assert re.search(rf"DIFFERENT at row 0[,:] {said}", result.stderr, re.M), result.stderr
 
 
@@ -177,7 +177,7 @@ def test_verify_sees_a_broken_cache_that_changes_no_token(monkeypatch):
     monkeypatch.setattr(KVCache, "mask", lambda cache, pos: None)
     result = here(*flags, script="sample.py")
     assert result.returncode == 1 and result.stdout == right.stdout
-    said = r"^sample.py: verify: DIFFERENT at row 0: logits, keys or values are up to 0\.\d+ from those of the text$"
+    said = r"^sample.py: verify: DIFFERENT at row 0: logits, keys or values are up to 0\.\d+ from the text's$"
     assert re.search(said, result.stderr, re.M), result.stderr
 
 
@@ -201,29 +201,28 @@ def test_a_text_that_ends_early_is_noticed(flags, tmp_path, monkeypatch):
 
 
 def run_of(gpt, tokenizer, **how):
-    """A run of generate_texts: (its rows, their sampling, its cache)."""
+    """A run of generate_texts, as arguments of verify: the model, the rows, the cache, settings, samples per prompt."""
     stats = {}
     generate_texts(gpt, tokenizer, ["O Romeo, "], 40, seed=3, stats=stats, **how)
-    return stats["rows"], Sampling(seed=3), gpt.kv_cache
+    return gpt, stats["rows"], gpt.kv_cache, dict(seed=3), 1
 
 
 @pytest.mark.parametrize("kind", ["key_cache", "value_cache"])
 def test_verify_reads_the_cache_that_the_run_has_left(kind, capsys):
     """A cache that is damaged after the last pick has changed no token, but the next one would be wrong."""
-    gpt, tokenizer = load_model(PRETRAINED)
-    (row,), sampling, cache = run_of(gpt, tokenizer)
-    assert verify(gpt, row, 0, sampling, cache)[0] is True
-    getattr(cache.heads[2][1], kind)[0, 17] += 0.1
-    assert verify(gpt, row, 0, sampling, cache)[0] is None
+    run = run_of(*load_model(PRETRAINED))
+    assert verify(*run) == 0
+    getattr(run[2].heads[2][1], kind)[0, 17] += 0.1
+    assert verify(*run) == 1
     assert "logits, keys or values are up to 0.1" in capsys.readouterr().err
 
 
-def test_verify_names_a_near_tie_and_notices_nan(capsys):
-    gpt, tokenizer = load_model(PRETRAINED)
-    (row,), sampling, cache = run_of(gpt, tokenizer)
+def test_verify_notices_nan(capsys):
+    """A NaN is not larger than any limit."""
+    run = run_of(*load_model(PRETRAINED))
     with torch.no_grad():
-        gpt.lm_head.weight[:, 0] = torch.nan
-    assert verify(gpt, row, 0, sampling, cache)[0] is None
+        run[0].lm_head.weight[:, 0] = torch.nan
+    assert verify(*run) == 1
     assert "DIFFERENT at row 0" in capsys.readouterr().err
 
 
