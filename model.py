@@ -703,9 +703,8 @@ def char_tokenizer(checkpoint):
     path = checkpoint["path"]
     vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
     if "chars" not in checkpoint:
-        raise ValueError(
-            f"{path} has no characters: pass nanoGPT's meta.pkl as --meta, or use extras/formats/checkpoint.py"
-        )
+        hint = "load_model of extras/formats/checkpoint.py reads other tokens, so that needs the folder extras"
+        raise ValueError(f"{path} has no characters: {hint} of the repository")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
         if len(tokenizer.vocab) == vocab_size:

@@ -91,7 +91,7 @@ def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old, monkeypa
     def interrupted(path, content):
         if written:
             raise KeyboardInterrupt
-        path.touch()
+        path.write_text("half")
         written.append(path)
 
     before = tree(old)
