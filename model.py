@@ -703,8 +703,8 @@ def char_tokenizer(checkpoint):
     path = checkpoint["path"]
     vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
     if "chars" not in checkpoint:
-        hint = "load_model of extras/formats/checkpoint.py reads other tokens, so that needs the folder extras"
-        raise ValueError(f"{path} has no characters: {hint} of the repository")
+        hint = "other tokens, and nanoGPT's with --meta, need extras/formats/checkpoint.py"
+        raise ValueError(f"{path} has no characters: {hint}, in the folder extras of the repository")
     try:
         tokenizer = CharTokenizer(checkpoint["chars"])
         if len(tokenizer.vocab) == vocab_size:
