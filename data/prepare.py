@@ -166,5 +166,7 @@ if __name__ == "__main__":
         sys.exit(130)
     except ModuleNotFoundError as error:
         sys.exit(f"prepare.py: {error}: --tokenizer needs the folder extras of the repository, and torch")
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.exit(f"prepare.py: {error.filename}: {error.strerror}")
+    except ValueError as error:
         sys.exit(f"prepare.py: {error}")
