@@ -10,7 +10,10 @@ Losses per token cannot be compared across tokenizers, bits per byte can.
 
 import json
 import math
+import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/evaluate.py
 
 import numpy as np
 import torch

@@ -9,7 +9,10 @@ Every export ends with a check: the library that will read the files computes lo
 both with PyTorch's.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/export.py
 
 from extras.cli import Parser, fail, lock_folder, need, note_model, one_line_errors, path, run_main, writing_to
 from extras.formats.checkpoint import load_checkpoint

@@ -5,7 +5,10 @@ python -m extras.plot out        draws out/loss.png from out/log.csv
 
 import csv
 import io
+import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/plot.py
 
 from extras.cli import Parser, need, one_line_errors, run_main, writing_to
 from model import write_atomically

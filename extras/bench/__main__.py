@@ -14,12 +14,15 @@ import copy
 import io
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extras/bench
 
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
