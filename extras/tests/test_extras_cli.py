@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extras.cli import Parser, need, number, path
-from helpers import ROOT, assert_one_line, here, run, unix
+from helpers import ROOT, assert_one_line, here, ok, run, unix
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
