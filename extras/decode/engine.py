@@ -35,7 +35,7 @@ class Decoder:
         if weights not in ("float32", "int8") or (weights == "int8" and not compile):
             raise ValueError(f"weights={weights!r}: must be 'float32', or 'int8' with compile=True")
         if draft and ngrams is None:
-            hint = "train.py saves them for vocabularies of up to 2,895 tokens"
+            hint = "train.py saves them with --loss extras.targets, for vocabularies of up to 2,895 tokens"
             raise ValueError(f"draft='ngram' needs n-gram counts, and this model has none ({hint}): leave it out")
         self.model = model
         self.num_drafts = min(MOST_DRAFTS if compile else NUM_DRAFTS, model.config.block_size - 1) if draft else 0
