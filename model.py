@@ -1,6 +1,6 @@
 """A GPT with a KV cache, in one file that needs only torch.
 
-Read it from top to bottom: the cache, which keeps what the attention heads have computed for a text; the network,
+Read it from top to bottom: the cache, which stores the keys and values of each attention head; the network,
 GPT-2's with a few modern options; the loop, which feeds one token per step; the sampler, whose noise makes a seed give
 the same tokens on every path; and the checkpoint, the file of a model.
 
@@ -31,7 +31,7 @@ def require(settings, name, condition, why):
         raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
 
 
-# of the MLP: exact GELU, the approximation that GPT-2 uses, and the SiLU of SwiGLU (Shazeer 2020, arXiv:2002.05202)
+# MLP activations: exact GELU, GPT-2's tanh approximation of it, and the SiLU of SwiGLU (Shazeer 2020, arXiv:2002.05202)
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
 
 
@@ -78,7 +78,7 @@ class GPTConfig:
 
 
 class Head(NamedTuple):
-    """What one attention head keeps of a text: a key and a value per position, `(B, t, hs)` each."""
+    """The keys and values of one attention head, one of each per position: `(B, t, hs)`."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -92,7 +92,7 @@ class KVCache:
 
     key, value  a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length      the number of filled slots. Lower it to forget the slots beyond it
-    weights     in the cache of calls that pass none: the sum of each weight, by which we notice that weights changed
+    weights     of the model, as a fingerprint: set only if GPT.forward made the cache for calls that pass none
     """
 
     def __init__(self, key, value):
@@ -111,8 +111,8 @@ class KVCache:
     def next_positions(self, idx, pos=None):
         """Return the positions of new tokens idx `(B, T)`, `(T,)`: the next ones.
 
-        pos  the positions that the caller expects; None: the next ones
-        Raises ValueError if the caller is mistaken, or if there are no slots left.
+        pos  if given, must equal them
+        Raises ValueError if it does not, or if there are no slots left.
         """
         B, T = idx.shape
         start = self.length
@@ -141,7 +141,7 @@ class KVCache:
     def mask(self, pos):
         """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`. None: a single new token sees every slot.
 
-        All masks come from here, but for attention without a cache, which uses is_causal.
+        All masks come from here, except for attention without a cache, which uses is_causal.
         """
         if pos.shape == (1,):
             return None
@@ -149,7 +149,7 @@ class KVCache:
 
 
 def clear_kv_cache(model):
-    """Drop the cache that the model made last, and with it the key_cache and value_cache of every Head."""
+    """Release model.kv_cache, and with it the key_cache and value_cache of every Head."""
     for module in model.modules():
         if isinstance(module, GPT):
             module.kv_cache = None
@@ -277,7 +277,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.kv_cache = None  # the KVCache that new_cache made last, to look at
-        self.source = None  # what build_model made it from, for messages
+        self.source = None  # path and step of the checkpoint, for messages
         self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
         if config.pos_emb == "learned":
@@ -319,7 +319,7 @@ class GPT(nn.Module):
         # slot has a weight of 0, but 0 times a NaN left in torch.empty is NaN
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
             key = [self.lm_head.weight.new_zeros(shape) for _ in range(config.n_layer)]
-            value = [torch.zeros_like(slots) for slots in key]
+            value = [torch.zeros_like(keys) for keys in key]
         self.kv_cache = KVCache(key, value)
         return self.kv_cache
 
@@ -333,7 +333,7 @@ class GPT(nn.Module):
                  calls continue it. With neither, there is no cache
         last     return the logits of the last position only, `(B, V)`, which is all that generation needs
         A call with a cache has no gradient. Raises ValueError if pos is not next in the cache, or if the weights have
-        changed since the call from position 0, and RuntimeError in train mode.
+        changed since the model filled its own, and RuntimeError in train mode.
         """
         if pos is not None and cache is None:
             cache = self._cache_of_earlier_calls(idx, pos)
@@ -350,16 +350,18 @@ class GPT(nn.Module):
     @torch.no_grad()
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
-        weights = torch.stack([p.sum() for p in self.parameters()]).tolist()
+        # most changes raise the version of a weight; those of fused optimizers and of .data only change its sum
+        sums = torch.stack([p.sum(dtype=torch.float32) for p in self.parameters()]).tolist()
+        weights = [(p._version, p.dtype, p.device, total) for p, total in zip(self.parameters(), sums)]
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
             cache.weights = weights
             return cache
         cache = self.kv_cache
         if cache is None or cache.weights is None:
-            raise ValueError(f"pos is {pos}, but the model has no cache of such calls: start with a call from 0")
+            raise ValueError(f"pos is {pos}, but the model has no cache of its own yet: start at position 0")
         if cache.weights != weights:
-            raise ValueError("the weights have changed since the cache was filled: start again with a call from 0")
+            raise ValueError("the weights have changed since the cache was filled: start again at position 0")
         return cache
 
     def hidden_states(self, idx, pos=None, cache=None):
@@ -408,8 +410,8 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
     sampling        a Sampling
     kv_cache        False: recompute the whole context for every token, which gives the same tokens, more slowly
-    cache           a KVCache, to continue later with a longer idx: it keeps all but the last token. None: a new one,
-                    which is also model.kv_cache, to look at
+    cache           a KVCache, to continue later with a longer idx: it keeps all but the last token. A continuation is a
+                    generation of its own, whose noise begins again. None: a new cache, also model.kv_cache, to look at
     Raises ValueError for a prompt that does not fit the context, RuntimeError in train mode, and FloatingPointError for
     logits that are infinite or NaN. If you change the weights between two steps, start again: the cache keeps old keys.
     """
@@ -729,7 +731,7 @@ def pick_device(name):
 
 
 def num_threads(model, fed):
-    """Return how many threads to use for a step that feeds `fed` tokens: a small one gains nothing from a second."""
+    """Return how many threads to use for a step that feeds `fed` tokens: small steps gain nothing from a second."""
     multiply_adds = fed * sum(p.numel() for p in model.parameters())
     return 1 if multiply_adds < 2**22 else torch.get_num_threads()
 

@@ -59,7 +59,13 @@ def parse_args():
     # text and cache
     add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
     add("--kv_cache", default=True, help="default: True", **switch)
-    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="recompute all for every token")
+    add(
+        "--no-kv_cache",
+        "--no_kv_cache",
+        action="store_false",
+        dest="kv_cache",
+        help="recompute the whole context for every token",
+    )
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling
@@ -74,7 +80,7 @@ def parse_args():
     add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if that is faster, else cpu (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
-    add("--verify", action="store_true", help="generate again, with the cache and without, and compare")
+    add("--verify", action="store_true", help="feed the text again, with the cache and without, and compare")
     # with the folder extras
     add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
     add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **switch)
@@ -181,7 +187,7 @@ def newlines(text):  # as when reading a file
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-# -- from texts to texts -----------------------------------------------------------------------------------------------
+# -- generation -------------------------------------------------------------------------------------------------------
 
 
 class Text:
@@ -274,6 +280,8 @@ def generate_texts(
     sampling          fields of Sampling: temperature, top_k, top_p, seed, overflow
     Raises ValueError for what cannot be generated, and FloatingPointError for logits that are infinite or NaN.
     """
+    if isinstance(prompts, str) or isinstance(stop, str):
+        raise TypeError("prompts and stop are lists of strings")
     sampling = Sampling(samples=list(range(num_samples)) * len(prompts), **sampling)
     block_size = model.config.block_size
     if max_new_tokens is None:
@@ -298,7 +306,7 @@ def generate_texts(
     stats.update(rows=rows, times=[])
     all_threads = torch.get_num_threads()
     try:
-        blocks = open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile)
+        blocks = token_blocks(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile)
         write()  # the prompts
         began = time.perf_counter()
         for block in blocks:
@@ -320,7 +328,7 @@ def generate_texts(
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
 
 
-def open_engine(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile):
+def token_blocks(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile):
     """Return an iterator over blocks of new tokens `(B, n)`, padded with -1: the loop of model.py, or an engine.
 
     ended  a boolean per row, which the caller sets: the row needs no more tokens
@@ -366,7 +374,7 @@ def report(args, model, stats):
 def verify(model, rows, cache, settings, num_samples):
     """Feed Texts to the model again, without the cache and with a new one: does it pick the same tokens?
 
-    cache     what the run has left, a KVCache: its keys and values must be those of the new one; None: there is none
+    cache     the KVCache that the run has left, whose keys and values must be those of the new one; None: there is none
     settings  those of Sampling
     Prints what it finds, and returns the exit code.
     """
@@ -393,23 +401,25 @@ def verify(model, rows, cache, settings, num_samples):
                 seconds[i] += time.perf_counter() - began
             apart.append((logits[0] - logits[1]).abs().max())
             noise = noise[0].cpu()
-            pair = (row.ids[end], sample_token(logits[0], noise, sampling).item())
-            if pair[0] != pair[1]:
-                tie = near_tie(logits[0], noise, pair, sampling)
+            for way, scores in zip(("without", "with"), logits):
+                pair = (row.ids[end], sample_token(scores, noise, sampling).item())
+                if pair[0] == pair[1]:
+                    continue
+                tie = near_tie(scores, noise, pair, sampling)
                 ours, theirs = (repr(row.tokenizer.decode([token])) for token in pair)
-                what = f"{'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {number}"
-                pick = f"the text has {ours}, but without the cache, the model picks {theirs}"
-                note(f"verify: {what}, new token {end - T}: {pick}")
+                where = f"{'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {number}"
+                what = f"the text has {ours}, but {way} the cache, the model picks {theirs}"
+                note(f"verify: {where}, new token {end - T}: {what}")
                 if not tie:
                     return 1
                 near_ties.add(number)
-        # after a slide, the cache has lost a text that ended before
+        # after a slide, rows that ended earlier are gone from the cache
         if cache is not None and (len(row.ids) == longest or longest <= block_size):
             for ours, theirs in zip(cache.key + cache.value, new.key + new.value):
                 apart.append((ours[number, :, : new.length] - theirs[0, :, : new.length]).abs().max().cpu())
         worst = torch.stack(apart).max().item()
         if not worst < FAR:  # NaN, too
-            note(f"verify: DIFFERENT at row {number}: logits, keys or values are up to {worst:.5f} from the text's")
+            note(f"verify: DIFFERENT at row {number}: logits, keys or values differ by up to {worst:.5f}")
             return 1
     num_new = sum(len(row.ids) - len(row.prompt) for row in rows)
     same = f"OK{' up to near-ties' if near_ties else ''}, {num_new} tokens are the same with and without the cache"
@@ -433,6 +443,10 @@ def main():
             sys.stdout.flush()
 
     try:
+        Sampling(**settings)
+    except ValueError as error:  # it begins with the name of a setting, which is also a flag
+        sys.exit(f"sample.py: --{error}")
+    try:
         if EXTRAS.is_dir():
             extras("threads", "sharing").share_cores()  # threads that spin on a busy machine can be 40 times slower
         model, tokenizer = open_model(args)
@@ -451,8 +465,7 @@ def main():
         how |= dict(draft=args.draft, compile=args.compile, on_text=on_text, stats=stats)
         texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, **how, **settings)
     except (ValueError, OSError, FloatingPointError) as error:
-        is_setting = str(error).partition("=")[0] in vars(args)
-        sys.exit(f"sample.py: {'--' if is_setting else ''}{error}")
+        sys.exit(f"sample.py: {error}")
     first, *others = [text for samples in texts for text in samples]
     sys.stdout.write("".join(SEPARATOR + text for text in others) + ("\n" if sys.stdout.isatty() else ""))
     sys.stdout.flush()

@@ -1,9 +1,11 @@
-"""Turn text into training data: train.bin and val.bin (the last tenth, or --val FILE) with token ids, and meta.json.
+"""Turn text into training data: train.bin and val.bin with token ids, and meta.json.
 
-python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
-python data/prepare.py --input a.txt b.txt   your own UTF-8 text, one file or several
-python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
-python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
+    python data/prepare.py                  tiny Shakespeare, downloaded; a token is a character
+    python data/prepare.py --input a.txt b.txt   your own UTF-8 text, one file or several
+    python data/prepare.py --tokenizer bpe --vocab_size 512   a token is a piece of a word, learned from the text
+    python data/prepare.py --tokenizer gpt2     the tokens of a model: a Hugging Face folder, a checkpoint or a run
+
+The first nine tenths of the text are for training, and the rest is the val split, unless --val names a file for it.
 """
 
 import hashlib
@@ -59,7 +61,7 @@ def download():
 
 
 def in_order(text):
-    """Return whether the lines of a text are sorted: from A to Z, also by their last word, or by length, either way."""
+    """Return whether the lines of a text are sorted, up or down: from A to Z, by their last word, or by length."""
     lines = [line.casefold() for line in text.splitlines() if line.strip()]
     for key in (str, len, lambda line: line.split()[-1]):
         rising = [key(a) < key(b) for a, b in pairwise(lines) if key(a) != key(b)]
@@ -167,6 +169,6 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         sys.exit(f"prepare.py: {error}: --tokenizer needs the folder extras of the repository, and torch")
     except OSError as error:
-        sys.exit(f"prepare.py: {error.filename}: {error.strerror}")
+        sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}")
     except ValueError as error:
         sys.exit(f"prepare.py: {error}")

@@ -155,7 +155,7 @@ def test_a_copy_goes_on_with_a_cache_of_its_own(copier):
     twin = copier(model)
     expected = model(idx[:, 5:], pos=torch.arange(5, 8))[0]
     clear_kv_cache(model)
-    assert torch.equal(twin(idx[:, 5:], pos=torch.arange(5, 8))[0], expected)
+    assert torch.equal(twin(idx[:, 5:], pos=torch.arange(5, 8), cache=twin.kv_cache)[0], expected)
     assert twin.kv_cache.heads[1][0].key_cache.shape == (1, 8, 8)
 
 
@@ -169,6 +169,13 @@ def edit_of_a_weight(model):
     model.transformer.h[1].mlp.c_proj.weight[0, 0] += 1
 
 
+@torch.no_grad()
+def swap_of_two_weights(model):
+    """Their sum stays."""
+    weight = model.transformer.h[0].attn.c_attn.weight
+    weight[:2] = weight[:2].flip(0)
+
+
 CHANGES = {
     "load_state_dict": lambda model: model.load_state_dict(random_model(model.config, seed=1).state_dict()),
     "assign": lambda model: model.load_state_dict(random_model(model.config, seed=1).state_dict(), assign=True),
@@ -177,6 +184,7 @@ CHANGES = {
     "data": lambda model: model.transformer.h[0].attn.c_attn.weight.data.mul_(1.01),
     "optimizer": step_of_an_optimizer,
     "edit": edit_of_a_weight,
+    "swap": swap_of_two_weights,
 }
 
 
@@ -212,7 +220,7 @@ def test_calls_with_pos_continue_only_a_cache_that_such_a_call_began(between):
     model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (1, 7))
     model(idx[:, :6], pos=torch.arange(6))
     between(torch.nn.Sequential(model) if between is clear_kv_cache else model)
-    with pytest.raises(ValueError, match="start with a call from 0"):
+    with pytest.raises(ValueError, match="start at position 0"):
         model(idx[:, 6:], pos=torch.tensor([6]))
 
 
@@ -265,7 +273,7 @@ def test_a_prefill_without_pos_leaves_nothing_to_decode_from():
     """It is tempting to prefill by a plain forward and decode with pos. That is an error, and not a wrong text."""
     model = random_model(GPTConfig(**SHAPE))
     model(torch.zeros(1, 6, dtype=torch.int64))
-    with pytest.raises(ValueError, match="start with a call from 0"):
+    with pytest.raises(ValueError, match="start at position 0"):
         model(torch.zeros(1, 1, dtype=torch.int64), pos=torch.tensor([6]))
 
 

@@ -75,6 +75,8 @@ def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_ca
     Raises ValueError.
     """
     lengths = sorted({len(prompt) for prompt in prompts})
+    if not kv_cache and (draft or compile):
+        raise ValueError("draft and compile need the cache: leave out kv_cache=False")
     if not kv_cache or not isinstance(model, GPT):
         why = "--engine onnx" if kv_cache else "--no-kv_cache"
         raise ValueError(f"{why} needs prompts of equal length in a batch, but these have {lengths} tokens")
@@ -85,7 +87,7 @@ def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_ca
             slots = lengths[0] + max_new_tokens if lengths[0] <= model.config.block_size else None
             stream = GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), max_new_tokens)
             if draft:
-                note("leaving out --draft: a CUDA graph is faster without")
+                note("leaving out --draft: a CUDA graph is faster without it")
             return stream
         except CompileError as error:
             note(f"{error}: decoding without --compile")
@@ -225,6 +227,7 @@ class Generation:
             self.cache = prefill(model, state, int(self.goal.max()) + num_drafts)
         before = state.end.tolist()
         fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
+        self.cache.length = int(state.cached.max())  # without the draft tokens that were rejected
         self.forwards += 1
         for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
             if begin < limit:

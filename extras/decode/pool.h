@@ -35,7 +35,7 @@ static void make_barrier(Barrier *b, int threads) {
  * - Nobody misses the wake-up. A thread counts itself in `sleeping` before it looks at `round`, and the last thread
  *   changes `round` before it looks at `sleeping`. All four are sequentially consistent, so at least one of them sees
  *   the other. From that look until it sleeps, the thread holds the mutex, so the wake-up cannot come in between.
- * ThreadSanitizer, which test_compile.py runs, checks the first two by the rules of C, whatever the chip does. */
+ * ThreadSanitizer, which test_c_step.py runs, checks the first two by the rules of C, whatever the chip does. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
     int round = atomic_load(&b->round);

@@ -20,7 +20,7 @@ from model import KVCache, require_finite, sample_token
 class BatchState:
     """The rows of a generation, each at its own position. All tensors are on the CPU, wherever the model is.
 
-    A step reads all fields and writes tokens, end and cached. Their names are those of `State` in compile.py.
+    A step reads all fields and writes tokens, end and cached. Their names are those of `State` in c_library.py.
     """
 
     tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s

@@ -1,6 +1,6 @@
 /* The decode step of sample.py --compile in C: the network of model.py, its sampler, and speculation.
 
-It gives the tokens of GPT.generate for the same seed. compile.py compiles this file for one shape, which it passes as
+It gives the tokens of GPT.generate for the same seed. c_build.py compiles this file for one shape, which it passes as
 macros (N_LAYER, N_EMBD, MIN_CHANCE, ...), and calls `run_steps` with pointers to packed weights and to a cache.
 
 Every forward has the same form: n tokens, each with a row and a position. A prefill feeds the tokens of a prompt, a
@@ -61,7 +61,7 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 /* panels of a tile with one token: a large model comes from memory, which is faster from more places at once */
 #define ONE_TOKEN_PANELS (INT8 ? 2 * TILE_PANELS : TILE_PANELS)
 
-/* -- what Python passes: the structures of compile.py, which compares their sizes with these ----------------------- */
+/* -- what Python passes: the structures of c_library.py, which compares their sizes with these ----------------------- */
 
 typedef struct {
     const void *weight; /* NULL: no such layer. A norm is then the identity */

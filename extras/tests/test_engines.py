@@ -135,7 +135,7 @@ def test_drafts_need_the_n_grams_of_a_checkpoint(tmp_path):
     save_model(tmp_path, tiny())
     for more in ([], ["--compile"]):
         result = sample(tmp_path, "--prompt", "ab", "--draft", "ngram", *more)
-        assert_one_line(result, "--draft='ngram' needs n-gram counts", "leave it out")
+        assert_one_line(result, "draft='ngram' needs n-gram counts", "leave it out")
         assert result.stdout == ""
 
 

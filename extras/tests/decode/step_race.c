@@ -1,4 +1,4 @@
-/* The C backend on several threads, for ThreadSanitizer: test_compile.py compiles and runs it.
+/* The C backend on several threads, for ThreadSanitizer: test_c_step.py compiles and runs it.
 
 Prints each race that ThreadSanitizer sees, and "differs" if the number of threads changes a token. Before each run on
 several threads they get a model whose logits are infinite. If run_steps does not say so, this prints "not refused". */
