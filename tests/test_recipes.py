@@ -150,7 +150,7 @@ def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 0.0)
     config = make_config(dict(init_from="out/hf", loss="extras.targets"), checkpoint=checkpoint)
     assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 1.0)
-    with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with the model in out.hf \(n_embd 16\)"):
+    with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with out.hf \(n_embd 16\)"):
         make_config(dict(init_from="out/hf", n_embd=32), checkpoint=checkpoint)
 
 
@@ -172,7 +172,7 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe, tmp_path,
     assert make_config(dict(init_from="model.pth"), checkpoint=file).preset == "cpu"
     config = make_config(dict(init_from="gpt2", block_size=256), checkpoint=checkpoint)
     assert config.block_size == 256
-    with pytest.raises(ValueError, match="--block_size 2048 conflicts with the model in gpt2"):
+    with pytest.raises(ValueError, match="--block_size 2048 conflicts with gpt2"):
         make_config(dict(init_from="gpt2", block_size=2048), checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"--preset finetune starts from a trained model: .* --init_from"):
         make_config(dict(preset="finetune"))
