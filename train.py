@@ -174,7 +174,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     The later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
-    checkpoint  that of the run to resume or of the model to start from; None: from scratch
+    checkpoint  from read_checkpoint; what its "config" says is settled, as far as it is FIXED
     on_gpu      whether preset "auto" means "gpu"
     """
     for name, value in flags.items():
@@ -185,23 +185,18 @@ def make_config(flags, checkpoint=None, on_gpu=False):
             raise ValueError(f"--{name} is empty")
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
 
-    # what the checkpoint says
-    resuming = flags.get("init_from") == "resume"
-    saved = {}
-    preset = "gpu" if on_gpu else "cpu"
-    if resuming:
-        saved = checkpoint["config"]
-    elif checkpoint:
-        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
-        saved = {name: network[name] for name in FIXED & network.keys()}
-        preset = "finetune" if checkpoint["path"].is_dir() else preset
+    # a checkpoint decides
+    saved = checkpoint["config"] if checkpoint else {}
     for name in sorted(flags.keys() & saved.keys() & FIXED):
-        shrinks = name == "block_size" and not resuming and flags[name] < saved[name]
+        shrinks = name == "block_size" and flags["init_from"] != "resume" and flags[name] < saved[name]
         if flags[name] != saved[name] and not shrinks:
             what = f"{checkpoint['path']} ({name} {saved[name]})"
             raise ValueError(f"--{name} {flags[name]} conflicts with {what}: leave it out")
 
     # all settings
+    preset = "gpu" if on_gpu else "cpu"
+    if checkpoint and checkpoint["path"].is_dir():
+        preset = "finetune"
     named = dict(recipe="modern", preset=preset) | saved | flags
     settings = DEFAULTS | RECIPES[named["recipe"]] | PRESETS[named["preset"]]
     if checkpoint:
@@ -513,7 +508,7 @@ def begin_folder(out_dir, newest=-1):
         temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
         temporary.replace(log)
     except OSError as error:
-        hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
+        hint = "change --out_dir, or to resume, copy the folder"
         raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
     return lock
 
@@ -552,7 +547,10 @@ def pick_dtype(name, device):
 
 
 def read_checkpoint(init_from, out_dir, meta=None):
-    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError."""
+    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError.
+
+    Its "config" is what it decides about the new run: all settings of a run to resume, else those of the network.
+    """
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
@@ -561,14 +559,15 @@ def read_checkpoint(init_from, out_dir, meta=None):
     else:
         checkpoint = load_checkpoint(path)
     if init_from != "resume":
-        return checkpoint
+        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
+        return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
-    # None in the config of an older train.py is none or automatic, as the default is. The folder may have a new name.
     if not {"config", "optimizer", "loss_sum"} <= checkpoint.keys():
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
-    names = FLAGS.keys() - {"out_dir"}
+    names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
+    # an older train.py wrote None for none or automatic, which our defaults mean, and had no setting loss
     config = {name: value for name, value in checkpoint["config"].items() if name in names and value is not None}
-    if "loss" not in config:  # older than this setting
+    if "loss" not in config:
         config["loss"] = "extras.targets" if config["ngram_targets"] or config["mtp_weight"] else "cross_entropy"
         checkpoint["loss"] = {f"mtp.{name}": p for name, p in checkpoint["mtp"].items()}
     return checkpoint | dict(config=config)
@@ -644,7 +643,7 @@ def main():
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
         tokenizer, train, val, meta = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
         if resuming and checkpoint["data_sha256"] != meta["sha256"]:
-            hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {out_dir}"
+            hint = f"pass its --data_dir, or begin a new run with --init_from {out_dir}"
             raise ValueError(f"the run used different text from {data_dir}: {hint}")
         model = make_model(config, checkpoint, tokenizer, val).to(device)
         if WORLD_SIZE > 1:  # waits until all processes have joined
@@ -661,9 +660,8 @@ def main():
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
         Loss = loss_class(config.loss, flags)
-        lock = nullcontext()
-        if RANK == 0:
-            lock = begin_folder(out_dir, checkpoint["iter_num"] - checkpoint["num_unlogged"] if resuming else -1)
+        newest = checkpoint["iter_num"] - checkpoint["num_unlogged"] if resuming else -1
+        lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
         is_setting = str(error).partition("=")[0] in FLAGS
         sys.exit(f"train.py: {'--' if is_setting else ''}{error}")
@@ -718,8 +716,9 @@ def main():
     signals = catch_signals()
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     # a notebook keeps every update, so there is at most one a second
-    length = dict(total=config.max_iters, initial=step, unit="step", mininterval=1.0)
-    bar = tqdm(**length, ncols=ncols, nrows=nrows, disable=NO_BAR)
+    bar = tqdm(
+        total=config.max_iters, initial=step, unit="step", mininterval=1, disable=NO_BAR, ncols=ncols, nrows=nrows
+    )
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     row_step = step
     began = row_began - seconds
@@ -822,15 +821,14 @@ def main():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
 
     # report
-    done = f"step {step} of {config.max_iters}"
-    resume = f"--init_from resume --out_dir={shlex.quote(str(out_dir))}"
+    resume = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
     if stop:
-        print(f"stopped at {done} and saved; to continue: python train.py {resume}")
+        print(f"stopped at step {step} of {config.max_iters} and saved; to continue: {resume}")
         return 128 + stop
     if step < config.max_iters:
-        print(f"stopped at {done}: {evals_since_best} evaluations without a better val loss (--patience)")
+        print(f"stopped at step {step}: {evals_since_best} evaluations without a better val loss (--patience)")
     elif resuming:
-        print(f"finished at step {step}; to train longer: python train.py {resume} --max_iters {2 * step}")
+        print(f"finished at step {step}; to train longer: {resume} --max_iters {2 * step}")
     print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=device)
     print(tokenizer.decode(model.eval().generate(start, 300, seed=config.seed)[0].tolist()))

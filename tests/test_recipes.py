@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers import SAMPLE, assert_one_line, here, load, ok
 from model import GPT, GPTConfig
-from train import DEFAULTS, FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
+from train import DEFAULTS, FIXED, FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
@@ -140,9 +140,14 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 # -- an earlier run or model -------------------------------------------------------------------------------------------
 
 
+def decided_by(args, path):
+    """What read_checkpoint returns for a model at `path`, as far as make_config reads it."""
+    return dict(path=path, config={name: value for name, value in asdict(args).items() if name in FIXED})
+
+
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
-    checkpoint = dict(path=Path("out/hf"), model={}, model_args=asdict(args), chars="abcdefg")
+    checkpoint = decided_by(args, path=Path("out/hf"))
     config = make_config(dict(init_from="out/hf", dropout=0.1), checkpoint=checkpoint)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.loss == "cross_entropy"
@@ -159,7 +164,7 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe, tmp_path,
     """Those of its config/finetune_shakespeare.py, and of its train.py where that is silent, whatever the recipe."""
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    checkpoint = dict(path=Path("gpt2"), model={}, model_args=asdict(GPTConfig(activation="gelu_tanh")))
+    checkpoint = decided_by(GPTConfig(activation="gelu_tanh"), path=Path("gpt2"))
     for flags in ({}, {"preset": "finetune"}):
         config = make_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, checkpoint=checkpoint)
         expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)
