@@ -540,10 +540,10 @@ def pick_dtype(name, device):
     """Return the name of the dtype of the forward. Raises ValueError if the device cannot train in it."""
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"--dtype float16 needs CUDA to train, not {device.type}: use float32 or bfloat16")
-    if name != "auto" or device.type != "cuda":
-        return name.replace("auto", "float32")
-    # a T4 only emulates bfloat16, which is several times slower than float16
-    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if name == "auto" and device.type == "cuda":
+        # a T4 only emulates bfloat16, which is several times slower than float16
+        name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return "float32" if name == "auto" else name
 
 
 def read_checkpoint(init_from, out_dir, meta=None):
