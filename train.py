@@ -318,7 +318,9 @@ def loss_class(name, flags):
     """
     if name == "cross_entropy":
         return TrainingLoss
-    if name not in ("extras.targets", flags.get("loss")):
+    if name == "extras.targets":
+        return extras("targets", f"--loss {name}").TrainingLoss
+    if name != flags.get("loss"):
         raise ValueError(f"the run was trained with --loss {name}: type that again, to say that you trust it")
     try:
         return importlib.import_module(name).TrainingLoss
@@ -657,9 +659,9 @@ def main():
             return 0
 
         # the loss and the folder
+        Loss = loss_class(config.loss, flags)
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
-        Loss = loss_class(config.loss, flags)
         newest = checkpoint["iter_num"] - checkpoint["num_unlogged"] if resuming else -1
         lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:

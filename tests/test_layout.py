@@ -42,4 +42,4 @@ def test_the_four_files_import_model_py_and_extras_alone():
     }
     modules = {"threads", "formats.onnx", "formats.checkpoint", "decode.engine", "decode.explain", "decode.quantize"}
     assert doors("sample") == modules
-    assert doors("train") == {"threads", "cli", "formats.checkpoint", "formats.nanogpt", "formats.tokenizer"}
+    assert doors("train") == {"threads", "cli", "targets", "formats.checkpoint", "formats.nanogpt", "formats.tokenizer"}
