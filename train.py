@@ -27,8 +27,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import namedtuple
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
@@ -47,17 +46,7 @@ except ModuleNotFoundError as error:
 except KeyboardInterrupt:
     sys.exit(130)
 
-try:  # the folder extras reads tokens that are not characters and files of other programs, and helps on a busy machine
-    import extras.cli
-    import extras.formats.checkpoint
-    import extras.formats.nanogpt
-    import extras.formats.tokenizer
-    import extras.threads
-except ModuleNotFoundError as error:
-    if error.name.partition(".")[0] != "extras":
-        raise
-    extras = None
-NEEDS_EXTRAS = "needs the folder extras of the repository, next to train.py"
+EXTRAS = Path(__file__).resolve().parent / "extras"
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -82,7 +71,8 @@ PRESETS = {
     | dict(warmup_iters=0, lr_decay="none"),
 }
 RECIPES = {
-    "modern": dict(loss="extras.targets"),  # n-grams, and tokens further ahead; train.py alone ends 0.05 higher
+    # with n-grams, and tokens further ahead; train.py alone ends 0.05 higher
+    "modern": dict(loss="extras.targets" if EXTRAS.is_dir() else "cross_entropy"),
     "nanogpt": dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
     | dict(loss="cross_entropy", optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
     | dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
@@ -108,13 +98,10 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
     "n_kv_head": (0, "key/value heads; fewer than n_head is grouped-query attention; 0: n_head"),
     "n_embd": (128, "embedding width"),
     "block_size": (256, "context length in tokens"),
-    "dropout": (0.0, "dropout probability"),
     "bias": (False, "biases in Linear and LayerNorm layers"),
     "mlp_ratio": (4.2, "width of the MLP's hidden layer, in units of n_embd"),
     "activation": ("swiglu", "of the MLP: swiglu, gelu (exact) or gelu_tanh"),
     "pos_emb": ("rope", "learned position embeddings, or rotary ones", "learned", "rope"),
-    "norm_first": (True, "True: pre-LN; False: post-LN"),
-    "tie_weights": (True, "lm_head shares the matrix of the token embedding"),
     "qk_norm": (True, "LayerNorm on queries and keys"),
     "zero_init": (True, "every pre-LN block starts as the identity"),
     # optimization
@@ -143,11 +130,15 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
     "threads": (0, "CPU threads, kept by a resume; 0: PyTorch's choice"),
     "compile": (False, "torch.compile the training step"),
 }
+# the network's settings; those without a row above have the default and the comment of GPTConfig
+NETWORK = {f.name: f.default for f in fields(GPTConfig) if f.name != "vocab_size"}
+FLAGS |= {name: (NETWORK[name], "see GPTConfig in model.py") for name in NETWORK if name not in FLAGS}
 DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
-NETWORK = {f.name for f in fields(GPTConfig)} & FLAGS.keys()  # settings of the model
-FIXED = NETWORK - {"dropout"}  # those that the weights of a checkpoint determine
-COUNTS = {"batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval", "save_interval", "log_interval"}
-MOST = dict(ngram_targets=1, beta1=0.99999, beta2=0.99999, threads=1024, seed=2**63 - 1)
+RANGES = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_iters"), (1, math.inf))
+RANGES |= dict.fromkeys(("eval_interval", "save_interval", "log_interval"), (1, math.inf))
+RANGES |= dict(ngram_targets=(0, 1), beta1=(0, 0.99999), beta2=(0, 0.99999), threads=(0, 1024), seed=(0, 2**63 - 1))
+# what a checkpoint determines: that of a model its network, and that of a run all of these
+FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
 
 def parse_flags():
@@ -183,91 +174,85 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     The later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
-    checkpoint  that of the run to resume or of the model to start from; None: from scratch
+    checkpoint  from read_checkpoint; what its "config" says is settled, as far as it is FIXED
     on_gpu      whether preset "auto" means "gpu"
     """
     for name, value in flags.items():
-        least = 1 if name in COUNTS else 0
-        most = MOST.get(name, math.inf)
+        least, most = RANGES.get(name, (0, math.inf))
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
-            limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise ValueError(f"--{name} {value} is not {limits}")
+            raise ValueError(f"--{name} {value} is not from {least} to {most}")
         if value == "":
             raise ValueError(f"--{name} is empty")
-
-    # defaults, recipe, preset
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
-    automatic = "finetune" if checkpoint and checkpoint["path"].is_dir() else "gpu" if on_gpu else "cpu"
-    named = dict(recipe=flags.get("recipe", "modern"), preset=flags.get("preset", automatic))
-    if named["preset"] == "finetune" and not checkpoint:
-        raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
-    settings = DEFAULTS | RECIPES[named["recipe"]] | PRESETS[named["preset"]] | named
 
-    # checkpoint
-    fixed = set()
-    if flags.get("init_from") == "resume":
-        what = f"the run in {checkpoint['path'].parent}"
-        fixed = FIXED | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
-        settings |= checkpoint["config"] | dict(out_dir=DEFAULTS["out_dir"])  # its folder may have a new name
-    elif checkpoint:
-        what = f"the model in {checkpoint['path']}"
-        fixed = FIXED
-        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
-        settings |= {name: network[name] for name in FIXED}
-        settings["block_size"] = min(network["block_size"], flags.get("block_size", math.inf))  # it may shrink
+    # a checkpoint decides
+    saved = checkpoint["config"] if checkpoint else {}
+    for name in sorted(flags.keys() & saved.keys() & FIXED):
+        shrinks = name == "block_size" and flags["init_from"] != "resume" and flags[name] < saved[name]
+        if flags[name] != saved[name] and not shrinks:
+            what = f"{checkpoint['path']} ({name} {saved[name]})"
+            raise ValueError(f"--{name} {flags[name]} conflicts with {what}: leave it out")
+
+    # all settings
+    preset = "gpu" if on_gpu else "cpu"
+    if checkpoint and checkpoint["path"].is_dir():
+        preset = "finetune"
+    named = dict(recipe="modern", preset=preset) | saved | flags
+    settings = DEFAULTS | RECIPES[named["recipe"]] | PRESETS[named["preset"]]
+    if checkpoint:
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
-
-    # flags
-    auxiliary = flags.get("ngram_targets") or flags.get("mtp_weight")
-    if auxiliary and settings["loss"] == "cross_entropy" and "loss" not in flags:  # as before there was a flag loss
-        flags = dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
-    for name in sorted(flags.keys() & fixed):
-        if flags[name] != settings[name]:
-            raise ValueError(f"--{name} {flags[name]} conflicts with {what} ({name} {settings[name]}): leave it out")
-    config = argparse.Namespace(**settings | flags)
+    settings |= named
+    if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
+        # these flags imply the loss that reads them
+        settings |= dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
+    config = argparse.Namespace(**settings)
+    if config.preset == "finetune" and not checkpoint:
+        raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     return config
 
 
+def extras(module, what):
+    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
+    if not EXTRAS.is_dir():
+        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
+    return importlib.import_module(f"extras.{module}")
+
+
 # -- the data ----------------------------------------------------------------------------------------------------------
 
 
-# what data/prepare.py wrote: the vocabulary, arrays of token ids, the hashes of the files, and where the text is from
-Dataset = namedtuple("Dataset", "tokenizer train val sha256 source")
-
-
 def load_dataset(data_dir, min_train=1):
-    """Return the Dataset in data_dir, a Path. Raises ValueError, also if train has fewer than min_train tokens."""
+    """Return what data/prepare.py wrote: tokenizer, train, val (arrays of token ids) and meta, a dict.
+
+    Raises ValueError, also if train has fewer than min_train tokens.
+    """
     text = f" --input {data_dir}" if data_dir.is_file() else ""
     hint = f"run python data/prepare.py{text}, or pass a different --data_dir"
     try:
-        if extras and (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
-            meta = extras.formats.nanogpt.read_data(data_dir)
+        if (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
+            meta = extras("formats.nanogpt", "nanoGPT's data").read_data(data_dir)
         else:
             meta = json.loads((data_dir / "meta.json").read_bytes())
         for split in ("train", "val"):
             with open(data_dir / f"{split}.bin", "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"][split]:
                     raise ValueError(f"{split}.bin has changed")
-        if "chars" not in meta and not extras:
-            raise ValueError(f"their tokens are not characters, which {NEEDS_EXTRAS}")
-        tokenizer = (
-            CharTokenizer(meta["chars"]) if "chars" in meta else extras.formats.tokenizer.tokenizer_from_state(meta)
-        )
-    except OSError as error:
-        raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
-    except (KeyError, TypeError, ValueError) as error:
+        if "chars" in meta:
+            tokenizer = CharTokenizer(meta["chars"])
+        else:
+            tokenizer = extras("formats.tokenizer", "text in other tokens").tokenizer_from_state(meta)
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the data in {data_dir} cannot be read ({error}): {hint}") from None
 
     # the files may be larger than memory. If prepare.py replaces them while we train, our mapping keeps the old ones
     id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
-    train = np.asarray(np.memmap(data_dir / "train.bin", id_type, "r"))
-    val = np.asarray(np.memmap(data_dir / "val.bin", id_type, "r"))
+    train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in ("train", "val"))
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
-    return Dataset(tokenizer, train, val, meta["sha256"], source=str(meta.get("source")))
+    return tokenizer, train, val, meta
 
 
 @lru_cache(maxsize=2)  # a batch can span two epochs
@@ -326,75 +311,63 @@ class TrainingLoss(nn.Module):
         return loss, loss.detach()
 
 
-def loss_class(config, flags):
-    """Return the class TrainingLoss of config.loss. Raises ValueError.
+def loss_class(name, flags):
+    """Return the class TrainingLoss of the setting loss. Raises ValueError.
 
     A file must not choose which code runs, so a module of your own is imported only if a flag names it.
     """
-    if config.loss == "extras.targets" and not extras:
-        if config.init_from == "resume" or "loss" in flags or flags.get("ngram_targets") or flags.get("mtp_weight"):
-            raise ValueError(f"training with --loss extras.targets {NEEDS_EXTRAS}")
-        config.loss = "cross_entropy"  # recorded, so a resume does the same
-        print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
-    if config.loss == "cross_entropy":
+    if name == "cross_entropy":
         return TrainingLoss
-    if config.loss not in ("extras.targets", flags.get("loss")):
-        raise ValueError(f"the run was trained with --loss {config.loss}: type that again, to say that you trust it")
-    if not all(part.isidentifier() for part in config.loss.split(".")):
-        raise ValueError(f"--loss {config.loss} is not the name of a module: for mine.py, type --loss mine")
+    if name == "extras.targets":
+        return extras("targets", f"--loss {name}").TrainingLoss
+    if name != flags.get("loss"):
+        raise ValueError(f"the run was trained with --loss {name}: type that again, to say that you trust it")
     try:
-        module = importlib.import_module(config.loss)
-    except ModuleNotFoundError as error:
-        if error.name and not f"{config.loss}.".startswith(f"{error.name}."):  # an import inside the module
-            raise
-        raise ValueError(f"--loss {config.loss}: {error}: for mine.py, next to train.py, type --loss mine") from None
-    if not hasattr(module, "TrainingLoss"):
-        raise ValueError(f"--loss {config.loss}: that module has no class TrainingLoss")
-    return module.TrainingLoss
-
-
-def eval_windows(ids, block_size, num_tokens, at_once):
-    """Yield the windows of an evaluation, arrays `(at_once or fewer, block_size + 1)`, which cover `ids` once.
-
-    If that is more than num_tokens, we take fewer windows, spread evenly: the same ones in every evaluation.
-    """
-    starts = block_size * np.arange((len(ids) - 1) // block_size)
-    rest = ids[len(starts) * block_size :]
-    if num_tokens < len(ids) - 1 and len(starts):
-        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // block_size)).astype(int)]
-        rest = rest[:0]
-    for i in range(0, len(starts), at_once):
-        yield ids[starts[i : i + at_once, None] + np.arange(block_size + 1)]
-    if len(rest) > 1:
-        yield rest[None]
+        return importlib.import_module(name).TrainingLoss
+    except (AttributeError, ModuleNotFoundError, TypeError) as error:
+        raise ValueError(f"--loss {name}: {error}: for mine.py with a class TrainingLoss, type --loss mine") from None
 
 
 @torch.no_grad()
 def evaluate(model, ids, num_tokens, autocast, signals=()):
-    """Return the mean cross-entropy in nats over `ids`, at most num_tokens. It draws no random numbers.
+    """Return the mean cross-entropy in nats over `ids`, cut into windows. It draws no random numbers.
 
-    The processes share the work. Returns None once any of them has received one of the signals.
+    num_tokens  if there are more, we take fewer windows, spread evenly: the same ones in every evaluation
+    signals     as soon as this list has one, we stop early
+    The processes share the work.
     """
-    block_size = model.config.block_size
-    at_once = min(2**13, 2**27 // model.config.vocab_size) // block_size  # so that the logits take at most 512 MB
-    windows = eval_windows(ids, block_size, num_tokens, max(1, at_once))
+    T = model.config.block_size
+    at_once = max(1, min(2**13, 2**27 // model.config.vocab_size) // T)  # so that the logits take at most 512 MB
+    starts = np.arange(0, len(ids) - T, T)
+    rest = (len(ids) - 1) % T  # the tokens after the last whole window
+    if num_tokens < len(ids) - 1 and len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // T)).astype(int)]
+        rest = 0
+    batches = [(starts[i : i + at_once], T) for i in range(0, len(starts), at_once)]
+    if rest:
+        batches.append((np.array([len(ids) - 1 - rest]), rest))
     total = count = 0
     model.eval()
-    bar = tqdm(total=min(num_tokens, len(ids) - 1), desc="evaluate", leave=False, position=0, delay=2, disable=NO_BAR)
-    with autocast, bar:
-        for window in itertools.islice(windows, RANK, None, WORLD_SIZE):
-            if signals:
-                break
-            window = torch.from_numpy(window.astype(np.int64)).to(model.lm_head.weight.device)
-            x, y = window[:, :-1], window[:, 1:]
-            _, loss = model(x, y)
-            total += loss.item() * y.numel()
-            count += y.numel()
-            bar.update(y.numel() * WORLD_SIZE)
+    for starts, length in tqdm(batches[RANK::WORLD_SIZE], "evaluate", leave=False, position=0, delay=2, disable=NO_BAR):
+        if signals:
+            break
+        windows = ids[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+        x, y = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:]))).to(model.lm_head.weight.device)
+        with autocast:
+            loss = model(x, y)[1]
+        total += loss.item() * y.numel()
+        count += y.numel()
     model.train()
-    if stop_signal(signals):
-        return None
-    return all_reduce(total) / all_reduce(count)
+    return all_reduce(total) / max(1, all_reduce(count))
+
+
+def all_reduce(value, op=dist.ReduceOp.SUM):
+    """Return the sum, or another reduction, of a number over all processes."""
+    if WORLD_SIZE == 1:
+        return value
+    value = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(value, op)
+    return value.item()
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------------
@@ -511,39 +484,35 @@ def lr_multiplier(step, config):
 COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
 
 
-def begin_folder(out_dir, newest=None):
-    """Begin log.csv, or for a resume, trim it to its `newest` row. An earlier run moves out of the way.
+def begin_folder(out_dir, newest=-1):
+    """Begin log.csv, and move an earlier run out of the way. Returns a lock of out_dir to close at the end.
 
-    Returns a lock of out_dir to close at the end. Raises ValueError if another process has it, and OSError.
+    newest  for a resume, the last step of log.csv to keep
+    Raises ValueError if another process has the lock, or if out_dir cannot be written.
     """
     log = out_dir / "log.csv"
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
-    out_dir.mkdir(parents=True, exist_ok=True)
-    lock = extras.cli.lock_folder(out_dir) if extras else nullcontext()
-    if newest is None and any(file.exists() for file in files[1:]):
-        previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
-        previous.mkdir()
-        for file in files:  # last.pt moves last, so an interrupted move is not taken for a new run
-            if file.exists():
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = extras("cli", "a lock").lock_folder(out_dir) if EXTRAS.is_dir() else nullcontext()
+        if newest < 0 and any(file.exists() for file in files[1:]):
+            previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
+            previous.mkdir()
+            for file in filter(Path.exists, files):  # last.pt last, so we can continue an interrupted move
                 file.rename(previous / file.name)
-        print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
+            print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
-    # A killed run has rows newer than its last.pt, which we will write again. A full disk can cut the last row short.
-    rows = log.read_bytes().splitlines(keepends=True)[1:] if newest is not None and log.exists() else []
-    steps = [row.split(b",")[0] for row in rows]
-    rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
-    temporary = out_dir / ".log.csv.tmp"
-    temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
-    temporary.replace(log)
+        # A killed run has rows newer than its last.pt, which come again. A full disk can cut the last row short.
+        rows = log.read_bytes().splitlines(keepends=True)[1:] if log.exists() else []
+        steps = [row.split(b",")[0] for row in rows]
+        rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
+        temporary = out_dir / ".log.csv.tmp"
+        temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
+        temporary.replace(log)
+    except OSError as error:
+        hint = "change --out_dir, or to resume, copy the folder"
+        raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
     return lock
-
-
-def all_reduce(value, op=dist.ReduceOp.SUM):
-    if WORLD_SIZE == 1:
-        return value
-    value = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(value, op)
-    return value.item()
 
 
 def catch_signals():
@@ -569,113 +538,93 @@ def stop_signal(signals):
     return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
 
 
-def end_all_but_rank_0(exit_code=0):
-    """Wait for all processes, and end all but rank 0."""
-    if WORLD_SIZE > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-    if RANK:
-        os._exit(exit_code)  # during a normal exit, a thread of gloo can abort the process
-
-
 def pick_dtype(name, device):
-    """Return the dtype of the forward. Raises ValueError for a dtype that the device cannot train in."""
+    """Return the name of the dtype of the forward. Raises ValueError if the device cannot train in it."""
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"--dtype float16 needs CUDA to train, not {device.type}: use float32 or bfloat16")
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type != "cuda":
-        return torch.float32
-    # a T4 only emulates bfloat16, which is several times slower than float16
-    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if name == "auto" and device.type == "cuda":
+        # a T4 only emulates bfloat16, which is several times slower than float16
+        name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return "float32" if name == "auto" else name
 
 
-def initial_checkpoint(init_from, out_dir, meta):
-    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError."""
+def read_checkpoint(init_from, out_dir, meta=None):
+    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError.
+
+    Its "config" is what it decides about the new run: all settings of a run to resume, else those of the network.
+    """
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
-    if not extras and (meta or (path / "config.json").exists()):
-        raise ValueError(f"--init_from {path} {NEEDS_EXTRAS}")
-    checkpoint = extras.formats.checkpoint.load_checkpoint(path, meta) if extras else load_checkpoint(path)
-    return as_last(checkpoint) if init_from == "resume" else checkpoint
-
-
-def as_last(checkpoint):
-    """Return a last.pt, perhaps of an older train.py, as this one writes it. Raises ValueError if it is none."""
-    if not {"config", "optimizer", "loss_sum"} <= checkpoint.keys():
-        raise ValueError(f"{checkpoint['path']} is not a last.pt of this train.py: start a new run from it")
-    config = {name: value for name, value in checkpoint["config"].items() if name in FLAGS}
-    if "loss" in config:
-        return checkpoint | dict(config=config)
-    # before the setting loss: None meant none or automatic
-    config = {name: DEFAULTS[name] if value is None and name != "min_lr" else value for name, value in config.items()}
-    config["loss"] = "extras.targets" if config["ngram_targets"] or config["mtp_weight"] else "cross_entropy"
-    return checkpoint | dict(config=config, loss={f"mtp.{name}": p for name, p in checkpoint["mtp"].items()})
-
-
-def check_vocabulary(data, data_dir, checkpoint, config):
-    """Raise ValueError unless the Dataset has the vocabulary of the checkpoint, and for a resume, the same text."""
-    path = checkpoint["path"]
-    if config.init_from == "resume" and checkpoint["data_sha256"] != data.sha256:
-        hint = f"point --data_dir at the original, or start a new run from its weights with --init_from {path.parent}"
-        raise ValueError(f"the run used different text from {data_dir}: {hint}")
-    if extras:  # other tokenizers can give the same ids
-        same = extras.formats.tokenizer.gives_ids_of(data.tokenizer, checkpoint, data.val)
+    if EXTRAS.is_dir() or meta or (path / "config.json").exists():
+        checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
     else:
-        same = data.tokenizer.vocab == checkpoint.get("chars")
-    if not same:
-        what = f"the {data.tokenizer.unit} in {data_dir} are not those of the model in {path}"
-        command = f"python data/prepare.py --input FILE --tokenizer {config.meta or path} --data_dir FOLDER"
-        raise ValueError(f"{what}: encode your text with those ({command})")
+        checkpoint = load_checkpoint(path)
+    if init_from != "resume":
+        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
+        return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
+
+    if not {"config", "optimizer", "loss_sum"} <= checkpoint.keys():
+        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
+    names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
+    # an older train.py wrote None for none or automatic, which our defaults mean, and had no setting loss
+    config = {name: value for name, value in checkpoint["config"].items() if name in names and value is not None}
+    if "loss" not in config:
+        config["loss"] = "extras.targets" if config["ngram_targets"] or config["mtp_weight"] else "cross_entropy"
+        checkpoint["loss"] = {f"mtp.{name}": p for name, p in checkpoint["mtp"].items()}
+    return checkpoint | dict(config=config)
 
 
-def make_model(config, checkpoint, vocab_size):
-    """Return the GPT to train: a new one, or that of a checkpoint. Raises ValueError."""
-    try:
-        shape = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
-        shape = GPTConfig(vocab_size=vocab_size, **shape)
-    except ValueError as error:  # it starts with the name of a field, which is also a flag
-        raise ValueError(f"--{error}") from None
+def make_model(config, checkpoint, tokenizer, ids):
+    """Return the GPT to train: a new one, or that of a checkpoint. Raises ValueError.
+
+    tokenizer, ids  those of the text. The model must know its tokens
+    """
+    shape = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
+    shape = GPTConfig(vocab_size=len(tokenizer.vocab), **shape)
     torch.manual_seed(config.seed)
-    if checkpoint:
-        weights = dict(checkpoint["model"])
-        positions = "transformer.wpe.weight"
-        if positions in weights:  # a shorter context uses the first rows
-            weights[positions] = weights[positions][: config.block_size].clone()
-        return build_model(checkpoint | dict(model=weights, model_args=asdict(shape)))
-    model = GPT(shape)
-    if config.zero_init:
-        model.zero_init()
-    return model
+    if not checkpoint:
+        model = GPT(shape)
+        if config.zero_init:
+            model.zero_init()
+        return model
 
-
-@contextmanager
-def one_line_errors():
-    """Turn an error in what the user gave us into one line. Elsewhere it is a bug, with a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        sys.exit(f"train.py: {error}")
+    known = tokenizer.vocab == checkpoint.get("chars")
+    if EXTRAS.is_dir():  # two tokenizers may give the same ids
+        known = extras("formats.tokenizer", "a tokenizer").gives_ids_of(tokenizer, checkpoint, ids)
+    if not known:
+        what = f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}"
+        command = (
+            f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
+        )
+        raise ValueError(f"{what}: encode it with those ({command})")
+    shape.vocab_size = checkpoint["model_args"]["vocab_size"]
+    weights = dict(checkpoint["model"])
+    positions = "transformer.wpe.weight"
+    if positions in weights:  # a shorter context uses the first rows
+        weights[positions] = weights[positions][: config.block_size].clone()
+    return build_model(checkpoint | dict(model=weights, model_args=asdict(shape)))
 
 
 def main():
-    if extras:
-        extras.threads.share_cores()  # while another process is busy, our threads sleep instead of spinning
+    """Train, or only evaluate. Returns the exit code."""
     flags = parse_flags()
-    init_from = flags.get("init_from", DEFAULTS["init_from"])
+    init_from = flags.get("init_from", "scratch")
     resuming = init_from == "resume"
-    out_dir = Path(flags.get("out_dir", DEFAULTS["out_dir"]))
+    out_dir = Path(flags.get("out_dir", "out"))
+    try:  # an error here is a mistake of the user's, and one line; later it is a bug, with a traceback
+        if EXTRAS.is_dir():
+            extras("threads", "sharing").share_cores()  # threads that spin on a busy machine can be 40 times slower
 
-    with one_line_errors():
         # settings
-        checkpoint = initial_checkpoint(init_from, out_dir, flags.get("meta"))
+        checkpoint = read_checkpoint(init_from, out_dir, flags.get("meta"))
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         own_gpu = WORLD_SIZE > 1 and config.device in ("auto", "cuda") and torch.cuda.is_available()
         device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if own_gpu else config.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # because pinned memory and NCCL use PyTorch's current device
         dtype = pick_dtype(config.dtype, device)
+        autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
         # multiply-adds of a forward, for at least 1,024 tokens, because weights need memory even if few tokens use them
         per_token = config.n_layer * config.n_embd * (config.n_embd * (4 + 2 * config.mlp_ratio) + config.block_size)
         if max(1024, config.batch_size * config.block_size) * per_token > (2**41 if device.type == "cpu" else 2**48):
@@ -692,34 +641,38 @@ def main():
             config.threads = config.threads or torch.get_num_threads()
         torch.set_num_threads(config.threads or torch.get_num_threads())
 
-        # text and model
+        # the text and the model
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-        data = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
-        vocab_size = len(data.tokenizer.vocab)
-        if checkpoint:
-            check_vocabulary(data, data_dir, checkpoint, config)
-            vocab_size = checkpoint["model_args"]["vocab_size"]
-        model = make_model(config, checkpoint, vocab_size).to(device)
-    if WORLD_SIZE > 1:  # waits until all processes have joined
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-    eval_tokens = config.eval_iters * config.batch_size * config.block_size or EVAL_TOKENS
+        tokenizer, train, val, meta = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
+        if resuming and checkpoint["data_sha256"] != meta["sha256"]:
+            hint = f"pass its --data_dir, or begin a new run with --init_from {out_dir}"
+            raise ValueError(f"the run used different text from {data_dir}: {hint}")
+        model = make_model(config, checkpoint, tokenizer, val).to(device)
+        if WORLD_SIZE > 1:  # waits until all processes have joined
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        eval_tokens = config.eval_iters * config.batch_size * config.block_size or EVAL_TOKENS
+        if config.eval_only:
+            num_tokens = min(eval_tokens if "eval_iters" in flags else math.inf, len(val) - 1)
+            loss = evaluate(model, val, num_tokens, autocast)
+            text = f"{num_tokens:,} {tokenizer.unit} of the val split"
+            print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {init_from}, {text}")
+            return 0
 
-    if config.eval_only:
-        num_tokens = min(eval_tokens if flags.get("eval_iters") else math.inf, len(data.val) - 1)
-        loss = evaluate(model, data.val, num_tokens, autocast)
-        end_all_but_rank_0()
-        text = f"{num_tokens:,} {data.tokenizer.unit} of the val split"
-        print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {init_from}, {text}")
-        return
+        # the loss and the folder
+        Loss = loss_class(config.loss, flags)
+        if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
+            print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
+        newest = checkpoint["iter_num"] - checkpoint["num_unlogged"] if resuming else -1
+        lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
+    except (ValueError, OSError) as error:
+        is_setting = str(error).partition("=")[0] in FLAGS
+        sys.exit(f"train.py: {'--' if is_setting else ''}{error}")
 
-    # the loss and the optimizers, and what a resume restores
-    with one_line_errors():
-        Loss = loss_class(config, flags)
-    training_loss = Loss(model, config, data.train).to(device)
+    # what a resume restores
+    training_loss = Loss(model, config, train).to(device)
     params = list(training_loss.parameters())
     optimizers = configure_optimizers(params, model, config, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     step = 0  # steps done
     seconds = 0.0  # so far, including evaluations and saves
     num_unlogged = 0  # steps since the last row of log.csv
@@ -737,19 +690,10 @@ def main():
             optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
         if scaler.is_enabled() and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-    first_step = step
-
-    with one_line_errors():
-        try:
-            newest = step - num_unlogged if resuming else None
-            lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
-        except OSError as error:
-            hint = f"change --out_dir, or to resume, copy the folder and resume in the copy (cp -r {out_dir} COPY)"
-            raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
 
     def save(name, **more):
         """Write a checkpoint: the model, its vocabulary and settings, and what else is in `more`."""
-        state = getattr(training_loss, "saved", {}) | data.tokenizer.state_dict() | dict(data_sha256=data.sha256)
+        state = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
         state |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
         state |= dict(iter_num=step, best_val_loss=best_val_loss)
         state["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
@@ -757,17 +701,14 @@ def main():
             save_checkpoint(out_dir / name, state | more)
 
     tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    print(
-        f"{'resuming' if resuming else 'training'} preset {config.preset}, recipe {config.recipe}, on "
-        f"{WORLD_SIZE} x {device} in {str(dtype).removeprefix('torch.')}: {config.n_layer} layers, "
-        f"{config.n_head} heads, {config.n_embd} wide, context {config.block_size}, "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; "
-        f"steps {step}..{config.max_iters} of {tokens_per_step:,} {data.tokenizer.unit} from {data.source}",
-        flush=True,
-    )
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
+    what = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}: {shape}"
+    steps = f"steps {step}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
+    print(f"{'resuming' if resuming else 'training'} {what}, {millions:.2f}M parameters; {steps}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, not its optimizer: resume continues a run")
-        best_val_loss = evaluate(model, data.val, eval_tokens, autocast)  # the start may be the best of all
+        best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the start may be the best of all
         save("ckpt.pt")
 
     # the loop
@@ -777,8 +718,9 @@ def main():
     signals = catch_signals()
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     # a notebook keeps every update, so there is at most one a second
-    steps = dict(total=config.max_iters, initial=step, unit="step", mininterval=1.0)
-    bar = tqdm(**steps, ncols=ncols, nrows=nrows, disable=NO_BAR)
+    bar = tqdm(
+        total=config.max_iters, initial=step, unit="step", mininterval=1, disable=NO_BAR, ncols=ncols, nrows=nrows
+    )
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     row_step = step
     began = row_began - seconds
@@ -806,7 +748,7 @@ def main():
                 # evaluate
                 val_loss = None
                 if evaluating and not stop:
-                    val_loss = evaluate(model, data.val, eval_tokens, autocast, signals)
+                    val_loss = evaluate(model, val, eval_tokens, autocast, signals)
                     stop = stop_signal(signals)  # it has cut the evaluation short
                 finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
                 if not finite:  # before broken weights replace a checkpoint
@@ -824,8 +766,8 @@ def main():
                     if RANK == 0:
                         with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
                             csv.writer(file).writerow((step, seconds, train_loss, val_loss, lr, round(speed), norm))
-                    val = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
-                    text = f"loss {train_loss:.4f}, {val if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
+                    best = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
+                    text = f"loss {train_loss:.4f}, {best if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
                     bar.set_postfix_str(text)
                     if bar.disable:
                         left = seconds / step * (config.max_iters - step)
@@ -843,17 +785,16 @@ def main():
                     progress["loss"] = {name: weights[name] for name in weights if not name.startswith("model.")}
                     progress["optimizer"] = [optimizer.state_dict() for optimizer in optimizers]
                     save("last.pt", **progress)
+                row_began = time.perf_counter()
+                row_step = step
             if stop or ending or (config.patience and evals_since_best >= config.patience):
                 break
 
             # forward and backward
-            if num_unlogged == 0:  # the first step of a row
-                row_began = time.perf_counter()
-                row_step = step
             mean_loss = 0.0
             for micro_step in range(micro_steps):
                 number = step * micro_steps + micro_step
-                x, y, where = get_batch(data.train, config, number, device)
+                x, y, where = get_batch(train, config, number, device)
                 left = torch.tensor(max(0.0, 1 - step / decay_iters), dtype=torch.float64)
                 if config.dropout:  # like the batches, the masks depend only on the seed and the step
                     mask_seed = np.random.SeedSequence((config.seed, step, micro_step, RANK)).generate_state(1)[0]
@@ -880,21 +821,20 @@ def main():
             bar.update()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
-    end_all_but_rank_0(128 + stop if stop else 0)
 
     # report
-    done = f"step {step} of {config.max_iters}"
-    resume = f"--init_from resume --out_dir={shlex.quote(str(out_dir))}"
+    resume = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
     if stop:
-        print(f"stopped at {done} and saved; to continue: python train.py {resume}")
-        sys.exit(128 + stop)
+        print(f"stopped at step {step} of {config.max_iters} and saved; to continue: {resume}")
+        return 128 + stop
     if step < config.max_iters:
-        print(f"stopped at {done}: {evals_since_best} evaluations without a better val loss (--patience)")
-    elif step == first_step:
-        print(f"finished at step {step}; {resume} --max_iters {2 * step} trains longer")
+        print(f"stopped at step {step}: {evals_since_best} evaluations without a better val loss (--patience)")
+    elif resuming:
+        print(f"finished at step {step}; to train longer: {resume} --max_iters {2 * step}")
     print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
-    start = torch.tensor([data.tokenizer.encode(data.tokenizer.default_prompt)], device=device)
-    print(data.tokenizer.decode(model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
+    start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=device)
+    print(tokenizer.decode(model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
+    return 0
 
 
 if __name__ == "__main__":
@@ -905,8 +845,15 @@ if __name__ == "__main__":
         if hasattr(signal, "SIGPIPE") and not TORCHRUN:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
     try:
-        main()
+        code = main()
     except KeyboardInterrupt:  # before the run has begun
         sys.exit(130)
     except torch.OutOfMemoryError:
         sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
+    if WORLD_SIZE > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if RANK:
+        os._exit(code)  # during a normal exit, a thread of gloo can abort the process
+    if code:
+        sys.exit(code)

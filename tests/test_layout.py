@@ -29,16 +29,17 @@ def test_the_four_files_import_model_py_and_extras_alone():
     """sample.py and prepare.py need extras only for a flag or a file. test_four_files.py runs all without it."""
     assert {name: ours(top(tree)) for name, tree in TREES.items()} == {
         "model": set(),
-        "train": {"model", "extras"},
+        "train": {"model"},
         "sample": {"model"},
         "prepare": set(),
     }
     inside = {name: ours(ast.walk(tree)) for name, tree in TREES.items()}
     assert inside == {
         "model": set(),
-        "train": {"model", "extras"},
+        "train": {"model"},
         "sample": {"model"},
         "prepare": {"extras"},
     }
     modules = {"threads", "formats.onnx", "formats.checkpoint", "decode.engine", "decode.explain", "decode.quantize"}
     assert doors("sample") == modules
+    assert doors("train") == {"threads", "cli", "targets", "formats.checkpoint", "formats.nanogpt", "formats.tokenizer"}

@@ -170,7 +170,7 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
     flags = [*SMALL, "--learning_rate", 0, "--max_iters", 6, "--eval_interval", 2, "--patience", 3]
     ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     result = ok(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 50))
-    line = "stopped at step 8 of 50: 3 evaluations without a better val loss (--patience)"
+    line = "stopped at step 8: 3 evaluations without a better val loss (--patience)"
     assert line in result.stdout
     assert load(tmp_path / "last.pt")["iter_num"] == 8  # the first evaluation is the best, three more are no better
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2

@@ -17,10 +17,10 @@ from train import load_dataset
 def assert_tokens(folder, raw, tokenizer):
     """The folder holds the tokens that a tokenizers.Tokenizer makes of the two parts of the text."""
     meta = json.loads((folder / "meta.json").read_bytes())
-    data = load_dataset(folder, 2)
+    _, train, val, _ = load_dataset(folder, 2)
     text = io.StringIO(raw.decode(), newline=None).read()
     parts = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
-    assert [data.train.tolist(), data.val.tolist()] == [tokenizer.encode(part).ids for part in parts]
+    assert [train.tolist(), val.tolist()] == [tokenizer.encode(part).ids for part in parts]
     assert meta["tokenizer"] == tokenizer.to_str()
 
 
@@ -47,7 +47,7 @@ def test_the_same_text_is_prepared_again_for_other_tokens(call, server, tmp_path
     for num_times, more in enumerate(([], *learned, []), start=1):
         ok(call(*flags, *more, **corpus))
         assert len(server.asked) == num_times
-        tokenizer = load_dataset(tmp_path, 2).tokenizer
+        tokenizer = load_dataset(tmp_path, 2)[0]
         assert len(tokenizer.vocab) == more[-1] if more else tokenizer.unit == "characters"
     assert "nothing to do" in ok(call(*flags, **corpus)).stdout and len(server.asked) == num_times
     server.answer = 404, {}, b""

@@ -41,7 +41,7 @@ def test_a_run_on_tokens_says_tokens_and_bits_per_byte_and_resumes(tmp_path):
     assert progress(whole) == progress(out)
 
     model, tokenizer = load_model(whole / "last.pt")
-    val = load_dataset(data, 16).val
+    val = load_dataset(data, 16)[2]
     text = SAMPLE.read_text(encoding="utf-8")
     assert tokenizer.decode(val.tolist()) == text[int(0.9 * len(text)) :]
     nats = plain_val_loss(model, val, 16)
