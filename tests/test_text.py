@@ -57,7 +57,7 @@ def test_texts_arrive_piece_by_piece_until_every_row_has_ended(monkeypatch):
             seen.append(("".join(piece for row, piece in pieces if row == 0), *ended))
             yield torch.tensor(block)
 
-    monkeypatch.setattr("sample.open_engine", engine)
+    monkeypatch.setattr("sample.token_blocks", engine)
     model = SimpleNamespace(config=SimpleNamespace(block_size=99))
     how = dict(stop=["bab", "bb"], seed=1, stats={}, on_text=lambda row, piece: pieces.append((row, piece)))
     texts = generate_texts(model, TOKENIZER, ["c", "b"], 8, **how)

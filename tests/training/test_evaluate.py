@@ -35,12 +35,7 @@ from helpers import (
     write_ids,
 )
 from model import CharTokenizer, GPTConfig, load_model
-<<<<<<< HEAD
-from train import eval_windows, evaluate
-=======
-from prepare import write
 from train import evaluate
->>>>>>> train2
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
 
