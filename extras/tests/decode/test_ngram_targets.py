@@ -1,6 +1,6 @@
 """The n-gram targets of a training run: against plain counting, and runs with them and without."""
 
-import sys
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +10,21 @@ from hypothesis import strategies as st
 
 from extras.decode import ngrams
 from extras.decode.ngrams import DISCOUNT, STRENGTH, TARGET_ORDER, ngram_distributions
-from helpers import CPU, SMALL, STATEFUL, assert_one_line, assert_same_run, here, load, ok, progress, write_ids
+from helpers import (
+    CPU,
+    ONE_THREAD,
+    ROOT,
+    SMALL,
+    STATEFUL,
+    assert_one_line,
+    assert_same_run,
+    here,
+    load,
+    ok,
+    progress,
+    run,
+    write_ids,
+)
 from model import CharTokenizer
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -66,14 +80,19 @@ def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
 FLAGS = [*STATEFUL, "--lr_decay_iters", 8, "--log_interval", 2, "--eval_interval", 4]
 
 
-def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, tmp_path, monkeypatch):
+def without_extras(tmp_path, *flags):
+    """Run train.py from a folder that has no extras."""
+    for name in ("model.py", "train.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return run(tmp_path / "train.py", *flags, env=ONE_THREAD)
+
+
+def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, tmp_path):
     """Also where a resume has the folder back: half a run on other targets would be a third kind of run."""
     plain, out = tmp_path / "plain", tmp_path / "out"
     without = ["--ngram_targets", 0, "--mtp_weight", 0]
     ok(here(*FLAGS, *without, "--max_iters", 8, "--data_dir", data_dir, "--out_dir", plain))
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "extras", None)
-        said = ok(here(*FLAGS, "--max_iters", 5, "--data_dir", data_dir, "--out_dir", out)).stdout
+    said = ok(without_extras(tmp_path, *FLAGS, "--max_iters", 5, "--data_dir", data_dir, "--out_dir", out)).stdout
     assert said.startswith("training without auxiliary targets, which need the folder extras: the val loss ends 0.05")
     assert load(out / "last.pt")["config"]["loss"] == "cross_entropy"
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 8))
@@ -81,11 +100,12 @@ def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, t
     assert progress(plain)[-1] == progress(out)[-1]
 
 
-def test_a_run_on_targets_does_not_go_on_without_the_folder(data_dir, tmp_path, monkeypatch):
-    ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", tmp_path))
-    monkeypatch.setitem(sys.modules, "extras", None)
-    words = "training with --loss extras.targets needs the folder extras"
-    assert_one_line(here("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3), words, code=1)
-    assert load(tmp_path / "last.pt")["iter_num"] == 2
+def test_a_run_on_targets_does_not_go_on_without_the_folder(data_dir, tmp_path):
+    out = tmp_path / "out"
+    ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", out))
+    words = "needs the folder extras"
+    resume = ["--init_from", "resume", "--out_dir", out, "--max_iters", 3]
+    assert_one_line(without_extras(tmp_path, *resume), words, code=1)
+    assert load(out / "last.pt")["iter_num"] == 2
     flags = [*FLAGS, "--ngram_targets", 0.5, "--data_dir", data_dir, "--out_dir", tmp_path / "new"]
-    assert_one_line(here(*flags), words, code=1)
+    assert_one_line(without_extras(tmp_path, *flags), words, code=1)
