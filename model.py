@@ -320,8 +320,9 @@ class GPT(nn.Module):
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
             key = [self.lm_head.weight.new_zeros(shape) for _ in range(config.n_layer)]
             value = [torch.zeros_like(keys) for keys in key]
-        self.kv_cache = KVCache(key, value)
-        return self.kv_cache
+        cache = KVCache(key, value)
+        self.kv_cache = cache  # to look at; we do not read it, because another thread may have replaced it already
+        return cache
 
     def forward(self, idx, targets=None, pos=None, cache=None, last=False):
         """Return logits `(B, T, V)`, and the mean cross-entropy, or None without targets.
@@ -351,7 +352,7 @@ class GPT(nn.Module):
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
         # most changes raise the version of a weight; those of fused optimizers and of .data only change its sum
-        sums = torch.stack([p.sum(dtype=torch.float32) for p in self.parameters()]).tolist()
+        sums = torch.stack([p.sum(dtype=torch.float32) for p in self.parameters()]).nan_to_num().tolist()
         weights = [(p._version, p.dtype, p.device, total) for p, total in zip(self.parameters(), sums)]
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
@@ -471,6 +472,9 @@ class Sampling:
     def __post_init__(self):
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
+        for name in ("temperature", "top_k", "top_p", "seed"):  # plain numbers, because NumPy's and torch's overflow
+            value = getattr(self, name)
+            setattr(self, name, value.item() if hasattr(value, "item") else value)
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         whole = self.top_k is None or (1 <= self.top_k < 2**63 and self.top_k == self.top_k // 1)
         require(self, "top_k", whole, "must be a whole number, at least 1 and below 2**63")
@@ -478,10 +482,7 @@ class Sampling:
         whole = 0 <= self.seed < 2**64 and self.seed == self.seed // 1
         require(self, "seed", whole, "must be a whole number, at least 0 and below 2**64")
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
-        # plain numbers from here on, because NumPy's would overflow in gumbel_noise
-        self.temperature = float(self.temperature)
         self.top_k = None if self.top_k is None else int(self.top_k)
-        self.top_p = None if self.top_p is None else float(self.top_p)
         self.seed = int(self.seed)
 
     def num_new_tokens(self, T, max_new_tokens, block_size):

@@ -286,14 +286,17 @@ def generate_texts(
     block_size = model.config.block_size
     if max_new_tokens is None:
         max_new_tokens = 1000 if sampling.overflow == "slide" else block_size
-    for text in stop:
-        tokenizer.encode(text)  # the model could never generate an unknown character
+    stop = list(stop)
+    if not all(map(tokenizer.encode, stop)):  # raises ValueError for a character that the model cannot generate
+        raise ValueError("a stop string is empty")
     encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in prompts]
-    longest = max(map(len, encoded))
+    longest = max(map(len, encoded), default=0)
     if sampling.overflow == "stop" and longest >= block_size:
         fits = f"use at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
         raise ValueError(f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} is full: {fits}")
     rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]
+    if not rows:
+        return [[] for _ in prompts]
 
     def write(final=False):
         for i, row in enumerate(rows):
@@ -303,6 +306,7 @@ def generate_texts(
 
     ended = [False] * len(rows)
     stats = {} if stats is None else stats
+    stats.clear()
     stats.update(rows=rows, times=[])
     all_threads = torch.get_num_threads()
     try:
@@ -324,6 +328,8 @@ def generate_texts(
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
         if len(row.ids) - len(row.prompt) < asked and not row.ended:
             raise RuntimeError(f"a text ended after {len(row.ids) - len(row.prompt)} of {asked} new tokens")
+    if cache := stats.get("cache"):  # of an engine, which may have gone on after the last stop string
+        cache.length = min(cache.length, max(len(row.ids) for row in rows) - 1)
     write(final=True)
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
 
@@ -362,9 +368,12 @@ def report(args, model, stats):
         note("KV cache: off")
     if stats.get("offered"):
         note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
-    if args.max_new_tokens and any(n < args.max_new_tokens and not row.ended for n, row in zip(new, stats["rows"])):
-        capped = f"capped at {max(new)}, the end of the context (--overflow slide continues)"
-        note(f"--max_new_tokens {args.max_new_tokens} is {capped}")
+    asked = args.max_new_tokens or 0
+    capped = [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]
+    if capped:
+        note(
+            f"--max_new_tokens {asked} is capped at {max(capped)}, the end of the context (--overflow slide continues)"
+        )
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -286,6 +287,12 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
             model.generate(prompts(1, length), 5)
 
 
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.float32, torch.tensor], ids=lambda kind: kind.__name__)
+def test_numbers_of_numpy_and_torch_are_numbers(number):
+    expected = MODELS[0].generate(prompts(1, 3), 9, 1.0, 5, None, 7)
+    assert torch.equal(MODELS[0].generate(prompts(1, 3), 9, number(1), number(5), None, number(7)), expected)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -419,6 +426,14 @@ def test_a_forward_that_fails_leaves_no_half_written_cache(place, model):
     assert cache.length == 4
     model(idx[:, 4:5], cache=cache)
     torch.testing.assert_close(model(idx[:, 5:], cache=cache, last=True)[0], model(idx, last=True)[0])
+
+
+def test_a_new_cache_is_ours_even_if_another_thread_makes_one_meanwhile(model, monkeypatch):
+    """model.kv_cache is only to look at: another thread may replace it at any time."""
+    other = model.new_cache(1)
+    replace = lambda self, name, value: torch.nn.Module.__setattr__(self, name, other if name == "kv_cache" else value)  # noqa: E731
+    monkeypatch.setattr(type(model), "__setattr__", replace)
+    assert model.new_cache(1) is not other and model.kv_cache is other
 
 
 def test_threads_that_share_a_model_get_their_own_texts(model):

@@ -266,6 +266,16 @@ def test_generate_texts_returns_what_sample_py_prints():
     assert ["".join(pieces[row]) for row in range(4)] == flat and len(pieces[0]) > 9
 
 
+def test_stop_strings_may_be_any_iterable_and_no_prompts_are_no_texts():
+    gpt, tokenizer = load_model(PRETRAINED)
+    [[text]] = generate_texts(gpt, tokenizer, ["O Romeo, "], 40, seed=1, stop=(stop for stop in ["e"]))
+    assert "e" not in text.removeprefix("O Romeo, ")
+    assert generate_texts(gpt, tokenizer, []) == [] and generate_texts(gpt, tokenizer, ["O"], num_samples=0) == [[]]
+    for wrong in (dict(prompts="O Romeo"), dict(prompts=["O"], stop="the")):
+        with pytest.raises(TypeError, match="prompts and stop are lists of strings"):
+            generate_texts(gpt, tokenizer, **wrong)
+
+
 def test_generate_texts_refuses_what_it_cannot_generate():
     gpt, tokenizer = load_model(PRETRAINED)
     for prompts, how, words in (
@@ -273,6 +283,7 @@ def test_generate_texts_refuses_what_it_cannot_generate():
         (["é"], {}, "no 'é' in the vocabulary"),
         (["O"], dict(top_k=2.5), "top_k=2.5: must be a whole number"),
         (["O"], dict(stop=["é"]), "no 'é' in the vocabulary"),
+        (["O"], dict(stop=[""]), "a stop string is empty"),
     ):
         with pytest.raises(ValueError, match=words):
             generate_texts(gpt, tokenizer, prompts, 5, **how)

@@ -96,6 +96,8 @@ def compile_step(model, num_drafts, table, weights="float32"):
             with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
                 # key and value of every layer; torch's defaults may be another dtype and device
                 cache = [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2 * config.n_layer)]
+        kv_cache = KVCache(cache[::2], cache[1::2])
+        weakref.finalize(kv_cache, spare.append, cache)  # once no run fills it and nobody looks at it any more
         layers = as_c([Cache(key=key, value=value) for key, value in zip(cache[::2], cache[1::2])])
 
         def run(max_steps, active=B):
@@ -103,7 +105,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
             check_state(arrays, config)
             if pool.pid != os.getpid():  # we are in a child of os.fork(), which has none of its parent's threads
                 pool = Pool(library, pool.threads)
-            return pool.run_steps(
+            counters = pool.run_steps(
                 net=net,
                 layers=layers,
                 state=state_in_c,
@@ -114,13 +116,14 @@ def compile_step(model, num_drafts, table, weights="float32"):
                 max_steps=max_steps,
                 num_drafts=num_drafts,
             )
+            kv_cache.length = int(state.cached.max())
+            return counters
 
         def copy_slots(first, rows, slots):
             for keys in cache:  # or values
                 keys[rows, :, :slots] = keys[first, :, :slots]
 
-        weakref.finalize(run, spare.append, cache)
-        return run, copy_slots, KVCache(cache[::2], cache[1::2])
+        return run, copy_slots, kv_cache
 
     return bind
 

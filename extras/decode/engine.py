@@ -69,17 +69,16 @@ def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_ca
 
     sampling        a Sampling
     ended           B booleans: the caller sets one to True to end that row
-    stats           a dict for the counts `offered` and `accepted` of draft tokens
+    stats           a dict for the counts `offered` and `accepted` of draft tokens, and the `cache`
     kv_cache        False is refused, because every engine has a cache
     draft, compile  those of Decoder. A note on stderr says why there is no compiled step
     Raises ValueError.
     """
     lengths = sorted({len(prompt) for prompt in prompts})
-    if not kv_cache and (draft or compile):
-        raise ValueError("draft and compile need the cache: leave out kv_cache=False")
-    if not kv_cache or not isinstance(model, GPT):
-        why = "--engine onnx" if kv_cache else "--no-kv_cache"
-        raise ValueError(f"{why} needs prompts of equal length in a batch, but these have {lengths} tokens")
+    if not isinstance(model, GPT):
+        raise ValueError("--engine onnx needs prompts of equal length in a batch, and has neither drafts nor --compile")
+    if not kv_cache:
+        raise ValueError("--no-kv_cache needs prompts of equal length in a batch, and has neither drafts nor --compile")
     if compile and model.device.type == "cuda":
         try:
             if len(lengths) > 1:
@@ -106,7 +105,7 @@ def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_ca
 
 def counted(generation, stats):
     for block in generation:
-        stats.update(offered=generation.offered, accepted=generation.accepted)
+        stats.update(offered=generation.offered, accepted=generation.accepted, cache=generation.cache)
         yield block
 
 
@@ -216,7 +215,6 @@ class Generation:
         self.forwards += forwards
         self.offered += offered
         self.accepted += accepted
-        self.cache.length = int(state.cached.max())
 
     @torch.inference_mode()
     def _step_in_torch(self):

@@ -37,7 +37,7 @@ REPEATED = {
     "Block.forward": ("512d730d44e510fc", "forward, layer_norm", "logits"),
     "GPT.forward": ("5227d79887e91176", "work, plan", "logits"),
     "GPT.hidden_states": ("4430af9debc9488e", "forward", "logits"),
-    "GPT.new_cache": ("473974f3d076ef63", "work", "stream"),
+    "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
     "generate": ("dfcfd88d1528204d", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
     "require_finite": ("078321bcb29525b7", "sample_token", None),

@@ -351,8 +351,9 @@ class OnnxGPT:
 
     def new_cache(self, batch_size, slots=None):
         """Return an empty OnnxCache, which is also self.kv_cache. It grows, so it has no slots."""
-        self.kv_cache = self.empty_cache(batch_size)
-        return self.kv_cache
+        cache = self.empty_cache(batch_size)
+        self.kv_cache = cache
+        return cache
 
     def empty_cache(self, batch_size):
         shape = (batch_size, self.config.n_kv_head, 0, self.config.head_size)

@@ -5,6 +5,7 @@ import torch
 
 from extra_helpers import NGRAMS, needs_compiler
 from extras.decode.cuda_graph import GraphedGPT
+from extras.decode.engine import Decoder
 from helpers import CONTEXT, MODELS, V, random_model
 from model import CharTokenizer, Sampling
 from sample import Text, generate_texts, verify
@@ -80,3 +81,30 @@ def test_zeros_in_the_view_of_a_head_move_the_logits(ran):
         cache.length = 8
         cache.heads[0][1].key_cache.zero_()
         assert not torch.allclose(logits(), before, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, dict(draft="ngram"), pytest.param(dict(compile=True), marks=needs_compiler)], ids=str
+)
+def test_a_run_that_a_stop_string_ends_leaves_a_cache_to_continue(how):
+    """An engine may have gone on after it: what it fed there does not count."""
+    model = random_model(MODELS[9].config)
+    model.ngrams = NGRAMS
+    [[text]] = generate_texts(model, TOKENIZER, ["abc"], seed=1, temperature=1.0)
+    [[said]] = generate_texts(model, TOKENIZER, ["abc"], stop=[text[6]], seed=1, temperature=1.0, **how)
+    assert said == text[: text.index(text[6], 3)]
+    asked = torch.tensor([TOKENIZER.encode(text[: len(said) + 1] + "d")])  # the stop string, and a question
+    answer = model.generate(asked, 4, seed=2, cache=model.kv_cache)
+    assert torch.equal(answer, model.generate(asked, 4, seed=2, kv_cache=False))
+
+
+@needs_compiler
+def test_the_next_run_leaves_the_cache_of_the_last_one_alone():
+    """The C backend uses the memory of finished runs again, but not while somebody still looks at it."""
+    model = random_model(MODELS[9].config)
+    decoder = Decoder(model, compile=True)
+    decoder.generate(torch.tensor([[1, 2, 3]]), 5, seed=1)
+    cache = model.kv_cache
+    before = cache.key[0].clone()
+    decoder.generate(torch.tensor([[4, 5, 6]]), 5, seed=2)
+    assert model.kv_cache is not cache and torch.equal(cache.key[0], before)
