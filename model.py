@@ -460,6 +460,7 @@ class Sampling:
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
     samples      row i uses the noise of sample samples[i]; by default, of sample i
     overflow     "stop" ends when the context is full, "slide" continues with its newest half
+    A new setting goes last, because they may be given in order, as in GPT.generate.
     """
 
     temperature: float = 0.8
