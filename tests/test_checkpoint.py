@@ -58,7 +58,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_loading_imports_no_compiler_and_none_of_the_other_formats():
     """torch._dynamo alone takes longer than the rest of a short run."""
-    script = "import sys, sample; sample.load_checkpoint(sample.PRETRAINED); print(*sys.modules)"
+    script = "import sys, model, sample; sample.load_model(model.PRETRAINED); print(*sys.modules)"
     loaded = ok(run("-c", script)).stdout.split()
     foreign = ("torch._dynamo", "extras", "tokenizers")
     assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
