@@ -116,7 +116,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
                 max_steps=max_steps,
                 num_drafts=num_drafts,
             )
-            kv_cache.length = int(state.cached.max())
+            kv_cache.length = int(arrays["cached"].max())
             return counters
 
         def copy_slots(first, rows, slots):

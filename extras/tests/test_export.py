@@ -55,7 +55,7 @@ def test_engine_mistakes_are_one_line(exported, tmp_path):
     model, tokenizer = load_model(exported / "ckpt.pt")
     write_onnx(GPT(replace(model.config, block_size=16)).eval(), tokenizer, tmp_path / "other.onnx")
     for flags, words in (
-        (["--out_dir", exported, "--prompt", "one"], ["--engine onnx", "[3, 13]"]),
+        (["--out_dir", exported, "--prompt", "one"], ["--engine onnx", "needs prompts of equal length"]),
         (["--ckpt", tmp_path / "none.onnx"], ["none.onnx", "python -m extras.export --format onnx"]),
         (["--engine", "torch", "--ckpt", tmp_path / "other.onnx"], ["other.onnx is an ONNX file", "--engine onnx"]),
         (["--out_dir", exported, "--ckpt", tmp_path / "other.onnx"], ["--ckpt and --out_dir both say which model"]),
