@@ -15,6 +15,7 @@ from model import PRETRAINED, load_model
 
 needs_extras = pytest.mark.skipif(not (ROOT / "extras").is_dir(), reason="needs the folder extras")
 
+LONG = shlex.quote(f"FILE:{ROOT.as_posix()}/data/sample.txt")
 TEXTS = {  # flags of sample.py: hash of what it writes to stdout
     '--prompt "O Romeo, " --seed 1956 --max_new_tokens 120': "173908b57d6f",
     '--prompt "O Romeo, " --temperature 0 --max_new_tokens 60': "1049f313b5c7",
@@ -26,7 +27,7 @@ TEXTS = {  # flags of sample.py: hash of what it writes to stdout
     '--prompt "O Romeo, " --stop hat --stop that --max_new_tokens 90': "47193e8a9fc1",
     '--prompt "O Romeo, " --num_samples 3 --stop you --stop your --max_new_tokens 60': "42178cdef7d4",
     '--prompt ROMEO: --prompt "First " --num_samples 2 --max_new_tokens 60': "8db987e980e7",
-    f"--prompt 'FILE:{ROOT.as_posix()}/data/sample.txt' --overflow slide --top_k 9 --max_new_tokens 140": "f768b5a2e3e7",
+    f"--prompt {LONG} --overflow slide --top_k 9 --max_new_tokens 140": "f768b5a2e3e7",
 }
 EXTRAS = ["--draft ngram", "--compile", "--draft ngram --compile"]
 
