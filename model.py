@@ -8,6 +8,7 @@ Shapes: B rows, T new positions, t positions so far, C = n_embd, nh = n_head, nk
 size), V = vocab_size.
 """
 
+import importlib
 import io
 import math
 import os
@@ -591,11 +592,20 @@ for function in (torch.cos, torch.sin, torch.log, torch.log1p):
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
 
 
+EXTRAS = Path(__file__).resolve().parent / "extras"
+
+
+def extras(module, what):
+    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
+    if not EXTRAS.is_dir():
+        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
+    return importlib.import_module(f"extras.{module}")
+
+
 class CharTokenizer:
     """Token i is the i-th character of `vocab`. Raises ValueError if one occurs twice."""
 
     unit = "characters"  # what messages call tokens
-    byte_ids = frozenset()  # tokens that are bytes of a character
     stop_pattern = staticmethod(re.escape)  # a regular expression that finds a stop string in the text of tokens
 
     def __init__(self, chars):
@@ -614,6 +624,10 @@ class CharTokenizer:
 
     def decode(self, ids):
         return "".join([self.vocab[i] for i in ids])
+
+    def stream(self):
+        """Return a function from the next ids to (text, pending): pending is what later ids may still change."""
+        return lambda ids: (self.decode(ids), "")
 
     def state_dict(self):
         """Return what a checkpoint saves."""

@@ -11,8 +11,6 @@ tokenizer. Models with a tokenizer, prompts of different lengths and the last fl
 """
 
 import argparse
-import difflib
-import importlib
 import math
 import re
 import signal
@@ -25,7 +23,9 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
+        EXTRAS,
         Sampling,
+        extras,
         find_checkpoint,
         generate,
         load_model,
@@ -40,7 +40,6 @@ except ModuleNotFoundError as error:
 except KeyboardInterrupt:
     sys.exit(130)
 
-EXTRAS = Path(__file__).resolve().parent / "extras"
 SEPARATOR = "\n---------------\n"  # between samples
 FAR = 1e-2  # between two logits, keys or values: rounding alone does not explain that
 GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, overtakes two CPU cores
@@ -51,9 +50,9 @@ GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, 
 def parse_args():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    dash = ("expected one argument", "expected one argument; one that starts with - needs an =, as in --prompt=-a")
     # errors in one line, without argparse's usage
-    hint = ("expected one argument", "expected one argument; one that starts with - needs an =, as in --prompt=-a")
-    parser.error = lambda message: parser.exit(2, f"sample.py: {message.replace(*hint)} (--help lists the flags)\n")
+    parser.error = lambda message: parser.exit(2, f"sample.py: {message.replace(*dash)} (--help lists the flags)\n")
     add = parser.add_argument
     switch = dict(type=boolean, nargs="?", const=True, metavar="True|False")
     # text and cache
@@ -90,10 +89,8 @@ def parse_args():
     add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
     args, unknown = parser.parse_known_args()
     if unknown:
-        name = unknown[0].partition("=")[0]
-        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
-        more = f": did you mean {similar[0]}?" if similar else "" if name[:1] == "-" else ': type --prompt "TEXT"'
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{more}")
+        hint = extras("cli", "").hint(unknown[0], parser) if EXTRAS.is_dir() else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
@@ -123,13 +120,6 @@ def boolean(text):
 
 def note(message):
     print(f"sample.py: {message}", file=sys.stderr)
-
-
-def extras(module, what):
-    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
-    if not EXTRAS.is_dir():
-        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
-    return importlib.import_module(f"extras.{module}")
 
 
 # -- the model and the prompts -----------------------------------------------------------------------------------------
@@ -200,19 +190,22 @@ class Text:
 
     def __init__(self, prompt, tokenizer, stops=()):
         self.prompt = prompt
-        self.ids = list(prompt)
         self.tokenizer = tokenizer
         self.stops = [re.compile(tokenizer.stop_pattern(stop)) for stop in stops]
         self.longest_stop = max(map(len, stops), default=0)
         self.ended = False
-        # A character can be spread over several tokens, and the text of a token depends on earlier ones. So we decode
-        # new tokens together with ids[begin:end], and skip the text of those. `whole` is the text of ids[:end], which
-        # no later token changes.
-        self.whole = ""
-        self.begin = self.end = self.skip = 0
-        self.decode()
+        self.decode = tokenizer.stream()
+        self.stable = ""  # the text that no later token changes
+        self.ids = []
+        self.append(prompt)
         self.prompt_length = len(self.text)
         self.taken = 0  # characters that new_piece has returned
+
+    def append(self, tokens):
+        self.ids += tokens
+        stable, pending = self.decode(tokens)
+        self.stable += stable
+        self.text = self.stable + pending
 
     def add(self, tokens):
         """Append a list of tokens, up to the one that completes a stop string."""
@@ -221,30 +214,18 @@ class Text:
         at_once = 1 if self.stops else max(1, len(tokens))
         for i in range(0, len(tokens), at_once):
             since = max(self.prompt_length, len(self.text) - self.longest_stop)
-            self.ids += tokens[i : i + at_once]
-            self.decode()
+            self.append(tokens[i : i + at_once])
             found = [match.span()[::-1] for stop in self.stops if (match := stop.search(self.text, since))]
             if found:
                 self.ended = True
                 self.text = self.text[: min(found)[1]]
                 return
 
-    def decode(self):
-        """Bring `text` up to date with `ids`."""
-        window = self.tokenizer.decode(self.ids[self.begin :])
-        self.text = self.whole + window[self.skip :]
-        # the next token may complete the last character, or change all that a run of bytes stands for
-        if not window.endswith("\ufffd") and self.ids[-1] not in self.tokenizer.byte_ids:
-            self.whole = self.text
-            self.begin = self.end
-            self.end = len(self.ids)
-            self.skip = len(self.tokenizer.decode(self.ids[self.begin :]))
-
     def new_piece(self, final=False):
         """Return the text since the last call that no later token can change, and at the end the rest."""
         text = self.text
         if not (final or self.ended):  # the last characters may be the first of a stop string
-            text = self.whole[: max(self.prompt_length, len(self.whole) - self.longest_stop)]
+            text = self.stable[: max(self.prompt_length, len(self.stable) - self.longest_stop)]
         piece = text[self.taken :]
         self.taken += len(piece)
         return piece
@@ -300,8 +281,7 @@ def generate_texts(
 
     def write(final=False):
         for i, row in enumerate(rows):
-            piece = row.new_piece(final)
-            if piece and on_text:
+            if on_text and (piece := row.new_piece(final)):
                 on_text(i, piece)
 
     ended = [False] * len(rows)
@@ -389,7 +369,7 @@ def verify(model, rows, cache, settings, num_samples):
     """
     block_size = model.config.block_size
     longest = max(len(row.ids) for row in rows)
-    seconds = torch.zeros(2)
+    seconds = {"without": 0.0, "with": 0.0}
     near_ties = set()
     for number, row in enumerate(rows):
         sampling = Sampling(**settings, samples=[number % num_samples])
@@ -403,22 +383,21 @@ def verify(model, rows, cache, settings, num_samples):
             if context.size(1) < end - begin:
                 begin = end - context.size(1)
                 new.length = 0
-            logits = []
-            for i, (fed, kv_cache) in enumerate(((context, None), (context[:, new.length :], new))):
+            logits = {}
+            for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):
                 began = time.perf_counter()
-                logits.append(model(fed, cache=kv_cache, last=True)[0][0].cpu())  # waits for the device
-                seconds[i] += time.perf_counter() - began
-            apart.append((logits[0] - logits[1]).abs().max())
-            noise = noise[0].cpu()
-            for way, scores in zip(("without", "with"), logits):
-                pair = (row.ids[end], sample_token(scores, noise, sampling).item())
-                if pair[0] == pair[1]:
+                logits[way] = model(fed, cache=kv_cache, last=True)[0][0].cpu()  # waits for the device
+                seconds[way] += time.perf_counter() - began
+            apart.append((logits["without"] - logits["with"]).abs().max())
+            for way, scores in logits.items():
+                picks = row.ids[end], sample_token(scores, noise[0].cpu(), sampling).item()
+                if picks[0] == picks[1]:
                     continue
-                tie = near_tie(scores, noise, pair, sampling)
-                ours, theirs = (repr(row.tokenizer.decode([token])) for token in pair)
-                where = f"{'near-tie, which rounding decides,' if tie else 'DIFFERENT'} at row {number}"
-                what = f"the text has {ours}, but {way} the cache, the model picks {theirs}"
-                note(f"verify: {where}, new token {end - T}: {what}")
+                tie = near_tie(scores, noise[0].cpu(), picks, sampling)
+                what = "the text has {!r}, but {} the cache, the model picks {!r}"
+                what = what.format(row.tokenizer.decode(picks[:1]), way, row.tokenizer.decode(picks[1:]))
+                kind = "near-tie, which rounding decides," if tie else "DIFFERENT"
+                note(f"verify: {kind} at row {number}, new token {end - T}: {what}")
                 if not tie:
                     return 1
                 near_ties.add(number)
@@ -433,8 +412,8 @@ def verify(model, rows, cache, settings, num_samples):
     num_new = sum(len(row.ids) - len(row.prompt) for row in rows)
     same = f"OK{' up to near-ties' if near_ties else ''}, {num_new} tokens are the same with and without the cache"
     note(f"verify: {same} ({len(rows) - len(near_ties)} of {len(rows)} samples)")
-    without, cached = seconds.tolist()
-    note(f"verify: {cached:.2f} s with the cache, {without:.2f} s without: {without / cached:.1f} times as fast")
+    times = f"{seconds['with']:.2f} s with the cache, {seconds['without']:.2f} s without"
+    note(f"verify: {times}: {seconds['without'] / seconds['with']:.1f} times as fast")
     return 0
 
 

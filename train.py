@@ -15,7 +15,6 @@ recipe modern; PRESETS and RECIPES have the rest.
 
 import argparse
 import csv
-import difflib
 import hashlib
 import importlib
 import itertools
@@ -40,13 +39,22 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     from torch.nn.parallel import DistributedDataParallel
     from tqdm import tqdm
 
-    from model import GPT, CharTokenizer, GPTConfig, build_model, load_checkpoint, pick_device, save_checkpoint
+    from model import (
+        EXTRAS,
+        GPT,
+        CharTokenizer,
+        GPTConfig,
+        build_model,
+        extras,
+        load_checkpoint,
+        pick_device,
+        save_checkpoint,
+    )
 except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
 except KeyboardInterrupt:
     sys.exit(130)
 
-EXTRAS = Path(__file__).resolve().parent / "extras"
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -156,9 +164,14 @@ def parse_flags():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags, unknown = parser.parse_known_args()
     if unknown:
-        similar = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), FLAGS, n=1, cutoff=0.7)
-        hint = f"did you mean --{similar[0]}?" if similar else "docs/interop.md lists what nanoGPT's are called here"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}: {hint}")
+        hint = extras("cli", "").hint(unknown[0], parser) if EXTRAS.is_dir() else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    for name, value in vars(flags).items():
+        least, most = RANGES.get(name, (0, math.inf))
+        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
+            parser.error(f"--{name} {value} is not from {least} to {most}")
+        if value == "":
+            parser.error(f"--{name} is empty")
     return vars(flags)
 
 
@@ -177,15 +190,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     checkpoint  from read_checkpoint; what its "config" says is settled, as far as it is FIXED
     on_gpu      whether preset "auto" means "gpu"
     """
-    for name, value in flags.items():
-        least, most = RANGES.get(name, (0, math.inf))
-        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
-            raise ValueError(f"--{name} {value} is not from {least} to {most}")
-        if value == "":
-            raise ValueError(f"--{name} is empty")
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
-
-    # a checkpoint decides
     saved = checkpoint["config"] if checkpoint else {}
     for name in sorted(flags.keys() & saved.keys() & FIXED):
         shrinks = name == "block_size" and flags["init_from"] != "resume" and flags[name] < saved[name]
@@ -193,7 +198,6 @@ def make_config(flags, checkpoint=None, on_gpu=False):
             what = f"{checkpoint['path']} ({name} {saved[name]})"
             raise ValueError(f"--{name} {flags[name]} conflicts with {what}: leave it out")
 
-    # all settings
     preset = "gpu" if on_gpu else "cpu"
     if checkpoint and checkpoint["path"].is_dir():
         preset = "finetune"
@@ -211,13 +215,6 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     return config
-
-
-def extras(module, what):
-    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
-    if not EXTRAS.is_dir():
-        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
-    return importlib.import_module(f"extras.{module}")
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
@@ -333,32 +330,29 @@ def evaluate(model, ids, num_tokens, autocast, signals=()):
     """Return the mean cross-entropy in nats over `ids`, cut into windows. It draws no random numbers.
 
     num_tokens  if there are more, we take fewer windows, spread evenly: the same ones in every evaluation
-    signals     as soon as this list has one, we stop early
     The processes share the work.
     """
     T = model.config.block_size
     at_once = max(1, min(2**13, 2**27 // model.config.vocab_size) // T)  # so that the logits take at most 512 MB
-    starts = np.arange(0, len(ids) - T, T)
-    rest = (len(ids) - 1) % T  # the tokens after the last whole window
-    if num_tokens < len(ids) - 1 and len(starts):
-        starts = starts[np.linspace(0, len(starts) - 1, max(1, num_tokens // T)).astype(int)]
-        rest = 0
-    batches = [(starts[i : i + at_once], T) for i in range(0, len(starts), at_once)]
-    if rest:
-        batches.append((np.array([len(ids) - 1 - rest]), rest))
+    starts = np.arange(0, len(ids) - 1, T)
+    num_whole = (len(ids) - 1) // T  # the last window may be shorter
+    if num_tokens < len(ids) - 1 and num_whole:
+        starts = starts[np.linspace(0, num_whole - 1, max(1, num_tokens // T)).astype(int)]
+    batches = range(RANK * at_once, len(starts), WORLD_SIZE * at_once)
     total = count = 0
     model.eval()
-    for starts, length in tqdm(batches[RANK::WORLD_SIZE], "evaluate", leave=False, position=0, delay=2, disable=NO_BAR):
-        if signals:
-            break
-        windows = ids[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        x, y = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:]))).to(model.lm_head.weight.device)
+    for i in tqdm(batches, "evaluate", leave=False, position=0, delay=2, disable=NO_BAR):
+        where = starts[i : i + at_once, None] + np.arange(T + 1)
+        windows = ids[where.clip(max=len(ids) - 1)].astype(np.int64)
+        targets = np.where(where[:, 1:] < len(ids), windows[:, 1:], -1)  # the loss ignores -1
+        x, y = torch.from_numpy(np.stack((windows[:, :-1], targets))).to(model.device)
         with autocast:
             loss = model(x, y)[1]
-        total += loss.item() * y.numel()
-        count += y.numel()
+        num_targets = (y >= 0).sum().item()
+        total += loss.item() * num_targets
+        count += num_targets
     model.train()
-    return all_reduce(total) / max(1, all_reduce(count))
+    return all_reduce(total) / all_reduce(count)
 
 
 def all_reduce(value, op=dist.ReduceOp.SUM):
@@ -525,7 +519,7 @@ def catch_signals():
     def receive(signum, frame):
         received.append(signum)
         if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # so a notebook kernel survives
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
@@ -564,7 +558,7 @@ def read_checkpoint(init_from, out_dir, meta=None):
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
-    if not {"config", "optimizer", "loss_sum"} <= checkpoint.keys():
+    if not {"config", "optimizer", "seconds"} <= checkpoint.keys():
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     # an older train.py wrote None for none or automatic, which our defaults mean, and had no setting loss
@@ -662,8 +656,7 @@ def main():
         Loss = loss_class(config.loss, flags)
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
-        newest = checkpoint["iter_num"] - checkpoint["num_unlogged"] if resuming else -1
-        lock = begin_folder(out_dir, newest) if RANK == 0 else nullcontext()
+        lock = begin_folder(out_dir, checkpoint["iter_num"] if resuming else -1) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
         is_setting = str(error).partition("=")[0] in FLAGS
         sys.exit(f"train.py: {'--' if is_setting else ''}{error}")
@@ -675,13 +668,10 @@ def main():
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     step = 0  # steps done
     seconds = 0.0  # so far, including evaluations and saves
-    num_unlogged = 0  # steps since the last row of log.csv
-    loss_sum = torch.zeros((), device=device)  # of the losses of those steps
     best_val_loss = math.inf
     evals_since_best = 0
     if resuming:
-        step, seconds, num_unlogged = (checkpoint[name] for name in ("iter_num", "seconds", "num_unlogged"))
-        loss_sum.copy_(checkpoint["loss_sum"])
+        step, seconds = checkpoint["iter_num"], checkpoint["seconds"]
         if (out_dir / "ckpt.pt").exists():  # otherwise the next evaluation writes it again
             best_val_loss, evals_since_best = checkpoint["best_val_loss"], checkpoint["evals_since_best"]
         training_loss.load_state_dict(model.state_dict(prefix="model.") | checkpoint["loss"])
@@ -716,6 +706,7 @@ def main():
     if WORLD_SIZE > 1:
         forward = DistributedDataParallel(forward)
     signals = catch_signals()
+    stop = 0  # the signal that ends the run
     ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     # a notebook keeps every update, so there is at most one a second
     bar = tqdm(
@@ -724,74 +715,13 @@ def main():
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     row_step = step
     began = row_began - seconds
+    loss_sum = torch.zeros((), device=device)  # of those steps
     grad_norm = None
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
     with lock, bar:
-        while True:
-            for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-                group["lr"] = group["peak_lr"] * lr_multiplier(step, config)  # AdamW and Muon each have their own peak
-
-            # As in nanoGPT, we log, evaluate and save before a step. A stop only saves, and the resumed run begins with
-            # what that has put off.
-            ending = step >= config.max_iters
-            evaluating = ending or step % config.eval_interval == 0
-            saving = evaluating or step % config.save_interval == 0
-            logging = saving or step % config.log_interval == 0
-            stop = stop_signal(signals)
-            if num_unlogged and (logging or stop):
-                # every process keeps the mean over all of them, so that any number of processes can resume
-                loss_sum.fill_(all_reduce(loss_sum.item()) / WORLD_SIZE)
-                train_loss = loss_sum.item() / num_unlogged
-                speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
-
-                # evaluate
-                val_loss = None
-                if evaluating and not stop:
-                    val_loss = evaluate(model, val, eval_tokens, autocast, signals)
-                    stop = stop_signal(signals)  # it has cut the evaluation short
-                finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
-                if not finite:  # before broken weights replace a checkpoint
-                    hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
-                    sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
-                seconds = round(time.perf_counter() - began, 3)
-
-                # log
-                if not stop:
-                    if evaluating:
-                        evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
-                        best_val_loss = min(val_loss, best_val_loss)
-                    lr = config.learning_rate * lr_multiplier(step - 1, config)  # of the last step
-                    norm = None if grad_norm is None else grad_norm.item()
-                    if RANK == 0:
-                        with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
-                            csv.writer(file).writerow((step, seconds, train_loss, val_loss, lr, round(speed), norm))
-                    best = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
-                    text = f"loss {train_loss:.4f}, {best if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
-                    bar.set_postfix_str(text)
-                    if bar.disable:
-                        left = seconds / step * (config.max_iters - step)
-                        print(f"step {step}/{config.max_iters}: {text}, {left:.0f} s left", flush=True)
-                    loss_sum.zero_()
-                    num_unlogged = 0
-
-                # save
-                if evaluating and not stop and evals_since_best == 0:
-                    save("ckpt.pt")
-                if saving or stop:
-                    progress = dict(seconds=seconds, num_unlogged=num_unlogged, loss_sum=loss_sum)
-                    progress |= dict(evals_since_best=evals_since_best, scaler=scaler.state_dict())
-                    weights = training_loss.state_dict()
-                    progress["loss"] = {name: weights[name] for name in weights if not name.startswith("model.")}
-                    progress["optimizer"] = [optimizer.state_dict() for optimizer in optimizers]
-                    save("last.pt", **progress)
-                row_began = time.perf_counter()
-                row_step = step
-            if stop or ending or (config.patience and evals_since_best >= config.patience):
-                break
-
+        while step < config.max_iters and not stop and not 0 < config.patience <= evals_since_best:
             # forward and backward
-            mean_loss = 0.0
             for micro_step in range(micro_steps):
                 number = step * micro_steps + micro_step
                 x, y, where = get_batch(train, config, number, device)
@@ -804,27 +734,71 @@ def main():
                 with autocast:
                     total, loss = forward(x, y, where, left)
                 scaler.scale(total / micro_steps).backward()
-                mean_loss = mean_loss + loss / micro_steps
+                loss_sum += loss / micro_steps  # it stays a tensor, because reading a number would wait for the device
 
             # update
             if config.grad_clip:
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
                 grad_norm = nn.utils.clip_grad_norm_(params, config.grad_clip)
+            multiplier = lr_multiplier(step, config)
             for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * multiplier  # AdamW and Muon each have their own peak
                 scaler.step(optimizer)
             scaler.update()
             training_loss.zero_grad(set_to_none=True)
-            loss_sum += mean_loss  # it stays a tensor, because reading a number would wait for the device
-            num_unlogged += 1
             step += 1
             bar.update()
+
+            # evaluate
+            stop = stop_signal(signals)
+            evaluating = step == config.max_iters or step % config.eval_interval == 0
+            saving = evaluating or stop or step % config.save_interval == 0
+            if not saving and step % config.log_interval:
+                continue
+            train_loss = all_reduce(loss_sum.item()) / WORLD_SIZE / (step - row_step)
+            speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
+            val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
+            finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
+            if not finite:  # before broken weights replace a checkpoint
+                hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
+                sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
+            if evaluating:
+                evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
+                best_val_loss = min(val_loss, best_val_loss)
+            seconds = round(time.perf_counter() - began, 3)
+
+            # log
+            norm = None if grad_norm is None else grad_norm.item()
+            row = (step, seconds, train_loss, val_loss, config.learning_rate * multiplier, round(speed), norm)
+            if RANK == 0:
+                with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
+                    csv.writer(file).writerow(row)
+            best = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
+            text = f"loss {train_loss:.4f}, {best if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
+            bar.set_postfix_str(text)
+            if bar.disable:
+                seconds_left = seconds / step * (config.max_iters - step)
+                print(f"step {step}/{config.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
+
+            # save
+            if evaluating and evals_since_best == 0:
+                save("ckpt.pt")
+            if saving:
+                weights = training_loss.state_dict()
+                more = dict(loss={name: weights[name] for name in weights if not name.startswith("model.")})
+                more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
+                save("last.pt", seconds=seconds, evals_since_best=evals_since_best, **more)
+            loss_sum.zero_()
+            row_began = time.perf_counter()
+            row_step = step
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
 
     # report
     resume = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
-    if stop:
+    if stop and step < config.max_iters:
         print(f"stopped at step {step} of {config.max_iters} and saved; to continue: {resume}")
         return 128 + stop
     if step < config.max_iters:

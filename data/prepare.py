@@ -15,7 +15,6 @@ import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -82,9 +81,7 @@ def parse_args():
     add("--force", action="store_true", help="replace what is there, even your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
-        similar = get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1, cutoff=0.7)
-        hint = f"did you mean {similar[0]}?" if similar else "to prepare your own text, type --input FILE"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}: {hint}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}: to prepare your own text, type --input FILE")
     if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
     if args.vocab_size != 512 and args.tokenizer != "bpe":

@@ -83,6 +83,34 @@ def lock_folder(folder, name=".lock"):
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
+# what a flag of nanoGPT or of another script is called here
+ELSEWHERE = {
+    ("train.py", "--resume"): "type --init_from resume",
+    ("train.py", "--input"): "run python data/prepare.py --input FILE first",
+    ("train.py", "--ckpt"): "type --init_from FILE",
+    ("sample.py", "--init_from"): "type --ckpt for a model from elsewhere, and nothing for your last run",
+    ("sample.py", "--resume"): "without --ckpt, it is your last run",
+    ("sample.py", "--data_dir"): "the checkpoint has the vocabulary, so leave it out",
+}
+
+
+def hint(word, parser):
+    """Return what a word that the parser does not know may mean, as the end of a message: ": type --ckpt FILE"."""
+    name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
+    if said := ELSEWHERE.get((parser.prog, name)):
+        return f": {said}"
+    flag = {"train.py": "--init_from", "prepare.py": "--input", "sample.py": "--ckpt"}.get(parser.prog)
+    if flag and Path(word).exists():
+        return f": type {flag} {word}"
+    if parser.prog == "sample.py" and not word.startswith("-"):
+        return ': type --prompt "TEXT"'
+    known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    begun = [flag for flag in known if len(name) > 4 and flag.startswith(name)]
+    if similar := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f": did you mean {similar[0]}?"
+    return ""
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
 
@@ -92,9 +120,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if message.startswith("unrecognized arguments: "):
-            name = message.split()[2].partition("=")[0]
-            similar = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
-            message += f": did you mean {similar[0]}?" if similar else ""
+            message += hint(message.split()[2], self)
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 

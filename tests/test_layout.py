@@ -40,6 +40,14 @@ def test_the_four_files_import_model_py_and_extras_alone():
         "sample": {"model"},
         "prepare": {"extras"},
     }
-    modules = {"threads", "formats.onnx", "formats.checkpoint", "decode.engine", "decode.explain", "decode.quantize"}
+    modules = {
+        "cli",
+        "threads",
+        "formats.onnx",
+        "formats.checkpoint",
+        "decode.engine",
+        "decode.explain",
+        "decode.quantize",
+    }
     assert doors("sample") == modules
     assert doors("train") == {"threads", "cli", "targets", "formats.checkpoint", "formats.nanogpt", "formats.tokenizer"}

@@ -234,7 +234,7 @@ def test_data_that_has_changed_is_one_line(name, change, line, data_dir, tmp_pat
 @pytest.mark.parametrize("flags, line", MISTAKES, ids=[flags for flags, _ in MISTAKES])
 def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path):
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out", *flags.split())
-    assert_one_line(result, line, code=1)
+    assert_one_line(result, line)
     assert not (tmp_path / "out").exists()
 
 

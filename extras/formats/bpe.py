@@ -83,6 +83,29 @@ class BPETokenizer:
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def stream(self):
+        """Return a function from the next ids to (text, pending): pending is what later ids may still change.
+
+        A character can be spread over several tokens, and the text of a token depends on earlier ones. So we decode
+        new tokens together with ids[begin:end], and skip the text of those.
+        """
+        ids = []
+        begin = end = skip = 0
+
+        def decode_next(new):
+            nonlocal begin, end, skip
+            ids.extend(new)
+            window = self.decode(ids[begin:])
+            text = window[skip:]
+            # the next token may complete the last character, or change all that a run of bytes stands for
+            if window.endswith("\ufffd") or ids[-1] in self.byte_ids:
+                return "", text
+            begin, end = end, len(ids)
+            skip = len(self.decode(ids[begin:]))
+            return text, ""
+
+        return decode_next
+
     def gives_ids_of(self, content, ids):
         """Return whether a tokenizer.json has the same ids for the same tokens, and gives them to the text of `ids`.
 

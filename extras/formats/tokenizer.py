@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint: characters, those of a tokenizer.json, or ids if it has no vocabulary."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,6 @@ class IdTokenizer:
 
     unit = "ids"
     default_prompt = "0"
-    byte_ids = frozenset()
 
     def __init__(self, vocab_size):
         self.vocab = range(vocab_size)
@@ -34,6 +34,10 @@ class IdTokenizer:
 
     def decode(self, ids):
         return " ".join(map(str, ids))
+
+    def stream(self):
+        spaces = itertools.chain([""], itertools.repeat(" "))  # before each id but the first
+        return lambda ids: ("".join(next(spaces) + str(i) for i in ids), "")
 
     def stop_pattern(self, stop):
         """Return a regular expression for whole ids: a stop of 1 is not in 12."""
