@@ -13,11 +13,13 @@ import io
 import math
 import os
 import re
+import signal
+import sys
 import warnings
 import zipfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -56,10 +58,15 @@ class GPTConfig:
     qk_norm: bool = False  # LayerNorm on queries and keys (Henry et al. 2020, arXiv:2010.04245)
 
     def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            fits = isinstance(value, (int, float) if f.type is float else f.type)
+            fits = fits and isinstance(value, bool) == (f.type is bool)
+            require(self, f.name, fits, f"must be {getattr(f.type, '__name__', f.type)}")
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            require(self, name, getattr(self, name) >= 1, "must be at least 1")
+            require(self, name, 1 <= getattr(self, name) < 2**31, "must be 1 to 2**31 - 1")
         require(self, "dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
         require(self, "mlp_ratio", 1 <= self.mlp_ratio * self.n_embd < 2**31, "must give 1 to 2**31 - 1 hidden units")
         require(self, "activation", self.activation in ACTIVATIONS, f"must be one of {', '.join(ACTIVATIONS)}")
@@ -669,11 +676,31 @@ def find_checkpoint(path=None):
     return folder if path else PRETRAINED
 
 
+# What train.py saves. nanoGPT's checkpoints have some of these, and only last.pt has those for a resume.
+CHECKPOINT_FIELDS = {
+    "model": dict,  # the state_dict
+    "model_args": dict,  # for GPTConfig
+    "chars": str,  # the vocabulary, if tokens are characters
+    "tokenizer": str,  # or else a tokenizer.json
+    "special_tokens": dict | None,  # of a Hugging Face folder
+    "ngrams": dict | None,  # counts of the training text, for --draft
+    "config": dict,  # all settings of the run
+    "data_sha256": dict,
+    "iter_num": int,  # steps done
+    "best_val_loss": (int, float, torch.Tensor),
+    "evals_since_best": int,
+    "seconds": float,
+    "loss": dict,  # the parameters of a TrainingLoss, without those of the model
+    "optimizer": (dict, list),  # the state of one, or of several
+    "scaler": dict,
+}
+
+
 def load_checkpoint(path):
-    """Return a checkpoint, a dict, with its "path" for messages. Runs no code. Raises OSError or ValueError.
+    """Return a checkpoint, a dict of CHECKPOINT_FIELDS, with its "path" for messages. Runs no code.
 
     path  a file, or the folder of a run
-    It has the state_dict "model", "model_args" for GPTConfig, and "chars" if the tokens are characters.
+    Raises OSError or ValueError.
     """
     path = find_checkpoint(path)
     if not path.is_file():
@@ -691,6 +718,12 @@ def load_checkpoint(path):
         raise ValueError(f"{path} cannot be loaded: {why}") from None
     if not complete:  # a bare state_dict, or the model_args of llama2.c
         raise ValueError(f"{path} has no weights with model_args of a GPT, so it is not from train.py or nanoGPT")
+    for name, kind in CHECKPOINT_FIELDS.items():
+        if name in checkpoint and not isinstance(checkpoint[name], kind):
+            raise ValueError(f"{path} is damaged: {name} is {str(checkpoint[name])[:40]!r}")
+    for name, p in checkpoint["model"].items():
+        if not isinstance(name, str) or not isinstance(p, torch.Tensor) or p.is_meta or p.layout != torch.strided:
+            raise ValueError(f"{path} is damaged: the weight {name} is not a tensor with numbers")
     return {**checkpoint, "path": path}
 
 
@@ -698,12 +731,22 @@ def build_model(checkpoint):
     """Return the GPT of a checkpoint, on the CPU, with its tensors. Raises ValueError if they do not fit."""
     path = checkpoint["path"]
     try:
-        model = GPT(GPTConfig(**checkpoint["model_args"]))
+        config = GPTConfig(**checkpoint["model_args"])
         weights = {name.removeprefix("_orig_mod."): p.float() for name, p in checkpoint["model"].items()}
+        wte = weights.get("transformer.wte.weight", torch.empty(0))
+        num_layers = sum(name.endswith(".ln_1.weight") for name in weights)
+        if (num_layers, *wte.shape) != (config.n_layer, config.vocab_size, config.n_embd):
+            wanted = f"({config.vocab_size}, {config.n_embd}) in {config.n_layer}"
+            raise ValueError(f"wte is {tuple(wte.shape)} in a network of {num_layers} layers, not {wanted}")
+        lm_head = weights.get("lm_head.weight", wte)
+        if config.tie_weights and not torch.allclose(wte, lm_head, rtol=0, atol=0, equal_nan=True):
+            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+        with torch.device("meta"):  # no memory and no random numbers, because the file has all weights
+            model = GPT(config)
         missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
         if wrong := (missing[:2] + unexpected)[:3]:
             raise ValueError(f"{len(missing)} keys missing, {len(unexpected)} unknown: {wrong}")
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch of shapes
         raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
     if model.config.tie_weights:  # assign=True has untied them
@@ -727,9 +770,20 @@ def char_tokenizer(checkpoint):
         tokenizer = CharTokenizer(checkpoint["chars"])
         if len(tokenizer.vocab) == vocab_size:
             return tokenizer
-        raise ValueError(f"it has weights for {vocab_size:,} tokens, but {len(tokenizer.vocab):,} characters")
+        raise ValueError(f"it has weights for {vocab_size} tokens, but {len(tokenizer.vocab):,} characters")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def open_streams():
+    """Make stdout UTF-8, on Windows too, and let it end quietly. A closed one, as daemons have, goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # and any file name
+        if hasattr(signal, "SIGPIPE") and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when `head` has read enough
 
 
 def pick_device(name):

@@ -13,7 +13,6 @@ tokenizer. Models with a tokenizer, prompts of different lengths and the last fl
 import argparse
 import math
 import re
-import signal
 import sys
 import time
 from dataclasses import fields
@@ -31,6 +30,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         load_model,
         near_tie,
         num_threads,
+        open_streams,
         pick_device,
         sample_token,
         slide,
@@ -465,10 +465,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows too
-        if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    open_streams()
     try:
         if code := main():  # a notebook would report an exit with 0
             sys.exit(code)

@@ -47,6 +47,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         build_model,
         extras,
         load_checkpoint,
+        open_streams,
         pick_device,
         save_checkpoint,
     )
@@ -142,8 +143,8 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
 NETWORK = {f.name: f.default for f in fields(GPTConfig) if f.name != "vocab_size"}
 FLAGS |= {name: (NETWORK[name], "see GPTConfig in model.py") for name in NETWORK if name not in FLAGS}
 DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
-RANGES = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_iters"), (1, math.inf))
-RANGES |= dict.fromkeys(("eval_interval", "save_interval", "log_interval"), (1, math.inf))
+RANGES = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_iters"), (1, 2**31))
+RANGES |= dict.fromkeys(("eval_interval", "save_interval", "log_interval"), (1, 2**31))
 RANGES |= dict(ngram_targets=(0, 1), beta1=(0, 0.99999), beta2=(0, 0.99999), threads=(0, 1024), seed=(0, 2**63 - 1))
 # what a checkpoint determines: that of a model its network, and that of a run all of these
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
@@ -167,9 +168,6 @@ def parse_flags():
         hint = extras("cli", "").hint(unknown[0], parser) if EXTRAS.is_dir() else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for name, value in vars(flags).items():
-        least, most = RANGES.get(name, (0, math.inf))
-        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
-            parser.error(f"--{name} {value} is not from {least} to {most}")
         if value == "":
             parser.error(f"--{name} is empty")
     return vars(flags)
@@ -202,13 +200,21 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint and checkpoint["path"].is_dir():
         preset = "finetune"
     named = dict(recipe="modern", preset=preset) | saved | flags
-    settings = DEFAULTS | RECIPES[named["recipe"]] | PRESETS[named["preset"]]
+    settings = DEFAULTS | RECIPES.get(named["recipe"], {}) | PRESETS.get(named["preset"], {})
     if checkpoint:
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
     settings |= named
     if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
         # these flags imply the loss that reads them
         settings |= dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
+    for name, (default, _, *choices) in FLAGS.items():
+        value = settings[name]
+        kind = (type(default), int, type(None))
+        if not isinstance(value, kind) or (choices and value not in choices):  # in a damaged checkpoint
+            raise ValueError(f"--{name} cannot be {value!r}")
+        least, most = RANGES.get(name, (0, 2**31 if type(default) is int else 1e30))
+        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
+            raise ValueError(f"--{name} {value} is not from {least} to {most}")
     config = argparse.Namespace(**settings)
     if config.preset == "finetune" and not checkpoint:
         raise ValueError("--preset finetune starts from a trained model: pass it as --init_from")
@@ -232,24 +238,38 @@ def load_dataset(data_dir, min_train=1):
             meta = extras("formats.nanogpt", "nanoGPT's data").read_data(data_dir)
         else:
             meta = json.loads((data_dir / "meta.json").read_bytes())
-        for split in ("train", "val"):
-            with open(data_dir / f"{split}.bin", "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"][split]:
-                    raise ValueError(f"{split}.bin has changed")
         if "chars" in meta:
             tokenizer = CharTokenizer(meta["chars"])
         else:
             tokenizer = extras("formats.tokenizer", "text in other tokens").tokenizer_from_state(meta)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        vocabulary = meta.get("chars") or meta.get("tokenizer") or ""
+        digest = hashlib.sha256(vocabulary.encode()).hexdigest()
+        if meta["sha256"].get("vocabulary", digest) != digest:  # older folders have no hash of it
+            raise ValueError("the vocabulary has changed")
+        files = (data_dir / "train.bin", data_dir / "val.bin")
+        train, val = (read_ids(file, meta["sha256"][file.stem], len(tokenizer.vocab)) for file in files)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"the data in {data_dir} cannot be read ({error}): {hint}") from None
-
-    # the files may be larger than memory. If prepare.py replaces them while we train, our mapping keeps the old ones
-    id_type = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
-    train, val = (np.asarray(np.memmap(data_dir / f"{split}.bin", id_type, "r")) for split in ("train", "val"))
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
     return tokenizer, train, val, meta
+
+
+def read_ids(path, digest, vocab_size):
+    """Return the token ids in a file of data/prepare.py, an array. Raises ValueError if it is not what that wrote."""
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise ValueError(f"{path.name} has changed")
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    size = path.stat().st_size
+    if not size or size % dtype.itemsize:
+        raise ValueError(f"{path.name} has {size} bytes, and a token takes {dtype.itemsize}")
+    # it may be larger than memory; if prepare.py replaces it while we train, our mapping keeps the old one
+    ids = np.asarray(np.memmap(path, dtype, "r"))
+    if ids.max() >= vocab_size:
+        raise ValueError(f"{path.name} has the id {ids.max()}, but the vocabulary has {vocab_size} tokens")
+    return ids
 
 
 @lru_cache(maxsize=2)  # a batch can span two epochs
@@ -558,7 +578,17 @@ def read_checkpoint(init_from, out_dir, meta=None):
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
-    if not {"config", "optimizer", "seconds"} <= checkpoint.keys():
+    needed = {
+        "config",
+        "data_sha256",
+        "iter_num",
+        "best_val_loss",
+        "evals_since_best",
+        "seconds",
+        "optimizer",
+        "scaler",
+    }
+    if not needed <= checkpoint.keys() or checkpoint["iter_num"] < 0:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     # an older train.py wrote None for none or automatic, which our defaults mean, and had no setting loss
@@ -600,6 +630,20 @@ def make_model(config, checkpoint, tokenizer, ids):
     return build_model(checkpoint | dict(model=weights, model_args=asdict(shape)))
 
 
+def resume(checkpoint, training_loss, optimizers, scaler):
+    """Restore what last.pt has beside the weights of the model. Raises ValueError if it does not fit."""
+    try:
+        training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
+        for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
+            # our own settings, because a resume may change --weight_decay or --beta2
+            optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        if scaler.is_enabled() and checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        *_, why = str(error).strip().splitlines()
+        raise ValueError(f"{checkpoint['path']} cannot be resumed: {why[:200]}") from None
+
+
 def main():
     """Train, or only evaluate. Returns the exit code."""
     flags = parse_flags()
@@ -638,7 +682,7 @@ def main():
         # the text and the model
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
         tokenizer, train, val, meta = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
-        if resuming and checkpoint["data_sha256"] != meta["sha256"]:
+        if resuming and not checkpoint["data_sha256"].items() <= meta["sha256"].items():
             hint = f"pass its --data_dir, or begin a new run with --init_from {out_dir}"
             raise ValueError(f"the run used different text from {data_dir}: {hint}")
         model = make_model(config, checkpoint, tokenizer, val).to(device)
@@ -652,8 +696,13 @@ def main():
             print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {init_from}, {text}")
             return 0
 
-        # the loss and the folder
-        Loss = loss_class(config.loss, flags)
+        # the loss, the optimizers and the folder
+        training_loss = loss_class(config.loss, flags)(model, config, train).to(device)
+        params = list(training_loss.parameters())
+        optimizers = configure_optimizers(params, model, config, device)
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+        if resuming:
+            resume(checkpoint, training_loss, optimizers, scaler)
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss ends 0.05 higher")
         lock = begin_folder(out_dir, checkpoint["iter_num"] if resuming else -1) if RANK == 0 else nullcontext()
@@ -661,11 +710,6 @@ def main():
         is_setting = str(error).partition("=")[0] in FLAGS
         sys.exit(f"train.py: {'--' if is_setting else ''}{error}")
 
-    # what a resume restores
-    training_loss = Loss(model, config, train).to(device)
-    params = list(training_loss.parameters())
-    optimizers = configure_optimizers(params, model, config, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     step = 0  # steps done
     seconds = 0.0  # so far, including evaluations and saves
     best_val_loss = math.inf
@@ -674,12 +718,6 @@ def main():
         step, seconds = checkpoint["iter_num"], checkpoint["seconds"]
         if (out_dir / "ckpt.pt").exists():  # otherwise the next evaluation writes it again
             best_val_loss, evals_since_best = checkpoint["best_val_loss"], checkpoint["evals_since_best"]
-        training_loss.load_state_dict(model.state_dict(prefix="model.") | checkpoint["loss"])
-        for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
-            # our own settings, because a resume may change --weight_decay or --beta2
-            optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
-        if scaler.is_enabled() and checkpoint["scaler"]:
-            scaler.load_state_dict(checkpoint["scaler"])
 
     def save(name, **more):
         """Write a checkpoint: the model, its vocabulary and settings, and what else is in `more`."""
@@ -797,14 +835,14 @@ def main():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
 
     # report
-    resume = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
+    again = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
     if stop and step < config.max_iters:
-        print(f"stopped at step {step} of {config.max_iters} and saved; to continue: {resume}")
+        print(f"stopped at step {step} of {config.max_iters} and saved; to continue: {again}")
         return 128 + stop
     if step < config.max_iters:
         print(f"stopped at step {step}: {evals_since_best} evaluations without a better val loss (--patience)")
     elif resuming:
-        print(f"finished at step {step}; to train longer: {resume} --max_iters {2 * step}")
+        print(f"finished at step {step}; to train longer: {again} --max_iters {2 * step}")
     print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
     start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=device)
     print(tokenizer.decode(model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
@@ -814,10 +852,7 @@ def main():
 if __name__ == "__main__":
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
-        if hasattr(signal, "SIGPIPE") and not TORCHRUN:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    open_streams()
     try:
         code = main()
     except KeyboardInterrupt:  # before the run has begun

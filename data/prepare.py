@@ -98,7 +98,7 @@ def main():
     with suppress(OSError, ValueError, TypeError):
         old |= json.loads((data_dir / "meta.json").read_bytes())
     if not args.input and not args.force:
-        whole = "chars" in old and old.get("sha256") == found
+        whole = "chars" in old and found.items() <= old.get("sha256", {}).items()
         if old["source"] == CORPUS_URL and whole and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
@@ -144,6 +144,7 @@ def main():
 
     # the files: all of them or, on a full disk, none
     hashes = {split: hashlib.sha256(ids[split]).hexdigest() for split in ids}
+    hashes["vocabulary"] = hashlib.sha256("".join(vocabulary.values()).encode()).hexdigest()
     meta = vocabulary | {"source": source, "sha256": hashes}
     files = {"train.bin": ids["train"], "val.bin": ids["val"], "meta.json": json.dumps(meta, indent=1).encode()}
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,9 @@ def main():
 
 
 if __name__ == "__main__":
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as daemons have it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:

@@ -116,6 +116,28 @@ def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):
     assert said.returncode == 0 and said.stdout.startswith("é😀\n"), said
 
 
+@unix
+def test_streams_may_be_closed(tmp_path):
+    """As a daemon has them. What would go there goes nowhere: no report in the text, and no file gets its number."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    prepare = ["data/prepare.py", "--input", "data/sample.txt", "--data_dir", data]
+    train = ["train.py", *SMALL, "--max_iters", 2, "--data_dir", data, "--out_dir", out]
+    sample = ["sample.py", "--out_dir", out, "--device", "cpu", "--prompt", "ROM", "--max_new_tokens", 5]
+    shell = 'exec "$0" "$@" '
+
+    def closed(streams, words):
+        command = ["sh", "-c", shell + streams, sys.executable, *map(str, words)]
+        return ok(subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8"))
+
+    for streams in (">&-", "2>&-", "<&- >&- 2>&-"):
+        closed(streams, [*prepare, "--force"])
+        closed(streams, train)
+        assert (out / "ckpt.pt").exists()
+        text = closed("2>&-", sample).stdout
+        assert text == run(*sample).stdout and text.startswith("ROM") and len(text) == 8
+        assert closed(streams, sample).stdout == (text if streams == "2>&-" else "")
+
+
 NOTEBOOK = """
 import io, runpy, sys
 sys.path.insert(1, "data")

@@ -19,7 +19,7 @@ def entry(name, change):
 
     def damage(files):
         content = load(files / "ckpt.pt")
-        torch.save(content | {name: change(content[name])}, files / "ckpt.pt")
+        torch.save(content | {name: change(content.get(name))}, files / "ckpt.pt")
 
     return damage
 
@@ -47,10 +47,21 @@ DAMAGES = [
     (bytes_of("ckpt.pt", saved([1, 2])), "has no weights with|cannot be loaded"),
     (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), "could run code"),
     (entry("model", lambda old: old | {"path": Path("x")}), "could run code"),
-    (entry("model_args", lambda old: old | {"n_layer": 3}), r"6 keys missing, 0 unknown: \['\S+', '\S+'\]$"),
-    (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), r"\['\S+', '\S+', '\S+'\]$"),
-    (entry("model_args", lambda old: old | {"n_embd": 16}), "size mismatch for"),
-    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] * math.nan}), "NaN"),
+    (entry("model_args", lambda old: old | {"n_layer": 10**9}), "in a network of 2 layers, not .* in 1000000000$"),
+    (entry("model_args", lambda old: old | {"bias": True}), r"keys missing, 0 unknown: \['\S+', '\S+'\]$"),
+    (entry("model_args", lambda old: old | {"bias": 1}), "bias=1: must be bool$"),
+    (entry("model_args", lambda old: old | {"n_head": 2.0}), "n_head=2.0: must be int$"),
+    (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), "wte is"),
+    (entry("model_args", lambda old: old | {"n_embd": 16}), "wte is"),
+    (entry("model_args", lambda old: old | {"mlp_ratio": 2}), "size mismatch for"),
+    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] + 1}), "wte and lm_head differ"),
+    (entry("model", lambda old: None), "model is 'None'"),
+    (entry("model", lambda old: dict(enumerate(old.values()))), "the weight 0 is not"),
+    (entry("model", lambda old: old | {"lm_head.weight": [1.0]}), "the weight lm_head.weight is not"),
+    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to_sparse()}), "is not a tensor with"),
+    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to("meta")}), "is not a tensor with"),
+    (entry("chars", lambda old: dict(enumerate(old))), "chars is"),
+    (entry("model", lambda old: old | {"transformer.ln_f.weight": old["transformer.ln_f.weight"] * math.nan}), "NaN"),
     (entry("chars", lambda old: old[:-1]), "characters"),
     (entry("chars", lambda old: old[1] + old[1:]), "characters"),
 ]

@@ -30,7 +30,7 @@ def assert_holds(folder, raw, source):
     ids = np.frombuffer(files["train.bin"] + files["val.bin"], "<u2")
     assert meta["chars"] == "".join(sorted(set(text))) and "".join(meta["chars"][i] for i in ids) == text
     assert len(files["train.bin"]) == len(text) * 9 // 10 * 2 and meta["source"] == str(source)
-    hashes = {"train": files["train.bin"], "val": files["val.bin"]}
+    hashes = {"train": files["train.bin"], "val": files["val.bin"], "vocabulary": meta["chars"].encode()}
     assert meta["sha256"] == {name: sha256(content).hexdigest() for name, content in hashes.items()}
 
 

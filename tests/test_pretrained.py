@@ -31,7 +31,7 @@ def test_its_val_loss_is_the_one_in_the_file():
         _, _, val, meta = load_dataset(ROOT / "data", checkpoint["model_args"]["block_size"])
     except ValueError:
         pytest.skip("needs the corpus: python data/prepare.py")
-    if meta["sha256"] != checkpoint["data_sha256"]:
+    if not checkpoint["data_sha256"].items() <= meta["sha256"].items():
         pytest.skip("data/ does not hold tiny Shakespeare")
     loss = evaluate(build_model(checkpoint), val, math.inf, nullcontext())
     assert loss == pytest.approx(checkpoint["best_val_loss"], abs=1e-4) and loss < 1.45

@@ -216,6 +216,25 @@ def test_a_damaged_last_checkpoint_is_refused(out):
     assert_refused(out, words=[out / "last.pt"])
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(("iter_num", value) for value in (None, math.nan, 2.5, -1)),
+        ("optimizer", []),
+        ("optimizer", [{}, {}]),
+        ("loss", {"no": torch.ones(1)}),
+        ("config", {"n_layer": "1", "loss": "cross_entropy"}),
+        ("config", {"recipe": "nobody's", "loss": "cross_entropy"}),
+        ("seconds", None),
+        ("data_sha256", [1]),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_before_anything_moves(name, value, out):
+    last = load(out / "last.pt")
+    torch.save(last | {name: value}, out / "last.pt")
+    assert_refused(out)
+
+
 def test_a_resume_of_nothing_is_refused(tmp_path):
     assert_refused(tmp_path / "nowhere", words=[f"no checkpoint at {tmp_path / 'nowhere' / 'last.pt'}"])
 
