@@ -29,12 +29,25 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+# files that are not text as they are: extras reads the first two, and says what to do with the others
+RECORDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".pdf", ".bin", ".npy", ".pt")
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 
 
+def read(name, args):
+    """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
+    if Path(name).suffix not in RECORDS:
+        return decode(Path(name).read_bytes(), name)
+    from extras.formats.records import end_of_text, read_records
+
+    return read_records(name, args.field, end_of_text(args.tokenizer))
+
+
 def decode(content, name):
     """Return the text of UTF-8 bytes, with "\\n" for every line end. Raises ValueError."""
+    if content.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{name} is a Git LFS pointer and not the file: git lfs pull gets it")
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -74,6 +87,7 @@ def parse_args():
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
     add = parser.add_argument
     add("--input", nargs="+", default=[], metavar="FILE", help="use these UTF-8 text files, one after the other")
+    add("--field", metavar="NAME", help="for JSON and JSON Lines: the field with the text, if there are several")
     add("--val", metavar="FILE", help="text for the val split (default: the last tenth)")
     add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
     add("--tokenizer", metavar="bpe|MODEL", help="learn a BPE from the text, or take the tokens of a model")
@@ -109,7 +123,7 @@ def main():
     # the text
     source = ", ".join(map(os.path.abspath, args.input)) or CORPUS_URL
     if args.input:
-        text = "".join(decode(Path(name).read_bytes(), name) for name in args.input)
+        text = "".join(read(name, args) for name in args.input)
     else:
         try:
             text = download()
@@ -124,7 +138,7 @@ def main():
     if args.val:
         source += f", {os.path.abspath(args.val)} (val)"
         train = text
-        val = decode(Path(args.val).read_bytes(), args.val)
+        val = read(args.val, args)
     elif in_order(text[: 2**20]):
         print("prepare.py: the lines are sorted, so val is unlike train: shuffle them, or use --val", file=sys.stderr)
     if not train or not val:
@@ -138,7 +152,7 @@ def main():
     if args.tokenizer:
         from extras.formats.tokenizer import make_tokenizer
 
-        vocabulary, size, encode = make_tokenizer(args.tokenizer, args.vocab_size, train, chars)
+        vocabulary, size, encode = make_tokenizer(args.tokenizer, args.vocab_size, train, chars, args.force)
     id_type = np.dtype("<u2" if size <= 2**16 else "<u4")
     ids = {split: np.fromiter(encode(part), id_type) for split, part in (("train", train), ("val", val))}
 

@@ -1,7 +1,9 @@
 """Tokens that are words or parts of words: read or train a tokenizer.json. The library tokenizers runs it."""
 
+import itertools
 import json
 import re
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -27,7 +29,6 @@ class BPETokenizer:
     """
 
     unit = "tokens"
-    default_prompt = "\n"
     stop_pattern = staticmethod(re.escape)
 
     def __init__(self, content):
@@ -45,6 +46,15 @@ class BPETokenizer:
         self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
         self.vocab = [by_id.get(i, f"<{i}>") for i in range(max(by_id, default=-1) + 1)]
         self.byte_ids |= set(range(len(self.vocab) + 128)) - by_id.keys()  # ids without a token decode to nothing
+
+    @property
+    def default_prompt(self):
+        """A newline, or the first token that text can give, because some tokenizers drop all white space."""
+        for text in itertools.chain("\n", map(self.decode, ([i] for i in range(len(self.vocab))))):
+            with suppress(ValueError):
+                if text and self.encode(text):
+                    return text
+        raise ValueError("the tokenizer finds no tokens in any text")
 
     @property
     def has_characters_only(self):

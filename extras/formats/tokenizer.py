@@ -6,6 +6,7 @@ from pathlib import Path
 
 from extras.formats.bpe import read_tokenizer, tokenizer_from_json, train_bpe
 from extras.formats.nanogpt import read_meta
+from extras.formats.round_trip import check_round_trip
 from model import CharTokenizer, char_tokenizer, load_checkpoint
 
 
@@ -103,28 +104,35 @@ def read_vocabulary(path):
         raise ValueError(f"{path}: {error}") from None
 
 
-def make_tokenizer(name, vocab_size, training_text, chars):
+def make_tokenizer(name, vocab_size, training_text, chars, force):
     """Return (vocabulary, size, encode) for prepare.py --tokenizer. Raises ValueError, also if a character is missing.
 
     name           "bpe"; or a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl
     training_text  the text from which a BPE of vocab_size tokens learns
     chars          the characters of the text
+    force          take a tokenizer even if many of its tokens are unknown
     vocabulary     as meta.json holds it, with `size` tokens
     encode         a function from text to an iterator of ids
     """
-    if name == "bpe":
-        tokenizer = tokenizer_from_json(train_bpe(training_text, vocab_size))
-    else:
-        path = Path(name)
-        checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
-        if checkpoints:
-            tokenizer = build_tokenizer(load_checkpoint(checkpoints[0]))
-        else:
-            tokenizer = tokenizer_from_state(read_vocabulary(path))
+    learned = tokenizer_from_json(train_bpe(training_text, vocab_size)) if name == "bpe" else None
+    tokenizer = learned or open_tokenizer(name)
     if tokenizer.unit == "characters":
         tokenizer.encode(chars)
         return tokenizer.state_dict(), len(tokenizer.vocab), partial(map, tokenizer.ids.get)
+    check_round_trip(tokenizer, training_text, force)
     return tokenizer.state_dict(), len(tokenizer.vocab), tokenizer.encode_text
+
+
+def open_tokenizer(name):
+    """Return the tokenizer of a tokenizer.json, a checkpoint, a folder with either, or nanoGPT's meta.pkl.
+
+    Raises ValueError.
+    """
+    path = Path(name)
+    checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
+    if checkpoints:
+        return build_tokenizer(load_checkpoint(checkpoints[0]))
+    return tokenizer_from_state(read_vocabulary(path))
 
 
 def is_checkpoint(file):

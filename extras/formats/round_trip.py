@@ -1,0 +1,52 @@
+"""Does a tokenizer give a text back? Those of other people may drop characters, fold case or have no decoder."""
+
+import unicodedata
+from collections import Counter
+
+from extras.cli import note
+
+SAMPLE = 2**19  # characters, encoded and decoded in about a second
+MOST_UNKNOWN = 0.1  # share of unknown tokens
+
+
+def check_round_trip(tokenizer, text, force=False):
+    """Print a line if the ids of a text do not decode to it: how much is lost, where first, and why.
+
+    force  whether a text is fine of which more than MOST_UNKNOWN is unknown tokens
+    Raises ValueError if it is not.
+    """
+    text = text[:SAMPLE]
+    ids = list(tokenizer.encode_text(text))
+    back = tokenizer.decode(ids)
+    if back == text:
+        return
+    unknown = getattr(tokenizer.tokenizer.model, "unk_token", None)
+    share = ids.count(tokenizer.ids.get(unknown)) / max(1, len(ids))
+    differing = (i for i, (ours, theirs) in enumerate(zip(text, back)) if ours != theirs)
+    at = next(differing, min(len(text), len(back)))
+    before, after = (whole[max(0, at - 20) : at + 20] for whole in (text, back))
+    kept = sum((Counter(text) & Counter(back)).values()) / len(text)
+    line = f"the tokenizer gives {kept:.0%} of the characters back: {before!r} becomes {after!r}"
+    line += f" ({reason(tokenizer, text, back, unknown, share)})"
+    if share > MOST_UNKNOWN and not force:
+        raise ValueError(f"{line}: --force takes it")
+    note(line)
+
+
+def reason(tokenizer, text, back, unknown, share):
+    if share:
+        return f"{share:.0%} of the tokens are {unknown}"
+    if "".join(text.split()) == "".join(back.split()):
+        return "it changes spaces"
+    if plain(text) == plain(back):
+        return "it folds case or accents"
+    if tokenizer.tokenizer.decoder is None and set(back) - set(text):
+        return "it has no decoder"
+    lost = sorted(char for char in set(text) if char.isprintable() and char.casefold() not in back.casefold())
+    return f"it drops {' '.join(lost[:10])}" if lost else "it drops characters"
+
+
+def plain(text):
+    """Return the letters of a text without case, accents and spaces."""
+    letters = unicodedata.normalize("NFKD", text.casefold())
+    return "".join(char for char in letters if not unicodedata.combining(char) and not char.isspace())
