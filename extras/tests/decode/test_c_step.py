@@ -144,7 +144,6 @@ def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, ro
 
 
 A_SLEEP = [("spins < SPINS", "spins < 0")]
-NO_THREAD = [("if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;", "return NULL;")]
 NO_MEMORY = [("pool->memory = malloc(size);", "pool->memory = NULL;")]
 
 
@@ -185,12 +184,6 @@ def test_too_little_memory_is_an_error_of_its_own(patched_step):
     patched_step(NO_MEMORY)
     with pytest.raises(MemoryError, match="the C backend"):
         Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
-
-
-def test_without_threads_there_is_no_step_in_c(patched_step):
-    patched_step(NO_THREAD)
-    with pytest.raises(CompileError, match="does not let us start the threads"):
-        Decoder(MODELS[0], compile=True)
 
 
 def test_a_prompt_may_be_longer_than_a_forward():
