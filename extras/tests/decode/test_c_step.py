@@ -774,6 +774,28 @@ def test_where_the_assembler_refuses_the_chip_we_compile_for_any(patched_step, u
     assert_same_as_alone(MODELS[0], got, prompts(2, 3), 9, range(2), 1, {})
 
 
+STRANGE = {  # what a compiler does instead of compiling, and words of our line
+    "echo 'the license has expired' >&2; exit 3": "the license has expired",
+    "echo 'the license has expired'; exit 3": "the license has expired",
+    "exit 3": "exit code 3",
+    "exit 0": "No such file",
+    "while [ $# -gt 2 ]; do shift; done; cc -shared -x c /dev/null -o $1": "symbol",  # an empty library
+}
+
+
+@unix
+@pytest.mark.parametrize("instead", STRANGE)
+def test_a_compiler_of_another_kind_is_one_line(instead, patched_step, use_compiler, tmp_path):
+    patched_step([])
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-E*) exec cc "$@" ;; esac\n{instead}\n')
+    compiler.chmod(0o755)
+    use_compiler(str(compiler))
+    with pytest.raises(CompileError, match=STRANGE[instead]) as error:
+        Decoder(MODELS[0], compile=True)
+    assert "\n" not in str(error.value)
+
+
 @unix
 def test_a_compiler_that_fails_is_named_with_its_error(patched_step, use_compiler, tmp_path):
     patched_step([])
