@@ -13,7 +13,8 @@
 
 typedef struct {
     int threads;
-    atomic_int waiting, round, sleeping;
+    atomic_int waiting, sleeping;
+    atomic_uint round; /* starts again at 0 after hours of steps */
     pthread_mutex_t mutex;
     pthread_cond_t next_round;
 } Barrier;
@@ -40,10 +41,10 @@ static void end_barrier(Barrier *b) { /* Windows keeps memory for both */
  * - Nobody misses the wake-up. A thread counts itself in `sleeping` before it looks at `round`, and the last thread
  *   changes `round` before it looks at `sleeping`. All four are sequentially consistent, so at least one of them sees
  *   the other. From that look until it sleeps, the thread holds the mutex, so the wake-up cannot come in between.
- * ThreadSanitizer, which test_c_step.py runs, checks the first two by the rules of C, whatever the chip does. */
+ * ThreadSanitizer, which test_sanitizers.py runs, checks the first two by the rules of C, whatever the chip does. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
-    int round = atomic_load(&b->round);
+    unsigned round = atomic_load(&b->round);
     if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
         atomic_store(&b->waiting, 0);
         atomic_store(&b->round, round + 1);
