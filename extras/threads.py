@@ -12,6 +12,7 @@ the weights stay bit-identical. Always spinning this little would be simpler, bu
 
 import atexit
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
@@ -27,10 +28,17 @@ def share_cores():
     """From now on, let torch's threads sleep early while another process needs the cores. Only Linux needs it."""
     if Path("/proc/self/schedstat").exists():
         done = Event()
-        watcher = Thread(target=watch, args=(done,), daemon=True)
-        watcher.start()
-        # a thread that is still inside torch when the interpreter exits would abort the process
-        atexit.register(lambda: (done.set(), watcher.join()))
+        if watcher := start(watch, done):
+            # a thread that is still inside torch when the interpreter exits would abort the process
+            atexit.register(lambda: (done.set(), watcher.join()))
+
+
+def start(target, event):
+    """Start a thread that calls target(event), and return it. None: the system gives us no more."""
+    thread = Thread(target=target, args=(event,), daemon=True)
+    with suppress(RuntimeError):
+        thread.start()
+        return thread
 
 
 def watch(done):
@@ -50,8 +58,7 @@ def watch(done):
         elif end.is_set():
             end.clear()
             # a new thread, because an old one does not see what torch.set_num_threads has changed since
-            holder = Thread(target=hold_extra_threads, args=(end,), daemon=True)
-            holder.start()
+            holder = start(hold_extra_threads, end)
     end.set()
     if holder:
         holder.join()
@@ -73,16 +80,17 @@ def schedule_times():
 def hold_extra_threads(end):
     """Keep more of torch's threads than there are cores until the Event `end` is set."""
     threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except OSError:  # a sandbox forbids it
+        cores = 0
     if not 1 < threads <= cores:  # torch needs no other thread, or has too many already
         end.set()
         return
     # teams of `threads`, besides the one of this thread
-    teams = [Thread(target=hold_a_team, args=(end,), daemon=True) for _ in range((cores - threads) // (threads - 1))]
-    for team in teams:
-        team.start()
+    teams = [start(hold_a_team, end) for _ in range((cores - threads) // (threads - 1))]
     hold_a_team(end)
-    for team in teams:
+    for team in filter(None, teams):
         team.join()
 
 

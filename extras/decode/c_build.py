@@ -46,7 +46,8 @@ def load_library(macros):
             compile_source(commands, flags, made)
             program = made.read_bytes()
             library = open_library(made)
-    except (OSError, subprocess.TimeoutExpired) as error:  # no program may run from that folder, or the compiler hangs
+    # no program may run from that folder, the compiler hangs, or what it makes is another library
+    except (OSError, subprocess.TimeoutExpired, AttributeError) as error:
         raise CompileError(f"the C backend cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # if the folder cannot be written, we compile again next time
         folder.mkdir(exist_ok=True)
@@ -64,8 +65,9 @@ def compile_source(commands, flags, made):
         done = subprocess.run([*command, *flags, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, timeout=120)
         if done.returncode == 0:
             return
-    lines = done.stderr.decode("utf-8", "replace").splitlines()
-    why = next((line.strip() for line in lines if "error" in line.lower()), f"exit code {done.returncode}")
+    lines = (done.stderr or done.stdout).decode("utf-8", "replace").splitlines()
+    said = [line.strip() for line in lines if line.strip()]
+    why = next((line for line in said if "error" in line.lower()), (said or [f"exit code {done.returncode}"])[0])
     raise CompileError(f"{' '.join(commands[-1])} cannot compile the C backend ({why[:200]})")
 
 

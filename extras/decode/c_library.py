@@ -165,7 +165,7 @@ def check_range(name, x, low, high):
 class Pool:
     """The threads of a Decoder in this process. They end with it or with the interpreter, whichever comes first.
 
-    Raises CompileError if the system does not let us start them.
+    There are fewer if the system gives us fewer. Raises MemoryError.
     """
 
     def __init__(self, library, threads):
@@ -175,7 +175,7 @@ class Pool:
         self.lock = threading.Lock()
         self.address = library.start_threads(threads)
         if not self.address:
-            raise CompileError("the system does not let us start the threads of the C backend")
+            raise MemoryError("the C backend ran out of memory")
         weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
 
     def run_steps(self, *, net, layers, state, table, rows, threads, by_rows, max_steps, num_drafts):

@@ -79,11 +79,13 @@ def huge_pages(size):
     """Return place(tensor), which copies tensors into `size` bytes of memory, one after the other.
 
     On Linux the memory has pages of 2 MB, which the chip looks up faster. Pages that nobody writes to cost nothing.
+    Without them, each tensor is a copy of its own.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        memory = mmap.mmap(-1, size + 2**21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):  # not Linux, a kernel without them, or a limit of memory
         return lambda tensor: tensor.clone(memory_format=torch.contiguous_format)
-    memory = mmap.mmap(-1, size + 2**21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
     end = 0
 
     def place(tensor):

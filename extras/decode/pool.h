@@ -13,7 +13,8 @@
 
 typedef struct {
     int threads;
-    atomic_int waiting, round, sleeping;
+    atomic_int waiting, sleeping;
+    atomic_uint round; /* starts again at 0 after hours of steps */
     pthread_mutex_t mutex;
     pthread_cond_t next_round;
 } Barrier;
@@ -23,6 +24,11 @@ static void make_barrier(Barrier *b, int threads) {
     b->threads = threads;
     pthread_mutex_init(&b->mutex, NULL);
     pthread_cond_init(&b->next_round, NULL);
+}
+
+static void end_barrier(Barrier *b) { /* Windows keeps memory for both */
+    pthread_cond_destroy(&b->next_round);
+    pthread_mutex_destroy(&b->mutex);
 }
 
 /* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we keep looking. If
@@ -35,10 +41,10 @@ static void make_barrier(Barrier *b, int threads) {
  * - Nobody misses the wake-up. A thread counts itself in `sleeping` before it looks at `round`, and the last thread
  *   changes `round` before it looks at `sleeping`. All four are sequentially consistent, so at least one of them sees
  *   the other. From that look until it sleeps, the thread holds the mutex, so the wake-up cannot come in between.
- * ThreadSanitizer, which test_c_step.py runs, checks the first two by the rules of C, whatever the chip does. */
+ * ThreadSanitizer, which test_sanitizers.py runs, checks the first two by the rules of C, whatever the chip does. */
 static void barrier(Barrier *b) {
     if (b->threads == 1) return;
-    int round = atomic_load(&b->round);
+    unsigned round = atomic_load(&b->round);
     if (atomic_fetch_add(&b->waiting, 1) == b->threads - 1) {
         atomic_store(&b->waiting, 0);
         atomic_store(&b->round, round + 1);
@@ -59,7 +65,7 @@ static void barrier(Barrier *b) {
 
 typedef struct {
     Barrier barrier; /* at the start and at the end of each run */
-    atomic_int joined;
+    int joined;
     int end;                         /* 1: the threads return */
     void (*work)(void *job, int part); /* of the current run */
     void *job;
@@ -74,15 +80,16 @@ typedef struct {
 
 /* Linux wakes a thread on the core where it last ran, or on the core of the thread that wakes it. If that is the same
  * core, the two wait for each other until the kernel balances the load, milliseconds later. So during a run the caller
- * stays on its core, and the other threads stay off it. */
+ * stays on its core, and the other threads stay off it. Where the system does not say which cores we have, as with more
+ * than 1,024 or in a sandbox, all threads stay where they are. */
 static void part_cores(Pool *pool) {
     (void)pool; /* used on Linux only */
 #ifdef __linux__
     cpu_set_t own, others;
     CPU_ZERO(&own);
     CPU_SET(sched_getcpu(), &own);
-    sched_getaffinity(0, sizeof pool->all, &pool->all);
-    if (CPU_COUNT(&pool->all) == 1) return;
+    if (sched_getaffinity(0, sizeof pool->all, &pool->all)) CPU_ZERO(&pool->all);
+    if (CPU_COUNT(&pool->all) < 2) return;
     CPU_XOR(&others, &pool->all, &own);
     sched_setaffinity(0, sizeof own, &own);
     for (int i = 1; i < pool->barrier.threads; i++) pthread_setaffinity_np(pool->ids[i], sizeof others, &others);
@@ -93,13 +100,15 @@ static void part_cores(Pool *pool) {
 static void join_cores(const Pool *pool) {
     (void)pool;
 #ifdef __linux__
-    sched_setaffinity(0, sizeof pool->all, &pool->all);
+    if (CPU_COUNT(&pool->all) > 1) sched_setaffinity(0, sizeof pool->all, &pool->all);
 #endif
 }
 
 static void *serve(void *argument) {
     Pool *pool = argument;
-    int part = 1 + atomic_fetch_add(&pool->joined, 1);
+    pthread_mutex_lock(&pool->barrier.mutex); /* until it is known how many we are */
+    int part = ++pool->joined;
+    pthread_mutex_unlock(&pool->barrier.mutex);
     for (;;) {
         barrier(&pool->barrier);
         if (pool->end) return NULL;
@@ -133,13 +142,16 @@ static void *scratch(Pool *pool, size_t size) {
     return pool->memory;
 }
 
-/* Return a pool of this many threads, including the caller's, or NULL if the system gives us fewer. */
+/* Return a pool of this many threads, including the caller's, or of fewer if the system gives us fewer. NULL: there is
+ * too little memory. */
 Pool *start_threads(int threads) {
     Pool *pool = calloc(1, sizeof(Pool) + threads * sizeof(pthread_t));
     if (!pool) return NULL;
-    make_barrier(&pool->barrier, threads);
-    for (int i = 1; i < threads; i++)
-        if (pthread_create(pool->ids + i, NULL, serve, pool)) return NULL;
+    Barrier *b = &pool->barrier;
+    make_barrier(b, 1);
+    pthread_mutex_lock(&b->mutex);
+    while (b->threads < threads && !pthread_create(pool->ids + b->threads, NULL, serve, pool)) b->threads++;
+    pthread_mutex_unlock(&b->mutex);
     return pool;
 }
 
@@ -147,6 +159,7 @@ void stop_threads(Pool *pool) {
     pool->end = 1;
     barrier(&pool->barrier);
     for (int i = 1; i < pool->barrier.threads; i++) pthread_join(pool->ids[i], NULL);
+    end_barrier(&pool->barrier);
     free(pool->memory);
     free(pool);
 }

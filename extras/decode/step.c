@@ -717,6 +717,7 @@ int lanes(void) { return LANES; }
  * meets the same logits at once, returns -2. */
 int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
               int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
+    threads = threads < pool->barrier.threads ? threads : pool->barrier.threads;
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;
     size_t own = ((size_t)X + H) * MAX_TOKENS + 5 * (size_t)PAD(BLOCK_SIZE) + 3 * (size_t)V;
@@ -747,7 +748,8 @@ int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *s
     run_parts(pool, work, workers, threads);
     int result = 0;
     for (int i = 0; i < num_groups; i++) {
-        const Group *g = groups + i;
+        Group *g = groups + i;
+        end_barrier(&g->barrier);
         counters[0] = counters[0] > g->steps ? counters[0] : g->steps;
         counters[1] += g->offered, counters[2] += g->accepted;
         if (g->failed && !g->steps) result = -2;

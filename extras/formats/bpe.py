@@ -207,8 +207,9 @@ def train_bpe(text, vocab_size):
     hf = library()
     tokenizer = byte_level(hf.models.BPE())
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    most = 256 + 4 * len(text)  # the library reserves memory for all that it is asked for
     trainer = hf.trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+        vocab_size=min(vocab_size, most), min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(pieces_of(text, "learn"), trainer)
     size = tokenizer.get_vocab_size()

@@ -6,7 +6,7 @@ queries and keys, and any number of key/value heads.
 
 import json
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 
 import torch
@@ -29,6 +29,22 @@ SETTINGS = {
     ),
 }
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+# The defaults of their classes, for settings that config.json leaves out.
+DEFAULTS = {
+    "gpt2": dict(n_positions=1024, n_layer=12, n_head=12, n_embd=768, vocab_size=50257, n_inner=None)
+    | dict(activation_function="gelu_new", tie_word_embeddings=True),
+    "stablelm": dict(max_position_embeddings=4096, num_hidden_layers=32, num_attention_heads=32)
+    | dict(num_key_value_heads=32, hidden_size=2560, intermediate_size=6912, vocab_size=50304)
+    | dict(qk_layernorm=False, tie_word_embeddings=False, partial_rotary_factor=0.25),
+}
+# Other names that GPT2Config has for some of these.
+ALIASES = dict(
+    n_embd="hidden_size",
+    n_positions="max_position_embeddings",
+    n_head="num_attention_heads",
+    n_layer="num_hidden_layers",
+)
+LARGEST = 2**20  # no size of a model that we can read is larger
 # Settings of transformers that are fixed in model.py.
 FIXED = {
     "gpt2": dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
@@ -37,6 +53,7 @@ FIXED = {
         hidden_act="silu",
         use_parallel_residual=False,
         rope_type="default",
+        type="default",
         rope_scaling=None,
         **ROPE,
     ),
@@ -95,10 +112,10 @@ def read_folder(folder):
     network that model.py does not compute exactly.
     """
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = with_defaults(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         refuse_other_networks(settings)
         tensors = tensor_readers(folder)
-        config = GPTConfig(**read_config(settings, tensors))
+        config = config_of(read_config(settings, tensors), len(tensors))
         weights = from_transformers(tensors, config)
         tokenizer = tokenizer_from_json(read_tokenizer(folder))
         tokenizer_state = tokenizer.state_dict()
@@ -143,22 +160,29 @@ def special_tokens(folder, settings, size):
     return found
 
 
-def flat_settings(settings):
-    """Return the content of config.json, with the rotary settings at the top level, as in transformers 4."""
-    return {"partial_rotary_factor": 0.25} | settings | (settings.get("rope_parameters") or {})
+def with_defaults(settings):
+    """Return the content of config.json with the defaults of its class. Raises ValueError if it contradicts itself."""
+    kind = settings["model_type"]
+    if kind not in SETTINGS:
+        raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; only transformers can run it")
+    aliases = {name: alias for name, alias in ALIASES.items() if kind == "gpt2" and alias in settings}
+    for name, alias in aliases.items():
+        if settings.setdefault(name, settings[alias]) != settings[alias]:
+            raise ValueError(
+                f"its {name} is {settings[name]}, but its {alias}, which is the same, is {settings[alias]}"
+            )
+    return DEFAULTS[kind] | settings
 
 
 def refuse_other_networks(settings):
     """Raise ValueError unless model.py has the network that config.json describes."""
     kind = settings["model_type"]
     other = "only transformers can run it"
-    if kind not in SETTINGS:
-        raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; {other}")
-    flat = flat_settings(settings)
+    flat = settings | (settings.get("rope_parameters") or {})  # transformers 4 has these at the top level
     for name, value in FIXED[kind].items():
         if flat.get(name, value) != value:
             raise ValueError(f"its {name} is {flat[name]!r}, but that of model.py is {value!r}; {other}")
-    if kind == "gpt2" and settings.get("activation_function", "gelu_new") not in ACTIVATIONS:
+    if kind == "gpt2" and settings["activation_function"] not in ACTIVATIONS:
         name = settings["activation_function"]
         raise ValueError(f"its activation_function {name!r} is none of {', '.join(ACTIVATIONS)}; {other}")
 
@@ -166,13 +190,20 @@ def refuse_other_networks(settings):
 def tensor_readers(folder):
     """Return {name: function that reads this tensor}, with the names of GPT2LMHeadModel or StableLmForCausalLM.
 
-    We read one tensor at a time, so that a large model is never in memory twice.
+    We look for the files that transformers looks for, by name, because shards of an older model may be there, too. We
+    read one tensor at a time, so that a large model is never in memory twice.
     """
-    files = sorted(folder.glob("model-*-of-*.safetensors"))
-    if (folder / "model.safetensors").exists() or not (files or (folder / "pytorch_model.bin").exists()):
-        files = [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    places = None  # {tensor: the file that has it}
+    if not files[0].exists() and index.exists():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = [folder / name for name in sorted(set(places.values()))]
+    elif not files[0].exists() and (folder / "pytorch_model.bin").exists():
+        files = []
     readers = {}
     if files:
+        found = set()
         safe_open = need("it", "safetensors").safe_open
 
         def read(file, name):  # opened for each tensor, because an open file keeps everything it read in memory
@@ -186,6 +217,9 @@ def tensor_readers(folder):
                 raise ValueError(f"{file.name} is a Git LFS pointer and not the weights: run git lfs pull")
             with safe_open(file, "pt") as opened:
                 readers |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118
+                found |= {(name, file.name) for name in opened.keys()}  # noqa: SIM118
+        if places is not None and (wrong := sorted(found ^ places.items())):
+            raise ValueError(f"{index.name} and the shards that it names disagree about {wrong[0][0]}")
     else:
         try:
             loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
@@ -205,26 +239,44 @@ def read_config(settings, tensors):
 
     settings  the content of config.json
     tensors   from tensor_readers; they show whether biases are used, and whether the head is tied
-    Raises KeyError for a missing setting.
+    Raises ValueError for settings that do not fit the tensors, and KeyError for a missing tensor.
     """
     kind = settings["model_type"]
     config = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
     n_embd = config["n_embd"]
     # as in transformers, an lm_head in the file overrides tie_word_embeddings in config.json
-    embedding = tensors["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
-    tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"](), embedding())
-    if "lm_head.weight" not in tensors and settings.get("tie_word_embeddings") is False:
-        raise ValueError("it lacks lm_head.weight, although its tie_word_embeddings is false")
+    name = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    embedding = tensors[name]()
+    if embedding.shape != (settings["vocab_size"], n_embd):
+        raise ValueError(f"its {name} does not fit its config.json")
+    tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"](), embedding)
+    if "lm_head.weight" not in tensors and not settings["tie_word_embeddings"]:
+        raise ValueError(f"it lacks lm_head.weight, and its tie_word_embeddings is {settings['tie_word_embeddings']}")
     config |= dict(vocab_size=settings["vocab_size"], tie_weights=tied)
     # the ratio that gives this hidden size: MLP rounds down, but for SwiGLU it takes 2/3 and rounds up
     if kind == "stablelm":
         mlp_ratio = (1.5 * settings["intermediate_size"] - 1) / n_embd
         return config | dict(activation="swiglu", mlp_ratio=mlp_ratio, pos_emb="rope", bias=False)
-    hidden = settings.get("n_inner") or 4 * n_embd
+    hidden = settings["n_inner"] or 4 * n_embd
     mlp_ratio = 4 if hidden == 4 * n_embd else (hidden + 0.5) / n_embd
     bias = any(read().any() for name, read in tensors.items() if name.endswith("bias"))
-    activation = ACTIVATIONS[settings.get("activation_function", "gelu_new")]
+    activation = ACTIVATIONS[settings["activation_function"]]
     return config | dict(activation=activation, mlp_ratio=mlp_ratio, bias=bias)
+
+
+def config_of(settings, num_tensors):
+    """Return the GPTConfig with fields that a file names. Raises ValueError, before anything of these sizes is built.
+
+    num_tensors  how many the file has, which is more than its layers
+    """
+    for field in fields(GPTConfig):
+        value = settings.get(field.name, field.default)
+        kind = field.type if field.type is not float else float | int
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"its {field.name} is {value!r}")
+        if isinstance(value, int) and value > (num_tensors if field.name == "n_layer" else LARGEST):
+            raise ValueError(f"its {field.name} is {value}, which is too large for a file of {num_tensors} tensors")
+    return GPTConfig(**settings)
 
 
 class SkipInit(TorchFunctionMode):

@@ -7,6 +7,8 @@ import numpy as np
 
 from extras.cli import first_line
 
+RARE = 2**13  # any text has some of GPT-2's tokens from here on, such as those of names
+
 
 class PlainUnpickler(pickle.Unpickler):
     """Unpickles plain values only. A pickle can name classes and functions, and unpickling it calls them."""
@@ -53,9 +55,10 @@ def read_data(folder):
         except ValueError:  # moves, notes or words
             vocabulary = {"vocab_size": meta.get("vocab_size") or len(meta.get("itos") or meta.get("stoi") or ())}
     size = len(vocabulary.get("chars", "")) or vocabulary["vocab_size"]
-    if not isinstance(size, int):
+    if type(size) is not int:
         raise ValueError(f"meta.pkl has vocab_size {size!r}, which is not a number")
     hashes = {}
+    most = 0
     for split in ("train", "val"):
         content = (folder / f"{split}.bin").read_bytes()
         hashes[split] = hashlib.sha256(content).hexdigest()
@@ -67,4 +70,8 @@ def read_data(folder):
         largest = np.frombuffer(content, "<u2").max(initial=0)
         if largest >= size:
             raise ValueError(f"{split}.bin has the id {largest}, but the vocabulary has {size}")
+        most = max(most, largest)
+    if not (folder / "meta.pkl").exists() and most < RARE:
+        why = f"no id is above {most}, so these are not the tokens of GPT-2"
+        raise ValueError(f"meta.json is missing, and {why} (for ids of your own, add {{'vocab_size': N}} as meta.pkl)")
     return vocabulary | {"source": str(folder), "sha256": hashes}

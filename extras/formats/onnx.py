@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from extras.cli import first_line, need
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.folder import write_tree
+from extras.formats.hf_read import config_of
 from extras.formats.tokenizer import check_vocab_size, tokenizer_from_state
-from model import GPTConfig, Sampling, build_model, generate, load_checkpoint
+from model import Sampling, build_model, generate, load_checkpoint
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -116,14 +117,15 @@ def write_onnx(model, tokenizer, file, queries=False):
     past = "past_sequence_length"
     past_shape = (2, config.n_kv_head, 5, config.head_size)
     pairs = [(torch.zeros(past_shape), torch.zeros(past_shape)) for _ in range(config.n_layer)]
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    positions = torch.arange(5, 8).repeat(2, 1)
+    T = min(3, config.block_size)
+    ids = torch.zeros(2, T, dtype=torch.int64)
+    positions = torch.arange(5, 5 + T).repeat(2, 1)
     slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
     with without_warnings():
         proto = torch.onnx.export(
             GPTWithPast(model, queries).eval(),
-            (ids, torch.ones(2, 8, dtype=torch.int64), positions, pairs),
+            (ids, torch.ones(2, 5 + T, dtype=torch.int64), positions, pairs),
             input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{slot}" for slot in slots)],
             output_names=[
                 "logits",
@@ -295,7 +297,7 @@ class OnnxGPT:
             # by its path, next to which its weights may be: for bytes, ONNX Runtime looks in the current folder
             self.session = onnxruntime.InferenceSession(str(file), options, **settings)
             metadata = self.session.get_modelmeta().custom_metadata_map
-            self.config = GPTConfig(**json.loads(metadata["model_args"]))
+            self.config = config_of(json.loads(metadata["model_args"]), len(self.session.get_inputs()))
             self.tokenizer = tokenizer_from_state(metadata)
             self.weights_sha256 = metadata.get("weights_sha256")
         except KeyError as error:
@@ -308,6 +310,7 @@ class OnnxGPT:
         self.outputs = ["logits", *(f"present.{slot}" for slot in slots)]
         self.past_inputs = [f"past_key_values.{slot}" for slot in slots]
         self.dtypes = self.check_graph()
+        self.check_step()
 
     def check_graph(self):
         """Return {input: its numpy dtype}. Raises ValueError if the inputs and outputs are not those of write_onnx."""
@@ -327,6 +330,23 @@ class OnnxGPT:
             if any(isinstance(each.shape[axis], int) for axis in (0, length)):
                 raise ValueError(f"{self.file}: {changed}: {name} has the fixed shape {each.shape}")
         return dtypes
+
+    def check_step(self):
+        """Raise ValueError unless a step at the last position gives logits and a cache of the sizes in the metadata."""
+        config = self.config
+        ids = np.zeros((1, 1), np.int64)
+        try:
+            logits, *past = self.run(ids, ids + 1, ids + config.block_size - 1, self.empty_cache(1).past)
+        except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
+            raise ValueError(f"{self.file} cannot be run: {first_line(error)[:200]}") from None
+        sizes = {(1, config.n_kv_head, 1, config.head_size)}
+        if logits.shape() != [1, 1, config.vocab_size] or {tuple(each.shape()) for each in past} != sizes:
+            raise ValueError(f"{self.file} does not have the sizes that its metadata says")
+        logits = logits.numpy()
+        if config.vocab_size > 1 and logits.min() == logits.max():
+            raise ValueError(
+                f"{self.file} is damaged: every token gets the logit {logits.max()}, as if its weights were 0"
+            )
 
     def exported_from(self, path, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
@@ -369,17 +389,17 @@ class OnnxGPT:
         cache = cache or self.empty_cache(B)
         past = cache.past if cache.length else self.empty_cache(B).past
         end = cache.length + T
-        inputs = {
-            "input_ids": idx.numpy(),
-            "attention_mask": np.ones((B, end), np.int64),
-            "position_ids": np.arange(cache.length, end)[None].repeat(B, axis=0),
-        }
-        inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
-        inputs |= dict(zip(self.past_inputs, past))
-        logits, *cache.past = self.session.run_with_ort_values(self.outputs, inputs)
+        positions = np.arange(cache.length, end)[None].repeat(B, axis=0)
+        logits, *cache.past = self.run(idx.numpy(), np.ones((B, end), np.int64), positions, past)
         cache.length = end
         logits = torch.from_numpy(logits.numpy()).float()
         return logits[:, -1] if last else logits, None
+
+    def run(self, ids, mask, positions, past):
+        """Return the logits and the new past, OrtValues, for NumPy arrays and the past of an OnnxCache."""
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
+        return self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
 
 
 def open_onnx(file):

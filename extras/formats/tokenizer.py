@@ -62,6 +62,9 @@ def build_tokenizer(checkpoint):
 
 def tokenizer_from_state(state):
     """Return the tokenizer for a dict with "tokenizer", "chars" or "vocab_size". Raises ValueError or KeyError."""
+    for name, kind in (("tokenizer", str), ("chars", str), ("vocab_size", int)):
+        if name in state and type(state[name]) is not kind:
+            raise ValueError(f"its {name} is {state[name]!r:.40}")
     if "tokenizer" in state:
         return tokenizer_from_json(state["tokenizer"])
     return CharTokenizer(state["chars"]) if "chars" in state else IdTokenizer(state["vocab_size"])

@@ -65,7 +65,10 @@ def describe_file(file):
         return f"training data, not a model: pass --data_dir {file.parent} to train.py"
     # the header of a .safetensors file is JSON, after its length in 8 bytes
     if head[8:9] != b"{" and head.lstrip()[:1] != b"{" and file.suffix not in (".bin", ".txt"):
-        names = zipfile.ZipFile(file).namelist() if zipfile.is_zipfile(file) else []
+        try:
+            names = zipfile.ZipFile(file).namelist() if zipfile.is_zipfile(file) else []
+        except (zipfile.BadZipFile, NotImplementedError, ValueError):  # damaged, as load_checkpoint will say
+            return None
         return "a zip archive: unpack it first" if names and not any(map(TORCH_SAVE.search, names)) else None
     if file.name.startswith("adapter_") or b"lora_A." in head or (file.parent / "adapter_config.json").exists():
         return ADAPTER

@@ -67,6 +67,28 @@ def attend(head, q, pos):
     return weights @ head.value_cache, weights
 
 
+# -- step.c ------------------------------------------------------------------------------------------------------------
+
+NETWORKS = [
+    dict(n_embd=20, n_head=4, activation="gelu"),  # sizes that fill no vector, and heads of five
+    dict(n_embd=48, n_head=3, n_kv_head=1, activation="gelu_tanh", bias=False, mlp_ratio=1.3),
+    dict(n_embd=96, n_head=2, activation="swiglu", pos_emb="rope", qk_norm=True, norm_first=False, mlp_ratio=5),
+    dict(n_embd=64, n_head=4, n_kv_head=2, vocab_size=130, tie_weights=False, pos_emb="rope"),
+    dict(n_embd=2, n_head=1, vocab_size=2, block_size=3, pos_emb="rope"),
+]
+
+
+def copy_of_step(folder, replacements=()):
+    """Copy step.c and pool.h into a folder, and replace text that occurs once in one of them."""
+    for name in ("step.c", "pool.h"):
+        shutil.copy(ROOT / "extras" / "decode" / name, folder)
+    for old, new in replacements:
+        (file,) = [file for file in folder.glob("*.[ch]") if old in file.read_text(encoding="utf-8")]
+        text = file.read_text(encoding="utf-8")
+        assert text.count(old) == 1, old
+        file.write_text(text.replace(old, new), encoding="utf-8")
+
+
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 TOKENIZER = CharTokenizer(CHARS)

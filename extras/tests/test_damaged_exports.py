@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from extra_helpers import STABLELM, TOKENIZER
 from extras.formats.checkpoint import load_model
@@ -77,6 +78,58 @@ def tensor(name, value):
     return damage
 
 
+def metadata(**entries):
+    """Other model_args in model.onnx."""
+
+    def damage(files):
+        proto = onnx.load(files / "model.onnx")
+        (args,) = [each for each in proto.metadata_props if each.key == "model_args"]
+        args.value = json.dumps(json.loads(args.value) | entries)
+        onnx.save(proto, files / "model.onnx")
+
+    return damage
+
+
+def zeros(files):
+    proto = onnx.load(files / "model.onnx")
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(0 * onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(proto, files / "model.onnx")
+
+
+def in_two_shards(change):
+    """The weights of the folder hf in two shards. `change` gets the shards, {file: {name: tensor}}, and the index."""
+
+    def damage(files):
+        tensors = load_file(files / "hf" / "model.safetensors")
+        (files / "hf" / "model.safetensors").unlink()
+        names = sorted(tensors)
+        shards = {
+            f"model-0000{i + 1}-of-00002.safetensors": {name: tensors[name].clone() for name in names[i::2]}
+            for i in range(2)
+        }
+        index = {name: file for file, shard in shards.items() for name in shard}
+        change(shards, index)
+        for file, shard in shards.items():
+            save_file(shard, files / "hf" / file)
+        content = json.dumps({"metadata": {}, "weight_map": index})
+        (files / "hf" / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+
+    return damage
+
+
+def one_in_both(shards, index):
+    name, file = next(iter(index.items()))
+    for shard in shards.values():
+        shard[name] = shards[file][name] + 1
+
+
+def moved(shards, index):
+    first, second = shards
+    index |= dict.fromkeys(shards[first], second)
+
+
 def without_metadata(files):
     proto = onnx.load(files / "model.onnx")
     del proto.metadata_props[:]
@@ -89,12 +142,31 @@ DAMAGES = [
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
     ("model.onnx", without_metadata, "not written by export.py"),
+    ("model.onnx", metadata(n_layer=10**9), "n_layer is 1000000000"),
+    ("model.onnx", metadata(n_layer=2.0), "n_layer is 2.0"),
+    ("model.onnx", metadata(n_embd=True), "n_embd is True"),
+    ("model.onnx", metadata(n_embd=64), "cannot be run|sizes that its metadata"),
+    ("model.onnx", metadata(n_head=2, n_kv_head=2), "cannot be run|sizes that its metadata"),
+    ("model.onnx", metadata(block_size=2**12), "cannot be run"),
+    ("model.onnx", metadata(n_layer=1), "is missing, or was added"),
+    ("model.onnx", zeros, "every token gets the logit 0.0"),
     ("hf", lambda files: (files / "hf" / "config.json").unlink(), "config.json"),
     ("hf", json_of("config.json", lambda old: old.update(model_type="llama")), "llama"),
     ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
-    ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "hidden_size"),
+    ("hf", json_of("config.json", lambda old: old.pop("hidden_size")), "does not fit its config"),
+    ("hf", json_of("config.json", lambda old: old.update(num_hidden_layers=10**9)), "n_layer is 1000000000"),
+    ("hf", json_of("config.json", lambda old: old.update(num_hidden_layers=2.0)), "n_layer is 2.0"),
+    ("hf", json_of("config.json", lambda old: old.update(num_attention_heads=True)), "n_head is True"),
+    ("hf", json_of("config.json", lambda old: old.update(max_position_embeddings=2**40)), "block_size is"),
+    ("hf", json_of("config.json", lambda old: old.pop("tie_word_embeddings")), "lacks lm_head.weight"),
+    ("hf", json_of("config.json", lambda old: old["rope_parameters"].update(type="linear")), "type is 'linear'"),
     ("hf", json_of("tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "do not belong together"),
     ("hf", tensor("extra", torch.ones(2)), "extra, which"),
+    ("hf", in_two_shards(one_in_both), "index.json and the shards that it names disagree about"),
+    ("hf", in_two_shards(moved), "index.json and the shards that it names disagree about"),
+    ("hf", in_two_shards(lambda shards, index: index.popitem()), "index.json and the shards that it names disagree"),
+    ("hf", in_two_shards(lambda shards, index: index.update(more=next(iter(shards)))), "disagree about more"),
+    ("hf", in_two_shards(lambda shards, index: shards.popitem()), "00002-of-00002.safetensors"),
     ("hf", tensor("model.norm.weight", torch.full((32,), math.nan)), "NaN"),
 ]
 
@@ -107,3 +179,28 @@ def test_damage_is_a_one_line_value_error_that_names_the_file_and_runs_no_code(n
         read(files, name)
     assert "\n" not in str(error.value) and str(files) in str(error.value)
     assert not (files / "harm").exists()
+
+
+def test_a_shard_of_an_older_model_is_not_read(files):
+    """As transformers, which reads what the index names."""
+    whole = load_file(files / "hf" / "model.safetensors")
+    in_two_shards(lambda shards, index: None)(files)
+    save_file({name: 1 + p for name, p in whole.items()}, files / "hf" / "model-00001-of-00003.safetensors")
+    ours, _ = load_model(files / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(files / "hf").eval()
+    ids = torch.arange(16)[None] % len(CHARS)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_a_flipped_bit_in_the_headers_of_a_checkpoint_is_one_line(files):
+    """The headers at the end say where in the file is what."""
+    file = files / "ckpt.pt"
+    content = file.read_bytes()
+    start = content.index(b"PK\x01\x02")
+    for at in range(start, len(content), 7):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        try:
+            load_model(file)
+        except ValueError as error:
+            assert "\n" not in str(error), at

@@ -1,7 +1,9 @@
 """extras/evaluate.py: the loss on a text file, with windows side by side and overlapping."""
 
+import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -83,3 +85,15 @@ def test_a_text_needs_two_tokens_that_the_model_has(trained, tmp_path):
         assert_one_line(loss(*flags, file, *more), *words, code=1)
     assert_one_line(loss(*flags, tmp_path / "none.txt"), "none.txt", code=1)
     assert_one_line(loss(*flags, file, "--stride", 0), "--stride", code=2)
+
+
+@pytest.mark.parametrize(
+    "meta", [dict(chars={"a": 0}), dict(chars=None), dict(tokenizer=["a"]), dict(vocab_size=2.5), dict(vocab_size=True)]
+)
+def test_a_vocabulary_of_another_kind_is_one_line(meta, trained, data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
+    old = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
+    del old["chars"]
+    (tmp_path / "meta.json").write_text(json.dumps(old | meta), encoding="utf-8")
+    (name,) = meta
+    assert_one_line(loss("--ckpt", trained, "--data_dir", tmp_path), f"cannot be read (its {name} is ", code=1)

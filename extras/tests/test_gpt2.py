@@ -191,6 +191,7 @@ MISTAKES = [  # what is wrong with the folder, and words of the line
     (hostile_weights, ["pytorch_model.bin is damaged, or contains more than tensors"]),
     (git_lfs_pointer, ["model.safetensors is a Git LFS pointer", "git lfs pull"]),
     (config(tie_word_embeddings=False), ["lacks lm_head.weight"]),
+    (config(hidden_size=64), ["n_embd is 32, but its hidden_size, which is the same, is 64"]),
 ]
 
 

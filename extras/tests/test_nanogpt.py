@@ -1,6 +1,7 @@
 """For people who come from nanoGPT: its checkpoints, and its meta.pkl."""
 
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_a_nanogpt_checkpoint_is_evaluated_and_trained_on_text_that_was_prepared
 )
 def test_ids_that_are_no_text_are_trained_on_and_sampled(meta, size, tmp_path):
     """nanoGPT's data folder holds whatever its user has counted: moves, notes, strokes, or the tokens of GPT-2."""
-    ids = np.random.default_rng(0).integers(300, size=3000).astype("<u2")
+    ids = np.random.default_rng(0).integers(300 if meta else 50257, size=3000).astype("<u2")
     ids[:2700].tofile(tmp_path / "train.bin")
     ids[2700:].tofile(tmp_path / "val.bin")
     if meta:
@@ -93,6 +94,13 @@ def test_ids_beyond_the_vocabulary_are_one_line(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
     result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
     assert_one_line(result, "train.bin has the id 3, but the vocabulary has 3", code=1)
+
+
+def test_a_folder_that_has_lost_its_meta_json_is_not_taken_for_the_tokens_of_gpt2(data_dir, tmp_path):
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(data_dir / name, tmp_path)
+    result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
+    assert_one_line(result, "meta.json is missing", "python data/prepare.py", code=1)
 
 
 def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):

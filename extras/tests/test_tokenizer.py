@@ -126,7 +126,7 @@ def test_the_merges_are_those_of_counting_pairs():
                     word[i : i + 2] = ["".join(merge)]
 
 
-@pytest.mark.parametrize("vocab_size", [2000, 10**6])
+@pytest.mark.parametrize("vocab_size", [2000, 10**6, 2**31, 10**20])
 def test_a_bpe_that_the_text_cannot_fill_is_one_line(vocab_size):
     with pytest.raises(ValueError, match=rf"^--vocab_size {vocab_size} .* at most \d+$") as error:
         train_bpe(TEXT[:3000], vocab_size)

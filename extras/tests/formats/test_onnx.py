@@ -103,6 +103,14 @@ def test_any_split_of_any_batch_gives_the_logits_of_one_forward(exported, data):
     assert all(each.shape == (B, model.config.n_kv_head, T, 8) for each in past)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pos_emb", ["learned", "rope"])
+def test_a_context_of_two_tokens_is_enough(pos_emb, tmp_path):
+    model = tiny(block_size=2, pos_emb=pos_emb)
+    write_onnx(model, TOKENIZER, tmp_path / "model.onnx")
+    compare_onnx(tmp_path / "model.onnx", model, own_text(model))
+
+
 def test_padding_on_the_left_changes_nothing(exported):
     """A padded batch as transformers makes it: positions count from the first real token, the mask is 0 before."""
     model, _, session = exported
