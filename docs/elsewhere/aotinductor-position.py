@@ -10,6 +10,8 @@ A module has two buffers, the keys and their number. In eager mode, under torch.
 fills slots 0, 1, 2, 3. Compiled ahead of time, the number is read as the constant that it was at compile time: the
 first call writes slot 0, and all later calls slot 1. The first two tokens are correct, so a short check passes. Needs
 a C++ compiler.
+
+Upstream: pytorch/pytorch#165444.
 """
 
 from report import report

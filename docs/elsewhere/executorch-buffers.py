@@ -9,6 +9,8 @@
 A .pte file keeps constants, but by default not the contents of buffers that the model writes to. A cache that was
 filled with a system prompt before the export is empty, and a position that was 3 is 0. The pass
 InitializedMutableBufferPass(["keys", "length"]) keeps them.
+
+Upstream: pytorch/executorch#5068.
 """
 
 from report import report

@@ -8,6 +8,8 @@
 
 Also: what the caches do when they are full, cut back or padded on the left, a write past the end of an array with
 four slots, what shares memory, and how RoPE layouts and frequencies convert.
+
+Upstream: ml-explore/mlx-lm#1512 (RotatingKVCache.trim).
 """
 
 from report import report, sees

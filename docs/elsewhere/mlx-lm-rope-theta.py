@@ -10,6 +10,8 @@ transformers 5 writes rope_theta only inside rope_parameters. mlx-lm's Llama loo
 config.json, does not find it, and takes its own default, 10,000. So do Mistral, Phi-3, OLMo 2 and Qwen2, whose
 default is 1,000,000. A scaling is ignored, too. Qwen3 reads rope_parameters. Copy rope_theta and rope_scaling to the
 top level of config.json.
+
+Upstream: ml-explore/mlx-lm#953.
 """
 
 from report import report

@@ -12,6 +12,8 @@ Shown as the number of keys that each query sees. With a past, it ends in the bo
 every step after the prefill sees only the beginning of the text. Without one it starts in the top left, but in
 onnxruntime 1.27 a single query sees all keys. unidirectional of onnxruntime's MultiHeadAttention is the top left, but
 its last query sees all. TensorScatter past the end is an error, or wraps with mode circular.
+
+Upstream: microsoft/onnxruntime#29020, onnx/onnx#8054.
 """
 
 from report import report, sees

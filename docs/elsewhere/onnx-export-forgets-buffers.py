@@ -9,6 +9,8 @@
 torch.export keeps such a cache. The ONNX exporter starts from the same program, but turns the buffer into a constant:
 the graph has no input or output for it, and there is no error. Each run sees the cache as it was at the export, plus
 its own token, so the first step agrees with PyTorch. Pass the cache in and out.
+
+Upstream: pytorch/pytorch#123971.
 """
 
 from report import report

@@ -8,6 +8,8 @@
 
 The masks of xformers are only written out, because its kernels need a GPU. The last rows write past the end of a
 tensor with four slots: a slice that begins there is dropped, and one of which a part fits is an error.
+
+Upstream: pytorch/pytorch#108108 (is_causal), pytorch/pytorch#178588 (nn.MultiheadAttention).
 """
 
 from report import report, sees
