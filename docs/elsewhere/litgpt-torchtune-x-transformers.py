@@ -1,6 +1,9 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "litgpt==0.5.13", "torchtune==0.6.1", "torchao==0.9.0", "x-transformers==2.31.10"]
+# dependencies = [
+#     "torch==2.13.0", "litgpt==0.5.13", "torchtune==0.6.1", "torchao==0.9.0", "x-transformers==2.31.10",
+#     "datasets==4.4.1",
+# ]
 # [tool.uv]
 # exclude-newer = "2026-11-28T00:00:00Z"
 # ///
