@@ -14,31 +14,19 @@ a C++ compiler.
 Upstream: pytorch/pytorch#165444.
 """
 
-from report import report
+from report import cache_in_buffers, report
 
 import torch
 
 
-class Cache(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(4, 1))
-        self.register_buffer("length", torch.tensor([0]))
-
-    def forward(self, key):
-        self.keys.index_copy_(0, self.length, key)
-        self.length.add_(1)
-        return self.keys.clone()
-
-
 def program():
-    return torch.export.export(Cache(), (torch.ones(1, 1),))
+    return torch.export.export(cache_in_buffers(torch.zeros(4, 1)), (torch.ones(1, 1),))
 
 
 package = torch._inductor.aoti_compile_and_package(program(), package_path="cache.pt2")
 models = {
     "torch.export": program().module(),
-    "torch.compile": torch.compile(Cache()),
+    "torch.compile": torch.compile(cache_in_buffers(torch.zeros(4, 1))),
     "AOTInductor": torch._inductor.aoti_load_package(package),
 }
 

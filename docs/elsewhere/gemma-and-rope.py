@@ -14,7 +14,7 @@ A layout says which numbers of a head are rotated together: the first half with 
 The first rows fill a cache of gemma with four slots: one token too many wraps, and a chunk moves back until it fits.
 """
 
-from report import layout, report
+from report import layout, onnx_model, report
 
 import equinox
 import jax
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from gemma.gm.math._positional_embeddings import apply_rope
 from gemma.gm.nn import _modules as gemma
-from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from penzai import pz
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -66,15 +65,8 @@ def with_transformers():
 
 
 def with_onnx(interleaved):
-    value = helper.make_tensor_value_info
     inputs = {"x": x[None, None], "cos": np.cos(angles)[None], "sin": np.sin(angles)[None]}
-    graph = helper.make_graph(
-        [helper.make_node("RotaryEmbedding", list(inputs), ["y"], interleaved=interleaved)],
-        "g",
-        [value(name, TensorProto.FLOAT, array.shape) for name, array in inputs.items()],
-        [value("y", TensorProto.FLOAT, None)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    model = onnx_model("RotaryEmbedding", inputs, opset=23, interleaved=interleaved)
     return ReferenceEvaluator(model).run(None, inputs)[0]
 
 

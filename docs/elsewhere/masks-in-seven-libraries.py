@@ -16,7 +16,7 @@ torch that depends on need_weights, in mlx on the form of the mask. A NaN spread
 value.
 """
 
-from report import report
+from report import in_onnxruntime, onnx_model, report
 
 import flax.linen
 import jax
@@ -24,10 +24,8 @@ import jax.numpy as jnp
 import keras
 import mlx.core as mx
 import numpy as np
-import onnxruntime
 import tinygrad
 import torch
-from onnx import TensorProto, helper
 
 rng = np.random.default_rng(0)
 q, k, v = (rng.normal(size=(1, 2, 6, 8)).astype(np.float32) for _ in range(3))  # batch, heads, tokens, head size
@@ -82,13 +80,8 @@ def with_mlx(mask):
 
 
 def with_onnxruntime(mask):
-    value, kind = helper.make_tensor_value_info, helper.np_dtype_to_tensor_dtype(mask.dtype)
-    inputs = [value(name, TensorProto.FLOAT, q.shape) for name in "qkv"] + [value("mask", kind, mask.shape)]
-    node = helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
-    graph = helper.make_graph([node], "g", inputs, [value("y", TensorProto.FLOAT, None)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"q": q, "k": k, "v": v, "mask": mask})[0]
+    inputs = {"q": q, "k": k, "v": v, "mask": mask}
+    return in_onnxruntime(onnx_model("Attention", inputs, opset=23), inputs)
 
 
 def with_tinygrad(mask):

@@ -16,43 +16,16 @@ its last query sees all. TensorScatter past the end is an error, or wraps with m
 Upstream: microsoft/onnxruntime#29020, onnx/onnx#8054.
 """
 
-from report import report, sees
+from report import in_onnxruntime, onnx_model, report, sees
 
 import numpy as np
 import onnx
 import onnxruntime
 import openvino
 import tract
-from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 onnxruntime.set_default_logger_severity(4)
-ORDER = {
-    "Attention": ["q", "k", "v", "mask", "past_key", "past_value", "nonpad"],
-    "MultiHeadAttention": ["q", "k", "v"],
-    "TensorScatter": ["cache", "update", "slot"],
-}
-
-
-def model(op, inputs, outputs, domain="", opset=24, **attributes):
-    value = helper.make_tensor_value_info
-    names = [name if name in inputs else "" for name in ORDER[op]]
-    while not names[-1]:
-        names.pop()
-    types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
-    graph = helper.make_graph(
-        [helper.make_node(op, names, outputs, domain=domain, **attributes)],
-        "g",
-        [value(name, types[name], inputs[name].shape) for name in inputs],
-        [value(name, TensorProto.FLOAT, None) for name in outputs],
-    )
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
-
-
-def in_onnxruntime(model, inputs):
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, inputs)[0]
 
 
 def in_onnx(model, inputs):
@@ -74,12 +47,14 @@ def in_tract(model, inputs):
 def causal(run, queries, past=0, keys=5, nonpad=None, is_causal=1, opset=24):
     def attend(q, k, v):
         inputs = {"q": q, "k": k[:, :, past:], "v": v[:, :, past:]}
+        names, outputs = ["q", "k", "v"], ["y"]
         if past or run is in_tract:
             inputs |= {"past_key": k[:, :, :past], "past_value": v[:, :, :past]}
+            names, outputs = ["q", "k", "v", "", "past_key", "past_value"], ["y", "key", "value"]
         if nonpad:
             inputs["nonpad"] = np.array([nonpad])
-        outputs = ["y", "key", "value"] if "past_key" in inputs else ["y"]
-        return run(model("Attention", inputs, outputs, opset=opset, is_causal=is_causal), inputs)
+            names = ["q", "k", "v", "", "", "", "nonpad"]
+        return run(onnx_model("Attention", inputs, outputs, opset, names, is_causal=is_causal), inputs)
 
     return sees(attend, queries, keys)
 
@@ -87,7 +62,8 @@ def causal(run, queries, past=0, keys=5, nonpad=None, is_causal=1, opset=24):
 def unidirectional(run):
     def attend(q, k, v):
         inputs = {"q": q[:, 0], "k": k[:, 0], "v": v[:, 0]}
-        return run(model("MultiHeadAttention", inputs, ["y"], "com.microsoft", num_heads=1, unidirectional=1), inputs)
+        settings = {"domain": "com.microsoft", "num_heads": 1, "unidirectional": 1}
+        return run(onnx_model("MultiHeadAttention", inputs, **settings), inputs)
 
     return sees(attend, 3)
 
@@ -97,7 +73,7 @@ def scatter(run, mode):
     cache = np.arange(4, dtype=np.float32).reshape(1, 1, 4, 1)
     inputs = {"cache": cache, "update": np.full((1, 1, 1, 1), 9, np.float32), "slot": np.array([4])}
     try:
-        y = run(model("TensorScatter", inputs, ["y"], axis=2, mode=mode), inputs)
+        y = run(onnx_model("TensorScatter", inputs, axis=2, mode=mode), inputs)
     except Exception:
         return "error"
     return np.asarray(y).flatten().astype(int).tolist()

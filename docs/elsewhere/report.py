@@ -89,3 +89,44 @@ def layout(y):
     for name, a, b in (("halves", [0, 1], [2, 3]), ("pairs", [0, 2], [1, 3])):
         if np.allclose([y[a], y[b]], [x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin], atol=1e-3):
             return name
+
+
+def cache_in_buffers(keys, length=0):
+    """Return a torch module with a cache: a call writes its key to the next of the slots, and returns all of them."""
+    import torch
+
+    class Cache(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("keys", keys)
+            self.register_buffer("length", torch.tensor([length]))
+
+        def forward(self, key):
+            self.keys.index_copy_(0, self.length, key)
+            self.length.add_(1)
+            return self.keys.clone()
+
+    return Cache()
+
+
+def onnx_model(op, inputs, outputs=("y",), opset=24, names=None, domain="", **attributes):
+    """Return an ONNX model of one node with the inputs {name: array}. In names, "" stands for one that is left out."""
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node(op, names or list(inputs), outputs, domain=domain, **attributes)],
+        op,
+        [value(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape) for name, array in inputs.items()],
+        [value(name, TensorProto.FLOAT, None) for name in outputs],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
+
+
+def in_onnxruntime(model, inputs):
+    """Return the first output of an ONNX model."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, inputs)[0]
