@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "guidellm==0.8.1", "torch==2.13.0", "aiohttp==3.13.2", "msgspec==0.20.0", "orjson==3.11.4",
-#     "regex==2025.11.3", "requests==2.32.5", "tqdm==4.67.1",
+#     "guidellm==0.8.1", "torch==2.13.0", "aiohttp==3.14.5", "msgspec==0.22.0", "orjson==3.13.0",
+#     "regex==2026.11.19", "requests==2.34.2", "tqdm==4.70.1",
 # ]
 # [tool.uv]
 # exclude-newer = "2026-11-28T00:00:00Z"
