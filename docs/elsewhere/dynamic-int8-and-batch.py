@@ -75,9 +75,9 @@ def errors(layer):
 print("off alone, and moved by another row or by an earlier token; the outputs have a standard deviation of 0.6")
 report(
     {
-        "onnxruntime quantize_dynamic": (errors(session("dynamic.onnx")), [0.008, 0.05, 0.05]),
-        "torch.ao quantize_dynamic": (errors(in_torch), [0.02, 0.2, 0.2]),
-        "torchao Int8DynamicActivation": (errors(in_torchao), [0.02, 0.0, 0.0]),
-        "onnxruntime MatMulNBits, 8 bits": (errors(session("nbits.onnx")), [0.005, 0.0, 0.0]),
+        "onnxruntime quantize_dynamic": (errors(session("dynamic.onnx")), [0.0081, 0.05, 0.05]),
+        "torch.ao quantize_dynamic": (errors(in_torch), [0.019, 0.18, 0.18]),
+        "torchao Int8DynamicActivation": (errors(in_torchao), [0.015, 0.0, 0.0]),
+        "onnxruntime MatMulNBits, 8 bits": (errors(session("nbits.onnx")), [0.0052, 0.0, 0.0]),
     }
 )
