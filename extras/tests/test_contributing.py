@@ -133,7 +133,8 @@ exec {python} -c "import sys; sys.version_info = (3, 10, 12); exec(sys.argv[1])"
 
 @unix
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-def test_make_says_in_one_line_that_python_is_missing_or_too_old(tmp_path):
+@pytest.mark.parametrize("target", ["demo", "gpu", "elsewhere", "newest"])
+def test_make_says_in_one_line_that_python_is_missing_or_too_old(target, tmp_path):
     for name in ("Makefile", "requirements.txt", "pyproject.toml", "tests/constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -143,7 +144,7 @@ def test_make_says_in_one_line_that_python_is_missing_or_too_old(tmp_path):
     for python, words in (("./python3.10", "is Python 3.10: make PYTHON="), ("./none", "there is no ./none")):
         alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # make test calls us
         how = dict(cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
-        result = subprocess.run(["make", f"PYTHON={python}"], **how)
+        result = subprocess.run(["make", target, f"PYTHON={python}"], **how)
         ours, makes_own = result.stderr.strip().splitlines()
         assert result.returncode and words in ours and "3.11 or newer" in ours and "Error" in makes_own
         assert not (tmp_path / ".venv").exists() and not result.stdout

@@ -4,8 +4,6 @@ import argparse
 import errno
 import itertools
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -73,23 +71,6 @@ MODULES = (*(f"extras.{name}" for name in COMMANDS), "lesson.check")
 def test_without_the_environment_one_line_says_so(command):
     """-S leaves out site-packages."""
     assert_one_line(run("-S", *command), "No module named", "README.md", code=1)
-
-
-OLD_PYTHON = f"""#!/bin/sh
-exec {shlex.quote(sys.executable)} -c 'import sys; sys.version_info = (3, 10, 1); exec(sys.argv[2])' "$@"
-"""
-
-
-@unix
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@pytest.mark.parametrize("target", ["gpu", "newest"])
-def test_make_says_that_python_is_too_old(target, tmp_path):
-    (tmp_path / "old").write_text(OLD_PYTHON, encoding="utf-8")
-    (tmp_path / "old").chmod(0o755)
-    command = ["make", target, f"PYTHON={tmp_path / 'old'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
-    assert result.stderr.startswith(f"make: Python 3.11 or newer is needed, and {tmp_path / 'old'} is Python 3.10: ")
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 2  # make adds its own
 
 
 @unix
@@ -198,8 +179,3 @@ def test_an_out_dir_that_is_a_file_is_one_line(tmp_path):
     flags = ["--format", "onnx", "--ckpt", ROOT / "assets" / "shakespeare.pt", "--out_dir", tmp_path / "out"]
     line = f"cannot write to {tmp_path / 'out'} (File exists)"
     assert_one_line(here(*flags, script="extras/export.py"), line, code=1)
-
-
-def test_a_near_miss_of_a_flag_gets_the_flag():
-    result = here("--format", "onnx", "--outdir", "x", script="extras/export.py")
-    assert_one_line(result, "unrecognized arguments: --outdir x: did you mean --out_dir?", code=2)

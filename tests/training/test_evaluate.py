@@ -1,6 +1,7 @@
 """Evaluation: what it reads, that it can be interrupted, and --eval_only and --init_from for any model."""
 
 import itertools
+import math
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import train
@@ -34,7 +35,7 @@ from helpers import (
     write,
     write_ids,
 )
-from model import CharTokenizer, GPTConfig, load_model
+from model import GPT, CharTokenizer, GPTConfig, load_model
 from train import evaluate
 
 # -- what it reads -----------------------------------------------------------------------------------------------------
@@ -56,6 +57,25 @@ def read_windows(ids, block_size, num_tokens, at_once=99):
     model.eval = model.train = lambda: None
     evaluate(model, ids, num_tokens, nullcontext())
     return batches
+
+
+@given(length=st.integers(2, 80), block_size=st.integers(1, 40), seed=st.integers(0, 9))
+@example(length=8193, block_size=32, seed=0)  # a forward takes 8192 characters at most, in whole windows
+@example(length=8194, block_size=32, seed=0)
+@example(length=20001, block_size=100, seed=0)
+@example(length=40, block_size=9000, seed=0)
+def test_evaluation_is_one_exact_pass_over_the_text(length, block_size, seed):
+    """Not a mean of means: the short last window counts by its characters. And it leaves the model and rng alone."""
+    torch.manual_seed(seed)
+    config = GPTConfig(block_size=block_size, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=0.5)
+    model = GPT(config).train()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.7)  # so that no two characters have the same loss
+    ids = np.random.default_rng(seed).integers(7, size=length).astype("<u2")
+    before = torch.get_rng_state()
+    loss = evaluate(model, ids, math.inf, nullcontext())
+    assert model.training and torch.equal(before, torch.get_rng_state())
+    assert loss == pytest.approx(plain_val_loss(model, ids, block_size), rel=1e-5)
 
 
 @given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), at_once=st.integers(1, 9))

@@ -4,7 +4,6 @@ from helpers import (
     BROKEN,
     HEADER,
     SMALL,
-    assert_one_line,
     contents,
     here,
     load,
@@ -60,13 +59,3 @@ def test_a_damaged_row_of_the_log_is_dropped_and_the_others_stay(out):
         ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", more))
         assert (out / "log.csv").read_bytes().startswith(b"".join(lines[:1] + lines[2:] if damaged else lines[:1]))
         assert [row["step"] for row in log(out)][-1] == str(more)
-
-
-# -- a folder that cannot be written -----------------------------------------------------------------------------------
-
-
-def test_an_out_dir_that_cannot_be_made_is_one_line(data_dir, tmp_path):
-    (tmp_path / "file").write_text("here first", encoding="utf-8")
-    result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "file", "--max_iters", "1")
-    assert_one_line(result, str(tmp_path / "file"))
-    assert (tmp_path / "file").read_text(encoding="utf-8") == "here first"
