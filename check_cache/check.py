@@ -1,14 +1,14 @@
 """The check itself: each scenario, for each kind of cache."""
 
 from collections.abc import Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from check_cache.adapters import PARTS, ROWS, Adapter
-from check_cache.reference import MEDIAN, Reference, changed, revealing
+from check_cache.reference import MEDIAN, Reference, changed, find_unread, revealing
 from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
 from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes, Stream
 
@@ -62,8 +62,8 @@ def check_cache(
         results = run_all(decoder, chosen, sizes, dtype, atol)
 
     beyond = [*dict.fromkeys(decoder.notes)]
-    if not decoder.modules:
-        lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
+    if not decoder.perturbed:
+        lacks = decoder.unread or "we found no module with weights: pass it as model=, or its arrays as weights="
         beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
@@ -87,17 +87,43 @@ def prepared(decoder, dtype):
     where = nullcontext() if device == torch.get_default_device() else device
     generators = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad(), where:
-        with changed(decoder.modules, lambda tensor: tensor.data):  # to restore what a forward changes
+        with changed(decoder.modules, same):  # to restore what a forward changes
             decoder.try_out()
+        with in_eval_mode(decoder, same):
+            decoder.unread = find_unread(decoder)
         if dtype and not decoder.converts:
-            raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
+            lacks = decoder.unread or "we found no module to convert, so pass it as model="
+            raise ValueError(f"dtype={dtype}: {lacks}")
         draw = torch.Generator().manual_seed(0)
         dtype = dtype or (torch.float32 if decoder.converts else decoder.dtype)
-        with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
-            torch.manual_seed(0)
+        perturb = lambda tensor: revealing(tensor, dtype, draw).to(device)  # noqa: E731
+        with in_eval_mode(decoder, perturb if decoder.perturbed else same):
             for module in decoder.modules:
-                module.eval().to(device)
+                module.to(device)
+            decoder.notes += other_dtypes(decoder, dtype)
+            torch.manual_seed(0)
             yield dtype, device
+
+
+def same(tensor):
+    return tensor.data
+
+
+@contextmanager
+def in_eval_mode(decoder, change):
+    with changed([*decoder.modules, decoder.inputs], change):
+        for module in decoder.modules:
+            module.eval()
+        yield
+
+
+def other_dtypes(decoder, dtype):
+    """Return which of full and step compute in a dtype other than that of the weights, in words."""
+    with suppress(Exception, SystemExit):  # it will raise again
+        pairs = [*zip(("full", "step"), decoder.first_logits() if decoder.converts else ())]
+        other = [(part, x.dtype) for part, x in pairs if not torch.equal(x, x.to(dtype).to(x.dtype))]
+        return [f"{str(dtype)[6:]} in {part}, which computes in {str(found)[6:]}" for part, found in other]
+    return []
 
 
 def with_words(scenarios, words):
@@ -119,11 +145,17 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
                     results.append(run_scenario(reference, scenario, kind, sizes))
     except (Exception, SystemExit) as error:
         results.append(failed(every, kind, error, "error"))
-    if not decoder.accepted:  # no step has worked, even with an empty cache: a mistake in the adapter
-        for i, one in enumerate(results):
-            if one.status == "wrong" and one.why.startswith("raises"):
-                results[i] = replace(one, status="error", why=f"the first step, with an empty cache, {one.why}")
-    return results
+    raised = [one for one in results if one.status == "wrong" and one.why.startswith("raises")]
+    compared = {one.status for one in results if "generate" not in one.scenario}
+    if raised and not decoder.accepted:
+        why = f"the first step, with an empty cache, {raised[0].why}"
+    elif decoder.accepted and not decoder.keeps and "wrong" in compared and "correct" not in compared:
+        why = "nothing keeps the past: new returns None, and step only logits. Let step return (logits, cache)"
+    else:
+        hint = "If your step takes one token at a time, pass chunk=1"
+        single = [one for one in raised if one.step and one.step[1] > 1 and decoder.takes_one(one.cache)]
+        return [replace(one, why=f"{one.why}. {hint}") if one in single else one for one in results]
+    return [Result(every, "any", "error", why), *(one for one in results if one.status != "wrong")]
 
 
 def run_scenario(reference, scenario, kind, sizes):
@@ -138,15 +170,16 @@ def run_scenario(reference, scenario, kind, sizes):
         typical, usual = error.median().item(), MEDIAN * rounding.median().item()
         if typical > usual:
             rule = f"half of the logits off by {typical:.2g} or more (allowed {usual:.1g})"
-            raise Verdict("wrong", "cause unknown: rounding can move some logits as far, but not most", rule, typical)
-        return Result(scenario.name, kind, "correct", off=error.max().item())
+            why = "cause unknown: rounding can move some logits as far, but not most"
+            raise Verdict("wrong", why, rule=rule, off=typical, limit=usual)
+        return Result(scenario.name, kind, "correct", off=error.max().item(), limit=reference.limit.item())
     except (Exception, SystemExit) as error:
         return failed(scenario.name, kind, error, "wrong")
 
 
 def failed(scenario, kind, error, status):
     if isinstance(error, Verdict):
-        return Result(scenario, kind, *error.args)
+        return Result(scenario, kind, **error.fields)
     if isinstance(error, NotImplementedError):
         return Result(scenario, kind, "not run", first_line(error))
     return Result(scenario, kind, status, describe(error))

@@ -66,6 +66,30 @@ def normal(tensor, draw):
     return torch.randn(tensor.shape, generator=draw, device="cpu").to(tensor)
 
 
+def find_unread(decoder):
+    """Return why we must not perturb the weights that we found, or None.
+
+    `full` and `step` may run on copies that nobody uses again, or each on a module of its own, with equal weights.
+    """
+    draw, tried = torch.Generator().manual_seed(0), []
+    try:
+        before = decoder.first_logits()
+        for modules in (decoder.modules, *decoder.called):
+            weights = {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+            if not weights or weights in tried:
+                continue
+            with changed(modules, lambda tensor: tensor.data + 0.1 * normal(tensor, draw)):
+                after = decoder.first_logits()
+            full, step = (not torch.allclose(x, y, 0.01, 0.0, equal_nan=True) for x, y in zip(before, after))
+            if full != step:
+                return "full and step read different weights: let them share their parameters"
+            if not full and not tried:
+                return "full and step read copies of the weights that we found: pass what they copy as model="
+            tried.append(weights)
+    except (Exception, SystemExit):  # it will raise again
+        return None
+
+
 def draw_texts(sizes, vocab_size, pad, draw):
     """Return ids (ROWS, length), some of which are the padding id, because a cache must not mistake them for padding.
 
@@ -85,7 +109,7 @@ class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits."""
 
     def __init__(self, decoder, sizes, dtype, atol):
-        self.decoder, self.modules, self.length = decoder, decoder.modules, sizes.length
+        self.decoder, self.modules, self.length = decoder, decoder.perturbed, sizes.length
         self.eps, length, draw = torch.finfo(dtype).eps, sizes.length, torch.Generator().manual_seed(0)
         self.coarse = 0.3 if atol else self.eps**0.6  # how far off keys, values and weights may be, of the largest
         self.ids = draw_texts(sizes, decoder.vocab_size, decoder.pad, draw)
@@ -99,7 +123,7 @@ class Reference:
         for _ in range(3):
             with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
-        if not decoder.modules:
+        if not self.modules:
             self.rounding *= UNSEEN
         self.find_blindness()
         self.limit = (LARGEST * self.rounding.max()).clamp(min=atol)
