@@ -1171,10 +1171,7 @@ def test_a_step_that_refuses_every_chunk_without_words():
         report = check_cache(**refusing_from(start))
         raised = {result.scenario: result.why for result in report.results if result.status == "wrong"}
         assert "chunks that double" in raised and "decode" not in raised, report
-        assert all(
-            re.fullmatch(r"raises AssertionError at test_check_cache\.py:[0-9]+(\. .*)?", why)
-            for why in raised.values()
-        )
+        assert all(why.startswith("raises AssertionError at test_check_cache.py:") for why in raised.values()), report
         assert all((hint in why) == hinted for why in raised.values()), report
     check_cache(**refusing_from(1), chunk=1).assert_correct(require=["decode", "chunks that double", "reorder"])
 
