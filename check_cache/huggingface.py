@@ -48,8 +48,6 @@ def length_of(cache):
 class Transformers:
     """The adapter of a causal language model of transformers. It makes the inputs of a step as generate() does."""
 
-    must_run = ("decode", "chunks of mixed sizes", "left padding")
-
     def __init__(self, model):
         import transformers
 
@@ -57,6 +55,9 @@ class Transformers:
             raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.static_cache, self.parameters = transformers.StaticCache, inspect.signature(model.forward).parameters
+        self.open = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())  # takes any argument
+        self.prepare = getattr(model, "prepare_inputs_for_generation", None)  # of models with GenerationMixin
+        self.must_run = ("decode", "chunks of mixed sizes") + (("left padding",) if self.prepare else ())
         self.vocab_size = model.get_output_embeddings().weight.size(0)
         self.context = getattr(self.config, "max_position_embeddings", None)
         self.pad = getattr(self.config, "pad_token_id", None) or 0
@@ -80,7 +81,10 @@ class Transformers:
         if self.unknown:
             known = f"we know windows as {', '.join(WINDOWS)}: see huggingface.py"
             raise Verdict("error", f"the config has {self.unknown[0]}, but {known}")
-        return self.model(input_ids=ids, use_cache=False, **inputs).logits
+        return self.model(input_ids=ids, **self.caching(False), **inputs).logits
+
+    def caching(self, use):
+        return dict(use_cache=use) if self.open or "use_cache" in self.parameters else {}
 
     def new(self, rows, length, kind):
         if kind == "own":
@@ -93,16 +97,17 @@ class Transformers:
         name = self.name_of("cache")
         if name is None:  # then we only see what generate() does
             raise NotImplementedError("the model takes no cache")
-        more = {name: cache, "use_cache": True, **inputs}
+        more = {name: cache, **self.caching(True), **inputs}
         if mask is not None:  # without one, the model has to work out positions itself
-            if self.name_of("mask") is None and not any(p.kind == p.VAR_KEYWORD for p in self.parameters.values()):
+            if self.name_of("mask") is None and not self.open:
                 raise NotImplementedError("the model takes no attention_mask")
             more["attention_mask"] = mask
             if at := self.name_of("pos"):
                 more[at] = pos
             if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
-                first = mask.shape == ids.shape
-                made = self.model.prepare_inputs_for_generation(ids, is_first_iteration=first, **more)
+                if not self.prepare:
+                    raise NotImplementedError("the model has no prepare_inputs_for_generation(), see GenerationMixin")
+                made = self.prepare(ids, is_first_iteration=mask.shape == ids.shape, **more)
                 kept = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
                 more = {name: cache, **kept}
         output = self.model(**more | dict(input_ids=ids))

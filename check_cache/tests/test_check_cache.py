@@ -1162,7 +1162,8 @@ def test_a_step_that_refuses_every_chunk_without_words():
 
     def refusing_from(start):
         def step(ids, cache, mask, pos):
-            assert ids.size(1) == 1 or cache.lengths[0] < start
+            if ids.size(1) > 1 and cache.lengths[0] >= start:
+                raise AssertionError  # not an assert, to which pytest would give words
             return model(ids, cache, mask, pos)
 
         return functions(model, step=step)

@@ -6,10 +6,11 @@ test_versions.py runs these tests with older releases, too.
 import inspect
 
 import pytest
+import torch
 import transformers
 from transformers import LlamaForCausalLM
 
-from bugs import tiny
+from bugs import Cache, Decoder, tiny
 from check_cache import check_cache
 from test_families import family
 
@@ -88,6 +89,58 @@ def test_a_length_that_is_a_live_tensor():
     assert "get_seq_length()" in static.beyond, static
     own = check_cache(family("gpt2"), length=30, caches="own", scenarios="prefix")
     assert "get_seq_length()" not in own.beyond, own
+
+
+# -- what a model need not have ----------------------------------------------------------------------------------------
+
+
+def own_model(*takes, breaks=False):
+    """Return a decoder that subclasses PreTrainedModel without GenerationMixin. Its forward takes these arguments."""
+    decoder = Decoder("learned")
+
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.PreTrainedConfig
+
+        def __init__(self):
+            super().__init__(transformers.PreTrainedConfig())
+            self.decoder = decoder
+            self.post_init()
+
+        def get_output_embeddings(self):
+            return self.decoder.head
+
+        def forward(self, **inputs):
+            ids, cache = inputs.pop("input_ids"), inputs.pop("past_key_values", None)
+            assert inputs.keys() <= {*takes}, inputs.keys()
+            cache = Cache() if cache is None else cache
+            start, end = cache.lengths[0], cache.lengths[0] + ids.size(1)
+            mask = inputs.get("attention_mask")
+            seen = torch.ones(len(ids), end, dtype=torch.long) if mask is None else mask
+            pos = (seen.cumsum(1) - 1).clamp(min=0)[:, start:] * (not (breaks and start))
+            logits = self.decoder(ids, cache, mask, pos)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    names = ("self", "input_ids", "past_key_values", *takes)
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    Own.forward.__signature__ = inspect.Signature(parameters)
+    return Own()
+
+
+@pytest.mark.parametrize(
+    "takes", [(), ("use_cache",), ("attention_mask", "use_cache"), ("attention_mask", "position_ids", "use_cache")]
+)
+def test_a_model_without_generate(takes):
+    """Only generate() knows what becomes of a mask without position_ids, so there we cannot pad."""
+    pads = {"mask of ones", "left padding", "left padding in chunks", "left padding, then reorder"}
+    report = check_cache(own_model(*takes), length=24)
+    report.assert_correct(require=["decode", "chunks", "speculative rollback", "reorder"])
+    assert correct(report) & pads == (pads if "position_ids" in takes else set()), report
+    assert correct(report) >= EVERYTHING - pads | ROLLBACKS | COPIES, report
+    why = results(report)["left padding", "own"][1]
+    if takes == ("attention_mask", "use_cache"):
+        assert why == "the model has no prepare_inputs_for_generation(), see GenerationMixin", why
+    report = check_cache(own_model(*takes, breaks=True), length=24)
+    assert results(report)["decode", "own"][0] == "wrong", report
 
 
 # -- recurrent models --------------------------------------------------------------------------------------------------
