@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from check_cache.huggingface import METHODS, Transformers, is_model, length_of
+from check_cache.huggingface import METHODS, Transformers, is_model
 from check_cache.report import Verdict, first_line
 
 ROWS = 8  # the sequences that we feed
@@ -71,9 +71,11 @@ class Adapter:
         self.called, self.unread = [], None  # the modules that full and step call; why we must not perturb them
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
         self.torch = True  # whether they return tensors
-        self.notes = []  # what else a report says that no scenario covers
         self.samples = {}  # a cache of each kind, after two tokens
-        self.keeps = False  # whether there is a cache, after a step or before it
+        self.keeps, self.returns = (
+            False,
+            None,
+        )  # whether there is a cache, after a step or before it; the dtype of a step
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
         self.dtype = torch.float32  # of the logits
         if "weights" in parts:
@@ -147,12 +149,8 @@ class Adapter:
         B, T = ids.shape
         if getattr(logits, "shape", None) not in [(B, t, self.vocab_size) for t in (1, T)]:
             self.complain("step", f"logits {(B, T, self.vocab_size)} or (logits, cache)", output)
-        self.keeps = self.keeps or held is not None or cache is not None
+        self.keeps, self.returns = self.keeps or held is not None or cache is not None, logits.dtype
         return logits, cache if held is None else held
-
-    def takes_one(self, kind):
-        """Whether steps of one token have worked, and none of more, at the beginning or later."""
-        return 1 in (self.accepted.get((kind, False)), self.accepted.get((kind, True)))
 
     def generate(self, ids, count, use_cache, mask, eos, rows):
         """Return `count` tokens or fewer per row, perhaps after the prompt."""
@@ -206,24 +204,19 @@ class Adapter:
         return bool(self.perturbed) and not self.weights
 
     def first_logits(self):
-        """Return the logits of two tokens without a cache, and of the first with an empty one."""
+        """Return the logits of two tokens without a cache, and with one, which gets them one by one."""
         torch.manual_seed(0)
-        ids, row, pos = torch.zeros(1, 2, dtype=torch.long), torch.arange(1), torch.zeros(1, 1, dtype=torch.long)
-        cache = self.call("new", 1, 2, kind=self.kinds[0])
-        return self.full(ids, row), self.step(ids[:, :1], cache, None, pos, row, None)[0]
+        return self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1)), self.try_cache(self.kinds[0])
 
     def try_cache(self, kind):
-        """Feed two single tokens to a cache, to see what it offers."""
-        cache, lengths = self.call("new", 1, 2, kind=kind), []
+        """Feed two single tokens to a cache, to see what it offers. Return the logits of the second."""
+        cache = self.call("new", 1, 2, kind=kind)
         for at in range(2):
             ids, pos = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[at]])
-            _, cache = self.step(ids, cache, None, pos, torch.arange(1), None)
+            logits, cache = self.step(ids, cache, None, pos, torch.arange(1), None)
             self.accepted[kind, at > 0] = 1
-            lengths.append(length_of(cache))
         self.samples[kind] = cache
-        if lengths[0] == 2:
-            note = "a length that get_seq_length() returned before a step, which is the tensor that the step changes"
-            self.notes.append(f"{note}: take int() of it")
+        return logits
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """The check itself: each scenario, for each kind of cache."""
 
-from collections.abc import Iterable
-from contextlib import contextmanager, nullcontext, suppress
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 
 import torch
@@ -19,12 +21,13 @@ def check_cache(
     inputs: dict[str, torch.Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
-    caches: str | list[str] | None = None,
-    scenarios: str | list[str] | None = None,
-    skip: str | list[str] | None = None,
-    may_miss: str | list[str] | None = None,
+    caches: str | Iterable[str] | None = None,
+    scenarios: str | Iterable[str | Scenario] | None = None,
+    skip: str | Iterable[str] | None = None,
+    may_miss: str | Iterable[str] | None = None,
     more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
+    progress: Callable[[str], object] | None = None,
     **adapter: object,
 ) -> Report:
     """Check the cache of a decoder, and return a Report.
@@ -40,11 +43,14 @@ def check_cache(
     may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
     more_scenarios  of your own, made with @scenario
     atol       for a cache that rounds on purpose: how far off a logit may be
+    progress   a function that is called with a line before each scenario, such as print
 
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
     if unknown := [name for name in adapter if name not in PARTS]:
-        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}")
+        close = get_close_matches(unknown[0], [*inspect.signature(check_cache).parameters, *PARTS], 1)
+        hint = f": did you mean {close[0]}?" if close else ""
+        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}{hint}")
     parts = {name: value for name, value in adapter.items() if value is not None}
     decoder = Adapter(model, parts, inputs or {})
     if unknown := {*as_list(caches)} - {*decoder.kinds}:
@@ -59,9 +65,11 @@ def check_cache(
     chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
     sizes = Sizes(length, decoder.window)
     with prepared(decoder, dtype) as (dtype, device):
-        results = run_all(decoder, chosen, sizes, dtype, atol)
+        results = run_all(decoder, chosen, sizes, dtype, atol, progress or (lambda line: None))
 
-    beyond = [*dict.fromkeys(decoder.notes)]
+    beyond = []
+    if decoder.converts and decoder.returns not in (dtype, None):
+        beyond.append(f"steps in {str(dtype)[6:]}: they compute in {str(decoder.returns)[6:]}")
     if not decoder.perturbed:
         lacks = decoder.unread or "we found no module with weights: pass it as model=, or its arrays as weights="
         beyond.append(f"perturbed weights and float64, because {lacks}")
@@ -72,7 +80,8 @@ def check_cache(
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     must_run = [one.name for one in chosen if one.name in decoder.must_run and one not in excused]
-    return Report(title, results, ", ".join(beyond), tuple(must_run))
+    facts = dict(decoder=name, length=length, rows=ROWS, dtype=str(dtype)[6:], device=str(device))
+    return Report(title, results, ", ".join(beyond), tuple(must_run), facts)
 
 
 @contextmanager
@@ -87,53 +96,33 @@ def prepared(decoder, dtype):
     where = nullcontext() if device == torch.get_default_device() else device
     generators = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad(), where:
-        with changed(decoder.modules, same):  # to restore what a forward changes
+        with changed(decoder.modules):  # to restore what a forward changes
             decoder.try_out()
-        with in_eval_mode(decoder, same):
-            decoder.unread = find_unread(decoder)
+        decoder.unread = find_unread(decoder)
         if dtype and not decoder.converts:
             lacks = decoder.unread or "we found no module to convert, so pass it as model="
             raise ValueError(f"dtype={dtype}: {lacks}")
         draw = torch.Generator().manual_seed(0)
         dtype = dtype or (torch.float32 if decoder.converts else decoder.dtype)
-        perturb = lambda tensor: revealing(tensor, dtype, draw).to(device)  # noqa: E731
-        with in_eval_mode(decoder, perturb if decoder.perturbed else same):
+        perturb = lambda tensor: revealing(tensor, dtype, draw).to(device) if decoder.perturbed else tensor.data  # noqa: E731
+        with changed([*decoder.modules, decoder.inputs], perturb):
             for module in decoder.modules:
                 module.to(device)
-            decoder.notes += other_dtypes(decoder, dtype)
             torch.manual_seed(0)
             yield dtype, device
 
 
-def same(tensor):
-    return tensor.data
-
-
-@contextmanager
-def in_eval_mode(decoder, change):
-    with changed([*decoder.modules, decoder.inputs], change):
-        for module in decoder.modules:
-            module.eval()
-        yield
-
-
-def other_dtypes(decoder, dtype):
-    """Return which of full and step compute in a dtype other than that of the weights, in words."""
-    with suppress(Exception, SystemExit):  # it will raise again
-        pairs = [*zip(("full", "step"), decoder.first_logits() if decoder.converts else ())]
-        other = [(part, x.dtype) for part, x in pairs if not torch.equal(x, x.to(dtype).to(x.dtype))]
-        return [f"{str(dtype)[6:]} in {part}, which computes in {str(found)[6:]}" for part, found in other]
-    return []
-
-
 def with_words(scenarios, words):
-    for word in as_list(words):
-        if not any(word in one.name for one in scenarios):
+    """Return the scenarios whose name contains one of these words. A scenario stands for itself."""
+    words = as_list(words)
+    for word in words:
+        if word not in scenarios and not any(str(word) in one.name for one in scenarios):
             raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
-    return [one for one in scenarios if any(word in one.name for word in as_list(words))]
+    named = [word for word in words if isinstance(word, str)]
+    return [one for one in scenarios if one in words or any(word in one.name for word in named)]
 
 
-def run_all(decoder, scenarios, sizes, dtype, atol):
+def run_all(decoder, scenarios, sizes, dtype, atol, progress):
     results, kind, every = [], "any", f"every scenario, with length={sizes.length}"
     try:
         reference = Reference(decoder, sizes, dtype, atol)
@@ -142,6 +131,7 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
             decoder.call("new", 3, sizes.length, kind=kind)
             for scenario in scenarios:
                 if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
+                    progress(f"{len(results) + 1} of {len(scenarios) * len(decoder.kinds)}: {scenario.name:50}")
                     results.append(run_scenario(reference, scenario, kind, sizes))
     except (Exception, SystemExit) as error:
         results.append(failed(every, kind, error, "error"))
@@ -153,7 +143,8 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
         why = "nothing keeps the past: new returns None, and step only logits. Let step return (logits, cache)"
     else:
         hint = "If your step takes one token at a time, pass chunk=1"
-        single = [one for one in raised if one.step and one.step[1] > 1 and decoder.takes_one(one.cache)]
+        ones = {kind for (kind, _), most in decoder.accepted.items() if most == 1}  # at the beginning, or later
+        single = [one for one in raised if one.step and one.step[1] > 1 and one.cache in ones]
         return [replace(one, why=f"{one.why}. {hint}") if one in single else one for one in results]
     return [Result(every, "any", "error", why), *(one for one in results if one.status != "wrong")]
 

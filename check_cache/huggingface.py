@@ -1,7 +1,6 @@
 """All that we need to know about transformers. What it renames is an error that names what we looked for."""
 
 import inspect
-from contextlib import suppress
 
 import torch
 
@@ -39,10 +38,32 @@ def prepare_rollback(cache):
     return "is_croppable is False" if getattr(cache, "is_croppable", True) is False else None
 
 
-def length_of(cache):
-    """Return the length of a cache, or None: a cache of states has none."""
-    with suppress(Exception):
-        return cache.get_seq_length()
+SMALL = dict(hidden_size=64, num_attention_heads=4, head_dim=16, rotary_dim=16, intermediate_size=128, vocab_size=256)
+SMALL |= dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+SMALL |= dict(sliding_window=16, num_hidden_layers=6)  # layers of each kind, because no common pattern is longer
+
+
+def load_model(folder, tiny):
+    """Return the model in a folder, or a random one of its architecture with small sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    local = dict(local_files_only=True, trust_remote_code=False)
+    if not tiny:
+        return AutoModelForCausalLM.from_pretrained(folder, **local)
+    config = AutoConfig.from_pretrained(folder, **local).get_text_config(decoder=True)
+    settings, depth = config.to_dict(), config.num_hidden_layers
+    heads, keys = (getattr(config, f"num_{name}_heads", None) or 1 for name in ("attention", "key_value"))
+    for name, size in (SMALL | dict(num_key_value_heads=max(1, 4 * keys // heads))).items():
+        name = config.attribute_map.get(name, name)
+        if isinstance(settings.get(name), int):
+            settings[name] = min(settings[name], size)
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == depth:
+            settings[name] = value[: SMALL["num_hidden_layers"]]
+        elif name.endswith("_token_id") and isinstance(value, int):
+            settings[name] = min(value, SMALL["vocab_size"] - 1)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(type(config).from_dict(settings))
 
 
 class Transformers:

@@ -20,8 +20,8 @@ VISIBLE = 10
 
 
 @contextmanager
-def changed(modules, change):
-    """Replace each weight, except those in 8 bits, for a while, and restore what a forward writes, too."""
+def changed(modules, change=lambda tensor: tensor.data):
+    """Replace each weight, except those in 8 bits, for a while, in eval mode. Restore what a forward writes, too."""
     parts = {part for module in modules for part in module.modules()}
     weights = [part for part in parts if isinstance(part, Weights) and not part.passed]
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
@@ -34,6 +34,8 @@ def changed(modules, change):
                 tensor.data = change(tensor)
         for part in weights:
             part.write()
+        for module in modules:
+            module.eval()
         yield
     finally:
         for tensor, data in kept.items():
@@ -71,21 +73,18 @@ def find_unread(decoder):
 
     `full` and `step` may run on copies that nobody uses again, or each on a module of its own, with equal weights.
     """
-    draw, tried = torch.Generator().manual_seed(0), []
+    draw = torch.Generator().manual_seed(0)
     try:
-        before = decoder.first_logits()
+        with changed(decoder.modules):
+            before = decoder.first_logits()
         for modules in (decoder.modules, *decoder.called):
-            weights = {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
-            if not weights or weights in tried:
-                continue
             with changed(modules, lambda tensor: tensor.data + 0.1 * normal(tensor, draw)):
                 after = decoder.first_logits()
             full, step = (not torch.allclose(x, y, 0.01, 0.0, equal_nan=True) for x, y in zip(before, after))
             if full != step:
                 return "full and step read different weights: let them share their parameters"
-            if not full and not tried:
+            if not full and modules is decoder.modules:
                 return "full and step read copies of the weights that we found: pass what they copy as model="
-            tried.append(weights)
     except (Exception, SystemExit):  # it will raise again
         return None
 

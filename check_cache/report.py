@@ -1,15 +1,19 @@
 """The results, for people and for programs."""
 
 import functools
+import math
+import platform
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+__version__ = "0.5.0"
 NOT_THEIRS = str(Path(torch.__file__).parent), functools.__file__, *map(str, Path(__file__).parent.glob("*.py"))
 LABELS = {"error": "ERROR  ", "wrong": "WRONG  ", "fault": "FAULT  ", "correct": "correct", "not run": "not run"}
 KINDS = {"own": "default", "static": "static", "any": "any"}  # the default cache is the one that a decoder makes
@@ -46,9 +50,10 @@ class Report:
     results: list[Result]
     beyond: str  # what we could not see in this decoder, or empty
     must_run: tuple[str, ...] = ()  # scenarios without which the check means little
+    facts: dict[str, object] = field(default_factory=dict)  # what the title says: length, rows, dtype, ...
 
     @property
-    def exit_code(self):
+    def exit_code(self) -> int:
         """0: correct, 1: wrong, 2: too little could be checked, or the adapter or the decoder itself is wrong."""
         statuses = {result.status for result in self.results}
         if "wrong" in statuses:
@@ -57,7 +62,7 @@ class Report:
         return 2 if incomplete else 0
 
     @property
-    def missing(self):
+    def missing(self) -> dict[str, str]:
         """{name: why not} of the scenarios in `must_run` that were not run with each kind of cache."""
         missing = {}
         for word in self.must_run:
@@ -77,6 +82,16 @@ class Report:
         report = replace(self, must_run=(*self.must_run, *as_list(require)))
         if report.exit_code:
             raise AssertionError(f"the cache is wrong, or too little could be checked\n{report}")
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report for programs, as report.schema.json describes it."""
+        packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "transformers")}
+        versions = dict(check_cache=__version__, python=platform.python_version(), **packages)
+        head = dict(schema=1, versions=versions, seed=0, exit_code=self.exit_code, **self.facts)
+        names = dict(off="error", why="cause")
+        finite = lambda x: None if x == math.inf else x  # noqa: E731  JSON has no infinity
+        results = [{names.get(k, k): finite(v) for k, v in asdict(one).items()} for one in self.results]
+        return dict(**head, missing=self.missing, beyond=self.beyond, results=results)
 
     def __bool__(self):
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
