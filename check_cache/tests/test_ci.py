@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -115,7 +114,7 @@ def test_which_architectures_can_be_tiny(tmp_path):
     for name in {name.split()[0] for name in FAMILIES} - CANNOT - {"git"}:
         AutoConfig.for_model(name).save_pretrained(tmp_path / name)
         model = load_model(tmp_path / name, tiny=True)
-        assert sum(parameter.numel() for parameter in model.parameters()) < 10e6, name
+        assert sum(parameter.numel() for parameter in model.parameters()) < 20e6, name
         with torch.no_grad():
             model(torch.zeros(1, 8, dtype=torch.long))
 
@@ -127,6 +126,8 @@ def test_the_command_says_its_version(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudoterminal")
 def test_a_terminal_shows_the_progress(folder):
+    import pty
+
     ours, theirs = pty.openpty()
     program = [sys.executable, "-m", "check_cache", "mine:slow", *SHORT, "--scenarios", "batches"]
     done = subprocess.run(program, cwd=folder, env=ENV, stdout=subprocess.PIPE, stderr=theirs, text=True)
@@ -162,7 +163,7 @@ def project(tmp_path_factory):
         "        return super().step(ids, cache, mask, pos * (ids.size(1) > 1))\n",
         "test_cache.py": "from check_cache import parametrize_with_scenarios\n\n"
         "def load(name):\n    import mine\n    return getattr(mine, name)()\n\n"
-        "@parametrize_with_scenarios(lambda: load('Mine'), length=24, require='rollback')\n"
+        "@parametrize_with_scenarios(lambda: load('Mine'), length=24, require='speculative rollback')\n"
         "def test_mine(check):\n    check()\n\n"
         "@parametrize_with_scenarios(lambda: dict(model=load('Broken'), length=24), require='generate')\n"
         "def test_broken(check):\n    check()\n",

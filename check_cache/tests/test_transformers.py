@@ -83,14 +83,6 @@ def test_convolutions_can_be_cropped_and_recurrent_states_cannot():
     assert all("is_croppable is False, and after crop() logits off by" in result.why for result in report.results)
 
 
-def test_a_length_that_is_a_live_tensor():
-    """In all these releases, StaticCache returns the tensor that it counts in, and DynamicCache an int."""
-    static = check_cache(family("gpt2"), length=30, caches="static", scenarios="prefix")
-    assert "get_seq_length()" in static.beyond, static
-    own = check_cache(family("gpt2"), length=30, caches="own", scenarios="prefix")
-    assert "get_seq_length()" not in own.beyond, own
-
-
 # -- what a model need not have ----------------------------------------------------------------------------------------
 
 
