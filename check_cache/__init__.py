@@ -3,7 +3,8 @@
 from check_cache.attention import show_attention
 from check_cache.check import check_cache
 from check_cache.report import Report, Result
-from check_cache.scenarios import scenario
+from check_cache.report import __version__ as __version__
+from check_cache.scenarios import Scenario, scenario
+from check_cache.testing import parametrize_with_scenarios
 
-__version__ = "0.4.0"
-__all__ = ["Report", "Result", "check_cache", "scenario", "show_attention"]
+__all__ = ["Report", "Result", "Scenario", "check_cache", "parametrize_with_scenarios", "scenario", "show_attention"]

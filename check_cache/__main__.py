@@ -2,44 +2,63 @@
 
 import argparse
 import importlib
+import json
+import re
 import sys
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from check_cache.check import check_cache
+import torch
+
+from check_cache import __version__, check_cache
+from check_cache.huggingface import load_model
 from check_cache.report import first_line
 
 
-def load(name):
+def load(name, tiny):
     """Return what module:function returns, or the model in a transformers folder."""
+    if Path(name, "config.json").is_file():
+        return load_model(name, tiny)
     module, _, function = name.rpartition(":")
-    if module and function.isidentifier():
-        sys.path.insert(0, "")  # the module may be in this folder
-        return getattr(importlib.import_module(module), function)()
-    if not Path(name, "config.json").is_file():
-        raise ValueError("neither a transformers folder with a config.json, nor module:function")
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    if tiny or not (module and function.isidentifier()):
+        other = "" if tiny else ", nor module:function"
+        raise ValueError(f"not a transformers folder with a config.json{other}")
+    sys.path.insert(0, "")  # the module may be in this folder
+    return getattr(importlib.import_module(module), function)()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser("check-cache", description="Checks whether the KV cache of a model is correct")
     add = parser.add_argument
+    words = dict(nargs="+", action="extend", default=[], metavar="WORD")
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
-    add("--scenarios", nargs="+", metavar="WORD", help="only those whose name contains one of these: chunks padding")
-    add("--skip", nargs="+", metavar="WORD", help="not the scenarios whose name contains one of these")
-    add("--may_miss", nargs="+", metavar="WORD", help="scenarios that need not run, of decode, chunks and left padding")
+    add("--atol", type=float, default=0.0, help="how far off a logit may be, if the cache rounds on purpose")
+    add("--tiny", action="store_true", help="of the folder only the architecture: small sizes and random weights")
+    add("--scenarios", **words, help="only those whose name contains one of these words: chunks,padding")
+    add("--skip", **words, help="not the scenarios whose name contains one of these words")
+    add("--require", **words, help="for each word, a scenario whose name contains it must have run: decode,chunks")
+    add("--may-miss", "--may_miss", **words, help="scenarios that need not run, of decode, chunks and left padding")
+    add("--json", metavar="FILE", help="write the report there, as report.schema.json describes it")
+    add("--verbose", action="store_true", help="say of each scenario that was not run why")
+    add("--version", action="version", version=f"check-cache {__version__}, torch {torch.__version__}")
     args = vars(parser.parse_args())
-    model = args.pop("model")
+    for name in ("scenarios", "skip", "require", "may_miss"):  # the names of some contain a comma and a space
+        args[name] = [word for text in args[name] for word in re.split(",(?! )", text)]
+    model, tiny, require, file, verbose = map(args.pop, ("model", "tiny", "require", "json", "verbose"))
     warnings.simplefilter("ignore")
     try:
-        report = check_cache(load(model), **args)
+        show = partial(print, end="\r", file=sys.stderr, flush=True) if sys.stderr.isatty() else None
+        report = check_cache(load(model, tiny), **args, progress=show)
+        report = replace(report, must_run=(*report.must_run, *require))
+        if file:
+            Path(file).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     except (Exception, SystemExit) as error:
         parser.exit(2, f"check-cache: {model}: {type(error).__name__}: {first_line(error)}\n")
-    print(report)
+    print(report.text(verbose))
     sys.exit(report.exit_code)
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from check_cache.huggingface import METHODS, Transformers, is_model, length_of
+from check_cache.huggingface import METHODS, Transformers, is_model
 from check_cache.report import Verdict, first_line
 
 ROWS = 8  # the sequences that we feed
@@ -68,10 +68,14 @@ class Adapter:
         self.context, self.window, self.chunk = (parts.get(name) for name in ("context", "window", "chunk"))
         self.pad, self.must_run = parts.get("pad") or 0, parts.get("must_run") or ("decode",)
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
+        self.called, self.unread = [], None  # the modules that full and step call; why we must not perturb them
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
         self.torch = True  # whether they return tensors
-        self.notes = []  # what else a report says that no scenario covers
         self.samples = {}  # a cache of each kind, after two tokens
+        self.keeps, self.returns = (
+            False,
+            None,
+        )  # whether there is a cache, after a step or before it; the dtype of a step
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
         self.dtype = torch.float32  # of the logits
         if "weights" in parts:
@@ -145,6 +149,7 @@ class Adapter:
         B, T = ids.shape
         if getattr(logits, "shape", None) not in [(B, t, self.vocab_size) for t in (1, T)]:
             self.complain("step", f"logits {(B, T, self.vocab_size)} or (logits, cache)", output)
+        self.keeps, self.returns = self.keeps or held is not None or cache is not None, logits.dtype
         return logits, cache if held is None else held
 
     def generate(self, ids, count, use_cache, mask, eos, rows):
@@ -176,32 +181,50 @@ class Adapter:
 
     def try_out(self):
         """Find the modules that are called, and whether functions want NumPy. What raises here will raise again."""
-        called = {}
-        with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
+        with called_modules() as by_full:
             for self.numpy in (False, True, False):
                 with suppress(Exception, SystemExit):
                     self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1))
                     break
+        with called_modules() as by_step:
             for kind in self.kinds:
                 with suppress(Exception, SystemExit):
                     self.try_cache(kind)
-        self.modules = [*dict.fromkeys((*self.modules, *called))]
-        self.converts = bool(self.modules) and not self.weights  # to another dtype
-        if self.modules:
-            self.modules.append(self.inputs)
+        self.called = [by_full, by_step]
+        self.modules = [*dict.fromkeys((*self.modules, *by_full, *by_step))]
+
+    @property
+    def perturbed(self):
+        """The modules whose weights we may change."""
+        return [] if self.unread or not self.modules else [*self.modules, self.inputs]
+
+    @property
+    def converts(self):
+        """Whether we can change the dtype of the weights."""
+        return bool(self.perturbed) and not self.weights
+
+    def first_logits(self):
+        """Return the logits of two tokens without a cache, and with one, which gets them one by one."""
+        torch.manual_seed(0)
+        return self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1)), self.try_cache(self.kinds[0])
 
     def try_cache(self, kind):
-        """Feed two single tokens to a cache, to see what it offers."""
-        cache, lengths = self.call("new", 1, 2, kind=kind), []
+        """Feed two single tokens to a cache, to see what it offers. Return the logits of the second."""
+        cache = self.call("new", 1, 2, kind=kind)
         for at in range(2):
             ids, pos = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[at]])
-            _, cache = self.step(ids, cache, None, pos, torch.arange(1), None)
+            logits, cache = self.step(ids, cache, None, pos, torch.arange(1), None)
             self.accepted[kind, at > 0] = 1
-            lengths.append(length_of(cache))
         self.samples[kind] = cache
-        if lengths[0] == 2:
-            note = "a length that get_seq_length() returned before a step, which is the tensor that the step changes"
-            self.notes.append(f"{note}: take int() of it")
+        return logits
+
+
+@contextmanager
+def called_modules():
+    """Collect the modules that are called."""
+    called = {}
+    with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
+        yield called
 
 
 def asks_for(function, name):

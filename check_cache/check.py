@@ -1,14 +1,16 @@
 """The check itself: each scenario, for each kind of cache."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 
 import torch
 
 from check_cache.adapters import PARTS, ROWS, Adapter
-from check_cache.reference import MEDIAN, Reference, changed, revealing
+from check_cache.reference import MEDIAN, Reference, changed, find_unread, revealing
 from check_cache.report import Report, Result, Verdict, as_list, describe, first_line
 from check_cache.scenarios import LEAST, SCENARIOS, Scenario, Sizes, Stream
 
@@ -19,12 +21,13 @@ def check_cache(
     inputs: dict[str, torch.Tensor] | None = None,
     length: int | None = None,
     dtype: torch.dtype | str | None = None,
-    caches: str | list[str] | None = None,
-    scenarios: str | list[str] | None = None,
-    skip: str | list[str] | None = None,
-    may_miss: str | list[str] | None = None,
+    caches: str | Iterable[str] | None = None,
+    scenarios: str | Iterable[str | Scenario] | None = None,
+    skip: str | Iterable[str] | None = None,
+    may_miss: str | Iterable[str] | None = None,
     more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
+    progress: Callable[[str], object] | None = None,
     **adapter: object,
 ) -> Report:
     """Check the cache of a decoder, and return a Report.
@@ -40,11 +43,14 @@ def check_cache(
     may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
     more_scenarios  of your own, made with @scenario
     atol       for a cache that rounds on purpose: how far off a logit may be
+    progress   a function that is called with a line before each scenario, such as print
 
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
     if unknown := [name for name in adapter if name not in PARTS]:
-        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}")
+        close = get_close_matches(unknown[0], [*inspect.signature(check_cache).parameters, *PARTS], 1)
+        hint = f": did you mean {close[0]}?" if close else ""
+        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}{hint}")
     parts = {name: value for name, value in adapter.items() if value is not None}
     decoder = Adapter(model, parts, inputs or {})
     if unknown := {*as_list(caches)} - {*decoder.kinds}:
@@ -59,11 +65,13 @@ def check_cache(
     chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
     sizes = Sizes(length, decoder.window)
     with prepared(decoder, dtype) as (dtype, device):
-        results = run_all(decoder, chosen, sizes, dtype, atol)
+        results = run_all(decoder, chosen, sizes, dtype, atol, progress or (lambda line: None))
 
-    beyond = [*dict.fromkeys(decoder.notes)]
-    if not decoder.modules:
-        lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
+    beyond = []
+    if decoder.converts and decoder.returns not in (dtype, None):
+        beyond.append(f"steps in {str(dtype)[6:]}: they compute in {str(decoder.returns)[6:]}")
+    if not decoder.perturbed:
+        lacks = decoder.unread or "we found no module with weights: pass it as model=, or its arrays as weights="
         beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
@@ -72,7 +80,8 @@ def check_cache(
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     must_run = [one.name for one in chosen if one.name in decoder.must_run and one not in excused]
-    return Report(title, results, ", ".join(beyond), tuple(must_run))
+    facts = dict(decoder=name, length=length, rows=ROWS, dtype=str(dtype)[6:], device=str(device))
+    return Report(title, results, ", ".join(beyond), tuple(must_run), facts)
 
 
 @contextmanager
@@ -87,27 +96,33 @@ def prepared(decoder, dtype):
     where = nullcontext() if device == torch.get_default_device() else device
     generators = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad(), where:
-        with changed(decoder.modules, lambda tensor: tensor.data):  # to restore what a forward changes
+        with changed(decoder.modules):  # to restore what a forward changes
             decoder.try_out()
+        decoder.unread = find_unread(decoder)
         if dtype and not decoder.converts:
-            raise ValueError(f"dtype={dtype}: we found no module to convert, so pass it as model=")
+            lacks = decoder.unread or "we found no module to convert, so pass it as model="
+            raise ValueError(f"dtype={dtype}: {lacks}")
         draw = torch.Generator().manual_seed(0)
         dtype = dtype or (torch.float32 if decoder.converts else decoder.dtype)
-        with changed(decoder.modules, lambda tensor: revealing(tensor, dtype, draw).to(device)):
-            torch.manual_seed(0)
+        perturb = lambda tensor: revealing(tensor, dtype, draw).to(device) if decoder.perturbed else tensor.data  # noqa: E731
+        with changed([*decoder.modules, decoder.inputs], perturb):
             for module in decoder.modules:
-                module.eval().to(device)
+                module.to(device)
+            torch.manual_seed(0)
             yield dtype, device
 
 
 def with_words(scenarios, words):
-    for word in as_list(words):
-        if not any(word in one.name for one in scenarios):
+    """Return the scenarios whose name contains one of these words. A scenario stands for itself."""
+    words = as_list(words)
+    for word in words:
+        if word not in scenarios and not any(str(word) in one.name for one in scenarios):
             raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
-    return [one for one in scenarios if any(word in one.name for word in as_list(words))]
+    named = [word for word in words if isinstance(word, str)]
+    return [one for one in scenarios if one in words or any(word in one.name for word in named)]
 
 
-def run_all(decoder, scenarios, sizes, dtype, atol):
+def run_all(decoder, scenarios, sizes, dtype, atol, progress):
     results, kind, every = [], "any", f"every scenario, with length={sizes.length}"
     try:
         reference = Reference(decoder, sizes, dtype, atol)
@@ -116,14 +131,22 @@ def run_all(decoder, scenarios, sizes, dtype, atol):
             decoder.call("new", 3, sizes.length, kind=kind)
             for scenario in scenarios:
                 if kind == decoder.kinds[0] or "generate" not in scenario.needs:  # which makes its own cache
+                    progress(f"{len(results) + 1} of {len(scenarios) * len(decoder.kinds)}: {scenario.name:50}")
                     results.append(run_scenario(reference, scenario, kind, sizes))
     except (Exception, SystemExit) as error:
         results.append(failed(every, kind, error, "error"))
-    if not decoder.accepted:  # no step has worked, even with an empty cache: a mistake in the adapter
-        for i, one in enumerate(results):
-            if one.status == "wrong" and one.why.startswith("raises"):
-                results[i] = replace(one, status="error", why=f"the first step, with an empty cache, {one.why}")
-    return results
+    raised = [one for one in results if one.status == "wrong" and one.why.startswith("raises")]
+    compared = {one.status for one in results if "generate" not in one.scenario}
+    if raised and not decoder.accepted:
+        why = f"the first step, with an empty cache, {raised[0].why}"
+    elif decoder.accepted and not decoder.keeps and "wrong" in compared and "correct" not in compared:
+        why = "nothing keeps the past: new returns None, and step only logits. Let step return (logits, cache)"
+    else:
+        hint = "If your step takes one token at a time, pass chunk=1"
+        ones = {kind for (kind, _), most in decoder.accepted.items() if most == 1}  # at the beginning, or later
+        single = [one for one in raised if one.step and one.step[1] > 1 and one.cache in ones]
+        return [replace(one, why=f"{one.why}. {hint}") if one in single else one for one in results]
+    return [Result(every, "any", "error", why), *(one for one in results if one.status != "wrong")]
 
 
 def run_scenario(reference, scenario, kind, sizes):
@@ -138,15 +161,16 @@ def run_scenario(reference, scenario, kind, sizes):
         typical, usual = error.median().item(), MEDIAN * rounding.median().item()
         if typical > usual:
             rule = f"half of the logits off by {typical:.2g} or more (allowed {usual:.1g})"
-            raise Verdict("wrong", "cause unknown: rounding can move some logits as far, but not most", rule, typical)
-        return Result(scenario.name, kind, "correct", off=error.max().item())
+            why = "cause unknown: rounding can move some logits as far, but not most"
+            raise Verdict("wrong", why, rule=rule, off=typical, limit=usual)
+        return Result(scenario.name, kind, "correct", off=error.max().item(), limit=reference.limit.item())
     except (Exception, SystemExit) as error:
         return failed(scenario.name, kind, error, "wrong")
 
 
 def failed(scenario, kind, error, status):
     if isinstance(error, Verdict):
-        return Result(scenario, kind, *error.args)
+        return Result(scenario, kind, **error.fields)
     if isinstance(error, NotImplementedError):
         return Result(scenario, kind, "not run", first_line(error))
     return Result(scenario, kind, status, describe(error))

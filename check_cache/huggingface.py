@@ -1,7 +1,6 @@
 """All that we need to know about transformers. What it renames is an error that names what we looked for."""
 
 import inspect
-from contextlib import suppress
 
 import torch
 
@@ -39,16 +38,36 @@ def prepare_rollback(cache):
     return "is_croppable is False" if getattr(cache, "is_croppable", True) is False else None
 
 
-def length_of(cache):
-    """Return the length of a cache, or None: a cache of states has none."""
-    with suppress(Exception):
-        return cache.get_seq_length()
+SMALL = dict(hidden_size=64, num_attention_heads=4, head_dim=16, rotary_dim=16, intermediate_size=128, vocab_size=256)
+SMALL |= dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+SMALL |= dict(sliding_window=16, num_hidden_layers=6)  # layers of each kind, because no common pattern is longer
+
+
+def load_model(folder, tiny):
+    """Return the model in a folder, or a random one of its architecture with small sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    local = dict(local_files_only=True, trust_remote_code=False)
+    if not tiny:
+        return AutoModelForCausalLM.from_pretrained(folder, **local)
+    config = AutoConfig.from_pretrained(folder, **local).get_text_config(decoder=True)
+    settings, depth = config.to_dict(), config.num_hidden_layers
+    heads, keys = (getattr(config, f"num_{name}_heads", None) or 1 for name in ("attention", "key_value"))
+    for name, size in (SMALL | dict(num_key_value_heads=max(1, 4 * keys // heads))).items():
+        name = config.attribute_map.get(name, name)
+        if isinstance(settings.get(name), int):
+            settings[name] = min(settings[name], size)
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == depth:
+            settings[name] = value[: SMALL["num_hidden_layers"]]
+        elif name.endswith("_token_id") and isinstance(value, int):
+            settings[name] = min(value, SMALL["vocab_size"] - 1)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(type(config).from_dict(settings))
 
 
 class Transformers:
     """The adapter of a causal language model of transformers. It makes the inputs of a step as generate() does."""
-
-    must_run = ("decode", "chunks of mixed sizes", "left padding")
 
     def __init__(self, model):
         import transformers
@@ -57,6 +76,9 @@ class Transformers:
             raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.static_cache, self.parameters = transformers.StaticCache, inspect.signature(model.forward).parameters
+        self.open = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())  # takes any argument
+        self.prepare = getattr(model, "prepare_inputs_for_generation", None)  # of models with GenerationMixin
+        self.must_run = ("decode", "chunks of mixed sizes") + (("left padding",) if self.prepare else ())
         self.vocab_size = model.get_output_embeddings().weight.size(0)
         self.context = getattr(self.config, "max_position_embeddings", None)
         self.pad = getattr(self.config, "pad_token_id", None) or 0
@@ -80,7 +102,10 @@ class Transformers:
         if self.unknown:
             known = f"we know windows as {', '.join(WINDOWS)}: see huggingface.py"
             raise Verdict("error", f"the config has {self.unknown[0]}, but {known}")
-        return self.model(input_ids=ids, use_cache=False, **inputs).logits
+        return self.model(input_ids=ids, **self.caching(False), **inputs).logits
+
+    def caching(self, use):
+        return dict(use_cache=use) if self.open or "use_cache" in self.parameters else {}
 
     def new(self, rows, length, kind):
         if kind == "own":
@@ -93,16 +118,17 @@ class Transformers:
         name = self.name_of("cache")
         if name is None:  # then we only see what generate() does
             raise NotImplementedError("the model takes no cache")
-        more = {name: cache, "use_cache": True, **inputs}
+        more = {name: cache, **self.caching(True), **inputs}
         if mask is not None:  # without one, the model has to work out positions itself
-            if self.name_of("mask") is None and not any(p.kind == p.VAR_KEYWORD for p in self.parameters.values()):
+            if self.name_of("mask") is None and not self.open:
                 raise NotImplementedError("the model takes no attention_mask")
             more["attention_mask"] = mask
             if at := self.name_of("pos"):
                 more[at] = pos
             if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
-                first = mask.shape == ids.shape
-                made = self.model.prepare_inputs_for_generation(ids, is_first_iteration=first, **more)
+                if not self.prepare:
+                    raise NotImplementedError("the model has no prepare_inputs_for_generation(), see GenerationMixin")
+                made = self.prepare(ids, is_first_iteration=mask.shape == ids.shape, **more)
                 kept = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
                 more = {name: cache, **kept}
         output = self.model(**more | dict(input_ids=ids))

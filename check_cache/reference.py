@@ -20,8 +20,8 @@ VISIBLE = 10
 
 
 @contextmanager
-def changed(modules, change):
-    """Replace each weight, except those in 8 bits, for a while, and restore what a forward writes, too."""
+def changed(modules, change=lambda tensor: tensor.data):
+    """Replace each weight, except those in 8 bits, for a while, in eval mode. Restore what a forward writes, too."""
     parts = {part for module in modules for part in module.modules()}
     weights = [part for part in parts if isinstance(part, Weights) and not part.passed]
     held = [(content, dict(content)) for part in parts for content in (vars(part), part._buffers)]
@@ -34,6 +34,8 @@ def changed(modules, change):
                 tensor.data = change(tensor)
         for part in weights:
             part.write()
+        for module in modules:
+            module.eval()
         yield
     finally:
         for tensor, data in kept.items():
@@ -66,6 +68,27 @@ def normal(tensor, draw):
     return torch.randn(tensor.shape, generator=draw, device="cpu").to(tensor)
 
 
+def find_unread(decoder):
+    """Return why we must not perturb the weights that we found, or None.
+
+    `full` and `step` may run on copies that nobody uses again, or each on a module of its own, with equal weights.
+    """
+    draw = torch.Generator().manual_seed(0)
+    try:
+        with changed(decoder.modules):
+            before = decoder.first_logits()
+        for modules in (decoder.modules, *decoder.called):
+            with changed(modules, lambda tensor: tensor.data + 0.1 * normal(tensor, draw)):
+                after = decoder.first_logits()
+            full, step = (not torch.allclose(x, y, 0.01, 0.0, equal_nan=True) for x, y in zip(before, after))
+            if full != step:
+                return "full and step read different weights: let them share their parameters"
+            if not full and modules is decoder.modules:
+                return "full and step read copies of the weights that we found: pass what they copy as model="
+    except (Exception, SystemExit):  # it will raise again
+        return None
+
+
 def draw_texts(sizes, vocab_size, pad, draw):
     """Return ids (ROWS, length), some of which are the padding id, because a cache must not mistake them for padding.
 
@@ -85,7 +108,7 @@ class Reference:
     """Random sequences, their logits without a cache, and how far rounding moves these logits."""
 
     def __init__(self, decoder, sizes, dtype, atol):
-        self.decoder, self.modules, self.length = decoder, decoder.modules, sizes.length
+        self.decoder, self.modules, self.length = decoder, decoder.perturbed, sizes.length
         self.eps, length, draw = torch.finfo(dtype).eps, sizes.length, torch.Generator().manual_seed(0)
         self.coarse = 0.3 if atol else self.eps**0.6  # how far off keys, values and weights may be, of the largest
         self.ids = draw_texts(sizes, decoder.vocab_size, decoder.pad, draw)
@@ -99,7 +122,7 @@ class Reference:
         for _ in range(3):
             with changed(self.modules, lambda tensor: tensor.data * (1 + self.eps / 8 * normal(tensor, draw))):
                 self.rounding = self.rounding.maximum(self.error(self.full()))
-        if not decoder.modules:
+        if not self.modules:
             self.rounding *= UNSEEN
         self.find_blindness()
         self.limit = (LARGEST * self.rounding.max()).clamp(min=atol)

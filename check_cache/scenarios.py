@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from check_cache.adapters import ROWS, TWIN
 from check_cache.attention import Interruption, Watch
 from check_cache.cause import Step, find_cause
 from check_cache.huggingface import prepare_rollback, refusals
-from check_cache.report import Verdict, first_line, refuses
+from check_cache.report import Verdict, describe, first_line, refuses
 
 LEAST = 24  # tokens per row
 PADS = (0, 3, 5)  # padding tokens of each row, fewer than a third of LEAST
@@ -82,10 +82,12 @@ class Stream:
         try:
             with Watch() as watch:
                 logits, self.cache = decoder.step(ids, self.cache, mask, pos, self.rows, lengths)
-        except (ValueError, AssertionError) as error:
+        except (NotImplementedError, Verdict):
+            raise
+        except Exception as error:
             if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
                 raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
-            raise
+            raise Verdict("wrong", describe(error), step=(len(ids), T)) from None
         decoder.accepted[self.kind, self.fed > 0] = max(most, T)
         self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
@@ -105,7 +107,8 @@ class Stream:
                 cause = f"cause unknown: {first_line(problem)}"
             rule = f"logits off by {error.max():.2g} (allowed {reference.limit:.1g}), first at row {row}, position "
             rule += f"{position}, in a step of {len(ids)} rows and {T} tokens"
-            raise Verdict("wrong", cause, rule, error.max().item(), position, (len(ids), T))
+            size = dict(off=error.max().item(), limit=reference.limit.item())
+            raise Verdict("wrong", cause, rule=rule, position=position, step=(len(ids), T), **size)
 
     def fail(self, at):
         ids, _, pos, mask = self.next(1)
@@ -155,7 +158,10 @@ chunks_around = feeding("chunks around the window", lambda sizes: sizes.around, 
 mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], pads=(0, 0, 0))
 padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], pads=PADS)
 padding_in_chunks = feeding("left padding in chunks", lambda sizes: [sizes.third, *sizes.mixed[:8]], pads=(2, 5, 7))
-ragged = feeding("rows of different lengths", lambda sizes: [sizes.third, *sizes.ones, 4], pads=PADS, ragged=True)
+ragged = feeding("rows of different lengths", lambda sizes: [sizes.third, *sizes.ones], pads=PADS, ragged=True)
+ragged_in_chunks = feeding(
+    "rows of different lengths in chunks", lambda sizes: [sizes.third, 4, *sizes.ones], pads=PADS, ragged=True
+)
 
 
 def generate_twice(start, sizes, **options):
@@ -226,13 +232,25 @@ def equal_pages(start, sizes):
     stream.feed(*sizes.ones[::2])
 
 
+@contextmanager
+def after(prompt, stream):
+    """Feed a prompt, and crop the cache in here. If it says that it cannot be cropped, nothing in here is wrong."""
+    prepare_rollback(stream.cache)
+    stream.feed(prompt)
+    refuses = prepare_rollback(stream.cache)  # now that we have a cache that knows
+    try:
+        yield
+    except Verdict as verdict:
+        if not refuses or verdict.fields["status"] != "wrong":
+            raise
+        said = (verdict.fields.get("rule") or verdict.fields["why"]).partition(" (")[0]
+        raise NotImplementedError(f"{refuses}, and after crop() {said}") from None
+
+
 def roll_back(start, sizes, then=None):
     """Speculative decoding: feed a token and some drafts, take back those that differ, and go on."""
     stream = start()
-    prepare_rollback(stream.cache)
-    stream.feed(sizes.page - 1)
-    refuses = prepare_rollback(stream.cache)  # now that we have a cache that knows
-    try:
+    with after(sizes.page - 1, stream):
         for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
             if stream.fed + accepted + rejected + 2 > sizes.length:
                 break
@@ -243,13 +261,20 @@ def roll_back(start, sizes, then=None):
                 stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
             if rejected != 1:  # then the next draft follows at once
                 stream.feed(1)
-    except Verdict as verdict:
-        if not refuses or verdict.args[0] != "wrong":
-            raise
-        raise NotImplementedError(f"{refuses}, and after crop() {verdict.args[2].partition(' (')[0]}") from None
+
+
+def roll_far_back(start, sizes):
+    """Take back several steps, as who edits an earlier turn does: the newest, half of the prompt, or all."""
+    for kept in sizes.fork + 6, sizes.fork // 2, 0:
+        stream = start()
+        with after(2, stream):  # so early that a cache with a window records all that follows
+            stream.feed(sizes.fork, 4).feed(0, drafts=4).feed(0, drafts=4)
+            stream.crop(stream.fed - kept)
+            stream.feed(4, *sizes.ones)
 
 
 rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
+rollback_far = scenario("rollback of several steps", needs={"crop"})(roll_far_back)
 rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))(partial(roll_back, then=(0, 0, 2)))
 
 

@@ -1,4 +1,4 @@
-"""Decoders of other frameworks, with the examples of README.md."""
+"""Decoders of other frameworks, with the examples of ADAPTERS.md."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from check_cache import check_cache
 from wild.repros import shows
 
 PACKAGES = Path(__file__).parent / "frameworks" / ".packages"
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "ADAPTERS.md"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of their packages, whose classes pytest-xdist cannot import to show them
@@ -31,7 +31,7 @@ def packages():
 
 def example(library, names):
     """Return the report of the example for a library, in which these names stand for what the reader has."""
-    page = README.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     code = re.search(rf"^```python {library}\n(.*?)^```", page, re.MULTILINE | re.DOTALL).group(1)
     reports = []
 

@@ -6,10 +6,11 @@ test_versions.py runs these tests with older releases, too.
 import inspect
 
 import pytest
+import torch
 import transformers
 from transformers import LlamaForCausalLM
 
-from bugs import tiny
+from bugs import Cache, Decoder, tiny
 from check_cache import check_cache
 from test_families import family
 
@@ -35,7 +36,7 @@ EVERYTHING = {
     *("reuse after reset", "batches of 1 to 8 rows", "going on after an exception"),
 }
 EVERYTHING -= set() if NEWER else {"reuse after reset"}
-ROLLBACKS = {"speculative rollback", "rollback, then reorder"}
+ROLLBACKS = {"speculative rollback", "rollback of several steps", "rollback, then reorder"}
 COPIES = {"repeat", "repeat from one row", "select", "select from one row"}
 
 
@@ -78,15 +79,60 @@ def test_convolutions_can_be_cropped_and_recurrent_states_cannot():
     report = check_cache(family("lfm2"), length=30, caches="own", scenarios="rollback")
     assert correct(report) == ROLLBACKS, report
     report = check_cache(family("jamba"), length=30, caches="own", scenarios="rollback")
-    assert statuses(report) == {"not run"} and "is_croppable is False" in str(report), report
+    assert statuses(report) == {"not run"}, report
+    assert all("is_croppable is False, and after crop() logits off by" in result.why for result in report.results)
 
 
-def test_a_length_that_is_a_live_tensor():
-    """In all these releases, StaticCache returns the tensor that it counts in, and DynamicCache an int."""
-    static = check_cache(family("gpt2"), length=30, caches="static", scenarios="prefix")
-    assert "get_seq_length()" in static.beyond, static
-    own = check_cache(family("gpt2"), length=30, caches="own", scenarios="prefix")
-    assert "get_seq_length()" not in own.beyond, own
+# -- what a model need not have ----------------------------------------------------------------------------------------
+
+
+def own_model(*takes, breaks=False):
+    """Return a decoder that subclasses PreTrainedModel without GenerationMixin. Its forward takes these arguments."""
+    decoder = Decoder("learned")
+
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.PreTrainedConfig
+
+        def __init__(self):
+            super().__init__(transformers.PreTrainedConfig())
+            self.decoder = decoder
+            self.post_init()
+
+        def get_output_embeddings(self):
+            return self.decoder.head
+
+        def forward(self, **inputs):
+            ids, cache = inputs.pop("input_ids"), inputs.pop("past_key_values", None)
+            assert inputs.keys() <= {*takes}, inputs.keys()
+            cache = Cache() if cache is None else cache
+            start, end = cache.lengths[0], cache.lengths[0] + ids.size(1)
+            mask = inputs.get("attention_mask")
+            seen = torch.ones(len(ids), end, dtype=torch.long) if mask is None else mask
+            pos = (seen.cumsum(1) - 1).clamp(min=0)[:, start:] * (not (breaks and start))
+            logits = self.decoder(ids, cache, mask, pos)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    names = ("self", "input_ids", "past_key_values", *takes)
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    Own.forward.__signature__ = inspect.Signature(parameters)
+    return Own()
+
+
+@pytest.mark.parametrize(
+    "takes", [(), ("use_cache",), ("attention_mask", "use_cache"), ("attention_mask", "position_ids", "use_cache")]
+)
+def test_a_model_without_generate(takes):
+    """Only generate() knows what becomes of a mask without position_ids, so there we cannot pad."""
+    pads = {"mask of ones", "left padding", "left padding in chunks", "left padding, then reorder"}
+    report = check_cache(own_model(*takes), length=24)
+    report.assert_correct(require=["decode", "chunks", "speculative rollback", "reorder"])
+    assert correct(report) & pads == (pads if "position_ids" in takes else set()), report
+    assert correct(report) >= EVERYTHING - pads | ROLLBACKS | COPIES, report
+    why = results(report)["left padding", "own"][1]
+    if takes == ("attention_mask", "use_cache"):
+        assert why == "the model has no prepare_inputs_for_generation(), see GenerationMixin", why
+    report = check_cache(own_model(*takes, breaks=True), length=24)
+    assert results(report)["decode", "own"][0] == "wrong", report
 
 
 # -- recurrent models --------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ WRONG = {
     "native-sparse-attention: a prompt shorter than a block": (
         lambda: native_sparse_attention(prompt=1),
         lambda: (repros.native_sparse_attention_logits(2) > 0.01).any(),
-        "WRONG decode from 1 token, own cache",
+        "WRONG decode from 1 token: ",
     ),
     "litgpt: Gemma 2": (
         lambda: litgpt("Gemma-2-2b", **GEMMA_2),
@@ -244,7 +244,7 @@ WRONG = {
     "mini-infer: a prefix that it knows": (
         mini_infer,
         lambda: repros.mini_infer_greedy() > 10,
-        "WRONG generate, own cache: the (first|third) call of generate",
+        "WRONG generate: the (first|third) call of generate",
     ),
     "moshi: two frames at a time over a full context": (
         lambda: moshi(context=WINDOW),

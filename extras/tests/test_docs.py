@@ -21,6 +21,7 @@ from helpers import ROOT
 
 PACKAGES = ("check_cache", "extras/web")
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name / "README.md" for name in ("lesson", *PACKAGES))]
+PAGES += [ROOT / "check_cache" / name for name in ("ADAPTERS.md", "FOUND.md")]
 FILES = [ROOT / "README.md", *PAGES]
 SCRIPTS = (
     "data/prepare.py",
