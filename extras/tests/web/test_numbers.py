@@ -9,6 +9,7 @@ import torch
 
 from extra_helpers import attend
 from extras.decode.explain import watch
+from extras.formats.compare import own_text
 from extras.formats.webpage import START
 from extras.tests.web.conftest import CHARS, CONFIG, DEFAULT, WEB, WIDE, assert_text, ids_of
 from helpers import ok
@@ -95,6 +96,23 @@ def test_at_other_positions_and_with_a_masked_column(answers, model):
     for got, expected in (("moved", dict(positions=POSITIONS)), ("masked", dict(allowed=allowed))):
         logits = logits_of(model, PROMPT, **expected)[-1].float()
         torch.testing.assert_close(torch.tensor(answers[got]), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_page_opens_in_the_head_that_looks_most_at_the_character_before(page, model):
+    text = own_text(model)
+    pos = torch.arange(text.size(1))
+    shares = {}
+    for layer in range(CONFIG.n_layer):
+        with watch(model, layer) as seen:
+            model(text, pos=pos)
+        for i in range(CONFIG.n_head):
+            head = model.kv_cache.heads[layer][i * CONFIG.n_kv_head // CONFIG.n_head]
+            _, weights = attend(head, seen["q"][:, i], pos)
+            shares[layer, i] = weights[:, pos[1:], pos[:-1]].mean().item()
+    best = max(shares, key=shares.get)
+    start = json.loads((page / "model.json").read_text(encoding="utf-8"))["start"]
+    assert (start["layer"], start["head"]) == best
+    assert start["previous"] == pytest.approx(shares[best], abs=0.005)
 
 
 def test_the_first_picture(page, model):

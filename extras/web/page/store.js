@@ -19,7 +19,7 @@ export function createStore(worker, onChange) {
     head: 0,
     run: null, // see begin
     race: null, // the run whose text is also written without the cache, and what came of it
-    guess: null, // how many times as fast the reader expects the cache to be
+    guess: {}, // of the race: how many times `fewer` positions and how many times `faster` the reader expects
     answer: null, // what is on the stage instead of the run, see show
     mistakes: new Map(), // name => answer
     changed: 0, // the id that a character is changed to
