@@ -7,13 +7,12 @@ import re
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from extras.decode.explain import layer_weights, watch
 from extras.formats.compare import own_text
 from extras.formats.folder import read_tree, write_tree
-from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
+from extras.formats.onnx import compare_onnx, write_onnx
 
 WEB = Path(__file__).resolve().parent.parent / "web"
 # the defaults of the page's form, and the moment at which it opens: after `new` characters
@@ -41,8 +40,6 @@ def export_web(model, tokenizer, folder):
         compare_onnx(file, model, own_text(model))
         fits = set(START["prompt"]) <= set(chars) and len(START["prompt"]) < config.block_size
         start = START | previous_token_head(model) | ({} if fits else dict(prompt=""))
-        prompt = start["prompt"] or ("\n" if "\n" in chars else chars[0])  # as in request.js
-        first = opening(OnnxGPT(file), model, prompt, start)
         graph = file.read_bytes()
     about = dict(
         chars=chars,
@@ -54,7 +51,7 @@ def export_web(model, tokenizer, folder):
         pos_emb=config.pos_emb,
         parameters=sum(p.numel() for p in model.parameters()),
         start=start,
-        opening=first,
+        opening=opening(model, chars, start),
     )
 
     # add the page, and compress large files, because a plain server compresses nothing
@@ -105,30 +102,10 @@ def previous_token_head(model):
     return dict(layer=layer, head=head, previous=round(shares.max().item(), 2))
 
 
-def opening(onnx, model, prompt, start):
-    """Return what the page shows before its model has arrived, in the layer and head of `start`, rounded."""
-    config = model.config
-    chars = onnx.tokenizer.state_dict()["chars"]
-    layer, head = start["layer"], start["head"]
-    kv_head = head * config.n_kv_head // config.n_head
-    steps = min(start["new"], -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
-    prompt = [chars.index(char) for char in prompt]
+def opening(model, chars, start):
+    """Return the text of the first picture, which is there before the model has arrived."""
+    prompt = start["prompt"] or ("\n" if "\n" in chars else chars[0])  # as in request.js
+    steps = min(start["new"], -(-7 * (model.config.block_size - len(prompt)) // 10))  # as in store.js
     sampling = {name: start[name] for name in ("temperature", "seed")}
-    ids = model.generate(torch.tensor([prompt]), steps, **sampling)[0].tolist()
-    fed = len(ids) - 1
-    inputs = {name: np.zeros((1, config.n_kv_head, 0, config.head_size), np.float32) for name in onnx.past_inputs}
-    inputs["input_ids"] = np.array([ids[:-1]])
-    inputs["position_ids"] = np.arange(fed)[None]
-    inputs["attention_mask"] = np.ones((1, fed), np.int64)
-    names = [output.name for output in onnx.session.get_outputs()]
-    outputs = dict(zip(names, onnx.session.run(names, inputs)))
-
-    def rounded(array, digits=3):
-        return [round(float(x), digits) for x in array.flatten()]
-
-    keys, values = (rounded(outputs[f"present.{layer}.{kind}"][0, kv_head]) for kind in ("key", "value"))
-    probabilities = torch.from_numpy(outputs["logits"][0, len(prompt) - 1 :]).softmax(1)
-    return dict(
-        ids=ids, given=len(prompt), layer=layer, head=head, keys=keys, values=values,
-        query=rounded(outputs[f"query.{layer}"][0, head]), probabilities=[rounded(each, 5) for each in probabilities],
-    )  # fmt: skip
+    ids = model.generate(torch.tensor([[chars.index(char) for char in prompt]]), steps, **sampling)
+    return dict(ids=ids[0].tolist(), given=len(prompt))

@@ -95,13 +95,6 @@ def test_the_first_picture_fills_by_itself_before_the_model_has_arrived(seen):
     assert "prefill" in marks and "decode" in marks and f"{round(ALL / ONCE)}{TIMES}" in marks
 
 
-def test_every_step_has_a_picture_before_the_model_has_arrived(seen):
-    """Also with a prompt or a moment in the link."""
-    assert set(seen["early"]) == {"1", "2", "4", "5", "6"}
-    for state, lengths in seen["early"].values():
-        assert state == "loading" and sum(lengths) > 100
-
-
 def percent(share):
     return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
 

@@ -21,7 +21,7 @@ export function listen(store, worker) {
       return true;
     } catch (error) {
       if (!error.field) throw error;
-      if ($("settings").contains(error.field)) $("settings").open = true;
+      $("settings").open = true;
       store.set({ refused: { message: error.message, name: error.field.name } });
       return false;
     }

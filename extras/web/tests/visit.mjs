@@ -143,23 +143,6 @@ await visit(
   "no-preference",
 );
 
-// every step has a picture before the model has arrived
-seen.early = {};
-await visit(
-  plan.site,
-  async () => {},
-  async (page) => {
-    await drawn(page);
-    for (const number of [1, 2, 4, 5, 6]) {
-      await page.goto(`${plan.site}?prompt=O&at=9#step-${number}`);
-      await page.locator("#step-" + number + ":not([hidden])").waitFor();
-      await page.waitForFunction(() => document.querySelector("section:not([hidden]) svg > *"));
-      await drawn(page);
-      seen.early[number] = [await page.evaluate(() => document.body.dataset.state), await pictures(page)];
-    }
-  },
-);
-
 // the reader guesses, also before the model has arrived, and races
 await visit(
   `${plan.site}#step-2`,
@@ -248,8 +231,6 @@ await visit(plan.site, async (page) => {
   await page.waitForFunction(() => location.search.includes("change")); // the address changes a little later
   await page.click("#layer label >> nth=0");
   seen.first = [await said(page, "#verdict-4", "layer 1"), await rows.evaluate((each) => each.getTotalLength())];
-  await page.locator(".why svg").click({ position: { x: 40, y: 5 } });
-  await page.waitForFunction(() => document.getElementById("change-at").value === "1");
 
   // break it
   await step(page, 6);

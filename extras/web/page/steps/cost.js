@@ -50,9 +50,6 @@ function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parame
 
 /** Draw the memory of a GPU: the weights, and the cache of each user who fits next to them. */
 function drawGpu(weights, user, tokens) {
-  const share = weights / user;
-  const compared = share >= 1 ? `: ${times(share)} of these are as large as the weights` : `: ${times(1 / share)} times the weights`;
-  $("scale-compared").textContent = compared;
   const users = Math.max(0, Math.floor((GPU - weights) / user));
   const part = (bytes) => `${(100 * bytes) / GPU}%`;
   const bar = element("i", "weights", { className: "weights", style: `width: ${part(Math.min(weights, GPU))}` });
@@ -65,8 +62,6 @@ function drawGpu(weights, user, tokens) {
   $("scale-users").textContent = `An 80 GB GPU ${users ? fit : none}`;
   $("gpu").ariaLabel = $("scale-users").textContent;
 }
-
-const times = (number) => (number < 10 ? Number(number.toFixed(1)) : inEnglish(Math.round(number)));
 
 /** Return how many query heads share a key/value head, in words, or "" if the number of query heads is unknown. */
 function sharing(queryHeads, heads) {

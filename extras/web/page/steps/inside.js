@@ -117,7 +117,7 @@ export const inside = {
     $("all").ariaExpanded = state.all;
     say("all", state.all ? "Three large ones" : `All characters, all ${info.heads} heads`);
     if (!state.all) drawThree(scene);
-    $("take").disabled = run.isOpening || run.kept.length < 2 || phase === "failed";
+    $("take").disabled = run.kept.length < 2 || phase === "failed";
     say("take", answer ? "Undo" : "Show me");
     say("named", nameOfHead(state));
     say("verdict-5", answer ? takenInWords(state) : "");

@@ -25,7 +25,6 @@ export function draw(state) {
   for (const id of ["run", "one"]) $(id).disabled = !ready;
   $("back").disabled = !ready || !run.on.length;
   for (const name of ["layer", "head"]) {
-    $(name).disabled = phase === "loading"; // the opening has one of each
     for (const radio of $(name).querySelectorAll("input")) radio.checked = Number(radio.value) === state[name];
   }
   const fields = $("form").elements;
