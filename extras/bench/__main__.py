@@ -11,13 +11,13 @@ variant cannot run here, it is left out, and bench.py says why.
 """
 
 import copy
-import io
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_checkpoint
+from extras.plot import save_pictures
 from extras.threads import share_cores
 from model import (
     GPT,
@@ -334,32 +335,38 @@ def aligned(rows, num_left):
     return "\n".join(lines)
 
 
-def plot(measured, format):
-    """Return a picture as bytes, with a panel per model: milliseconds per token against the position of the token.
+def plot(measured, colors):
+    """Return a figure with a panel per model: milliseconds per token against the position of the token.
 
     measured  the rows of each model
+    colors    one of THEMES in extras/plot.py
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5 * len(measured)), layout="constrained")
     for axis, rows in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured):
-        for k, row in enumerate(rows):
-            times = list(row["ms_per_token"].values())
-            color = f"C{k}"
-            label = f"{VARIANTS[row['variant']]}\n{row['tokens_per_s']:,.0f} tokens/s"
+        ends = []  # of the lines, with their labels
+        for row in rows:
+            name, times = row["variant"], list(row["ms_per_token"].values())
+            color = colors["off" if name == "uncached" else "on" if VARIANTS[name].startswith("sample.py") else "quiet"]
             if len(times) > 9:
                 smooth = [statistics.median(times[max(0, i - 4) : i + 5]) for i in range(len(times))]  # steps are noisy
-                axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2, label=label)
+                axis.plot(list(row["ms_per_token"]), smooth, color=color, lw=2)
             else:  # llama2.c returns one block, and the C backend a few, so we only know the mean
-                axis.axhline(1e3 / row["tokens_per_s"], color=color, lw=2, ls="--", label=label)
+                smooth = [1e3 / row["tokens_per_s"]]
+                axis.axhline(smooth[0], color=color, lw=2, ls="--")
+            ends.append((smooth[-1], f"{VARIANTS[name]}: {row['tokens_per_s']:,.0f} tokens/s", color))
         axis.set_title(f"{rows[0]['shape']}, batch {rows[0]['batch']}: milliseconds per token")
         axis.set_xlabel("position of the token")
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=1)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=format, dpi=110)
-    return picture.getvalue()
+        low, high = axis.get_ylim()
+        lowest = 0
+        for y, label, color in sorted(ends):
+            y = max(y, lowest)
+            lowest = y * (high / low) ** 0.05  # the labels do not overlap
+            axis.text(1.01, y, label, color=color, va="center", transform=axis.get_yaxis_transform())
+    return figure
 
 
 def write(file, content):
@@ -392,7 +399,7 @@ def parse_args():
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
     add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
-    add("--plot", type=path, metavar="FILE", help="draw the time per token against its position (matplotlib)")
+    add("--plot", type=path, metavar="FILE", help="draw the time per token (matplotlib), and FILE-dark for a dark page")
     args = parser.parse_args()
 
     names = args.variants or [name for name in VARIANTS if name != "llama2c"]
@@ -444,7 +451,7 @@ def main():
         rows = [row for rows in measured for row in rows]
         write(args.json, (json.dumps(rows, indent=1) + "\n").encode())
     if args.plot:
-        write(args.plot, plot(measured, Path(args.plot).suffix[1:] or "png"))
+        save_pictures(Path(args.plot), partial(plot, measured))
     print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")
     print(f"medians of {args.repeats} runs{'' if args.llama2c else '; --llama2c adds a row for llama2.c'}")
 

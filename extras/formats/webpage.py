@@ -7,16 +7,16 @@ import re
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from extras.decode.explain import layer_weights, watch
 from extras.formats.compare import own_text
 from extras.formats.folder import read_tree, write_tree
-from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
+from extras.formats.onnx import compare_onnx, write_onnx
 
 WEB = Path(__file__).resolve().parent.parent / "web"
-# the defaults of the page's form, and the moment at which it opens: after `new` characters, in this layer and head
-START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25, layer=1, head=3)
+# the defaults of the page's form, and the moment at which it opens: after `new` characters
+START = dict(prompt="O Romeo, ", temperature=0.8, seed=5, new=25)
 
 
 def export_web(model, tokenizer, folder):
@@ -39,9 +39,7 @@ def export_web(model, tokenizer, folder):
         write_onnx(model, tokenizer, file, queries=True)
         compare_onnx(file, model, own_text(model))
         fits = set(START["prompt"]) <= set(chars) and len(START["prompt"]) < config.block_size
-        start = START if fits else START | dict(prompt="")
-        prompt = start["prompt"] or ("\n" if "\n" in chars else chars[0])  # as in request.js
-        first = opening(OnnxGPT(file), model, **start | dict(prompt=prompt))
+        start = START | previous_token_head(model) | ({} if fits else dict(prompt=""))
         graph = file.read_bytes()
     about = dict(
         chars=chars,
@@ -53,7 +51,7 @@ def export_web(model, tokenizer, folder):
         pos_emb=config.pos_emb,
         parameters=sum(p.numel() for p in model.parameters()),
         start=start,
-        opening=first,
+        opening=opening(model, chars, start),
     )
 
     # add the page, and compress large files, because a plain server compresses nothing
@@ -86,30 +84,28 @@ def with_versions(html, files):
     return re.sub(fetched, lambda name: f"{name[0]}?{hashlib.sha256(files[name[0]]).hexdigest()[:8]}", html)
 
 
-def opening(onnx, model, prompt, temperature, seed, new, layer, head):
-    """Return what the page shows before its model has arrived: START, in a single layer and head, rounded."""
-    config = model.config
-    chars = onnx.tokenizer.state_dict()["chars"]
-    layer = min(layer, config.n_layer - 1)
-    head = min(head, config.n_head - 1)
-    kv_head = head * config.n_kv_head // config.n_head
-    steps = min(new, -(-7 * (config.block_size - len(prompt)) // 10))  # as in store.js
-    prompt = [chars.index(char) for char in prompt]
-    ids = model.generate(torch.tensor([prompt]), steps, temperature=temperature, seed=seed)[0].tolist()
-    fed = len(ids) - 1
-    inputs = {name: np.zeros((1, config.n_kv_head, 0, config.head_size), np.float32) for name in onnx.past_inputs}
-    inputs["input_ids"] = np.array([ids[:-1]])
-    inputs["position_ids"] = np.arange(fed)[None]
-    inputs["attention_mask"] = np.ones((1, fed), np.int64)
-    names = [output.name for output in onnx.session.get_outputs()]
-    outputs = dict(zip(names, onnx.session.run(names, inputs)))
+@torch.no_grad()
+def previous_token_head(model):
+    """Return the head that looks most at the token before, as dict(layer=, head=, previous=).
 
-    def rounded(array, digits=3):
-        return [round(float(x), digits) for x in array.flatten()]
+    previous  the attention that it gives that token, on average over text that the model generates
+    """
+    text = own_text(model)
+    shares = []
+    for layer in range(model.config.n_layer):
+        with watch(model, layer) as seen:
+            model(text, pos=torch.arange(text.size(1)))
+        weights = layer_weights(seen["q"], seen["k"], seen["mask"])
+        shares.append(weights.diagonal(-1, 2, 3).mean((0, 2)))
+    shares = torch.stack(shares)  # (layers, heads)
+    layer, head = divmod(shares.argmax().item(), model.config.n_head)
+    return dict(layer=layer, head=head, previous=round(shares.max().item(), 2))
 
-    keys, values = (rounded(outputs[f"present.{layer}.{kind}"][0, kv_head]) for kind in ("key", "value"))
-    probabilities = torch.from_numpy(outputs["logits"][0, len(prompt) - 1 :]).softmax(1)
-    return dict(
-        ids=ids, given=len(prompt), layer=layer, head=head, keys=keys, values=values,
-        query=rounded(outputs[f"query.{layer}"][0, head]), probabilities=[rounded(each, 5) for each in probabilities],
-    )  # fmt: skip
+
+def opening(model, chars, start):
+    """Return the text of the first picture, which is there before the model has arrived."""
+    prompt = start["prompt"] or ("\n" if "\n" in chars else chars[0])  # as in request.js
+    steps = min(start["new"], -(-7 * (model.config.block_size - len(prompt)) // 10))  # as in store.js
+    sampling = {name: start[name] for name in ("temperature", "seed")}
+    ids = model.generate(torch.tensor([[chars.index(char) for char in prompt]]), steps, **sampling)
+    return dict(ids=ids[0].tolist(), given=len(prompt))

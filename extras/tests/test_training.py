@@ -109,8 +109,10 @@ def test_the_plot_of_a_run_is_drawn(rows, out):
     pytest.importorskip("matplotlib")
     lines = (out / "log.csv").read_bytes().splitlines(keepends=True)
     (out / "log.csv").write_bytes(b"".join(lines[: 1 + rows]))
-    assert ok(plot(out)).stdout == f"{out / 'loss.png'}\n"
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    pictures = [out / "loss.png", out / "loss-dark.png"]
+    assert ok(plot(out)).stdout.splitlines() == [str(picture) for picture in pictures]
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_without_a_log_has_no_plot_and_one_line_says_so(tmp_path):

@@ -1,4 +1,4 @@
-// The first screen as a picture and as an animation, page.png and page.gif. Serve out/web first.
+// The first screen as a picture and as an animation, page.png and page.gif, and both for a dark page. Serve out/web first.
 //
 //     CHROMIUM=/usr/bin/chromium node extras/web/pictures.mjs http://localhost:8000 out/pictures
 //
@@ -12,26 +12,27 @@ const PER_SECOND = 8; // frames
 const AFTER = 3; // seconds that the last frame stays
 
 const [site, folder] = process.argv.slice(2);
-await mkdir(`${folder}/frames`, { recursive: true });
 const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, args: ["--headless", "--no-sandbox"] });
-const page = await browser.newPage({ viewport: { width: 1200, height: 700 } });
-await page.clock.install();
-await page.goto(site);
-await page.waitForFunction(() => document.body.dataset.state === "ready"); // nothing moves any more
-await page.clock.pauseAt(Date.now() + 60_000); // from here on, time passes only where we say so
-await page.evaluate(() => document.getElementById("replay").click());
+for (const [name, colorScheme] of [["page", "light"], ["page-dark", "dark"]]) {
+  const frames = `${folder}/${name}`;
+  await mkdir(frames, { recursive: true });
+  const page = await browser.newPage({ viewport: { width: 1200, height: 700 }, colorScheme });
+  await page.clock.install();
+  await page.goto(site);
+  await page.waitForFunction(() => document.body.dataset.state === "ready"); // nothing moves any more
+  await page.clock.pauseAt(Date.now() + 60_000); // from here on, time passes only where we say so
+  await page.evaluate(() => document.getElementById("replay").click());
 
-let frames = 0;
-for (let isOver = false; !isOver; frames++) {
-  isOver = !(await page.locator(".idea .off .waiting").count());
-  await page.locator(".idea .pair").screenshot({ path: `${folder}/frames/${frames}.png` });
-  await page.clock.runFor((1000 * FASTER) / PER_SECOND);
+  for (let i = 0, isOver = false; !isOver; i++) {
+    isOver = !(await page.locator(".idea .off .waiting").count());
+    await page.locator(".idea .pair").screenshot({ path: `${frames}/${i}.png` });
+    await page.clock.runFor((1000 * FASTER) / PER_SECOND);
+  }
+  await page.screenshot({ path: `${folder}/${name}.png`, clip: { x: 0, y: 0, width: 1200, height: 630 } }); // as link previews want it
+
+  const inputs = ["-y", "-loglevel", "error", "-framerate", PER_SECOND, "-i", `${frames}/%d.png`];
+  const colours = "split[a][b];[a]palettegen=max_colors=32[p];[b][p]paletteuse=dither=none:diff_mode=rectangle";
+  const last = `tpad=stop_mode=clone:stop_duration=${AFTER}`;
+  execFileSync("ffmpeg", [...inputs, "-filter_complex", `${last},${colours}`, `${folder}/${name}.gif`], { stdio: "inherit" });
 }
-await page.screenshot({ path: `${folder}/page.png`, clip: { x: 0, y: 0, width: 1200, height: 630 } }); // as link previews want it
 await browser.close();
-
-const inputs = ["-y", "-loglevel", "error", "-framerate", PER_SECOND, "-i", `${folder}/frames/%d.png`];
-const colours = "split[a][b];[a]palettegen=max_colors=32[p];[b][p]paletteuse=dither=none:diff_mode=rectangle";
-const last = `tpad=stop_mode=clone:stop_duration=${AFTER}`;
-execFileSync("ffmpeg", [...inputs, "-filter_complex", `${last},${colours}`, `${folder}/page.gif`], { stdio: "inherit" });
-console.log(`${frames} frames`);

@@ -46,7 +46,7 @@ async function load() {
   makePage(info);
   store.set({ info, step: readStep(), changed: info.ids.get("q") ?? 0 });
   const controls = listen(store, worker);
-  store.open();
+  store.enter();
 
   const loaded = await worker.call("load", info).catch(store.fail);
   if (!loaded) return;

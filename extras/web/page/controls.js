@@ -21,7 +21,7 @@ export function listen(store, worker) {
       return true;
     } catch (error) {
       if (!error.field) throw error;
-      if ($("settings").contains(error.field)) $("settings").open = true;
+      $("settings").open = true;
       store.set({ refused: { message: error.message, name: error.field.name } });
       return false;
     }
@@ -29,8 +29,14 @@ export function listen(store, worker) {
 
   function go(count = Infinity) {
     if (state.phase === "loading") return;
-    if (submit()) STEPS[state.step - 1].go?.(store, count);
-    else fields[state.refused.name].focus();
+    if (!submit()) return fields[state.refused.name].focus();
+    closeSettings();
+    STEPS[state.step - 1].go?.(store, count);
+  }
+
+  function closeSettings() {
+    if ($("settings").contains(document.activeElement)) $("settings").firstElementChild.focus();
+    $("settings").open = false;
   }
 
   form.onsubmit = (event) => {
@@ -74,26 +80,27 @@ export function listen(store, worker) {
   };
   window.onkeydown = ({ key }) => {
     if (key !== "Escape") return;
-    $("settings").open = false;
+    closeSettings();
     store.set({ clicked: null });
   };
 
-  // characters
-  const cells = $("cells");
-  const cellIndex = ({ target }) => state.from + [...cells.children].indexOf(target);
-  cells.onkeydown = (event) => {
-    const last = (state.answer ?? state.run).tokens.length - 1;
-    const index = cellIndex(event);
-    const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[event.key];
-    if (to === undefined || to < 0 || to > last) return;
-    event.preventDefault();
-    store.turnTo(to);
-    cells.children[to - state.from].focus();
-  };
-  cells.addEventListener("focusin", (event) => {
-    if (event.target.matches(":focus-visible")) store.point(cellIndex(event));
-  });
-  cells.addEventListener("focusout", () => store.point(null));
+  // characters, each with its index: a cell of the strip, or one of the three
+  for (const group of [$("cells"), $("three")]) {
+    group.onkeydown = (event) => {
+      const last = (state.answer ?? state.run).tokens.length - 1;
+      const index = state.pointed ?? Number(event.target.dataset.index);
+      const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[event.key];
+      if (to === undefined || to < 0 || to > last) return;
+      event.preventDefault();
+      store.turnTo(to);
+      store.point(to);
+      requestAnimationFrame(() => group.querySelector(`[data-index="${to}"]`)?.focus()); // it is drawn before
+    };
+    group.addEventListener("focusin", ({ target }) => {
+      if (target.matches(":focus-visible")) store.point(Number(target.dataset.index));
+    });
+    group.addEventListener("focusout", () => store.point(null));
+  }
   const places = [[$("strip"), (event) => indexAt(event, state.from)], [$("text"), characterAt]];
   for (const [place, indexOf] of places) {
     place.onpointermove = (event) => store.point(indexOf(event));

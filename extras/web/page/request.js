@@ -65,7 +65,7 @@ function refuse(field, message) {
 
 function number(field, pattern, fits, must) {
   const text = field.value.trim();
-  const label = field.ariaLabel ?? field.labels[0].textContent.trim();
+  const label = field.labels[0].textContent.trim();
   if (!pattern.test(text) || !fits(text)) refuse(field, `${label} is “${text}”, but must be ${must}.`);
   return text;
 }

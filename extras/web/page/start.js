@@ -5,6 +5,7 @@
   document.querySelectorAll("main > section").forEach((section, i) => (section.hidden = i !== step - 1));
   const line = document.getElementById("loading");
   if (location.protocol === "file:") {
+    line.className = "refused";
     line.textContent = "Serve this folder: run python -m http.server in it and open http://localhost:8000.";
     return;
   }

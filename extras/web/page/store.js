@@ -2,7 +2,6 @@
 // views/ draws the state and never changes it.
 import { keptColumns } from "./cache.js";
 import { NAMES } from "./mistakes.js";
-import { openingRun } from "./opening.js";
 import { STEPS } from "./steps.js";
 import { isOver } from "./steps/race.js";
 
@@ -19,7 +18,7 @@ export function createStore(worker, onChange) {
     head: 0,
     run: null, // see begin
     race: null, // the run whose text is also written without the cache, and what came of it
-    guess: null, // how many times as fast the reader expects the cache to be
+    guess: {}, // of the race: how many times `fewer` positions and how many times `faster` the reader expects
     answer: null, // what is on the stage instead of the run, see show
     mistakes: new Map(), // name => answer
     changed: 0, // the id that a character is changed to
@@ -82,7 +81,7 @@ export function createStore(worker, onChange) {
   /** Note that a run has gained or lost steps. */
   function grown(run) {
     run.tokens = run.ids.slice(0, run.on.length ? run.kept.length : run.given); // the characters that have a cell
-    if (!run.isOpening) run.queries = run.on.at(-1)?.queries ?? null;
+    run.queries = run.on.at(-1)?.queries ?? null;
   }
 
   /** Start the run that the form describes, unless it is the present one. moment: see address.js. */
@@ -93,7 +92,7 @@ export function createStore(worker, onChange) {
     begin(request);
     state.race = null;
     const { early, prepares } = STEPS[state.step - 1];
-    if ((!run || run.isOpening) && !early) enter(moment);
+    if (!run && !early) enter(moment);
     else if (prepares) enter(); // but a race waits for its button
   }
 
@@ -180,19 +179,12 @@ export function createStore(worker, onChange) {
   /** The length of the text at the start of a step. Never the whole text: the step is about the next character. */
   const prepared = ({ given, request }) => given + Math.min(state.info.start.new, Math.ceil(0.7 * request.steps));
 
-  /** The layer and the head at the start of the step. The opening has no others than its own. */
+  /** The layer and the head at the start of the step. */
   function lookOfStep() {
-    const { info, step, run } = state;
-    const { look = {} } = run?.isOpening ? { look: "start" } : STEPS[step - 1];
+    const { info, step } = state;
+    const { look = {} } = STEPS[step - 1];
     const { layer = 0, head = 0 } = look === "start" ? info.start : look;
     return { layer: Math.min(layer, info.n_layer - 1), head: Math.min(head, info.n_head - 1) };
-  }
-
-  /** Show the opening moment, which model.json contains, until the model has arrived. */
-  function open() {
-    state.run = openingRun(state.info);
-    grown(state.run);
-    enter();
   }
 
   /** Prepare this step of the lesson, or a moment in it: see address.js. */
@@ -206,7 +198,7 @@ export function createStore(worker, onChange) {
     cancel(); // what an earlier step has asked for
     if (["running", "preparing"].includes(state.phase)) settle();
     show(null);
-    if (run.isOpening && !early) return;
+    if (!run && !early) return; // the model has not arrived
     if (!prepares || (await goTo(moment.at ?? prepared(run)))) await begins?.(store, moment);
   }
 
@@ -248,7 +240,7 @@ export function createStore(worker, onChange) {
     if (index === newest) return set({ note: "The newest character is the one asking, so its own key and value stay." });
     const from = firstCell(run);
     const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + state.cells));
-    if (run.isOpening || newest < 1 || index > newest || !inSight.length) return;
+    if (newest < 1 || index > newest || !inSight.length) return;
     const most = await ask("takeOut", inSight);
     const answer = most && index !== null ? await ask("takeOut", [index]) : most;
     if (answer) show(picture("take", { ...answer, most, ids: run.ids.with(-1, answer.next) }));
@@ -257,7 +249,7 @@ export function createStore(worker, onChange) {
   /** Change a character, by default the one that is changed already, to the character `to`. */
   async function changeCharacter(index = state.answer?.position, to = null) {
     const { run, info } = state;
-    if (!run.kept.length || run.isOpening) return;
+    if (!run.kept.length) return;
     const position = Math.min(run.kept.length - 1, index ?? 0);
     let id = info.ids.get(to) ?? state.changed;
     if (id === run.ids[position]) id = (id + 1) % info.chars.length; // otherwise nothing would change
@@ -311,7 +303,7 @@ export function createStore(worker, onChange) {
   }
 
   const store = {
-    state, set, receive, fail, describe, lookOfStep, prepared, open, enter, turnToStep, race, play, pause, goBack,
+    state, set, receive, fail, describe, lookOfStep, prepared, enter, turnToStep, race, play, pause, goBack,
     show, takeOut, changeCharacter, askMistakes, showMistake, point, mark, click, turnTo,
   };
   return store;

@@ -69,9 +69,11 @@ async function result(page) {
       texts: ["off", "on"].map(typed),
       computed: ["off", "on"].map((name) => Number(text(`computed-${name}`).replaceAll(",", ""))),
       status: text("status"),
-      message: text("message"),
+      message: text("message") + text("refused"),
+      below: document.getElementById("refused").parentElement.querySelector("textarea, input")?.name,
       about: text("about"),
       name: text("next-name"),
+      caption: document.querySelector("#stage .caption").textContent,
       next: [...document.querySelectorAll("#next li")].map((item) => item.textContent),
       state: document.body.dataset.state,
       heading: document.querySelector("section:not([hidden]) h1").textContent,
@@ -87,7 +89,7 @@ async function run(page, values) {
   return result(page);
 }
 
-/** Go to a step of the lesson. The race begins by itself. */
+/** Go to a step of the lesson. */
 async function step(page, number) {
   await page.click(`nav a >> nth=${number - 1}`);
   await page.locator(`#step-${number}:not([hidden])`).waitFor();
@@ -141,31 +143,20 @@ await visit(
   "no-preference",
 );
 
-// every step has a picture before the model has arrived
-seen.early = {};
-await visit(
-  plan.site,
-  async () => {},
-  async (page) => {
-    await drawn(page);
-    for (const number of [1, 2, 4, 5, 6]) {
-      await page.goto(`${plan.site}?prompt=O&at=9#step-${number}`);
-      await page.locator("#step-" + number + ":not([hidden])").waitFor();
-      await page.waitForFunction(() => document.querySelector("section:not([hidden]) svg > *"));
-      await drawn(page);
-      seen.early[number] = [await page.evaluate(() => document.body.dataset.state), await pictures(page)];
-    }
-  },
-);
-
-// the reader guesses before the race, which begins when the model has arrived
+// the reader guesses, also before the model has arrived, and races
 await visit(
   `${plan.site}#step-2`,
   async (page) => {
+    seen.waits = (await result(page)).computed;
+    await page.click("#run");
+    await page.locator("#guess input[name=faster]").first().focus();
     const { focus } = await result(page);
     seen.guessed = [focus, await page.locator("#result").innerText()];
   },
-  (page) => page.locator("#guess label >> nth=1").click(),
+  async (page) => {
+    await page.locator("#guess label", { hasText: /^16×/ }).click();
+    await page.locator("#guess label", { hasText: /^8×/ }).click();
+  },
 );
 
 // the lesson, from its beginning to its end
@@ -173,13 +164,14 @@ await visit(plan.site, async (page) => {
   seen.idea = [await numbers(page), await page.locator(".idea .typed").allTextContents()];
   seen.marks = await page.locator(".idea text:not(.letter)").allTextContents();
 
-  // the race: it begins by itself, and its result stays
+  // the race, whose result stays
   await page.click("text=Race them on this computer");
   await drawn(page);
   seen.began = await page.evaluate(() => document.activeElement.tagName);
+  await page.click("#run");
   seen.race = await result(page);
   const bars = () => page.locator(".costs i").evaluateAll((each) => each.map((it) => it.getBoundingClientRect().width));
-  seen.bars = [await page.locator("#result").innerText(), await bars(), await page.locator(".costs p").first().evaluate((it) => it.getBoundingClientRect().width)];
+  seen.bars = [await page.locator("#result, #reason").allInnerTexts(), await bars(), await page.locator(".costs p").first().evaluate((it) => it.getBoundingClientRect().width)];
   await page.click("#next-step");
   seen.code = await page.locator(".code pre").evaluateAll((all) =>
     all.flatMap(({ textContent, firstChild }) => {
@@ -239,8 +231,6 @@ await visit(plan.site, async (page) => {
   await page.waitForFunction(() => location.search.includes("change")); // the address changes a little later
   await page.click("#layer label >> nth=0");
   seen.first = [await said(page, "#verdict-4", "layer 1"), await rows.evaluate((each) => each.getTotalLength())];
-  await page.locator(".why svg").click({ position: { x: 40, y: 5 } });
-  await page.waitForFunction(() => document.getElementById("change-at").value === "1");
 
   // break it
   await step(page, 6);
@@ -260,8 +250,10 @@ await visit(plan.site, async (page) => {
   seen.scale.push(await said(page, "#scale-token"));
   await page.locator("#scale-model").selectOption("Llama 3 70B");
   seen.scale.push(await said(page, "#scale-sharing"));
-  await page.locator("#scale-tokens").fill("");
-  seen.scale.push(await page.locator("#scale-result").isVisible());
+  await page.locator("#scale-tokens").fill("14");
+  seen.scale.push(await said(page, "#scale-length"));
+  await page.locator("#scale-heads").fill("");
+  seen.scale.push(await page.locator("p:has(#scale-heads)").textContent(), await page.locator("#scale-result").isVisible());
   await page.goBack();
   await page.waitForFunction(() => document.querySelector("#verdict-6").textContent);
   seen.back6 = await result(page);
@@ -299,12 +291,30 @@ await visit(`${plan.site}?layer=1#step-5`, async (page) => {
       await press("Tab");
     }
   };
+  const label = () => page.evaluate(() => document.activeElement.ariaLabel);
+  await focus("#settings summary");
+  await press("Enter");
   await focus("[name=prompt]");
   await press("Control+A");
   await page.keyboard.type("Abe, ");
   await press("Enter");
-  seen.keyboard = { run: await result(page) };
-  await page.click("#all"); // a new prompt begins with three characters
+  seen.keyboard = { run: await result(page), three: [] };
+
+  // three characters in large: the arrow keys move through all of them
+  await focus("#three button");
+  for (const key of ["End", "ArrowLeft", "ArrowLeft", "Home"]) {
+    await press(key);
+    await drawn(page);
+    await drawn(page);
+    seen.keyboard.three.push([await label(), (await result(page)).about]);
+  }
+  await press("Enter");
+  seen.keyboard.hidden = [await said(page, "#verdict-5"), await label()];
+  await press("Enter");
+
+  // all of them in the strip
+  await focus("#all");
+  await press("Enter");
   await focus("#cells button");
   await press("Home");
   await press("ArrowRight", 2);

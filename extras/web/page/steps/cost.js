@@ -1,18 +1,18 @@
 // Step 7: what a cache costs in models of real size. A calculator, independent of the run.
 import { inEnglish } from "../words.js";
-import { $, element } from "../views/draw.js";
+import { $, element, refuse } from "../views/draw.js";
 
-const FIELDS = ["parameters", "layers", "heads", "size", "bytes", "tokens"];
+const FIELDS = ["parameters", "layers", "heads", "size", "bytes", "tokens"]; // tokens: a power of 2
 const GPU = 80e9; // bytes
 const LLAMA = "Llama 3 8B";
 
 /** Make the calculator. The model of this page is one of the choices. */
 function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parameters }) {
   const models = {
-    "this page": [parameters / 1e9, n_layer, n_kv_head, head_size, 4, block_size],
-    "GPT-2": [0.124, 12, 12, 64, 2, 1024],
-    [LLAMA]: [8.03, 32, 8, 128, 2, 8192],
-    "Llama 3 70B": [70.6, 80, 8, 128, 2, 8192],
+    "this page": [parameters / 1e9, n_layer, n_kv_head, head_size, 4, Math.log2(block_size)],
+    "GPT-2": [0.124, 12, 12, 64, 2, 10],
+    [LLAMA]: [8.03, 32, 8, 128, 2, 13],
+    "Llama 3 70B": [70.6, 80, 8, 128, 2, 13],
   };
   const queryHeads = { "this page": n_head, "GPT-2": 12, [LLAMA]: 32, "Llama 3 70B": 64 };
   const field = (name) => $(`scale-${name}`);
@@ -21,19 +21,19 @@ function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parame
     calculate();
   };
   const calculate = () => {
-    const numbers = FIELDS.map((name) => Number(field(name).value));
-    const isWhole = numbers.every((number) => number > 0);
-    $("scale-result").hidden = !isWhole;
-    $("scale-sharing").textContent = sharing(queryHeads[field("model").value], numbers[2]);
-    if (!isWhole) return ($("scale-formula").textContent = "Each field needs a number above 0.");
-    const [billions, layers, heads, size, bytes, tokens] = numbers;
+    const empty = FIELDS.map(field).find(({ value }) => !(value > 0));
+    refuse("scale-refused", FIELDS.map(field), empty, "A number above 0, please.");
+    $("scale-result").hidden = $("scale-formula").hidden = Boolean(empty);
+    const [billions, layers, heads, size, bytes, power] = FIELDS.map((name) => Number(field(name).value));
+    $("scale-sharing").textContent = sharing(queryHeads[field("model").value], heads);
+    if (empty) return;
+    const tokens = 2 ** power;
     const token = 2 * layers * heads * size * bytes;
     const factors = `${layers} layers × ${heads} heads × ${size} numbers × ${bytes} bytes`;
     $("scale-formula").textContent = `A key and a value: 2 × ${factors} = ${inEnglish(token)} bytes.`;
     field("token").textContent = inBytes(token);
     field("text").textContent = inBytes(token * tokens);
-    field("length").textContent = `${inEnglish(tokens)} token${tokens === 1 ? "" : "s"}`;
-    field("slider").value = Math.log2(tokens);
+    field("length").textContent = field("tokens").ariaValueText = `${inEnglish(tokens)} tokens`;
     drawGpu(billions * 1e9 * bytes, token * tokens, inEnglish(tokens));
   };
   field("model").append(...Object.keys(models).map((name) => element("option", name)), element("option", "your own"));
@@ -45,18 +45,11 @@ function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parame
       calculate();
     };
   }
-  field("slider").oninput = () => {
-    field("tokens").value = Math.round(2 ** field("slider").value);
-    calculate();
-  };
   choose();
 }
 
 /** Draw the memory of a GPU: the weights, and the cache of each user who fits next to them. */
 function drawGpu(weights, user, tokens) {
-  const share = weights / user;
-  const compared = share >= 1 ? `: ${times(share)} of these are as large as the weights` : `: ${times(1 / share)} times the weights`;
-  $("scale-compared").textContent = compared;
   const users = Math.max(0, Math.floor((GPU - weights) / user));
   const part = (bytes) => `${(100 * bytes) / GPU}%`;
   const bar = element("i", "weights", { className: "weights", style: `width: ${part(Math.min(weights, GPU))}` });
@@ -69,8 +62,6 @@ function drawGpu(weights, user, tokens) {
   $("scale-users").textContent = `An 80 GB GPU ${users ? fit : none}`;
   $("gpu").ariaLabel = $("scale-users").textContent;
 }
-
-const times = (number) => (number < 10 ? Number(number.toFixed(1)) : inEnglish(Math.round(number)));
 
 /** Return how many query heads share a key/value head, in words, or "" if the number of query heads is unknown. */
 function sharing(queryHeads, heads) {

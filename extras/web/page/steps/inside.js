@@ -1,7 +1,7 @@
 // Step 5: keys, values and the query. Three characters in large, or all of them, in any layer and head.
 import { drawNext } from "../views/next.js";
 import { $, element, isCalm, say, shades, shape } from "../views/draw.js";
-import { drawAbout, drawStage, sceneOf } from "../views/stage.js";
+import { columnInWords, drawAbout, drawStage, sceneOf, tenth } from "../views/stage.js";
 import { glyph, percent, quoted } from "../words.js";
 
 const [SHADES, BARS, WIDE] = [3, 4, 7.4]; // widths in a picture that is 10 high: shades, bars, and both
@@ -31,6 +31,15 @@ const chosen = ({ weights, marked, fed }) => {
   return [...Array(fed).keys()].sort((a, b) => rank(b) - rank(a)).slice(0, 3).sort((a, b) => a - b);
 };
 
+/** Put the cells into the grid. The focus stays on its character, so cells that are there already must stay too. */
+function replaceThree(cells) {
+  const same = cells.map((each) => each.outerHTML).join("");
+  if (same === $("three").innerHTML) return;
+  const held = document.activeElement.closest("#three button")?.dataset.index;
+  $("three").replaceChildren(...cells);
+  if (held) ($("three").querySelector(`button[data-index="${held}"]`) ?? $("three").querySelector("button")).focus();
+}
+
 let asked; // the text of the query that fades
 
 /** Draw three characters, each in a column of the grid, and the query with what comes out of it in the last one. */
@@ -43,9 +52,9 @@ function drawThree(scene) {
   const largest = Math.max(...three.flatMap((i) => [...lane(0, i)].map((x, j) => Math.abs(x * query[j]))));
   const most = Math.max(...weights);
   const columns = three.map((i) => [
-    element("b", glyph(char(i))),
+    element("button", glyph(char(i)), { type: "button", ariaLabel: columnInWords(scene, i) }),
     picture(WIDE, [shades(lane(0, i), "keys", [0, SHADES]), products(lane(0, i), query, largest)], `The key of ${quoted(char(i))}, and its products with the query`),
-    element("span", Number.isFinite(scores[i]) ? scores[i].toFixed(1).replace("-", "−") : "hidden"),
+    element("span", tenth(scores[i])),
     element("b", percent(weights[i])),
     picture(WIDE, [shades(lane(1, i), "values", [0, SHADES], 0.15 + (0.85 * weights[i]) / most)], `The value of ${quoted(char(i))}`),
     element("span"),
@@ -53,13 +62,14 @@ function drawThree(scene) {
   columns.forEach((cells, i) => cells.forEach((each) => (each.dataset.index = three[i])));
   const rest = percent(Math.max(0, 1 - three.reduce((sum, i) => sum + weights[i], 0)));
   const asks = picture(SHADES, [shades(query, "keys", [0, SHADES])], "The query");
-  $("three").replaceChildren(
+  const cells = [
     ...["", "key, and its products with the query", `their sum / √${query.length}: the score`, "softmax: the attention", "value, weighted by its attention", ""].map((name) => element("small", name)),
     ...columns.flat(),
     element("b", `query of ${glyph(char(fed - 1))}`), asks, element("small", "used once, then thrown away"),
     element("small", fed > three.length ? `${rest} for the other ${fed - three.length}` : ""),
     picture(SHADES, [shades(mix, "values", [0, SHADES])], "The mix of all values"), element("b", `mix → next ${scene.next}`, { className: "value" }),
-  );
+  ];
+  replaceThree(cells);
   const isNew = asked !== (asked = shown.tokens.join());
   const fade = [{ opacity: 1 }, { opacity: 1, offset: 0.6 }, { opacity: 0.25 }];
   if (!isCalm()) asks.animate(fade, { duration: isNew ? 3000 : 0, fill: "forwards" });
@@ -73,6 +83,14 @@ export function takenInWords({ info, run, answer }) {
   const isMost = answer.masked === most.masked;
   const rank = isMost ? ", more than for any other one shown." : `. For ${name(most)}, it is ${share(most)}.`;
   return `Without ${name(answer)}, ${share(answer)} of the probability moves to other characters${rank}`;
+}
+
+/** Say what the head at the start of the step does, if it clearly does that: see previous_token_head in webpage.py. */
+function nameOfHead({ info, layer, head }) {
+  const { start } = info;
+  if (layer !== start.layer || head !== start.head || start.previous < 0.4) return "";
+  const share = percent(start.previous);
+  return `This is a previous-token head: it gives ${share} of its attention to the character just before, on average, more than any other head.`;
 }
 
 export const inside = {
@@ -99,8 +117,9 @@ export const inside = {
     $("all").ariaExpanded = state.all;
     say("all", state.all ? "Three large ones" : `All characters, all ${info.heads} heads`);
     if (!state.all) drawThree(scene);
-    $("take").disabled = run.isOpening || run.kept.length < 2 || phase === "failed";
+    $("take").disabled = run.kept.length < 2 || phase === "failed";
     say("take", answer ? "Undo" : "Show me");
+    say("named", nameOfHead(state));
     say("verdict-5", answer ? takenInWords(state) : "");
     drawAbout(scene);
     drawNext(scene);

@@ -35,12 +35,12 @@ export const isOver = (race) => Boolean(race) && [race.on, race.off].every(({ le
 
 function drawResult(race, guess) {
   const { off, on, fixed } = costs(race);
-  const fewer = `${short(off.computed / on.computed)}×`;
+  const fewer = short(off.computed / on.computed);
+  say("fewer", `${fewer}×`);
   say("faster", `${short(off.ms / on.ms)}×`);
-  say("fewer", fewer);
-  say("not", fewer.slice(0, -1));
+  for (const [name, value] of Object.entries(guess)) say(`guessed-${name}`, `You said ${value}×.`);
+  say("not", fewer);
   say("fixed", short(fixed));
-  say("guessed", guess ? ` You said ${guess}×.` : "");
   for (const [name, { ms, computed }] of Object.entries({ off, on })) {
     const [fix, rest, label] = document.querySelector(`.costs p.${name}`).children;
     const most = Math.max(off.ms, on.ms);
@@ -54,18 +54,19 @@ function drawResult(race, guess) {
 export const race = {
   next: "See the code",
   make(store) {
-    $("guess").onchange = ({ target }) => store.set({ guess: Number(target.value) });
+    $("guess").onchange = ({ target: { name, value } }) => store.set({ guess: { ...store.state.guess, [name]: value } });
   },
   go: (store) => store.race(),
-  enter: (store) => isOver(store.state.race) || store.race(),
   draw({ info, race, run, phase, guess }) {
     const shown = race ?? { ...run, on: [], off: [] };
     for (const name of ["off", "on"]) drawLane(name, shown, info);
     const isDone = isOver(race);
     if (isDone && $("guess").contains(document.activeElement)) $("next-step").focus(); // it would be lost
+    const isRead = isDone && shown.request.steps > 1; // one step has nothing to read
     $("guess").hidden = isDone;
-    $("result").hidden = !isDone || shown.request.steps < 2; // one step has nothing to read
-    if (!$("result").hidden) drawResult(race, guess);
+    $("result").hidden = !isRead;
+    $("reason").classList.toggle("waiting", !isRead);
+    if (isRead) drawResult(race, guess);
     $("run").textContent = phase === "running" ? "Pause" : isDone ? "Race again" : race?.off.length ? "Continue" : "Race";
   },
 };

@@ -61,16 +61,9 @@ export const why = {
   prepares: true,
   look: { layer: 1 },
   make(store, { chars }) {
-    const { state } = store;
     $("changed").append(...chars.map((char, id) => element("option", glyph(char), { value: id })));
     $("changed").oninput = ({ target }) => store.changeCharacter(undefined, chars[target.value]);
     $("change-at").oninput = ({ target }) => store.changeCharacter(target.value - 1);
-    const svg = document.querySelector(".why svg");
-    svg.onclick = ({ clientY }) => {
-      const { from, to } = windowOf((state.answer ?? state.run).tokens, state.answer?.position);
-      const y = new DOMPoint(0, clientY).matrixTransform(svg.getScreenCTM().inverse()).y;
-      if (y < to - from) store.changeCharacter(from + Math.floor(y));
-    };
   },
   enter(store, { change, to }) {
     const shown = windowOf(store.state.run.tokens);

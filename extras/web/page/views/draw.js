@@ -20,6 +20,14 @@ export function say(id, text) {
   if ($(id).textContent !== String(text)) $(id).textContent = text;
 }
 
+/** Say below a field what is wrong with it. Without a field, nothing is. */
+export function refuse(id, fields, field, message) {
+  for (const each of fields) each.ariaInvalid = each === field ? "true" : null;
+  const place = field?.closest("p");
+  if (place && place !== $(id).parentNode) place.append($(id));
+  say(id, field ? message : "");
+}
+
 /** Give an element exactly the classes whose value is true. */
 export function classes(element, names) {
   element.className = Object.keys(names).filter((name) => names[name]).join(" ");

@@ -2,7 +2,7 @@
 import { FIELDS } from "../request.js";
 import { STEPS } from "../steps.js";
 import { runInWords } from "../words.js";
-import { $, say } from "./draw.js";
+import { $, refuse, say } from "./draw.js";
 
 let open; // the step that is on the page
 
@@ -25,20 +25,21 @@ export function draw(state) {
   for (const id of ["run", "one"]) $(id).disabled = !ready;
   $("back").disabled = !ready || !run.on.length;
   for (const name of ["layer", "head"]) {
-    $(name).disabled = phase === "loading"; // the opening has one of each
     for (const radio of $(name).querySelectorAll("input")) radio.checked = Number(radio.value) === state[name];
   }
-  for (const name of FIELDS) $("form").elements[name].ariaInvalid = state.refused?.name === name ? "true" : null;
+  const fields = $("form").elements;
+  refuse("refused", FIELDS.map((name) => fields[name]), fields[state.refused?.name], state.refused?.message);
   drawSentences(state);
   if (run && phase !== "preparing") STEPS[step - 1].draw?.(state); // a step keeps its picture until the next one is there
 }
 
 function drawSentences({ phase, run, race, answer, progress, step, refused, error, note }) {
+  // from a file, it may never arrive, and start.js has said what to do
   const megabytes = (bytes) => (bytes / 1e6).toFixed(1);
   const arrived = progress && ` ${megabytes(progress.received)} of ${megabytes(progress.total)} MB`;
   if (phase !== "loading") say("loading", "");
-  else if (arrived) say("loading", `Loading the model:${arrived}.`);
-  say("message", refused?.message ?? error);
+  else if (arrived && location.protocol !== "file:") say("loading", `Loading the model:${arrived}.`);
+  say("message", error);
   const isSaid = run && !answer && !refused && ["ready", "paused", "done"].includes(phase) && step > 1;
   const notes = isSaid ? [...run.request.notes, step === 2 && race ? runInWords(race) : ""] : [];
   say("status", note || notes.join(" ").trim());

@@ -95,8 +95,17 @@ function frame(id, begin, end, from) {
   $(id).style.width = `${left(last) - left(first) + 1}px`;
 }
 
+export const tenth = (score) => (Number.isFinite(score) ? score.toFixed(1).replace("-", "−") : "hidden");
+
+/** A column as a screen reader says it. */
+export function columnInWords({ chars, shown, scores, weights }, index) {
+  const numbers = weights ? `: score ${tenth(scores[index])}, ${percent(weights[index] ?? 0)} of the attention` : "";
+  return `character ${index + 1}, ${quoted(chars[shown.tokens[index]])}${numbers}`;
+}
+
 /** Draw the visible characters, and what the frames mark. */
-function drawCells({ chars, shown, from, fed, at, incorrect, marked, weights, next }) {
+function drawCells(scene) {
+  const { chars, shown, from, fed, at, incorrect, marked, next } = scene;
   const { tokens, masked } = shown;
   const end = Math.min(fed, from + size.cells);
   const inSight = (index) => index !== null && index >= from && index < end;
@@ -109,8 +118,8 @@ function drawCells({ chars, shown, from, fed, at, incorrect, marked, weights, ne
     cell.tabIndex = index === reachable ? 0 : -1;
     cell.disabled = !there;
     classes(cell, { fresh: index === fed - 1, incorrect: there && index === incorrect, marked: index === marked });
-    const share = weights ? `, ${percent(weights[index] ?? 0)} of the attention` : "";
-    cell.ariaLabel = there ? `character ${number}, ${quoted(char)}${share}` : "no character yet";
+    cell.dataset.index = index;
+    cell.ariaLabel = there ? columnInWords(scene, index) : "no character yet";
   });
 
   frame("masked-frame", masked ?? 0, (masked ?? -1) + 1, from);
@@ -194,8 +203,7 @@ export function drawAbout({ chars, run, answer, shown, marked, scores, weights, 
   if (marked < run.given) about.push("It is from the prompt.");
   else if (step) about.push(`The model gave it a probability of ${percent(step.probabilities[shown.ids[marked]])}.`);
   if (Number.isFinite(scores?.[marked])) {
-    const score = scores[marked].toFixed(1).replace("-", "−");
-    about.push(`Its key scores ${score}, so the newest gives it ${percent(weights[marked])} of its attention.`);
+    about.push(`Its key scores ${tenth(scores[marked])}, so the newest gives it ${percent(weights[marked])} of its attention.`);
   }
   say("about", about.join(" "));
 }

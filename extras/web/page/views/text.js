@@ -39,7 +39,6 @@ export function drawText({ chars, run, shown, fed, incorrect, marked }) {
   const place = [end, pane.clientWidth, pane.clientHeight].join(); // the reader may scroll until it changes
   if (place !== seen) pane.scrollTop = offsetTop + (correct ? 0 : offsetHeight / 2) - pane.clientHeight / 2; // of a pair: between the two
   seen = place;
-  pane.classList.toggle("cut", pane.scrollTop > 0);
 }
 
 /** Return the index of the character at a pointer event, or null. */
