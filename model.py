@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 
 def require(settings, name, condition, why):
@@ -727,6 +728,14 @@ def load_checkpoint(path):
     return {**checkpoint, "path": path}
 
 
+class SkipInit(TorchFunctionMode):
+    """Inside `with SkipInit():` the functions of torch.nn.init do nothing. On meta, they would import a compiler."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
 def build_model(checkpoint):
     """Return the GPT of a checkpoint, on the CPU, with its tensors. Raises ValueError if they do not fit."""
     path = checkpoint["path"]
@@ -741,7 +750,7 @@ def build_model(checkpoint):
         lm_head = weights.get("lm_head.weight", wte)
         if config.tie_weights and not torch.allclose(wte, lm_head, rtol=0, atol=0, equal_nan=True):
             raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
-        with torch.device("meta"):  # no memory and no random numbers, because the file has all weights
+        with torch.device("meta"), SkipInit():  # no memory and no random numbers, because the file has the weights
             model = GPT(config)
         missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
         if wrong := (missing[:2] + unexpected)[:3]:

@@ -47,7 +47,7 @@ def read(name, args):
 def decode(content, name):
     """Return the text of UTF-8 bytes, with "\\n" for every line end. Raises ValueError."""
     if content.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{name} is a Git LFS pointer and not the file: git lfs pull gets it")
+        raise ValueError(f"{name} is a Git LFS pointer and not the file itself: run git lfs pull")
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

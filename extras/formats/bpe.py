@@ -8,6 +8,7 @@ from contextlib import suppress
 from tqdm import tqdm
 
 from extras.cli import first_line, need
+from extras.formats.unsupported import refuse_pointer
 from model import CharTokenizer
 
 # The library's time and memory grow with the square of the length of a word, so we cut long text into pieces. We cut
@@ -40,7 +41,11 @@ class BPETokenizer:
             self.ids = self.tokenizer.get_vocab(with_added_tokens=True)
             by_id = {i: token for token, i in self.ids.items()}
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from None
+            why = first_line(error)[:200]
+            with suppress(ValueError):  # a list of characters, or a dict of words
+                if "model" not in json.loads(content):
+                    why = "it is JSON, but not a tokenizer.json of the library tokenizers"
+            raise ValueError(f"the tokenizer cannot be read: {why}") from None
         # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
         # makes the whole run unreadable
         self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
@@ -227,7 +232,11 @@ def read_tokenizer(path):
     vocab, merges = (file.with_name(name) for name in ("vocab.json", "merges.txt"))
     if not file.exists() and vocab.exists() and merges.exists():
         return read_gpt2_tokenizer(vocab, merges)
+    if path.suffix == ".model":
+        how = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes a tokenizer.json"
+        raise ValueError(f"{path} is a SentencePiece model: {how}")
     try:
+        refuse_pointer(file)
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"

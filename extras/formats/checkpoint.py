@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import model
-from extras.formats.hf_read import SkipInit, read_folder
+from extras.formats.hf_read import read_folder
 from extras.formats.tokenizer import IdTokenizer, build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
 
@@ -20,16 +20,10 @@ def load_model(path, meta=None):
     checkpoint = load_checkpoint(path, meta)
     if checkpoint.keys() & {"chars", "tokenizer"}:
         tokenizer = build_tokenizer(checkpoint)
-        return build_model(checkpoint).eval(), tokenizer
-    loaded = build_model(checkpoint).eval()
+        return model.build_model(checkpoint).eval(), tokenizer
+    loaded = model.build_model(checkpoint).eval()
     loaded.source += "; it has no vocabulary, so this is ids (--meta takes nanoGPT's meta.pkl or a tokenizer)"
     return loaded, IdTokenizer(loaded.config.vocab_size)
-
-
-def build_model(checkpoint):
-    """Return the GPT of a checkpoint as build_model in model.py does, a second faster for a model of GPT-2's size."""
-    with SkipInit():
-        return model.build_model(checkpoint)
 
 
 def load_checkpoint(path, meta=None):

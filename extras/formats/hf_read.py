@@ -10,11 +10,11 @@ from dataclasses import asdict, fields
 from functools import partial
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from extras.cli import first_line, need
 from extras.formats.bpe import read_tokenizer, tokenizer_from_json
-from model import GPT, GPTConfig
+from extras.formats.unsupported import refuse_pointer
+from model import GPT, GPTConfig, SkipInit
 
 # Our settings and theirs.
 SETTINGS = {
@@ -211,16 +211,14 @@ def tensor_readers(folder):
                 return opened.get_tensor(name)
 
         for file in files:
-            with open(file, "rb") as raw:
-                pointer = raw.read(8) == b"version "
-            if pointer:
-                raise ValueError(f"{file.name} is a Git LFS pointer and not the weights: run git lfs pull")
+            refuse_pointer(file)
             with safe_open(file, "pt") as opened:
                 readers |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118
                 found |= {(name, file.name) for name in opened.keys()}  # noqa: SIM118
         if places is not None and (wrong := sorted(found ^ places.items())):
             raise ValueError(f"{index.name} and the shards that it names disagree about {wrong[0][0]}")
     else:
+        refuse_pointer(folder / "pytorch_model.bin")
         try:
             loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # torch's advice would be to load it in an unsafe way
@@ -277,17 +275,6 @@ def config_of(settings, num_tensors):
         if isinstance(value, int) and value > (num_tensors if field.name == "n_layer" else LARGEST):
             raise ValueError(f"its {field.name} is {value}, which is too large for a file of {num_tensors} tensors")
     return GPTConfig(**settings)
-
-
-class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` the random initializers of torch.nn.init do nothing, because a file has the weights.
-
-    torch.device("meta") would save that work too, but normal_ then imports torch._dynamo, which takes longer.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", None) != "torch.nn.init":
-            return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

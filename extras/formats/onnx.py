@@ -23,6 +23,7 @@ from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.folder import write_tree
 from extras.formats.hf_read import config_of
 from extras.formats.tokenizer import check_vocab_size, tokenizer_from_state
+from extras.formats.unsupported import refuse_pointer
 from model import Sampling, build_model, generate, load_checkpoint
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
@@ -279,6 +280,7 @@ class OnnxGPT:
             run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else Path("out")
             where = "" if run == Path("out") else f" --out_dir {shlex.quote(str(run))}"
             raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx{where} writes one")
+        refuse_pointer(file)
         with open(file, "rb") as opened:
             if opened.read(2) == b"PK":
                 hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"

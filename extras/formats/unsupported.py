@@ -7,11 +7,12 @@ ADAPTER = (
     "a LoRA adapter, which is not a model by itself: merge it into its base model (merge_and_unload in PEFT), save "
     "that with save_pretrained, and pass the new folder"
 )
+POINTER = "a Git LFS pointer and not the file itself: run git lfs pull"
 GGUF = "a GGUF file, for llama.cpp: pass the Hugging Face folder that it was made from"
 # how a file begins
 BEGINNINGS = {
     b"GGUF": GGUF,
-    b"version https://git-lfs": "a Git LFS pointer and not the file itself: run git lfs pull",
+    b"version https://git-lfs": POINTER,
     b"<": "a web page and not the file itself: download it again",
     b"\x1f\x8b": "a compressed file: unpack it first",
     b"\x89HDF": "a file of Keras or TensorFlow, and only PyTorch's can be read",
@@ -29,6 +30,13 @@ def refuse_foreign(path):
     what = describe_file(path) if path.is_file() else describe_folder(path) if path.is_dir() else None
     if what:
         raise ValueError(f"{path} is {what}")
+
+
+def refuse_pointer(file):
+    """Raise ValueError if a file is what git leaves without git-lfs."""
+    with open(file, "rb") as opened:
+        if opened.read(23) == b"version https://git-lfs":
+            raise ValueError(f"{file} is {POINTER}")
 
 
 def describe_folder(folder):

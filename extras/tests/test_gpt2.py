@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, P
 
 from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.formats.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
-from extras.formats.checkpoint import build_model, load_checkpoint, load_model
+from extras.formats.checkpoint import load_checkpoint, load_model
 from helpers import (
     SAMPLE,
     Bomb,
@@ -31,6 +31,7 @@ from helpers import (
     same,
     start,
 )
+from model import build_model
 
 PROMPT = "The cat sat né"
 BPE = tokenizer_from_json(bpe())

@@ -140,6 +140,35 @@ def test_records_for_a_model_end_with_its_end_token(tmp_path):
 @pytest.mark.parametrize(
     "name, content, words",
     [
+        ("tokenizer.json", '["a", "b"]', ["it is JSON, but not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '{"a": 0, "b": 1}', ["it is JSON, but not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["is a Git LFS pointer", "git lfs pull"]),
+        ("spiece.model", "x", ["is a SentencePiece model", "writes a tokenizer.json"]),
+    ],
+)
+def test_what_is_no_tokenizer_is_one_line(name, content, words, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    flags = ["--tokenizer", tmp_path / name, "--data_dir", tmp_path / "data"]
+    assert_one_line(run("data/prepare.py", "--input", SAMPLE, *flags), *words, code=1)
+
+
+def test_a_folder_cloned_without_git_lfs_is_named(tmp_path):
+    config = dict(model_type="gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=64, vocab_size=65)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"
+    for name in ("pytorch_model.bin", "tokenizer.json", "model.onnx"):
+        (tmp_path / name).write_text(pointer, encoding="utf-8")
+    for script, *words in (
+        ("sample.py", "--ckpt", tmp_path),
+        ("sample.py", "--engine", "onnx", "--ckpt", tmp_path / "model.onnx"),
+        ("train.py", "--init_from", tmp_path),
+    ):
+        assert_one_line(run(script, *words), "is a Git LFS pointer and not the file itself: run git lfs pull", code=1)
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
         ("a.jsonl", '{"q": "Who?", "a": "I."}\n', ["the fields are a, q", "--field NAME"]),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', ["the fields are messages", "write each chat as one text"]),
         ("a.jsonl", "{broken\n", ["a.jsonl is not JSONL"]),
