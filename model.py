@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ class GPTConfig:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
+            value = value.item() if hasattr(value, "item") else value  # a NumPy scalar
+            setattr(self, f.name, value)
             fits = isinstance(value, (int, float) if f.type is float else f.type)
             fits = fits and isinstance(value, bool) == (f.type is bool)
             require(self, f.name, fits, f"must be {getattr(f.type, '__name__', f.type)}")
@@ -687,8 +690,8 @@ CHECKPOINT_FIELDS = {
     "ngrams": dict | None,  # counts of the training text, for --draft
     "config": dict,  # all settings of the run
     "data_sha256": dict,
-    "iter_num": int,  # steps done
-    "best_val_loss": (int, float, torch.Tensor),
+    "iter_num": Integral,  # steps done
+    "best_val_loss": (Real, torch.Tensor),
     "evals_since_best": int,
     "seconds": float,
     "loss": dict,  # the parameters of a TrainingLoss, without those of the model
@@ -714,8 +717,9 @@ def load_checkpoint(path):
         complete = "model" in checkpoint and checkpoint.get("model_args", {"": 0}).keys() <= vars(GPTConfig).keys()
     except PermissionError:
         raise
-    except Exception:  # a damaged file can raise anything, with pages of advice
-        why = "it is damaged, not a checkpoint, or contains objects that could run code"
+    except Exception as error:  # a damaged file can raise anything, with pages of advice
+        found = re.search(r"GLOBAL (\S+) was not", str(error))
+        why = f"it contains {found[1]}, which could run code" if found else "it is damaged, or not a checkpoint"
         raise ValueError(f"{path} cannot be loaded: {why}") from None
     if not complete:  # a bare state_dict, or the model_args of llama2.c
         raise ValueError(f"{path} has no weights with model_args of a GPT, so it is not from train.py or nanoGPT")

@@ -33,7 +33,7 @@ DAMAGES = [
     # the damage, a word of the message
     (
         bytes_of("ckpt.pt", b"not a checkpoint at all"),
-        "cannot be loaded: it is damaged, not a checkpoint, or contains objects",
+        "cannot be loaded: it is damaged, or not a checkpoint$",
     ),
     (lambda files: cut(files / "ckpt.pt"), "ckpt.pt cannot be loaded: it is damaged"),
     (bytes_of("ckpt.pt", saved({"model": {}})), "has no weights with model_args of a GPT"),
@@ -45,8 +45,8 @@ DAMAGES = [
     ),
     (bytes_of("ckpt.pt", saved({"state_dict": {}, "epoch": 3})), "has no weights with model_args of a GPT"),
     (bytes_of("ckpt.pt", saved([1, 2])), "has no weights with|cannot be loaded"),
-    (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), "could run code"),
-    (entry("model", lambda old: old | {"path": Path("x")}), "could run code"),
+    (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), r"contains numpy\._core.* could run code"),
+    (entry("model", lambda old: old | {"path": Path("x")}), r"contains pathlib\.PosixPath, which could run code"),
     (entry("model_args", lambda old: old | {"n_layer": 10**9}), "in a network of 2 layers, not .* in 1000000000$"),
     (entry("model_args", lambda old: old | {"bias": True}), r"keys missing, 0 unknown: \['\S+', '\S+'\]$"),
     (entry("model_args", lambda old: old | {"bias": 1}), "bias=1: must be bool$"),

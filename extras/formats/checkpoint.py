@@ -3,11 +3,18 @@
 import re
 from pathlib import Path
 
+import numpy as np
+import torch
+
 import model
 from extras.formats.hf_read import read_folder
 from extras.formats.tokenizer import IdTokenizer, build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
 
+# some train.py save a loss or a size as NumPy's, which run no code, under the old name of its module or the new one
+SCALAR = np._core.multiarray.scalar
+NUMPY_SCALARS = [SCALAR, (SCALAR, "numpy.core.multiarray.scalar"), np.dtype]
+NUMPY_SCALARS += [type(np.dtype(name)) for name in ("float64", "float32", "int64", "int32", "uint16", "bool")]
 # a weight of a GPT, after whatever wraps the model
 OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
 
@@ -41,11 +48,10 @@ def load_checkpoint(path, meta=None):
     if path.name.startswith("gpt2") and not path.exists():
         hint = f"hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
-    if not meta:
-        return in_our_names(model.load_checkpoint(path))
-    vocabulary = read_vocabulary(Path(meta))
-    checkpoint = in_our_names(model.load_checkpoint(path))
-    if any(name in checkpoint for name in ("chars", "tokenizer")):
+    vocabulary = read_vocabulary(Path(meta)) if meta else {}
+    with torch.serialization.safe_globals(NUMPY_SCALARS):
+        checkpoint = in_our_names(model.load_checkpoint(path))
+    if meta and any(name in checkpoint for name in ("chars", "tokenizer")):
         raise ValueError(f"{path} has its own vocabulary: leave out --meta")
     return checkpoint | vocabulary
 

@@ -9,7 +9,7 @@ import torch
 
 from extras.formats.checkpoint import load_checkpoint, load_model
 from extras.formats.nanogpt import read_meta
-from helpers import CHARS, SAMPLE, assert_one_line, here, load, ok, plain_val_loss, tiny
+from helpers import CHARS, SAMPLE, assert_one_line, here, load, ok, plain_val_loss, run, save_model, tiny
 from model import GPT, GPTConfig, build_model, save_checkpoint
 from oracles import per_head_logits
 
@@ -210,3 +210,17 @@ def test_a_checkpoint_of_a_different_network_is_told_what_it_is(tmp_path):
     save_checkpoint(tmp_path / "ckpt.pt", {"model": {}, "model_args": args})
     with pytest.raises(ValueError, match="has no weights with model_args of a GPT"):
         load_checkpoint(tmp_path / "ckpt.pt")
+
+
+def test_numpy_scalars_in_a_checkpoint_are_numbers(tmp_path):
+    """A fork of nanoGPT saves the mean that np.mean gave as the val loss, and the size of a vocabulary as np.int64."""
+    save_model(tmp_path, tiny())
+    file = tmp_path / "ckpt.pt"
+    expected, _ = load_model(file)
+    checkpoint = load(file)
+    sizes = {name: np.int64(size) for name, size in checkpoint["model_args"].items() if type(size) is int}
+    numbers = dict(model_args=checkpoint["model_args"] | sizes, best_val_loss=np.float32(1.5), iter_num=np.int64(7))
+    torch.save(checkpoint | numbers, file)
+    model, _ = load_model(file)
+    assert model.config == expected.config and model.source.endswith("step 7")
+    assert run("sample.py", "--ckpt", file, "--device", "cpu").returncode == 0
