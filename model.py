@@ -630,7 +630,8 @@ class CharTokenizer:
         """Return the ids of the text as a list. Raises ValueError for characters outside the vocabulary."""
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
-            raise ValueError(f"no {', '.join(map(repr, unknown[:20]))} in the vocabulary {self.vocab[:200]!r}")
+            hint = " (in a shell, $'\\n' is a newline)" if "\\n" in text else ""
+            raise ValueError(f"no {', '.join(map(repr, unknown[:20]))} in the vocabulary {self.vocab[:200]!r}{hint}")
         return [self.ids[char] for char in text]
 
     def decode(self, ids):

@@ -570,6 +570,8 @@ def read_checkpoint(init_from, out_dir, meta=None):
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
+    if init_from == "resume" and not path.exists() and (out_dir / "ckpt.pt").exists():
+        raise ValueError(f"there is no {path} to resume: --init_from {out_dir} starts a new run from its weights")
     if EXTRAS.is_dir() or meta or (path / "config.json").exists():
         checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
     else:

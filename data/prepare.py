@@ -184,6 +184,7 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         sys.exit(f"prepare.py: {error}: --tokenizer needs the folder extras of the repository, and torch")
     except OSError as error:
-        sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}")
+        hint = " (download it first)" if str(error.filename).startswith("http") else ""
+        sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}{hint}")
     except ValueError as error:
         sys.exit(f"prepare.py: {error}")

@@ -53,6 +53,8 @@ def describe_folder(folder):
         return f"a folder of models: pass one of them, such as {models[-1]}"
     if weights:
         return "a Hugging Face folder without its config.json: download all of its files"
+    if files := sorted(folder.glob("*.pt")):
+        return f"a folder without a ckpt.pt: pass the file, such as {files[0]}"
     if file := next(folder.glob("*.gguf"), None):
         return f"a folder with {file.name}, {GGUF}"
     return None
