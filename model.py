@@ -691,7 +691,7 @@ CHECKPOINT_FIELDS = {
     "ngrams": dict | None,  # counts of the training text, for --draft
     "config": dict,  # all settings of the run
     "data_sha256": dict,
-    "iter_num": Integral,  # steps done
+    "iter_num": (Integral, torch.Tensor),  # steps done
     "best_val_loss": (Real, torch.Tensor),
     "evals_since_best": int,
     "seconds": float,

@@ -590,7 +590,7 @@ def read_checkpoint(init_from, out_dir, meta=None):
         "optimizer",
         "scaler",
     }
-    if not needed <= checkpoint.keys() or checkpoint["iter_num"] < 0:
+    if not needed <= checkpoint.keys() or checkpoint["iter_num"] not in range(2**31 + 1):
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     # an older train.py wrote None for none or automatic, which our defaults mean, and had no setting loss

@@ -122,7 +122,7 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         if step % 100 == 99:
-            print(f"step {step + 1}: loss {loss.item():.2f}")
+            print(f"step {step + 1} of {steps}: loss {loss.item():.2f}", flush=True)
 
     model.eval()
     times = []
