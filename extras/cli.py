@@ -12,7 +12,9 @@ from pathlib import Path
 
 def note(message):
     """Print a line on stderr that starts with the name of the script."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    script = Path(sys.argv[0])
+    name = script.parent.name if script.name == "__main__.py" else script.name
+    print(f"{name}: {message}", file=sys.stderr)
 
 
 def note_model(checkpoint):

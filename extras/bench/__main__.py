@@ -12,6 +12,7 @@ variant cannot run here, it is left out, and bench.py says why.
 
 import copy
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extras/bench
 
@@ -67,6 +69,7 @@ NETWORKS = {  # of train.py's recipes
 }
 FOUR_WIDE = ((6, 6, 384, 256), (4, 4, 64, 32))  # its presets gpu and lecture, which have mlp_ratio 4 in both recipes
 BASELINES = ("hf", "ctranslate2", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
+MOST_MEMORY = 0.5  # of the machine's, for a variant; OpenVINO takes 20 GB for 64 rows of the larger shapes
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
     "shape": ("shape", "{}"),
     "variant": ("variant", "{}"),
@@ -83,7 +86,7 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
 
 
 def warm_runs(names, model, ngrams, llama2c, idx):
-    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once.
+    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once, and the seconds.
 
     run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
     """
@@ -103,14 +106,16 @@ def warm_runs(names, model, ngrams, llama2c, idx):
         "llama2c": lambda: llama2c_run(model.config, llama2c),
     }
     runs = {}
-    for name in names:
+    seconds = 0.0
+    for name in tqdm(names, "warm-up", leave=False, disable=None):
         try:
             run = makers[name]()
-            timed(run, idx, model.config.block_size - idx.size(1), seed=0)
+            timing, _ = timed(run, idx, model.config.block_size - idx.size(1), seed=0)
             runs[name] = run
+            seconds += timing.times[-1]
         except Exception as error:  # a missing package or compiler, or an edited network, may raise anything
             note(f"no {name} row: {first_line(error)}")
-    return runs
+    return runs, seconds
 
 
 def recorded(stream, threads=1):
@@ -227,6 +232,8 @@ def timed(run, idx, steps, seed):
     timing = Timing(idx.device)
 
     def record(block):
+        if memory_share() > MOST_MEMORY:  # before the machine swaps
+            raise MemoryError(f"it takes more than {MOST_MEMORY:.0%} of the memory")
         timing.record((block >= 0).sum().item() / len(block))  # -1 pads a row that was slower
         blocks.append(block)
 
@@ -235,11 +242,21 @@ def timed(run, idx, steps, seed):
     return timing, torch.stack([row[row >= 0] for row in rows])
 
 
+def memory_share():
+    """Return the part of the machine's memory that this process uses, from 0 to 1. Only Linux says it; elsewhere 0."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident / os.sysconf("SC_PHYS_PAGES")
+    except OSError:
+        return 0.0
+
+
 def measure(runs, idx, steps, repeats):
     """Return {name: what `timed` gives for the seeds 0, 1, ..}. A machine's speed changes, so they take turns."""
     results = {name: [] for name in runs}
-    for seed in range(repeats):
-        for name, run in runs.items():
+    turns = [(seed, name, run) for seed in range(repeats) for name, run in runs.items()]
+    with tqdm(turns, "measure", leave=False, disable=None) as bar:
+        for seed, name, run in bar:
             ready = time.perf_counter() + 0.02  # the threads of the last variant spin for a while before they sleep
             while time.perf_counter() < ready:
                 run(idx, min(2, steps), seed, lambda block: None)
@@ -276,9 +293,10 @@ def bench(file, model, ngrams, idx, args):
     shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
     steps = config.block_size - T
     note(f"measuring {shape} {f'of {file} ' if file else ''}..")
-    runs = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
+    runs, seconds = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
     if not runs:
         fail("nothing could be measured")
+    note(f"{args.repeats} runs of {len(runs)} variants, about {args.repeats * (seconds + 0.02 * len(runs)):.0f} s")
     ours = {name: run for name, run in runs.items() if name not in BASELINES}
 
     rows = {}
