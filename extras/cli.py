@@ -106,11 +106,11 @@ def hint(word, parser):
         return f": type {flag} {word}"
     if parser.prog == "sample.py" and not word.startswith("-"):
         return ': type --prompt "TEXT"'
-    known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    begun = [flag for flag in known if len(name) > 4 and flag.startswith(name)]
-    if similar := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.7):
-        return f": did you mean {similar[0]}?"
-    return ""
+    known = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
+    begun = [flag for flag in known if len(name) > 4 and flag.startswith(name[2:])]
+    if similar := begun or difflib.get_close_matches(name[2:], known, n=1, cutoff=0.7):
+        return f": did you mean --{similar[0]}?"
+    return ": docs/interop.md lists what nanoGPT's flags are called here" if parser.prog == "train.py" else ""
 
 
 class Parser(argparse.ArgumentParser):

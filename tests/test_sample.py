@@ -381,7 +381,7 @@ def test_a_small_step_leaves_the_gpu_alone(flags, device, monkeypatch):
 def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
     for file, *words in (
         ("mine.pt", "no checkpoint at mine.pt", "python train.py"),
-        (ROOT / "README.md", "README.md", "cannot be loaded: it is damaged, not a checkpoint"),
+        (ROOT / "README.md", "README.md", "cannot be loaded: it is damaged, or not a checkpoint"),
     ):
         assert_one_line(here("--ckpt", file, script="sample.py"), *words, code=1)
 

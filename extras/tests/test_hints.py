@@ -21,6 +21,7 @@ HINTS = [
     ("train.py --resume", "type --init_from resume"),
     ("train.py --input a.txt", "run python data/prepare.py --input FILE first"),
     ("train.py --ckpt {file}", "type --init_from FILE"),
+    ("train.py extra", "docs/interop.md lists what nanoGPT's flags are called here"),
     ("train.py --max-iter 9", "did you mean --max_iters?"),
     ("train.py --init_from resume --out_dir {only}", "--init_from {only} starts a new run from its weights"),
     ("data/prepare.py {file}", "type --input FILE"),
