@@ -38,6 +38,8 @@ class BPETokenizer:
             self.tokenizer.no_padding()
             self.ids = self.tokenizer.get_vocab(with_added_tokens=True)
             by_id = {i: token for token, i in self.ids.items()}
+            if max(by_id, default=0) >= 2**20:  # no vocabulary is that large, and the list below would be
+                raise ValueError(f"its largest id is {max(by_id)}")
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from None
         # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
