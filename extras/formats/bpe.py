@@ -40,6 +40,8 @@ class BPETokenizer:
             self.tokenizer.no_padding()
             self.ids = self.tokenizer.get_vocab(with_added_tokens=True)
             by_id = {i: token for token, i in self.ids.items()}
+            if max(by_id, default=0) >= 2**20:  # no vocabulary is that large, and the list below would be
+                raise ValueError(f"its largest id is {max(by_id)}")
         except Exception as error:  # tokenizers raises plain Exception
             why = first_line(error)[:200]
             with suppress(ValueError):  # a list of characters, or a dict of words

@@ -65,6 +65,8 @@ def tokenizer_from_state(state):
     for name, kind in (("tokenizer", str), ("chars", str), ("vocab_size", int)):
         if name in state and type(state[name]) is not kind:
             raise ValueError(f"its {name} is {state[name]!r:.40}")
+    if not 0 < state.get("vocab_size", 1) <= 2**31:
+        raise ValueError(f"its vocab_size is {state['vocab_size']}")
     if "tokenizer" in state:
         return tokenizer_from_json(state["tokenizer"])
     return CharTokenizer(state["chars"]) if "chars" in state else IdTokenizer(state["vocab_size"])

@@ -179,7 +179,10 @@ def test_a_vocabulary_fits_weights_of_its_size_or_a_little_more():
                 check_vocab_size(tokenizer, size, "x")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "not json"])
+A_LARGE_ID = '{"model": {"type": "WordLevel", "vocab": {"ab": 0, "cd": 4294967295}, "unk_token": "ab"}}'
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "not json", A_LARGE_ID])
 def test_a_damaged_tokenizer_is_one_line(content):
     with pytest.raises(ValueError, match=r"^the tokenizer cannot be read: ") as error:
         tokenizer_from_state({"tokenizer": content})
