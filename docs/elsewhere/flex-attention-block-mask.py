@@ -51,7 +51,7 @@ print("positions 0, 127, 128 and 255: the largest difference from scaled_dot_pro
 report(
     {
         "eager, mask made at 0": (eager, [0.0, 0.0, 0.0, 0.0]),
-        "compiled, mask made at 0": (stale, [0.0, 0.0, 0.14, 0.28]),
+        "compiled, mask made at 0": (stale, [0.0, 0.0, 0.098, 0.33]),
         "compiled, mask made at 255": (good, [0.0, 0.0, 0.0, 0.0]),
         "compiled, made at 0, position 255: equal to the first 128 keys": (first_block, True),
     }
