@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "numpy==2.4.6", "setuptools"]
+# dependencies = ["torch==2.13.0", "numpy==2.4.6", "setuptools==84.2.1"]
 # [tool.uv]
 # exclude-newer = "2026-11-28T00:00:00Z"
 # ///

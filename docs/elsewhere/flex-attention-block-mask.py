@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "numpy==2.4.6", "setuptools"]
+# dependencies = ["torch==2.13.0", "numpy==2.4.6", "setuptools==84.2.1"]
 # [tool.uv]
 # exclude-newer = "2026-11-28T00:00:00Z"
 # ///
@@ -51,7 +51,7 @@ print("positions 0, 127, 128 and 255: the largest difference from scaled_dot_pro
 report(
     {
         "eager, mask made at 0": (eager, [0.0, 0.0, 0.0, 0.0]),
-        "compiled, mask made at 0": (stale, [0.0, 0.0, 0.14, 0.28]),
+        "compiled, mask made at 0": (stale, [0.0, 0.0, 0.098, 0.33]),
         "compiled, mask made at 255": (good, [0.0, 0.0, 0.0, 0.0]),
         "compiled, made at 0, position 255: equal to the first 128 keys": (first_block, True),
     }

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers==5.24.0", "ctranslate2==4.8.5", "setuptools"]
+# dependencies = ["torch==2.13.0", "transformers==5.24.0", "ctranslate2==4.8.5", "setuptools==84.2.1"]
 # [tool.uv]
 # exclude-newer = "2026-11-28T00:00:00Z"
 # ///

@@ -57,7 +57,8 @@ def run(script, head):
 def main(names):
     scripts = [FOLDER / f"{name.removesuffix('.py')}.py" for name in names] or sorted(FOLDER.glob("*.py"))
     if missing := [script.stem for script in scripts if not script.exists()]:
-        sys.exit(f"run.py: there is no script {missing[0]} in {FOLDER}")
+        print(f"run.py: there is no script {missing[0]} in {FOLDER}", file=sys.stderr)
+        return 2
     results = {}
     for script in scripts:
         if head := read_head(script):

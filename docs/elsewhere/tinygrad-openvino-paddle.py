@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["tinygrad==0.14.0", "openvino==2026.4.1", "paddlepaddle==3.3.1", "numpy==2.4.6", "setuptools"]
+# dependencies = ["tinygrad==0.14.0", "openvino==2026.4.1", "paddlepaddle==3.3.1", "numpy==2.4.6", "setuptools==84.2.1"]
 # [tool.uv]
 # exclude-newer = "2026-11-28T00:00:00Z"
 # ///

@@ -200,7 +200,7 @@ class Timing:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def record(self, size=1):
+    def record(self, size):
         """Record the end of a step that gave every row `size` new tokens."""
         self.times.append(self.now() - self.start)
         self.sizes.append(size)

@@ -7,6 +7,7 @@ that begins with "$ ": a user's mistake, followed by the message on stderr.
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -116,6 +117,17 @@ def test_its_excerpts_are_in_the_model(file):
     for _, content in blocks(read(file), "py"):
         for line in content.splitlines():
             assert line.split("  # ")[0].strip() in lines, line
+
+
+def test_each_script_of_elsewhere_is_on_a_page_and_pins_what_it_imports():
+    read_head = runpy.run_path(str(ROOT / "docs" / "elsewhere" / "run.py"))["read_head"]
+    heads = {file.name: read_head(file) for file in (ROOT / "docs" / "elsewhere").glob("*.py")}
+    heads = {name: head for name, head in heads.items() if head}  # run.py and report.py have none
+    assert len(heads) > 30
+    pages = "".join(map(read, PAGES))
+    for name, head in heads.items():
+        assert f"](elsewhere/{name})" in pages and head["tool"]["uv"]["exclude-newer"], name
+        assert all(re.fullmatch(r"[\w\[\]-]+==[\w.]+", package) for package in head["dependencies"]), name
 
 
 def test_the_code_map_counts_lines():

@@ -23,7 +23,7 @@ PROMPTS = ["\nab\n\n", "a", "b 😀!é"]
 
 needs_transformers_js = pytest.mark.skipif(
     not (shutil.which("node") and (HUB / "node_modules" / "@huggingface").is_dir()),
-    reason="needs Node.js and make tests/hub/node_modules",
+    reason="needs Node.js and make extras/tests/hub/node_modules",
 )
 needs_optimum = pytest.mark.skipif(
     not (HUB / ".packages" / "optimum").is_dir(), reason="needs make extras/tests/hub/.packages"
