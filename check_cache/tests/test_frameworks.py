@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from check_cache import check_cache
-from wild.repros import shows
+from reports import shows
 
 PACKAGES = Path(__file__).parent / "frameworks" / ".packages"
 PAGE = Path(__file__).parent.parent / "ADAPTERS.md"
