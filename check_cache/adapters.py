@@ -72,10 +72,8 @@ class Adapter:
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
         self.torch = True  # whether they return tensors
         self.samples = {}  # a cache of each kind, after two tokens
-        self.keeps, self.returns = (
-            False,
-            None,
-        )  # whether there is a cache, after a step or before it; the dtype of a step
+        self.keeps = False  # whether steps get or return a cache
+        self.returns = None  # the dtype of their logits
         self.accepted = {}  # (kind, whether something had been fed): the most tokens of a step
         self.dtype = torch.float32  # of the logits
         if "weights" in parts:
@@ -121,7 +119,7 @@ class Adapter:
         try:
             inspect.signature(function).bind(*needed, **known)
         except TypeError as error:
-            raise Verdict("error", f"{part} cannot be called as README.md says: {error}{source(function)}") from None
+            raise Verdict("error", f"{part} cannot be called as ADAPTERS.md says: {error}{source(function)}") from None
         return function(*needed, **known)
 
     def complain(self, part, returns, output):

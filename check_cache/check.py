@@ -33,7 +33,7 @@ def check_cache(
     """Check the cache of a decoder, and return a Report.
 
     model      a transformers model, or an adapter: an object with the methods full, new and step
-    adapter    or an adapter as functions and facts: full, new, step, crop, ... README.md describes them. If we cannot
+    adapter    or an adapter as functions and facts: full, new, step, crop, ... ADAPTERS.md describes them. If we cannot
                find the module from them, pass it as `model`: we perturb its weights and restore them afterwards
     inputs     {name: tensor (8, ...)}, what the decoder reads besides ids: an entry for each of the 8 sequences
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024

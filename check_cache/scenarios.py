@@ -141,7 +141,7 @@ class Scenario:
 
 
 def scenario(name, needs=()):
-    """Make a scenario of a function(start, sizes). start(rows, pads) returns a Stream. README.md has an example."""
+    """Make a scenario of a function(start, sizes). start(rows, pads) returns a Stream. ADAPTERS.md has an example."""
     return lambda run: Scenario(name, run, tuple(needs))
 
 

@@ -920,7 +920,7 @@ def test_a_title_does_not_name_what_was_not_done():
 
 
 LOGITS = r"step must return logits \(., .*, 61\) or \(logits, cache\), but returned "
-CALLED = "cannot be called as README.md says: "
+CALLED = "cannot be called as ADAPTERS.md says: "
 
 
 @pytest.mark.parametrize(
