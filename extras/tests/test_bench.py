@@ -1,6 +1,7 @@
 """bench.py and extras/bench/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, timed, warm_runs
+from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, plot, timed, warm_runs
 from extras.bench.baselines import ctranslate2_run, llama2c_run
+from extras.plot import THEMES
 from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, random_model, run
 from model import GPTConfig
 from train import make_config
@@ -135,6 +137,26 @@ def test_the_figures_are_those_computed_by_hand(times, sizes, num_tokens, expect
     assert summary(times, sizes, num_tokens) == pytest.approx(expected, rel=1e-9)
 
 
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_has_the_colors_of_the_web_page():
+    """What is without a cache and what is with one have the same colors there, on light and on dark paper."""
+    pytest.importorskip("matplotlib")
+    style = (ROOT / "extras" / "web" / "page" / "style.css").read_text(encoding="utf-8")
+    pairs = dict(re.findall(r"--(\w+): light-dark\((#\w+, #\w+)\)", style))
+    rows = [
+        dict(
+            variant=name, shape="1/1/8/32", batch=1, tokens_per_s=speed, ms_per_token=dict.fromkeys(times, 1e3 / speed)
+        )
+        for name, speed, times in [("uncached", 9, range(2, 33)), ("eager", 99, range(2, 33)), ("llama2c", 999, [32])]
+    ]
+    for i, theme in enumerate(THEMES.values()):
+        assert theme == {name: pairs[name].split(", ")[i] for name in theme}
+        (axes,) = plot([rows], theme).axes
+        assert [line.get_color() for line in axes.lines] == [theme["off"], theme["on"], theme["quiet"]]
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +177,8 @@ def test_every_variant_of_a_trained_model_is_measured_and_written(trained, tmp_p
         assert row["shape"] == "2/2/32/32" and row["batch"] == 2 and row["tokens_per_s"] > 0 and row["ttft_ms"] > 0
         assert list(row["ms_per_token"])[-1] == "32"
         assert (row["speedup_over_uncached"] == 1) == (row["variant"] == "uncached")
-    assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for picture in ("b.png", "b-dark.png"):
+        assert (tmp_path / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize(
