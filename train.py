@@ -242,8 +242,8 @@ def load_dataset(data_dir, min_train=1):
             tokenizer = CharTokenizer(meta["chars"])
         else:
             tokenizer = extras("formats.tokenizer", "text in other tokens").tokenizer_from_state(meta)
-        vocabulary = meta.get("chars") or meta.get("tokenizer") or ""
-        digest = hashlib.sha256(vocabulary.encode()).hexdigest()
+        vocabulary = meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]
+        digest = hashlib.sha256(str(vocabulary).encode()).hexdigest()
         if meta["sha256"].get("vocabulary", digest) != digest:  # older folders have no hash of it
             raise ValueError("the vocabulary has changed")
         files = (data_dir / "train.bin", data_dir / "val.bin")

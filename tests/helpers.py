@@ -226,7 +226,7 @@ def write_ids(folder, tokenizer, text):
 def write(folder, vocabulary, size, train, val):
     """Write ids as data/prepare.py would."""
     folder.mkdir(parents=True, exist_ok=True)
-    hashes = {}
+    hashes = {"vocabulary": hashlib.sha256("".join(map(str, vocabulary.values())).encode()).hexdigest()}
     for split, ids in (("train", train), ("val", val)):
         content = np.array(ids, "<u2" if size <= 65536 else "<u4").tobytes()
         (folder / f"{split}.bin").write_bytes(content)

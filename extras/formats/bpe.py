@@ -45,7 +45,8 @@ class BPETokenizer:
         except Exception as error:  # tokenizers raises plain Exception
             why = first_line(error)[:200]
             with suppress(ValueError):  # a list of characters, or a dict of words
-                if "model" not in json.loads(content):
+                read = json.loads(content)
+                if not isinstance(read, dict) or "model" not in read:
                     why = "it is JSON, but not a tokenizer.json of the library tokenizers"
             raise ValueError(f"the tokenizer cannot be read: {why}") from None
         # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
