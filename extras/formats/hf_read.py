@@ -6,7 +6,7 @@ queries and keys, and any number of key/value heads.
 
 import json
 import pickle
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -267,14 +267,12 @@ def config_of(settings, num_tensors):
 
     num_tensors  how many the file has, which is more than its layers
     """
-    for field in fields(GPTConfig):
-        value = settings.get(field.name, field.default)
-        kind = field.type if field.type is not float else float | int
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"its {field.name} is {value!r}")
-        if isinstance(value, int) and value > (num_tensors if field.name == "n_layer" else LARGEST):
-            raise ValueError(f"its {field.name} is {value}, which is too large for a file of {num_tensors} tensors")
-    return GPTConfig(**settings)
+    config = GPTConfig(**settings)
+    for name, most in dict(n_layer=num_tensors, block_size=LARGEST, vocab_size=LARGEST, n_embd=LARGEST).items():
+        size = getattr(config, name)
+        if size > most:
+            raise ValueError(f"its {name} is {size}, which is too large for a file of {num_tensors} tensors")
+    return config
 
 
 @torch.no_grad()
