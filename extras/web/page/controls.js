@@ -94,7 +94,9 @@ export function listen(store, worker) {
       event.preventDefault();
       store.turnTo(to);
       store.point(to);
-      requestAnimationFrame(() => group.querySelector(`[data-index="${to}"]`)?.focus()); // it is drawn before
+      const focus = () => group.querySelector(`[data-index="${to}"]`)?.focus();
+      focus(); // at once, because Enter may follow
+      requestAnimationFrame(focus); // or when it has been drawn
     };
     group.addEventListener("focusin", ({ target }) => {
       if (target.matches(":focus-visible")) store.point(Number(target.dataset.index));
