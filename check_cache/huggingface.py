@@ -65,6 +65,7 @@ def load_model(folder, tiny):
         elif name.endswith("_token_id") and isinstance(value, int):
             settings[name] = min(value, SMALL["vocab_size"] - 1)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # models this small are slower on several threads
     return AutoModelForCausalLM.from_config(type(config).from_dict(settings))
 
 
