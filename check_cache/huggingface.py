@@ -40,7 +40,7 @@ def prepare_rollback(cache):
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, head_dim=16, rotary_dim=16, intermediate_size=128, vocab_size=256)
 SMALL |= dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-SMALL |= dict(sliding_window=16, num_hidden_layers=6)  # layers of each kind, because no common pattern is longer
+SMALL |= dict(sliding_window=16)
 
 
 def load_model(folder, tiny):
@@ -52,17 +52,20 @@ def load_model(folder, tiny):
         return AutoModelForCausalLM.from_pretrained(folder, **local)
     config = AutoConfig.from_pretrained(folder, **local).get_text_config(decoder=True)
     settings, depth = config.to_dict(), config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    layers = 6 if len({*kinds}) > 1 else 2  # the usual patterns have at most six
     heads, keys = (getattr(config, f"num_{name}_heads", None) or 1 for name in ("attention", "key_value"))
-    for name, size in (SMALL | dict(num_key_value_heads=max(1, 4 * keys // heads))).items():
+    for name, size in (SMALL | dict(num_key_value_heads=max(1, 4 * keys // heads), num_hidden_layers=layers)).items():
         name = config.attribute_map.get(name, name)
         if isinstance(settings.get(name), int):
             settings[name] = min(settings[name], size)
     for name, value in settings.items():
         if isinstance(value, list) and len(value) == depth:
-            settings[name] = value[: SMALL["num_hidden_layers"]]
+            settings[name] = value[:layers]
         elif name.endswith("_token_id") and isinstance(value, int):
             settings[name] = min(value, SMALL["vocab_size"] - 1)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # models this small are slower on several threads
     return AutoModelForCausalLM.from_config(type(config).from_dict(settings))
 
 

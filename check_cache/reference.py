@@ -83,8 +83,8 @@ def find_unread(decoder):
             full, step = (not torch.allclose(x, y, 0.01, 0.0, equal_nan=True) for x, y in zip(before, after))
             if full != step:
                 return "full and step read different weights: let them share their parameters"
-            if not full and modules is decoder.modules:
-                return "full and step read copies of the weights that we found: pass what they copy as model="
+            if decoder.modules and not full and modules is decoder.modules:
+                return "full and step do not read the weights that we found: if they copy a module, pass it as model="
     except (Exception, SystemExit):  # it will raise again
         return None
 

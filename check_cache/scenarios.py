@@ -263,7 +263,12 @@ def roll_back(start, sizes, then=None):
                 stream.feed(1)
 
 
-def roll_far_back(start, sizes):
+rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
+rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))(partial(roll_back, then=(0, 0, 2)))
+
+
+@scenario("rollback of several steps", needs={"crop"})
+def rollback_far(start, sizes):
     """Take back several steps, as who edits an earlier turn does: the newest, half of the prompt, or all."""
     for kept in sizes.fork + 6, sizes.fork // 2, 0:
         stream = start()
@@ -271,11 +276,6 @@ def roll_far_back(start, sizes):
             stream.feed(sizes.fork, 4).feed(0, drafts=4).feed(0, drafts=4)
             stream.crop(stream.fed - kept)
             stream.feed(4, *sizes.ones)
-
-
-rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
-rollback_far = scenario("rollback of several steps", needs={"crop"})(roll_far_back)
-rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))(partial(roll_back, then=(0, 0, 2)))
 
 
 def rearranged(name, operation, argument, rows, before=(0, 1, 2), pads=None):

@@ -436,7 +436,8 @@ def test_rounding_in_a_deep_decoder_whose_weights_we_do_not_know():
     full, scenarios = (lambda ids: step(ids, {})), ["decode", "chunks of mixed sizes"]
     report = check_cache(full=full, new=lambda rows, length: {}, step=step, length=60, scenarios=scenarios)
     report.assert_correct(require=scenarios)
-    assert "perturbed weights" in report.beyond, report
+    lacks = "we found no module with weights: pass it as model=, or its arrays as weights="
+    assert report.beyond == f"perturbed weights and float64, because {lacks}", report
 
 
 def test_weights_that_cannot_be_changed_in_place_are_passed_to_functions():
@@ -814,7 +815,7 @@ def with_copies(model, **more):
 
 def test_weights_that_nothing_reads_are_not_perturbed():
     """If the module that we find is a copy that nobody calls again, its weights would only shrink the limit."""
-    said = "full and step read copies of the weights that we found: pass what they copy as model="
+    said = "full and step do not read the weights that we found: if they copy a module, pass it as model="
     options = dict(scenarios=["decode", "mixed"])
     for positions in ("rope", "learned"):
         report = check_cache(**with_copies(Decoder(positions)), **options)
@@ -896,7 +897,7 @@ def test_what_computes_in_another_dtype_is_named():
     new = lambda rows, length: (copy.deepcopy(model).float(), Cache())  # noqa: E731
     step = lambda ids, cache, mask, pos: cache[0](ids, cache[1], mask, pos)  # noqa: E731
     report = check_cache(model, **functions(model, new=new, step=step), scenarios=["batches"], dtype="bfloat16")
-    assert report.beyond == "bfloat16 in step, which computes in float32", report
+    assert report.beyond == "steps in bfloat16: they compute in float32", report
     assert not check_cache(model, **functions(model), scenarios=["batches"], dtype="bfloat16").beyond
 
 
@@ -1675,8 +1676,11 @@ def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monke
 def test_a_wrong_argument_is_named():
     with pytest.raises(TypeError, match=r"an adapter\. Linear lacks full, new, step"):
         check_cache(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reorders'"):
-        check_cache(Decoder(), reorders=None)
+    for name, close in (("reorders", "reorder"), ("lenght", "length"), ("atoll", "atol")):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': did you mean {close}\\?$"):
+            check_cache(Decoder(), **{name: None})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'qqq'$"):
+        check_cache(Decoder(), qqq=None)
     with pytest.raises(ValueError, match=r"length=500.*the context, 128"):
         check_cache(Decoder(), length=500)
     with pytest.raises(ValueError, match=r"no scenario is called 'beams'\. There are decode, "):
