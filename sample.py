@@ -18,6 +18,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent))  # python -I and PYTHONSAFEPATH leave it out
 try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 

@@ -31,6 +31,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent))  # python -I and PYTHONSAFEPATH leave it out
 try:  # importing torch takes a second, in which Ctrl-C may come
     import numpy as np
     import torch

@@ -107,6 +107,12 @@ def test_without_the_environment_there_is_one_line(script):
     assert_one_line(result, "No module named", "activate the environment, or install it as README.md says", code=1)
 
 
+@pytest.mark.parametrize("script", ["sample.py", "train.py", "data/prepare.py"])
+def test_the_folder_of_the_script_need_not_be_on_the_path(script):
+    """python -I and PYTHONSAFEPATH leave it out."""
+    ok(run("-P", script, "--help"))
+
+
 def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):
     r"""And lines end in \n everywhere."""
     save_model(tmp_path, tiny())

@@ -7,6 +7,7 @@ A run must end by itself, within the limits below, in one of two ways: exit code
 has a checksum and was damaged behind its back, exit code 0 needs the text of the whole file, too.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a c
 
 import onnx  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, which an optimizer imports
 
 from extra_helpers import STABLELM, TOKENIZER, bpe  # noqa: E402
 from helpers import CHARS, TINY, here, ok, tiny, write, write_ids  # noqa: E402
@@ -106,6 +108,15 @@ def json_in(file, chance):
     content, what = changed(json.loads(file.read_bytes()), chance)
     file.write_text(json.dumps(content), encoding="utf-8")
     return f"{file.name}: {what}"
+
+
+def ids_in(file, chance):
+    """Other bytes, with the checksum of those."""
+    what = bytes_in(file, chance)
+    meta = json.loads((file.parent / "meta.json").read_bytes())
+    meta["sha256"][file.stem] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (file.parent / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return f"new {what}"
 
 
 def torch_in(file, chance):
@@ -261,7 +272,7 @@ KINDS = {
         data,
         [
             (["data/meta.json", "ids/meta.json"], [json_in, json_in, bytes_in]),
-            (["data/train.bin", "data/val.bin", "ids/train.bin"], [bytes_in]),
+            (["data/train.bin", "data/val.bin", "ids/train.bin"], [ids_in, ids_in, bytes_in]),
         ],
         [
             ["train.py", "--data_dir", "data", "--out_dir", "new", *TRAIN],
@@ -360,7 +371,7 @@ def problem(result, expected):
     if status < 0:
         return f"{signal.Signals(-status).name}: {lines[-1:]}"
     if "Traceback" in stderr:
-        frames = re.findall(r'File "' + re.escape(f"{ROOT}/") + r'([^"]+)", line \d+, in (\w+)', stderr)
+        frames = re.findall(r'File "' + re.escape(f"{ROOT}/") + r'(?!\.venv)([^"]+)", line \d+, in (\w+)', stderr)
         return f"{' '.join(frames[-1]) if frames else ''}: {lines[-1]}"
     if status and len(lines) != 1:
         return f"{len(lines)} lines: {lines[:1]}"
@@ -391,7 +402,7 @@ def fuzz(kind, seeds, keep=None):
             chance = random.Random(f"{kind} {seed}")
             folder = shutil.copytree(whole, keep or Path(made) / "work")
             what, command = damage(kind, folder, chance)
-            checked = kind == "data" or (kind in ("checkpoint", "resume") and what.startswith("bytes"))
+            checked = kind in ("checkpoint", "resume", "data") and what.startswith(("bytes", "meta.json"))
             if why := problem(run(command, folder), texts[str(command)] if checked else None):
                 yield seed, f"{what} ({' '.join(command)})", why
             if not keep:
