@@ -219,3 +219,19 @@ def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(name, 
     expected = (0, said) if survives else (code, said[:2])
     assert (result.returncode, result.stdout.splitlines()) == expected
     assert result.stderr.endswith("KeyboardInterrupt\n" if not survives else "")
+
+
+IGNORED = """
+import os, signal
+from train import catch_signals
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+received = catch_signals()
+os.kill(os.getpid(), signal.SIGINT)
+print(received)
+"""
+
+
+@unix
+def test_a_run_that_a_shell_script_starts_in_the_background_goes_on_ignoring_ctrl_c():
+    assert ok(run("-c", IGNORED)).stdout == "[]\n"

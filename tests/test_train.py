@@ -33,7 +33,6 @@ from helpers import (
     unix,
 )
 from model import GPT, GPTConfig
-from train import catch_signals
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
@@ -270,22 +269,6 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data
     ok(here(*flags, *more, "--out_dir", tmp_path / "whole"))
     assert_same_run(tmp_path / out_dir, tmp_path / "whole")
     assert progress(tmp_path / out_dir) == progress(tmp_path / "whole")
-
-
-def test_a_second_ctrl_c_ends_the_process_and_a_second_sigterm_does_not(monkeypatch):
-    """`timeout` sends two SIGTERMs. A script that starts a run with & has Ctrl-C ignored, and it stays so."""
-    handlers = {}
-    monkeypatch.setattr("signal.signal", handlers.__setitem__)
-    monkeypatch.setattr("signal.getsignal", lambda number: signal.SIG_DFL)
-    received = catch_signals()
-    first = dict(handlers)
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-        handlers[number](number, None)
-    assert received == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
-    assert handlers == first | {signal.SIGINT: signal.default_int_handler}
-    handlers.clear()
-    monkeypatch.setattr("signal.getsignal", lambda number: signal.SIG_IGN)
-    assert catch_signals() == [] and not handlers
 
 
 # -- a loss that is not finite -----------------------------------------------------------------------------------------

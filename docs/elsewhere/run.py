@@ -3,6 +3,9 @@
 The head of a script (PEP 723) pins what it imports, and exclude-newer fixes the rest by date. [tool.elsewhere] is ours:
 "no-deps" are packages to install without their dependencies, and for each of "versions" the script runs again.
 
+All of it was seen on Linux x86-64 with Python 3.11, on the CPU. Where a package has no wheel for your system or Python,
+its script cannot run.
+
 Exits with 0 if everything is as described, with 1 if something has changed, else with 2 if something could not run.
 """
 
