@@ -333,7 +333,7 @@ class GPT(nn.Module):
             key = [self.lm_head.weight.new_zeros(shape) for _ in range(config.n_layer)]
             value = [torch.zeros_like(keys) for keys in key]
         cache = KVCache(key, value)
-        self.kv_cache = cache  # to look at; we do not read it, because another thread may have replaced it already
+        self.kv_cache = cache  # to look at; the loop keeps its own reference, because another thread may replace this
         return cache
 
     def forward(self, idx, targets=None, pos=None, cache=None, last=False):
@@ -487,7 +487,10 @@ class Sampling:
             self.seed = int(torch.randint(2**63 - 1, ()))
         for name in ("temperature", "top_k", "top_p", "seed"):  # plain numbers, because NumPy's and torch's overflow
             value = getattr(self, name)
-            setattr(self, name, value.item() if hasattr(value, "item") else value)
+            value = value.item() if hasattr(value, "item") else value
+            setattr(self, name, value)
+            optional = name.startswith("top") and value is None
+            require(self, name, optional or isinstance(value, Real), "must be a number")
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         whole = self.top_k is None or (1 <= self.top_k < 2**63 and self.top_k == self.top_k // 1)
         require(self, "top_k", whole, "must be a whole number, at least 1 and below 2**63")
@@ -794,7 +797,7 @@ def open_streams():
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # and any file name
         if hasattr(signal, "SIGPIPE") and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when `head` has read enough

@@ -291,9 +291,11 @@ def generate_texts(
     stats.update(rows=rows, times=[])
     all_threads = torch.get_num_threads()
     try:
+        started = time.perf_counter()
         blocks = token_blocks(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile)
         write()  # the prompts
         began = time.perf_counter()
+        stats["setup"] = began - started
         for block in blocks:
             tokens = block.tolist()  # waits for the device
             stats["times"].append(time.perf_counter() - began)
@@ -340,6 +342,8 @@ def report(args, model, stats):
     print(file=sys.stderr)
     note(f"using {model.source}")
     note(f"{line}{sum(new) / times[-1]:,.0f} tokens/s")
+    if stats.get("setup", 0) > 0.1:
+        note(f"preparing the engine took {stats['setup']:.2f} s, which is not in these figures")
     if args.kv_cache:
         rows, heads, slots, size = model.kv_cache.key[0].shape
         factors = (len(model.kv_cache.key), heads, size, slots, rows, model.kv_cache.key[0].itemsize)

@@ -206,7 +206,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
     settings |= named
     if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
-        # these flags imply the loss that reads them
+        if "loss" in flags:
+            raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
         settings |= dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
     for name, (default, _, *choices) in FLAGS.items():
         value = settings[name]
@@ -347,7 +348,7 @@ def loss_class(name, flags):
 
 
 @torch.no_grad()
-def evaluate(model, ids, num_tokens, autocast, signals=()):
+def evaluate(model, ids, num_tokens, autocast):
     """Return the mean cross-entropy in nats over `ids`, cut into windows. It draws no random numbers.
 
     num_tokens  if there are more, we take fewer windows, spread evenly: the same ones in every evaluation
@@ -625,7 +626,7 @@ def make_model(config, checkpoint, tokenizer, ids):
             f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
         )
         raise ValueError(f"{what}: encode it with those ({command})")
-    shape.vocab_size = checkpoint["model_args"]["vocab_size"]
+    shape.vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
     weights = dict(checkpoint["model"])
     positions = "transformer.wpe.weight"
     if positions in weights:  # a shorter context uses the first rows

@@ -92,7 +92,7 @@ def parse_args():
     add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
     add("--tokenizer", metavar="bpe|MODEL", help="learn a BPE from the text, or take the tokens of a model")
     add("--vocab_size", type=int, default=512, metavar="N", help="of --tokenizer bpe (default: 512)")
-    add("--force", action="store_true", help="replace what is there, even your own text")
+    add("--force", action="store_true", help="do it again, even over your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}: to prepare your own text, type --input FILE")
@@ -107,12 +107,13 @@ def main():
     # what is there already
     args = parse_args()
     data_dir = Path(args.data_dir)
-    found = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in data_dir.glob("*.bin")}
-    old = {"source": "another program" if found else STAND_IN_SOURCE}
+    files = [data_dir / "train.bin", data_dir / "val.bin"]
+    old = {"source": "another program" if any(file.exists() for file in files) else STAND_IN_SOURCE}
     with suppress(OSError, ValueError, TypeError):
         old |= json.loads((data_dir / "meta.json").read_bytes())
     if not args.input and not args.force:
-        whole = "chars" in old and found.items() <= old.get("sha256", {}).items()
+        found = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
+        whole = "chars" in old and len(found) == 2 and found.items() <= old.get("sha256", {}).items()
         if old["source"] == CORPUS_URL and whole and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
@@ -182,7 +183,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except ModuleNotFoundError as error:
-        sys.exit(f"prepare.py: {error}: --tokenizer needs the folder extras of the repository, and torch")
+        sys.exit(f"prepare.py: {error}: --tokenizer and records need the folder extras of the repository, and torch")
     except OSError as error:
         hint = " (download it first)" if str(error.filename).startswith("http") else ""
         sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}{hint}")
