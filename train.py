@@ -802,6 +802,7 @@ def main():
             train_loss = all_reduce(loss_sum.item()) / WORLD_SIZE / (step - row_step)
             speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
+            stop = stop_signal(signals)  # which may have come meanwhile
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
             if not finite:  # before broken weights replace a checkpoint
                 hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"

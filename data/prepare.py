@@ -183,7 +183,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except ModuleNotFoundError as error:
-        sys.exit(f"prepare.py: {error}: --tokenizer and records need the folder extras of the repository, and torch")
+        sys.exit(f"prepare.py: {error}: this needs the folder extras of the repository, and torch")
     except OSError as error:
         hint = " (download it first)" if str(error.filename).startswith("http") else ""
         sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}{hint}")

@@ -30,6 +30,7 @@ SAMPLE = ROOT / "data" / "sample.txt"
 # Windows lacks the signals and terminals of Unix. It reports other errors for the same bad path, and it cannot replace
 # or remove an open file. Packages of torch for Windows have lacked libuv, which torchrun needs.
 # macOS has no /proc and no /dev/full, and its file names are UTF-8.
+needs_extras = pytest.mark.skipif(not (ROOT / "extras").is_dir(), reason="needs the folder extras")
 unix = pytest.mark.skipif(os.name == "nt", reason="needs Unix: signals, terminals, file system errors or torchrun")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, /dev/full or file names of any bytes")
 

@@ -13,6 +13,7 @@ from helpers import random_model
 from model import GPTConfig
 
 _setup_privateuseone_for_python_backend("pretend")
+torch.get_device_module("pretend").__name__ = "pretend.cpu"  # transformers asks for it
 # autocast is there, but computes in float32
 torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 AUTOCAST = torch.library.Library("_", "IMPL")

@@ -10,10 +10,8 @@ import shlex
 import pytest
 import torch
 
-from helpers import ROOT, here, ok
+from helpers import ROOT, here, needs_extras, ok
 from model import PRETRAINED, load_model
-
-needs_extras = pytest.mark.skipif(not (ROOT / "extras").is_dir(), reason="needs the folder extras")
 
 LONG = shlex.quote(f"FILE:{ROOT.as_posix()}/data/sample.txt")
 TEXTS = {  # flags of sample.py: hash of what it writes to stdout

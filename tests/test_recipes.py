@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import SAMPLE, assert_one_line, here, load, ok
+from helpers import SAMPLE, assert_one_line, here, load, needs_extras, ok
 from model import GPT, GPTConfig
 from train import DEFAULTS, FIXED, FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
 
@@ -69,6 +69,7 @@ def test_an_unknown_flag_or_impossible_value_is_one_line_that_names_it(words, da
     assert result.stdout == "" and not [*tmp_path.iterdir()]
 
 
+@needs_extras
 @pytest.mark.parametrize(
     "words, name",
     [

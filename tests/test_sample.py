@@ -313,7 +313,7 @@ def test_verify_matches_for_samples_of_the_pretrained_model():
         (["--promt", "x"], ["--promt"]),
         (["--prompt", "-Hello"], ["argument --prompt/--start: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
-        (["hello"], ['unrecognized arguments: hello: type --prompt "TEXT"']),
+        (["hello"], ["unrecognized arguments: hello"]),
         (["--ckpt="], ["--ckpt, --out_dir, --meta or --stop is empty"]),
         (["--out_dir", ""], ["--ckpt, --out_dir, --meta or --stop is empty"]),
     ],
