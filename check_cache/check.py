@@ -1,10 +1,8 @@
 """The check itself: each scenario, for each kind of cache."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 
 import torch
@@ -24,7 +22,6 @@ def check_cache(
     caches: str | Iterable[str] | None = None,
     scenarios: str | Iterable[str | Scenario] | None = None,
     skip: str | Iterable[str] | None = None,
-    may_miss: str | Iterable[str] | None = None,
     more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
     progress: Callable[[str], object] | None = None,
@@ -39,8 +36,7 @@ def check_cache(
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
     caches     kinds of cache: "own" or "static". None: all that the decoder has
-    scenarios  only those whose name contains one of these words; skip: not those
-    may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
+    scenarios  only those whose name contains one of these words; skip: not those, and they need not run
     more_scenarios  of your own, made with @scenario
     atol       for a cache that rounds on purpose: how far off a logit may be
     progress   a function that is called with a line before each scenario, such as print
@@ -48,9 +44,8 @@ def check_cache(
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
     if unknown := [name for name in adapter if name not in PARTS]:
-        close = get_close_matches(unknown[0], [*inspect.signature(check_cache).parameters, *PARTS], 1)
-        hint = f": did you mean {close[0]}?" if close else ""
-        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}{hint}")
+        known = f"an adapter has {', '.join(PARTS)}"
+        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}: {known}")
     parts = {name: value for name, value in adapter.items() if value is not None}
     decoder = Adapter(model, parts, inputs or {})
     if unknown := {*as_list(caches)} - {*decoder.kinds}:
@@ -61,7 +56,7 @@ def check_cache(
     if not LEAST <= length <= most:
         raise ValueError(f"length={length}: must be between {LEAST} and the context, {decoder.context or 'if given'}")
     every = [*SCENARIOS, *more_scenarios]
-    skipped, excused = with_words(every, skip), with_words(every, may_miss)
+    skipped = with_words(every, skip)
     chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
     sizes = Sizes(length, decoder.window)
     with prepared(decoder, dtype) as (dtype, device):
@@ -79,7 +74,7 @@ def check_cache(
     name = "a decoder" if named is None else type(named).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    must_run = [one.name for one in chosen if one.name in decoder.must_run and one not in excused]
+    must_run = [one.name for one in chosen if one.name in decoder.must_run]
     facts = dict(decoder=name, length=length, rows=ROWS, dtype=str(dtype)[6:], device=str(device))
     return Report(title, results, ", ".join(beyond), tuple(must_run), facts)
 

@@ -1676,11 +1676,8 @@ def test_logits_that_depend_on_later_tokens_are_not_the_fault_of_the_cache(monke
 def test_a_wrong_argument_is_named():
     with pytest.raises(TypeError, match=r"an adapter\. Linear lacks full, new, step"):
         check_cache(torch.nn.Linear(2, 2))
-    for name, close in (("reorders", "reorder"), ("lenght", "length"), ("atoll", "atol")):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': did you mean {close}\\?$"):
-            check_cache(Decoder(), **{name: None})
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'qqq'$"):
-        check_cache(Decoder(), qqq=None)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'reorders': an adapter has .*, reorder, "):
+        check_cache(Decoder(), reorders=None)
     with pytest.raises(ValueError, match=r"length=500.*the context, 128"):
         check_cache(Decoder(), length=500)
     with pytest.raises(ValueError, match=r"no scenario is called 'beams'\. There are decode, "):
