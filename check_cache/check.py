@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -70,8 +69,7 @@ def check_cache(
         beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
-    named = decoder.modules[0] if model is None and decoder.converts else model
-    name = "a decoder" if named is None else type(named).__name__
+    name = "a decoder" if model is None else type(model).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
     must_run = [one.name for one in chosen if one.name in decoder.must_run]
@@ -137,10 +135,7 @@ def run_all(decoder, scenarios, sizes, dtype, atol, progress):
     elif decoder.accepted and not decoder.keeps and "wrong" in compared and "correct" not in compared:
         why = "nothing keeps the past: new returns None, and step only logits. Let step return (logits, cache)"
     else:
-        hint = "If your step takes one token at a time, pass chunk=1"
-        ones = {kind for (kind, _), most in decoder.accepted.items() if most == 1}  # at the beginning, or later
-        single = [one for one in raised if one.step and one.step[1] > 1 and one.cache in ones]
-        return [replace(one, why=f"{one.why}. {hint}") if one in single else one for one in results]
+        return results
     return [Result(every, "any", "error", why), *(one for one in results if one.status != "wrong")]
 
 

@@ -27,11 +27,10 @@ def refusals(cache):
 
 
 def prepare_rollback(cache):
-    """Prepare a cache for crop, as assisted generation does."""
+    """Prepare a cache for crop, as assisted generation does. Return whether it can be cropped, if it knows that yet."""
     if hasattr(cache, "activate_past_recording"):  # of a window, or of convolutions
         cache.activate_past_recording()
-    if getattr(cache, "is_croppable", True) is False:  # crop itself may not say so
-        raise NotImplementedError("is_croppable is False")
+    return getattr(cache, "is_croppable", True)
 
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, head_dim=16, rotary_dim=16, intermediate_size=128, vocab_size=256)

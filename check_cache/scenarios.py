@@ -87,7 +87,8 @@ class Stream:
         except Exception as error:
             if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
                 raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
-            raise Verdict("wrong", describe(error), step=(len(ids), T)) from None
+            hint = ". If your step takes one token at a time, pass chunk=1" if most == 1 < T else ""
+            raise Verdict("wrong", describe(error) + hint, step=(len(ids), T)) from None
         decoder.accepted[self.kind, self.fed > 0] = max(most, T)
         self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
@@ -158,10 +159,9 @@ chunks_around = feeding("chunks around the window", lambda sizes: sizes.around, 
 mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], pads=(0, 0, 0))
 padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], pads=PADS)
 padding_in_chunks = feeding("left padding in chunks", lambda sizes: [sizes.third, *sizes.mixed[:8]], pads=(2, 5, 7))
-ragged = feeding("rows of different lengths", lambda sizes: [sizes.third, *sizes.ones], pads=PADS, ragged=True)
-ragged_in_chunks = feeding(
-    "rows of different lengths in chunks", lambda sizes: [sizes.third, 4, *sizes.ones], pads=PADS, ragged=True
-)
+RAGGED = dict(pads=PADS, ragged=True)
+ragged = feeding("rows of different lengths", lambda sizes: [sizes.third, *sizes.ones], **RAGGED)
+ragged_in_chunks = feeding("rows of different lengths in chunks", lambda sizes: [sizes.third, 4, *sizes.ones], **RAGGED)
 
 
 def generate_twice(start, sizes, **options):
@@ -237,7 +237,8 @@ def feed_croppable(start, prompt):
     stream = start()
     prepare_rollback(stream.cache)
     stream.feed(prompt)
-    prepare_rollback(stream.cache)  # the model may have made its cache only now
+    if not prepare_rollback(stream.cache):  # now that we have a cache that knows
+        raise NotImplementedError("is_croppable is False")  # crop may not say so
     return stream
 
 
