@@ -39,14 +39,13 @@ def main() -> None:
     add("--atol", type=float, default=0.0, help="how far off a logit may be, if the cache rounds on purpose")
     add("--tiny", action="store_true", help="of the folder only the architecture: small sizes and random weights")
     add("--scenarios", **words, help="only those whose name contains one of these words: chunks,padding")
-    add("--skip", **words, help="not the scenarios whose name contains one of these words")
+    add("--skip", **words, help="not the scenarios whose name contains one of these words; they need not run")
     add("--require", **words, help="for each word, a scenario whose name contains it must have run: decode,chunks")
-    add("--may-miss", "--may_miss", **words, help="scenarios that need not run, of decode, chunks and left padding")
     add("--json", metavar="FILE", help="write the report there, as report.schema.json describes it")
     add("--verbose", action="store_true", help="say of each scenario that was not run why")
     add("--version", action="version", version=f"check-cache {__version__}, torch {torch.__version__}")
     args = vars(parser.parse_args())
-    for name in ("scenarios", "skip", "require", "may_miss"):  # the names of some contain a comma and a space
+    for name in ("scenarios", "skip", "require"):  # the names of some contain a comma and a space
         args[name] = [word for text in args[name] for word in re.split(",(?! )", text)]
     model, tiny, require, file, verbose = map(args.pop, ("model", "tiny", "require", "json", "verbose"))
     warnings.simplefilter("ignore")

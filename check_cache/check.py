@@ -1,10 +1,7 @@
 """The check itself: each scenario, for each kind of cache."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 
 import torch
@@ -24,7 +21,6 @@ def check_cache(
     caches: str | Iterable[str] | None = None,
     scenarios: str | Iterable[str | Scenario] | None = None,
     skip: str | Iterable[str] | None = None,
-    may_miss: str | Iterable[str] | None = None,
     more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
     progress: Callable[[str], object] | None = None,
@@ -39,8 +35,7 @@ def check_cache(
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
     caches     kinds of cache: "own" or "static". None: all that the decoder has
-    scenarios  only those whose name contains one of these words; skip: not those
-    may_miss   words in the names of scenarios that may fail to run, although README.md says that they must
+    scenarios  only those whose name contains one of these words; skip: not those, and they need not run
     more_scenarios  of your own, made with @scenario
     atol       for a cache that rounds on purpose: how far off a logit may be
     progress   a function that is called with a line before each scenario, such as print
@@ -48,9 +43,8 @@ def check_cache(
     Raises TypeError or ValueError for a wrong argument. A mistake in the functions is in the report.
     """
     if unknown := [name for name in adapter if name not in PARTS]:
-        close = get_close_matches(unknown[0], [*inspect.signature(check_cache).parameters, *PARTS], 1)
-        hint = f": did you mean {close[0]}?" if close else ""
-        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}{hint}")
+        known = f"an adapter has {', '.join(PARTS)}"
+        raise TypeError(f"check_cache() got an unexpected keyword argument {unknown[0]!r}: {known}")
     parts = {name: value for name, value in adapter.items() if value is not None}
     decoder = Adapter(model, parts, inputs or {})
     if unknown := {*as_list(caches)} - {*decoder.kinds}:
@@ -61,7 +55,7 @@ def check_cache(
     if not LEAST <= length <= most:
         raise ValueError(f"length={length}: must be between {LEAST} and the context, {decoder.context or 'if given'}")
     every = [*SCENARIOS, *more_scenarios]
-    skipped, excused = with_words(every, skip), with_words(every, may_miss)
+    skipped = with_words(every, skip)
     chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
     sizes = Sizes(length, decoder.window)
     with prepared(decoder, dtype) as (dtype, device):
@@ -75,11 +69,10 @@ def check_cache(
         beyond.append(f"perturbed weights and float64, because {lacks}")
     if decoder.window and length < 2 * decoder.window:
         beyond.append(f"tokens past the window of {decoder.window}, which need a length of {3 * decoder.window}")
-    named = decoder.modules[0] if model is None and decoder.converts else model
-    name = "a decoder" if named is None else type(named).__name__
+    name = "a decoder" if model is None else type(model).__name__
     ran = f"{sum(result.status in ('correct', 'wrong') for result in results)} of {len(results)} scenarios ran"
     title = f"{name}: {ran}, {length} tokens per row, up to {ROWS} rows, {str(dtype)[6:]} on {device}"
-    must_run = [one.name for one in chosen if one.name in decoder.must_run and one not in excused]
+    must_run = [one.name for one in chosen if one.name in decoder.must_run]
     facts = dict(decoder=name, length=length, rows=ROWS, dtype=str(dtype)[6:], device=str(device))
     return Report(title, results, ", ".join(beyond), tuple(must_run), facts)
 
@@ -142,10 +135,7 @@ def run_all(decoder, scenarios, sizes, dtype, atol, progress):
     elif decoder.accepted and not decoder.keeps and "wrong" in compared and "correct" not in compared:
         why = "nothing keeps the past: new returns None, and step only logits. Let step return (logits, cache)"
     else:
-        hint = "If your step takes one token at a time, pass chunk=1"
-        ones = {kind for (kind, _), most in decoder.accepted.items() if most == 1}  # at the beginning, or later
-        single = [one for one in raised if one.step and one.step[1] > 1 and one.cache in ones]
-        return [replace(one, why=f"{one.why}. {hint}") if one in single else one for one in results]
+        return results
     return [Result(every, "any", "error", why), *(one for one in results if one.status != "wrong")]
 
 

@@ -1,4 +1,4 @@
-"""All that we need to know about transformers. What it renames is an error that names what we looked for."""
+"""All that we need to know about transformers. What it renames cannot run, and the reason names what we looked for."""
 
 import inspect
 
@@ -6,13 +6,8 @@ import torch
 
 from check_cache.report import Verdict
 
-# the names of arguments of `forward`, newest first
-NAMES = dict(cache="cache past_key_values cache_params state".split(), mask=["attention_mask"], pos=["position_ids"])
-# what a new name would contain (that of the cache may be anything), and arguments of other meanings
-WORDS = dict(cache="", mask="mask", pos="pos")
-OTHERS = """self input_ids inputs_embeds labels use_cache logits_to_keep token_type_ids head_mask return_dict
-    output_attentions output_hidden_states encoder_hidden_states encoder_attention_mask""".split()
-OUTPUTS = "loss logits hidden_states attentions cross_attentions router_logits aux_loss".split()  # besides the cache
+# the names of the cache in the arguments and the output of `forward`, newest first
+CACHES = "cache past_key_values cache_params state".split()
 # the settings of sliding or chunked attention, and those that only look like one
 WINDOWS = "sliding_window attention_chunk_size window_size attention_window_size sliding_window_size".split()
 NO_WINDOWS = """use_sliding_window max_window_layers sliding_window_pattern _sliding_window_pattern keep_window_size
@@ -32,10 +27,10 @@ def refusals(cache):
 
 
 def prepare_rollback(cache):
-    """Prepare a cache for crop, as assisted generation does. Return why it cannot be cropped, or None."""
+    """Prepare a cache for crop, as assisted generation does. Return whether it can be cropped, if it knows that yet."""
     if hasattr(cache, "activate_past_recording"):  # of a window, or of convolutions
         cache.activate_past_recording()
-    return "is_croppable is False" if getattr(cache, "is_croppable", True) is False else None
+    return getattr(cache, "is_croppable", True)
 
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, head_dim=16, rotary_dim=16, intermediate_size=128, vocab_size=256)
@@ -79,6 +74,7 @@ class Transformers:
             raise ImportError(f"needs transformers 5.4 or newer, but this is {transformers.__version__}")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.static_cache, self.parameters = transformers.StaticCache, inspect.signature(model.forward).parameters
+        self.cache = next((name for name in CACHES if name in self.parameters), None)
         self.open = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())  # takes any argument
         self.prepare = getattr(model, "prepare_inputs_for_generation", None)  # of models with GenerationMixin
         self.must_run = ("decode", "chunks of mixed sizes") + (("left padding",) if self.prepare else ())
@@ -90,16 +86,6 @@ class Transformers:
         layers = () if self.window else getattr(self.config, "layer_types", None) or ()
         settings += [kind for kind in layers if "slid" in kind or "chunk" in kind]
         self.unknown = [name for name in settings if name not in (*WINDOWS, *NO_WINDOWS)]
-
-    def name_of(self, role):
-        if name := next((name for name in NAMES[role] if name in self.parameters), None):
-            return name
-        known = {*OTHERS, *(name for names in NAMES.values() for name in names)}
-        named = [name for name, parameter in self.parameters.items() if parameter.kind != parameter.VAR_KEYWORD]
-        if any(WORDS[role] in name for name in {*named} - known):
-            looked = f"none of {', '.join(NAMES[role])}, so we do not know its {role}: see huggingface.py"
-            raise Verdict("error", f"forward({', '.join(named)}) takes {looked}")
-        return None
 
     def full(self, ids, **inputs):
         if self.unknown:
@@ -113,38 +99,35 @@ class Transformers:
     def new(self, rows, length, kind):
         if kind == "own":
             return None  # the model makes one
-        if self.name_of("cache") and self.model._can_compile_fullgraph:
+        if self.cache and self.model._can_compile_fullgraph:
             return self.static_cache(config=self.config, max_cache_len=length)
         raise NotImplementedError("transformers has none for this model (_can_compile_fullgraph)")
 
     def step(self, ids, cache, mask, pos, **inputs):
-        name = self.name_of("cache")
-        if name is None:  # then we only see what generate() does
-            raise NotImplementedError("the model takes no cache")
-        more = {name: cache, **self.caching(True), **inputs}
+        if self.cache is None:  # then we only see what generate() does
+            raise NotImplementedError(f"forward takes no cache: none of {', '.join(CACHES)}")
+        more = {self.cache: cache, **self.caching(True), **inputs}
         if mask is not None:  # without one, the model has to work out positions itself
-            if self.name_of("mask") is None and not self.open:
-                raise NotImplementedError("the model takes no attention_mask")
+            if "attention_mask" not in self.parameters:
+                raise NotImplementedError("forward takes no attention_mask")
             more["attention_mask"] = mask
-            if at := self.name_of("pos"):
-                more[at] = pos
-            if at is None or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
+            places = "position_ids" in self.parameters
+            if places:
+                more["position_ids"] = pos
+            if not places or getattr(cache, "is_compileable", False):  # only generate() knows what becomes of the mask
                 if not self.prepare:
                     raise NotImplementedError("the model has no prepare_inputs_for_generation(), see GenerationMixin")
                 made = self.prepare(ids, is_first_iteration=mask.shape == ids.shape, **more)
-                kept = {key: value for key, value in made.items() if key not in (*NAMES["cache"], "logits_to_keep")}
-                more = {name: cache, **kept}
+                kept = {key: value for key, value in made.items() if key not in (*CACHES, "logits_to_keep")}
+                more = {self.cache: cache, **kept}
         output = self.model(**more | dict(input_ids=ids))
         if output.logits.shape[:2] != ids.shape:
             got = f"logits {(*output.logits.shape,)}"
             raise Verdict("wrong", f"forward returns {got} for {len(ids)} rows and {ids.size(1)} tokens")
-        held = getattr(output, name, None)
-        if held is not None:
-            return output.logits, held
-        if unknown := {*output.keys()} - {*OUTPUTS}:
-            returned = ", ".join(unknown)
-            raise Verdict("error", f"forward takes {name} and returns {returned}, but no {name}: see huggingface.py")
-        raise NotImplementedError("the model returns no cache")
+        held = getattr(output, self.cache, None)
+        if held is None:
+            raise NotImplementedError(f"forward returns no {self.cache}, but {', '.join(output.keys())}")
+        return output.logits, held
 
     def generate(self, ids, count, use_cache, mask=None, eos=None, **inputs):
         if not self.model.can_generate():

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,7 +87,8 @@ class Stream:
         except Exception as error:
             if refuses(error) and most < T and (self.kind, True) in decoder.accepted:
                 raise NotImplementedError(f"the step refuses {T} tokens (see chunk=): {first_line(error)}") from None
-            raise Verdict("wrong", describe(error), step=(len(ids), T)) from None
+            hint = ". If your step takes one token at a time, pass chunk=1" if most == 1 < T else ""
+            raise Verdict("wrong", describe(error) + hint, step=(len(ids), T)) from None
         decoder.accepted[self.kind, self.fed > 0] = max(most, T)
         self.fed, self.calls = self.fed + T, watch.calls
         missing = T - logits.size(1)  # some decoders only return the logits of the last token
@@ -158,10 +159,9 @@ chunks_around = feeding("chunks around the window", lambda sizes: sizes.around, 
 mask_of_ones = feeding("mask of ones", lambda sizes: [sizes.third, *sizes.ones], pads=(0, 0, 0))
 padding = feeding("left padding", lambda sizes: [sizes.third, *sizes.ones], pads=PADS)
 padding_in_chunks = feeding("left padding in chunks", lambda sizes: [sizes.third, *sizes.mixed[:8]], pads=(2, 5, 7))
-ragged = feeding("rows of different lengths", lambda sizes: [sizes.third, *sizes.ones], pads=PADS, ragged=True)
-ragged_in_chunks = feeding(
-    "rows of different lengths in chunks", lambda sizes: [sizes.third, 4, *sizes.ones], pads=PADS, ragged=True
-)
+RAGGED = dict(pads=PADS, ragged=True)
+ragged = feeding("rows of different lengths", lambda sizes: [sizes.third, *sizes.ones], **RAGGED)
+ragged_in_chunks = feeding("rows of different lengths in chunks", lambda sizes: [sizes.third, 4, *sizes.ones], **RAGGED)
 
 
 def generate_twice(start, sizes, **options):
@@ -232,35 +232,29 @@ def equal_pages(start, sizes):
     stream.feed(*sizes.ones[::2])
 
 
-@contextmanager
-def after(prompt, stream):
-    """Feed a prompt, and crop the cache in here. If it says that it cannot be cropped, nothing in here is wrong."""
+def feed_croppable(start, prompt):
+    """Return a Stream after a prompt, with a cache that can be cropped."""
+    stream = start()
     prepare_rollback(stream.cache)
     stream.feed(prompt)
-    refuses = prepare_rollback(stream.cache)  # now that we have a cache that knows
-    try:
-        yield
-    except Verdict as verdict:
-        if not refuses or verdict.fields["status"] != "wrong":
-            raise
-        said = (verdict.fields.get("rule") or verdict.fields["why"]).partition(" (")[0]
-        raise NotImplementedError(f"{refuses}, and after crop() {said}") from None
+    if not prepare_rollback(stream.cache):  # now that we have a cache that knows
+        raise NotImplementedError("is_croppable is False")  # crop may not say so
+    return stream
 
 
 def roll_back(start, sizes, then=None):
     """Speculative decoding: feed a token and some drafts, take back those that differ, and go on."""
-    stream = start()
-    with after(sizes.page - 1, stream):
-        for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
-            if stream.fed + accepted + rejected + 2 > sizes.length:
-                break
-            stream.feed(1 + accepted, drafts=rejected)
-            if rejected:
-                stream.crop(rejected)
-            if then:
-                stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
-            if rejected != 1:  # then the next draft follows at once
-                stream.feed(1)
+    stream = feed_croppable(start, sizes.page - 1)
+    for accepted, rejected in (0, 4), (0, 1), (2, 1), (1, 3), (3, 0), (0, 2):
+        if stream.fed + accepted + rejected + 2 > sizes.length:
+            break
+        stream.feed(1 + accepted, drafts=rejected)
+        if rejected:
+            stream.crop(rejected)
+        if then:
+            stream.change("reorder", torch.tensor(then), rows=stream.rows[[*then]])
+        if rejected != 1:  # then the next draft follows at once
+            stream.feed(1)
 
 
 rollback = scenario("speculative rollback", needs={"crop"})(roll_back)
@@ -271,11 +265,10 @@ rollback_reorder = scenario("rollback, then reorder", needs=("crop", "reorder"))
 def rollback_far(start, sizes):
     """Take back several steps, as who edits an earlier turn does: the newest, half of the prompt, or all."""
     for kept in sizes.fork + 6, sizes.fork // 2, 0:
-        stream = start()
-        with after(2, stream):  # so early that a cache with a window records all that follows
-            stream.feed(sizes.fork, 4).feed(0, drafts=4).feed(0, drafts=4)
-            stream.crop(stream.fed - kept)
-            stream.feed(4, *sizes.ones)
+        stream = feed_croppable(start, 2)  # so early that a cache with a window records all that follows
+        stream.feed(sizes.fork, 4).feed(0, drafts=4).feed(0, drafts=4)
+        stream.crop(stream.fed - kept)
+        stream.feed(4, *sizes.ones)
 
 
 def rearranged(name, operation, argument, rows, before=(0, 1, 2), pads=None):

@@ -252,19 +252,6 @@ def table_begins_at_0_in_each_step(patch):
     return Decoder("learned")
 
 
-@bug(WRONG_VALUE, "an off-by-one: the length of the cache includes the new token")
-def table_is_one_too_far(patch):
-    forward = Decoder.forward
-    patch(
-        Decoder,
-        "forward",
-        lambda self, ids, cache, mask, pos: forward(
-            self, ids, cache, mask, pos + (pos > pos[0, 0] - 1) * bool(cache and cache.lengths[0])
-        ),
-    )
-    return Decoder("learned")
-
-
 @bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, even in the prefill")
 def table_with_another_offset(patch):
     forward = Decoder.forward
@@ -319,15 +306,6 @@ def angles_end_at_64(patch):
     return Decoder()
 
 
-@bug(WRONG_KEY, "the same in a transformers model")
-def llama_begins_at_0_in_each_step(patch):
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as Rotary
-
-    forward = Rotary.forward
-    patch(Rotary, "forward", lambda self, x, position_ids: forward(self, x, position_ids - position_ids[:, :1]))
-    return tiny("llama")
-
-
 @bug(WRONG_VALUE, "position_ids are ignored as soon as there is a cache")
 def gpt2_ignores_position_ids(patch):
     from transformers import GPT2Model
@@ -339,17 +317,6 @@ def gpt2_ignores_position_ids(patch):
 
     patch(GPT2Model, "forward", broken)
     return tiny("gpt2")
-
-
-@bug(WRONG_KEY, "a chunk of two tokens is mistaken for one token")
-def chunk_of_two(patch):
-    rotate = Attention.rotate
-    patch(
-        Attention,
-        "rotate",
-        lambda self, x, pos: rotate(self, x, pos[:, :1].expand_as(pos) if pos.size(1) == 2 and pos[0, 0] > 0 else pos),
-    )
-    return Decoder()
 
 
 @bug(WRONG_KEY, "positions of a block of at most 30 tokens")
@@ -421,26 +388,6 @@ def rounded(x):
 def int8(patch):
     patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
     return Decoder()
-
-
-@bug(f"{HOLDS}|rounded or scaled", "int8 with the scale of the first token, so larger values are clamped")
-def int8_with_a_shared_scale(patch):
-    shared_scale(patch)
-    return Decoder()
-
-
-def shared_scale(patch):
-    """Round keys and values to int8, as the first token would be."""
-    update = Cache.update
-
-    def broken(self, key, value, layer):
-        if self.lengths[layer] == 0:
-            self.scales = getattr(self, "scales", {})
-            self.scales[layer] = [x[:, :, :1].abs().amax(-1, keepdim=True) / 127 for x in (key, value)]
-        pairs = zip((key, value), self.scales[layer])
-        return update(self, *((x / scale).round().clamp(-127, 127) * scale for x, scale in pairs), layer)
-
-    patch(Cache, "update", broken)
 
 
 @bug(f"{HOLDS}|rounded", "a buffer of float16 under float32")
@@ -574,13 +521,6 @@ def keys_rotated_twice(patch):
     return Decoder()
 
 
-@bug(HOLDS, "the norm of keys is applied again to cached keys")
-def keys_normed_twice(patch):
-    norm = lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt()  # noqa: E731
-    patched_update(patch, lambda self, k, v, key, layer: (norm(k), v) if key.size(2) < 10 else (k, v))
-    return Decoder()
-
-
 @bug(HOLDS, "keys and values change places")
 def keys_and_values_swapped(patch):
     patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
@@ -684,15 +624,6 @@ def beams_not_reordered(patch):
     return Decoder()
 
 
-@bug(f"{HOLDS} key of|row", "beams: only the values follow")
-def only_values_reordered(patch):
-    def broken(self, rows):
-        self.values = [x[rows] for x in self.values]
-
-    patch(Cache, "reorder_cache", broken)
-    return Decoder()
-
-
 @bug(f"{HOLDS}|row", "beams: the inverse order")
 def beams_in_the_inverse_order(patch):
     reorder = Cache.reorder_cache
@@ -709,18 +640,6 @@ def rows_repeated_in_blocks(patch):
 @bug(f"{HOLDS}|row", "the first rows are kept instead of the chosen ones")
 def first_rows_selected(patch):
     patch(Cache, "batch_select_indices", lambda self, rows: self.each(lambda x: x[: len(rows)]))
-    return Decoder()
-
-
-@bug("the cache was not empty at position 0", "the second sequence sees the first")
-def reset_keeps_the_text(patch):
-    patch(
-        Cache,
-        "reset",
-        lambda self: (
-            None if hasattr(self, "keys") else self.__dict__.update(keys=[None] * 2, values=[None] * 2, lengths=[0] * 2)
-        ),
-    )
     return Decoder()
 
 
@@ -816,17 +735,6 @@ def window_one_too_wide(patch):
         return visible(self, query, slot, mask)
 
     patch(Attention, "visible", broken)
-    return Decoder(window=12)
-
-
-@bug(SEEN, "a decode step ignores the window")
-def decode_ignores_the_window(patch):
-    visible = Attention.visible
-    patch(
-        Attention,
-        "visible",
-        lambda self, query, slot, mask: slot <= query if len(query) == 1 else visible(self, query, slot, mask),
-    )
     return Decoder(window=12)
 
 

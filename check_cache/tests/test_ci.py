@@ -96,9 +96,16 @@ def test_what_the_command_requires(folder):
 def test_the_command_may_check_a_tiny_model_of_a_folder_without_weights(folder):
     done = command("gpt2", "--tiny", *SHORT, "--scenarios", "decode", cwd=folder)
     assert done.returncode == 0 and done.stdout.startswith("GPT2LMHeadModel: 4 of 4 scenarios ran"), done.stderr
-    done = command("mine:slow", "--tiny", *SHORT, cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert "not a transformers folder with a config.json" in done.stderr
+    done = command("llama", *SHORT, "--scenarios", "decode", cwd=folder)
+    assert done.returncode == 0 and done.stdout.startswith("LlamaForCausalLM: 4 of 4 scenarios ran"), done.stderr
+    cannot = "not a transformers folder with a config.json"
+    for model, flags, why in (
+        ("mine:slow", ["--tiny"], cannot),
+        ("nothing", [], cannot),
+        ("mine:no", [], "AttributeErr"),
+    ):
+        done = command(model, *flags, *SHORT, cwd=folder)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1 and why in done.stderr, done
 
 
 CANNOT = {"gpt_neo", "nemotron", "deepseek_v3", "mamba", "mamba2", "bamba", "zamba2", "rwkv"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from check_cache import check_cache
-from reports import shows
+from reports import reports, shows
 
 PACKAGES = Path(__file__).parent / "frameworks" / ".packages"
 PAGE = Path(__file__).parent.parent / "ADAPTERS.md"
@@ -147,9 +147,6 @@ def test_padding_in_the_states_of_mlx_lm():
     assert check(mamba) == 2 * ["wrong"]
 
 
-REPORTS = sorted((Path(__file__).parent / "frameworks" / "reports").glob("*.md"))
-
-
-@pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
-def test_a_report_shows_what_it_says(file, capsys):
-    assert shows(file, capsys)
+@pytest.mark.parametrize(("code", "said"), reports(Path(__file__).parent / "frameworks" / "reports"))
+def test_a_report_shows_what_it_says(code, said, capsys):
+    assert shows(code, said, capsys)
