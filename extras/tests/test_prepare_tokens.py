@@ -1,15 +1,15 @@
-"""data/prepare.py with extras: tokens that are not characters."""
+"""data/prepare.py with extras: tokens that are not characters, text that a tokenizer loses, and records of JSON."""
 
 import io
 import json
 from hashlib import sha256
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from extra_helpers import bpe
 from extras.formats.bpe import train_bpe
-from helpers import SAMPLE, ok, tree
+from helpers import SAMPLE, SMALL, assert_one_line, here, ok, tree
 from prepare_fixtures import BODY, assert_nothing_changed
 from train import load_dataset
 
@@ -72,3 +72,191 @@ def test_a_mistake_is_one_line_and_changes_nothing_too(flags, raw, words, call, 
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert_nothing_changed(call("--data_dir", "old", *flags.split()), tmp_path, before, *words)
+
+
+# -- text that a tokenizer loses ---------------------------------------------------------------------------------------
+
+CAT = "the cat sat on the mat and the dog sat on the log\n" * 40
+FISH = "The Bär ate 30 fishes. 東京 is far away, said the cat.\n" * 60
+
+
+def learned(kind, learned_from, tokenizer, **options):
+    tokenizer.train_from_iterator([learned_from], getattr(trainers, f"{kind}Trainer")(**options))
+    return tokenizer
+
+
+def whitespace(model):
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def no_unknown_token():
+    return learned("Bpe", CAT, whitespace(models.BPE()), vocab_size=49, special_tokens=["<unk>"])
+
+
+def bytes_without_alphabet():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return learned("Bpe", CAT, tokenizer, vocab_size=60)
+
+
+def words(text=CAT):
+    return learned("WordLevel", text, whitespace(models.WordLevel(unk_token="[UNK]")), special_tokens=["[UNK]"])
+
+
+def bytes_without_decoder():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return learned("Bpe", FISH, tokenizer, vocab_size=300, initial_alphabet=alphabet)
+
+
+def lower_case():
+    tokenizer = bytes_without_decoder()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """prepare(tokenizer, *flags) encodes FISH with it."""
+
+    def prepare(tokenizer, *flags):
+        (tmp_path / "fish.txt").write_text(FISH, encoding="utf-8")
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data", *flags]
+        return here("--input", tmp_path / "fish.txt", *flags, script="data/prepare.py")
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "make, back, why",
+    [
+        (no_unknown_token, "he at e s he s s a a", "it drops "),
+        (bytes_without_alphabet, "he  ate  shes  s a a", "it drops "),
+        (bytes_without_decoder, "The ĠBÃ¤r Ġate Ġ30 Ġ", "it has no decoder"),
+        (lower_case, "the bär ate 30 fishe", "it folds case"),
+        (lambda: words(FISH), "he Bär ate 30 fishes . ", "it changes spaces"),
+    ],
+)
+def test_text_that_does_not_come_back_is_reported(make, back, why, prepare):
+    result = ok(prepare(make()))
+    line = result.stderr.strip()
+    assert line.startswith("prepare.py: the tokenizer gives ") and "\n" not in line
+    assert "Bär ate 30 fishe" in line and f"becomes '{back}" in line and why in line
+
+
+def test_mostly_unknown_tokens_need_force(prepare, tmp_path):
+    assert_one_line(prepare(words()), "87% of the tokens are [UNK]", "--force takes it", code=1)
+    assert not (tmp_path / "data").exists()
+    assert "87% of the tokens are [UNK]" in ok(prepare(words(), "--force")).stderr
+
+
+def test_text_that_comes_back_has_no_line(prepare):
+    tokenizer = bytes_without_decoder()
+    tokenizer.decoder = decoders.ByteLevel()
+    assert ok(prepare(tokenizer)).stderr == ""
+
+
+def test_a_tokenizer_without_newlines_gets_another_default_prompt(tmp_path):
+    """A training run ends with a sample, and sample.py needs no --prompt."""
+    tokenizer = learned("Bpe", CAT, whitespace(models.BPE(unk_token="[UNK]")), special_tokens=["[UNK]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data"]
+    (tmp_path / "cat.txt").write_text(CAT, encoding="utf-8")
+    ok(here("--input", tmp_path / "cat.txt", *flags, script="data/prepare.py"))
+    ok(here(*SMALL, "--max_iters", 2, "--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out"))
+    assert ok(here("--out_dir", tmp_path / "out", "--device", "cpu", script="sample.py")).stdout
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+RECORDS = [
+    ('{"text": "One.", "id": "a"}\n{"id": "b", "text": "Zw\\u00f6lf.\\r\\n"}\n', ".jsonl", (), "One.\n\nZwölf.\n\n\n"),
+    ('[{"q": "Who?", "n": 1}, {"q": "I.", "n": 2}]', ".json", (), "Who?\n\nI.\n\n"),
+    ('["One.", "Two."]', ".json", (), "One.\n\nTwo.\n\n"),
+    ('{"q": "Who?", "a": "I."}\n', ".jsonl", ("--field", "a"), "I.\n\n"),
+]
+
+
+@pytest.mark.parametrize("content, suffix, flags, text", RECORDS)
+def test_records_are_documents_with_a_blank_line_after_each(content, suffix, flags, text, tmp_path):
+    file = tmp_path / f"records{suffix}"
+    file.write_text(content, encoding="utf-8")
+    ok(here("--input", file, "--val", SAMPLE, "--data_dir", tmp_path / "data", *flags, script="data/prepare.py"))
+    meta = json.loads((tmp_path / "data" / "meta.json").read_text(encoding="utf-8"))
+    raw = (tmp_path / "data" / "train.bin").read_bytes()
+    assert "".join(meta["chars"][i] for i in memoryview(raw).cast("H")) == text
+
+
+def test_records_for_a_model_end_with_its_end_token(tmp_path):
+    tokenizer = bytes_without_decoder()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.json").write_text('["One.", "Two."]', encoding="utf-8")
+    flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data", "--val", SAMPLE]
+    ok(here("--input", tmp_path / "a.json", *flags, script="data/prepare.py"))
+    ids = memoryview((tmp_path / "data" / "train.bin").read_bytes()).cast("H").tolist()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    assert ids.count(end) == 2 and ids[-1] == end
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("tokenizer.json", '["a", "b"]', ["it is JSON, but not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '{"a": 0, "b": 1}', ["it is JSON, but not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["is a Git LFS pointer", "git lfs pull"]),
+        ("spiece.model", "x", ["is a SentencePiece model", "writes a tokenizer.json"]),
+    ],
+)
+def test_what_is_no_tokenizer_is_one_line(name, content, words, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    flags = ["--tokenizer", tmp_path / name, "--data_dir", tmp_path / "data"]
+    assert_one_line(here("--input", SAMPLE, *flags, script="data/prepare.py"), *words, code=1)
+
+
+def test_a_folder_cloned_without_git_lfs_is_named(tmp_path):
+    config = dict(model_type="gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=64, vocab_size=65)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"
+    for name in ("pytorch_model.bin", "tokenizer.json", "model.onnx"):
+        (tmp_path / name).write_text(pointer, encoding="utf-8")
+    for script, *words in (
+        ("sample.py", "--ckpt", tmp_path),
+        ("sample.py", "--engine", "onnx", "--ckpt", tmp_path / "model.onnx"),
+        ("train.py", "--init_from", tmp_path),
+    ):
+        assert_one_line(
+            here(*words, script=script), "is a Git LFS pointer and not the file itself: run git lfs pull", code=1
+        )
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.jsonl", '{"q": "Who?", "a": "I."}\n', ["the fields are a, q", "--field NAME"]),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', ["the fields are messages", "write each chat as one text"]),
+        ("a.jsonl", "{broken\n", ["a.jsonl is not JSONL"]),
+        ("a.json", '{"a": "b"}', ["is a JSON dict, not a list of records"]),
+        ("a.csv", "a,b\n", ["is a table", "from_csv"]),
+        ("a.parquet", "PAR1", ["is a Parquet file", "from_parquet"]),
+        ("a.pdf", "%PDF", ["is a PDF: pdftotext"]),
+        ("a.npy", "x", ["is a file of numbers", "train.bin and val.bin"]),
+        (
+            "a.txt",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
+            ["is a Git LFS pointer", "git lfs pull"],
+        ),
+    ],
+)
+def test_a_file_without_text_of_its_own_is_one_line(name, content, words, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    result = here("--input", tmp_path / name, "--data_dir", tmp_path / "data", script="data/prepare.py")
+    assert_one_line(result, *words, tmp_path / name, code=1)
+    assert not (tmp_path / "data").exists()
