@@ -606,16 +606,6 @@ for function in (torch.cos, torch.sin, torch.log, torch.log1p):
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
 
 
-EXTRAS = Path(__file__).resolve().parent / "extras"
-
-
-def extras(module, what):
-    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
-    if not EXTRAS.is_dir():
-        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
-    return importlib.import_module(f"extras.{module}")
-
-
 class CharTokenizer:
     """Token i is the i-th character of `vocab`. Raises ValueError if one occurs twice."""
 
@@ -792,6 +782,28 @@ def char_tokenizer(checkpoint):
         raise ValueError(f"{path}: {error}") from None
 
 
+def load_model(path):
+    """Return (model, tokenizer): a GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError.
+
+    path  a checkpoint, or the folder of a run
+    """
+    checkpoint = load_checkpoint(path)
+    tokenizer = char_tokenizer(checkpoint)
+    return build_model(checkpoint).eval(), tokenizer
+
+
+# -- what train.py and sample.py share ---------------------------------------------------------------------------------
+
+EXTRAS = Path(__file__).resolve().parent / "extras"
+
+
+def extras(module, what):
+    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
+    if not EXTRAS.is_dir():
+        raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
+    return importlib.import_module(f"extras.{module}")
+
+
 def open_streams():
     """Make stdout UTF-8, on Windows too, and let it end quietly. A closed one, as daemons have, goes nowhere."""
     for name in ("stdout", "stderr"):
@@ -821,13 +833,3 @@ def num_threads(model, fed):
     """Return how many threads to use for a step that feeds `fed` tokens: small steps gain nothing from a second."""
     multiply_adds = fed * sum(p.numel() for p in model.parameters())
     return 1 if multiply_adds < 2**22 else torch.get_num_threads()
-
-
-def load_model(path):
-    """Return (model, tokenizer): a GPT on the CPU, in eval mode, and a CharTokenizer. Raises OSError or ValueError.
-
-    path  a checkpoint, or the folder of a run
-    """
-    checkpoint = load_checkpoint(path)
-    tokenizer = char_tokenizer(checkpoint)
-    return build_model(checkpoint).eval(), tokenizer

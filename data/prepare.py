@@ -29,15 +29,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# files that are not text as they are: extras reads the first two, and says what to do with the others
-RECORDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".pdf", ".bin", ".npy", ".pt")
+# files that are not text as they are: extras reads the first three, and says what to do with the others
+RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pdf", ".bin", ".npy", ".pt")
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 
 
 def read(name, args):
     """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
-    if Path(name).suffix not in RECORDS:
+    if Path(name).suffix.lower() not in RECORDS:
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records
 
@@ -113,7 +113,8 @@ def main():
         old |= json.loads((data_dir / "meta.json").read_bytes())
     if not args.input and not args.force:
         found = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
-        whole = "chars" in old and len(found) == 2 and found.items() <= old.get("sha256", {}).items()
+        hashes = old.get("sha256")
+        whole = "chars" in old and len(found) == 2 and isinstance(hashes, dict) and found.items() <= hashes.items()
         if old["source"] == CORPUS_URL and whole and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return

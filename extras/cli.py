@@ -4,7 +4,6 @@ import argparse
 import difflib
 import errno
 import importlib
-import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,10 +152,9 @@ def path(text):
 
 def run_main(main):
     """Run main(), whose output may go to a pipe that closes early. A file error is one line."""
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
-        if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    from model import open_streams  # here, because data/prepare.py has no torch
+
+    open_streams()
     try:
         main()
     except OSError as error:

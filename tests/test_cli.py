@@ -152,6 +152,7 @@ out.write(sys.stdout.getvalue())
 """
 
 
+@pytest.mark.slow
 def test_the_scripts_run_in_a_notebook(tmp_path):
     """%run gives them a stdout that cannot change its encoding."""
     folder = ["--data_dir", str(tmp_path / "data")]
@@ -187,6 +188,7 @@ print([error.code for error in errors])
 """
 
 
+@pytest.mark.slow
 @unix
 def test_a_run_that_was_interrupted_in_a_notebook_can_be_resumed_there(data_dir, tmp_path):
     words = [*SMALL, "--data_dir", str(data_dir), "--max_iters", "1000000"]

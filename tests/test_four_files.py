@@ -116,6 +116,7 @@ def test_what_needs_extras_and_an_unknown_flag_are_one_line(alone):
         assert result[:2] == [code, ""] and words in result[2] and result[2].count("\n") == 1, (command, result)
 
 
+@pytest.mark.slow
 def test_another_package_called_extras_is_not_ours(alone, tmp_path):
     """There is one on PyPI, which testtools needs."""
     (tmp_path / "extras").mkdir()

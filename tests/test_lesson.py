@@ -127,6 +127,7 @@ def prompts(longest):
         yield seed, torch.randint(50, (1, length), generator=draw)
 
 
+@pytest.mark.slow
 def test_a_ring_gives_the_text_of_the_same_window_without_a_cache():
     """In training mode the model keeps nothing. Prompts are longer than the ring, and the text than block_size."""
     model = random_gpt(WINDOW)
@@ -141,6 +142,7 @@ def test_a_ring_gives_the_text_of_the_same_window_without_a_cache():
         assert torch.equal(model.eval() and cached, idx)
 
 
+@pytest.mark.slow
 def test_texts_that_share_pages_are_what_each_is_alone():
     paged, alone = random_gpt(PAGES, ("16, 100", "16, 999")), random_gpt(PREALLOCATED)
     attention = paged.blocks[0].attention

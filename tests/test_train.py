@@ -207,6 +207,7 @@ MISTAKES = [  # flags, and what the line says
             "batch_size 1000000000",
         )
     ),
+    ("--loss cross_entropy --mtp_weight 0.3", "--ngram_targets and --mtp_weight need --loss extras.targets"),
     ("--threads 100000", "--threads 100000 is not from 0 to 1024"),
     ("--beta2 1", "--beta2 1.0 is not from 0 to 0.99999"),
     ("--seed -1", "--seed -1 is not from 0 to"),

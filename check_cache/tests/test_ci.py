@@ -76,6 +76,7 @@ def command(*arguments, cwd):
 SHORT = ["--length", "24"]
 
 
+@pytest.mark.slow
 def test_what_the_command_requires(folder):
     some = [*SHORT, "--scenarios", "decode,batches", "chunks that"]
     done = command("mine:slow", *some, "--require", "decode,chunks", "--json", "report.json", cwd=folder)
@@ -93,6 +94,7 @@ def test_what_the_command_requires(folder):
     assert done.returncode == 0 and "not run" not in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_may_check_a_tiny_model_of_a_folder_without_weights(folder):
     done = command("gpt2", "--tiny", *SHORT, "--scenarios", "decode", cwd=folder)
     assert done.returncode == 0 and done.stdout.startswith("GPT2LMHeadModel: 4 of 4 scenarios ran"), done.stderr
@@ -187,6 +189,7 @@ def test_one_test_per_scenario(project):
     assert "the step takes no lengths" in done.stdout and "there is no window" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_k_chooses_scenarios_and_nothing_is_loaded_before_the_first_test(project):
     done = run("-m", "pytest", "-q", "-s", "--collect-only", "-k", "rollback", cwd=project)
     assert "6/56 tests collected" in done.stdout and "loaded" not in done.stdout, done.stdout
@@ -195,6 +198,7 @@ def test_k_chooses_scenarios_and_nothing_is_loaded_before_the_first_test(project
     assert done.stdout.count("loaded") == 1 and "3 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_report_and_not_our_lines(project):
     done = run("-m", "pytest", "-q", "-k", "broken and (double or generate or decode)", cwd=project)
     assert "3 failed, 1 passed, 1 skipped" in done.stdout, done.stdout

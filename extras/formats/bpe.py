@@ -251,6 +251,8 @@ def read_tokenizer(path):
 def read_gpt2_tokenizer(vocab, merges):
     """Return GPT-2's vocab.json and merges.txt as a tokenizer.json."""
     hf = library()
+    refuse_pointer(vocab)
+    refuse_pointer(merges)
     try:
         tokenizer = byte_level(hf.models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:

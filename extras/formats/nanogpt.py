@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 
 from extras.cli import first_line
+from extras.formats.unsupported import refuse_pointer
 
 RARE = 2**13  # any text has some of GPT-2's tokens from here on, such as those of names
 
@@ -21,6 +22,7 @@ def unpickle(path):
     """Return the content of a meta.pkl, a dict. Raises ValueError."""
     if not path.is_file():
         raise ValueError(f"there is no {path}")
+    refuse_pointer(path)
     try:
         with open(path, "rb") as file:
             return dict(PlainUnpickler(file).load())
@@ -67,10 +69,7 @@ def read_data(folder):
             values = np.abs(np.frombuffer(head, np.dtype(kind).newbyteorder("<")))
             if len(values) and ((values == 0) | ((values > 1e-6) & (values < 2**16))).all():
                 raise ValueError(f"{split}.bin holds {kind} values, but nanoGPT's ids are np.uint16: save them so")
-        largest = np.frombuffer(content, "<u2").max(initial=0)
-        if largest >= size:
-            raise ValueError(f"{split}.bin has the id {largest}, but the vocabulary has {size}")
-        most = max(most, largest)
+        most = max(most, np.frombuffer(content, "<u2").max(initial=0))
     if not (folder / "meta.pkl").exists() and most < RARE:
         why = f"no id is above {most}, so these are not the tokens of GPT-2"
         raise ValueError(f"meta.json is missing, and {why} (for ids of your own, add {{'vocab_size': N}} as meta.pkl)")

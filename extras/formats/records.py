@@ -24,32 +24,33 @@ def read_records(name, field, separator):
     field  the name of the field with the text. None: the only string in each record, or one of TEXT_FIELDS
     """
     path = Path(name)
-    if path.suffix not in (".json", ".jsonl"):
-        kind, how = OTHERS.get(path.suffix, ("a file of numbers", IDS))
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".jsonl", ".ndjson"):
+        kind, how = OTHERS.get(suffix, ("a file of numbers", IDS))
         if how in ("parquet", "csv"):
             how = TO_JSON_LINES.format(how, name, f"{path.stem}.jsonl")
         raise ValueError(f"{name} is {kind}: {how}")
     try:
         content = path.read_text(encoding="utf-8-sig")
-        records = (
-            json.loads(content)
-            if path.suffix == ".json"
-            else [json.loads(line) for line in content.split("\n") if line]
-        )
+        if suffix == ".json":
+            records = json.loads(content)
+        else:
+            records = [json.loads(line) for line in content.split("\n") if line.strip()]
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"{name} is not {path.suffix[1:].upper()} ({first_line(error)})") from None
+        raise ValueError(f"{name} is not {suffix[1:].upper()} ({first_line(error)})") from None
     if not isinstance(records, list):
         raise ValueError(f"{name} is a JSON {type(records).__name__}, not a list of records")
     if all(isinstance(record, str) for record in records):
-        return "".join(text + separator for text in records)
+        records = [{"text": record} for record in records]
     fields = [set(record) if isinstance(record, dict) else set() for record in records]
     field = field or text_field(records, fields)
     for number, record in enumerate(records):
         if field not in fields[number] or not isinstance(record[field], str):
-            found = ", ".join(sorted(set().union(*fields)))
-            chat = "messages" in found or "conversations" in found
+            found = set().union(*fields)
+            chat = found & {"messages", "conversations"}
             hint = "write each chat as one text" if chat else "name the one with the text: --field NAME"
-            raise ValueError(f"record {number} of {name} has no text; the fields are {found or 'missing'}: {hint}")
+            names = ", ".join(sorted(found)) or "missing"
+            raise ValueError(f"record {number} of {name} has no text; the fields are {names}: {hint}")
     text = "".join(record[field] + separator for record in records)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -66,7 +67,7 @@ def end_of_text(tokenizer):
 
 def text_field(records, fields):
     """Return the field that is the only string of every record, or one of TEXT_FIELDS; None: there is no such field."""
-    common = set.intersection(*fields)
+    common = set.intersection(*fields) if fields else set()
     strings = [name for name in common if all(isinstance(record[name], str) for record in records)]
     known = [name for name in TEXT_FIELDS if name in strings]
     return strings[0] if len(strings) == 1 else known[0] if len(known) == 1 else None

@@ -64,6 +64,7 @@ def test_rmsnorm_trains_and_gives_the_same_text_in_c_and_in_a_cuda_graph(tmp_pat
     assert "verify: OK" in verified.stderr and "decoding without --compile" not in verified.stderr
 
 
+@pytest.mark.slow
 def test_the_loss_of_your_own_trains_and_resumes(data_dir, tmp_path):
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python loss\n(.*?)^```", page, re.M | re.S)

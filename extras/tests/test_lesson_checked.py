@@ -151,6 +151,7 @@ def test_it_runs_from_the_command_line_as_the_readme_says():
     assert missing.returncode == 1 and missing.stderr.startswith("lesson/check.py: no file lesson/mine.py")
 
 
+@pytest.mark.slow
 def test_check_takes_a_path_and_says_what_to_pass():
     assert ok(run("-m", "lesson.check", "--help")).stdout.startswith("Is the cache in one of these files correct?")
     for command in (["-m", "lesson.check"], [ROOT / "lesson" / "check.py"]):

@@ -178,7 +178,8 @@ def test_a_tokenizer_without_newlines_gets_another_default_prompt(tmp_path):
 RECORDS = [
     ('{"text": "One.", "id": "a"}\n{"id": "b", "text": "Zw\\u00f6lf.\\r\\n"}\n', ".jsonl", (), "One.\n\nZwölf.\n\n\n"),
     ('[{"q": "Who?", "n": 1}, {"q": "I.", "n": 2}]', ".json", (), "Who?\n\nI.\n\n"),
-    ('["One.", "Two."]', ".json", (), "One.\n\nTwo.\n\n"),
+    ('["One.", "Two.\\r\\n"]', ".JSON", (), "One.\n\nTwo.\n\n\n"),
+    ('{"q": "Who?"}\n \n{"q": "I."}', ".ndjson", (), "Who?\n\nI.\n\n"),
     ('{"q": "Who?", "a": "I."}\n', ".jsonl", ("--field", "a"), "I.\n\n"),
 ]
 

@@ -87,6 +87,7 @@ def without_extras(tmp_path, *flags):
     return run(tmp_path / "train.py", *flags, env=ONE_THREAD)
 
 
+@pytest.mark.slow
 def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, tmp_path):
     """Also where a resume has the folder back: half a run on other targets would be a third kind of run."""
     plain, out = tmp_path / "plain", tmp_path / "out"
@@ -100,6 +101,7 @@ def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, t
     assert progress(plain)[-1] == progress(out)[-1]
 
 
+@pytest.mark.slow
 def test_a_run_on_targets_does_not_go_on_without_the_folder(data_dir, tmp_path):
     out = tmp_path / "out"
     ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", out))
