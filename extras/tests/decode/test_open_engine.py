@@ -1,5 +1,7 @@
 """open_engine: --compile falls back to what can run here, says so, and changes no token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,8 +20,8 @@ RAGGED = [prompts(1, n, n)[0] for n in (3, 5, 3)]
 
 def compiled(rows, num_new, stats, draft=None):
     """The blocks of --compile."""
-    ended = [False] * len(rows)
-    return open_engine(MODEL, rows, num_new, Sampling(seed=1), ended, stats, draft=draft, compile=True)
+    texts = [SimpleNamespace(prompt=row.tolist(), ended=False) for row in rows]
+    return open_engine(MODEL, texts, num_new, Sampling(seed=1), stats, draft=draft, compile=True)
 
 
 @pytest.fixture(autouse=True)
