@@ -81,7 +81,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
     struct = model_struct(config.n_layer)
     check_struct_sizes(library, struct, Cache, State, Table)
     with one_thread():
-        net = pack_weights(model, struct, partial(layout, lanes=library.lanes()))
+        net = pack_weights(model, struct, partial(layout, lanes=library.lanes(), tile=library.tile_panels()))
     table = None if table is None else Table(logits=table[0], after=table[1])
     pool = Pool(library, torch.get_num_threads())
     spare = []  # caches of finished generations, reused because touching the pages of a new one takes time

@@ -53,7 +53,8 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 
 /* A matrix W (N, K) is a sequence of panels, each with the weights of LANES outputs:
- * - float32: (K, LANES), so a product needs no sum across the lanes
+ * - float32: (K, LANES), so a product needs no sum across the lanes. TILE_PANELS of them are one of (K, TILE_PANELS,
+ *   LANES), which a product reads in one piece from its start to its end. Those that are left are single panels
  * - INT8: for each BLOCK of inputs, LANES scales in bfloat16, then the weights as (BLOCK / 4, LANES, 4) */
 #define BLOCK_BYTES (LANES * (2 + BLOCK))
 /* bytes of a panel */
@@ -247,7 +248,7 @@ INLINE void tile_of_panels(int tokens, int panels, const Tile *t) {
     start_with_bias(tokens, panels, t, sums);
     for (int k = 0; k < t->K; k++) {
         if (2 * tokens > TILE_TOKENS) __builtin_prefetch(t->next + k * sizeof(vec));
-        for (int s = 0; s < panels; s++) w[s] = load((const float *)(t->weight + s * PANEL(t->K)) + k * LANES);
+        for (int s = 0; s < panels; s++) w[s] = load((const float *)t->weight + (k * panels + s) * LANES);
         for (int i = 0; i < tokens; i++)
             for (int s = 0; s < panels; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
     }
@@ -708,8 +709,9 @@ static void work(void *workers, int i) {
 
 /* -- what Python calls --------------------------------------------------------------------------------------------- */
 
-/* Outputs per panel of packed weights. */
+/* Outputs per panel of packed weights, and panels that are packed together. */
 int lanes(void) { return LANES; }
+int tile_panels(void) { return TILE_PANELS; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, of draft tokens offered and of
  * those accepted to counters[0..2], which start at 0. Returns 0, or -1 if there is too little memory, or -2 if a row has
