@@ -210,6 +210,30 @@ typedef struct {
     int *ids;              /* of the vocabulary, as a heap */
 } Worker;
 
+/* Where the time goes: seconds of the first thread, by kind of work. extras.bench --parts compiles it in. */
+enum { PRODUCTS, ATTENTION, NORMS, SAMPLING, WAITING, KINDS }; /* NORMS: and activations and embeddings */
+#ifdef PARTS
+#include <time.h>
+double seconds[KINDS];
+static void lap(const Worker *w, int kind) {
+    static double since;
+    struct timespec now;
+    if (w->part || w->group->first_row) return;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    seconds[kind] += now.tv_sec + 1e-9 * now.tv_nsec - since;
+    since = now.tv_sec + 1e-9 * now.tv_nsec;
+}
+#else
+#define lap(w, kind)
+#endif
+
+/* Wait for the other threads of the group. kind: of the work before. */
+static void meet(const Worker *w, int kind) {
+    lap(w, kind);
+    barrier(&w->group->barrier);
+    lap(w, WAITING);
+}
+
 /* -- the network --------------------------------------------------------------------------------------------------- */
 
 typedef struct { /* a matrix whose rows start ld floats apart */
@@ -428,14 +452,15 @@ static void forward(const Worker *w) {
         }
         for (int c = N_EMBD; c < X; c++) y.data[i * X + c] = 0; /* as above */
     }
-    barrier(&g->barrier);
+    meet(w, NORMS);
 
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
         /* queries, keys and values. Every part computes all norms, which is faster than waiting for them */
         for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
+        lap(w, NORMS);
         matmul(w, n, in, layer->c_attn, NULL, qkv);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
 
         /* attention: a token first writes its slot, then reads all slots up to its own */
         for (int h = N_KV_HEAD * w->part / g->parts; h < N_KV_HEAD * (w->part + 1) / g->parts; h++)
@@ -457,14 +482,15 @@ static void forward(const Worker *w) {
                     attend(q + j, keys, values, pos + 1, next_key, w->weights, y.data + i * X + j);
                 }
             }
-        barrier(&g->barrier);
+        meet(w, ATTENTION);
         matmul(w, n, y, layer->attn_proj, residual, x);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
 
         /* MLP */
         for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
+        lap(w, NORMS);
         matmul(w, n, in, layer->c_fc, NULL, fc);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
         for (int i = 0; i < n; i++) {
             const float *from = fc.data + i * FC;
             float *to = hidden.data + i * H;
@@ -474,16 +500,18 @@ static void forward(const Worker *w) {
             }
             for (int c = HIDDEN; c < H; c++) to[c] = 0;
         }
+        lap(w, NORMS);
         matmul(w, n, hidden, layer->mlp_proj, residual, x);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
     }
 
     /* logits of the tokens that a pick follows */
     for (int j = 0; j < g->num_picks; j++) {
         layer_norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
     }
+    lap(w, NORMS);
     matmul(w, g->num_picks, in, m->lm_head, NULL, logits);
-    barrier(&g->barrier);
+    meet(w, PRODUCTS);
 }
 
 /* -- the sampler of model.py --------------------------------------------------------------------------------------- */
@@ -688,7 +716,7 @@ static void work(void *workers, int i) {
         int row = g->first_row, fed = 0;
         while (row < g->end_row) {
             if (w->part == 0) g->next_row = plan(w, row);
-            barrier(&g->barrier);
+            meet(w, SAMPLING);
             row = g->next_row;
             if (!g->n) break; /* the other rows are at their limits, or the group has failed */
             forward(w);
@@ -698,7 +726,7 @@ static void work(void *workers, int i) {
                 const float *logits = g->logits + (size_t)j * V;
                 g->picks[j] = all_finite(logits) ? sample_token(w, place, step, logits, NULL) : NONE;
             }
-            barrier(&g->barrier);
+            meet(w, SAMPLING);
             if (w->part == 0) accept(w);
             fed = 1;
         }
