@@ -211,7 +211,7 @@ typedef struct {
 } Worker;
 
 /* Where the time goes: seconds of the first thread, by kind of work. extras.bench --parts compiles it in. */
-enum { PRODUCTS, ATTENTION, NORMS, SAMPLING, WAITING, KINDS }; /* NORMS: and activations and embeddings */
+enum { PRODUCTS, ATTENTION, NORMS, SAMPLING, WAITING, BETWEEN_CALLS, KINDS };
 #ifdef PARTS
 #include <time.h>
 double seconds[KINDS];
@@ -222,6 +222,13 @@ static void lap(const Worker *w, int kind) {
     clock_gettime(CLOCK_MONOTONIC, &now);
     seconds[kind] += now.tv_sec + 1e-9 * now.tv_nsec - since;
     since = now.tv_sec + 1e-9 * now.tv_nsec;
+}
+/* Read n numbers as fast as one thread can. */
+float read_all(const float *x, size_t n) {
+    vec sums[4] = {{0}};
+    for (size_t i = 0; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) sums[j] += load(x + i + j * LANES);
+    return total(sums[0] + sums[1] + sums[2] + sums[3]);
 }
 #else
 #define lap(w, kind)
@@ -712,6 +719,7 @@ static void accept(const Worker *w) {
 static void work(void *workers, int i) {
     const Worker *w = (const Worker *)workers + i;
     Group *g = w->group;
+    lap(w, BETWEEN_CALLS);
     for (int step = 0; step < w->max_steps; step++) {
         int row = g->first_row, fed = 0;
         while (row < g->end_row) {
