@@ -28,17 +28,8 @@ async function visit(url, work, meanwhile, reducedMotion = "reduce") {
   await meanwhile?.(page);
   arrive();
   await idle(page);
-  await speed(page, 100);
   await work(page);
   await page.close();
-}
-
-/** 100 is as fast as possible, and 28 is four characters per second. */
-async function speed(page, value) {
-  await page.evaluate((value) => {
-    document.getElementById("speed").value = value;
-    document.getElementById("speed").dispatchEvent(new Event("input"));
-  }, value);
 }
 
 /** Wait until the page is waiting for the reader. */
@@ -210,14 +201,12 @@ await visit(plan.site, async (page) => {
   seen.prepared = await result(page);
   await page.click("#one");
   seen.one = await result(page);
-  await speed(page, 28);
   await page.click("#run");
   await page.waitForFunction((count) => document.getElementById("text").children.length > count, seen.one.text.length + 2);
   await page.click("#run");
   seen.paused = await result(page);
   await page.click("#back");
   seen.back = await result(page);
-  await speed(page, 100);
 
   // why they may be kept
   await step(page, 4);

@@ -25,9 +25,9 @@ const picture = (width, parts, label) => {
   return svg;
 };
 
-/** The marked character and those with the most attention, three in all, in the order of the text. */
-const chosen = ({ weights, marked, fed }) => {
-  const rank = (i) => (i === marked ? 2 : weights[i]);
+/** The marked and the hidden character, and those with the most attention, three in all, in the order of the text. */
+const chosen = ({ shown, weights, marked, fed }) => {
+  const rank = (i) => (i === marked || i === shown.masked ? 2 : weights[i]);
   return [...Array(fed).keys()].sort((a, b) => rank(b) - rank(a)).slice(0, 3).sort((a, b) => a - b);
 };
 
