@@ -1,6 +1,6 @@
 // Step 5: keys, values and the query. Three characters in large, or all of them, in any layer and head.
 import { drawNext } from "../views/next.js";
-import { $, element, isCalm, say, shades, shape } from "../views/draw.js";
+import { $, element, say, shades, shape } from "../views/draw.js";
 import { columnInWords, drawAbout, drawStage, sceneOf, tenth } from "../views/stage.js";
 import { glyph, percent, quoted } from "../words.js";
 
@@ -40,8 +40,6 @@ function replaceThree(cells) {
   if (held) ($("three").querySelector(`button[data-index="${held}"]`) ?? $("three").querySelector("button")).focus();
 }
 
-let asked; // the text of the query that fades
-
 /** Draw three characters, each in a column of the grid, and the query with what comes out of it in the last one. */
 function drawThree(scene) {
   const { chars, shown, layer, keyHead, query, scores, weights, mix, fed } = scene;
@@ -70,9 +68,6 @@ function drawThree(scene) {
     picture(SHADES, [shades(mix, "values", [0, SHADES])], "The mix of all values"), element("b", `mix → next ${scene.next}`, { className: "value" }),
   ];
   replaceThree(cells);
-  const isNew = asked !== (asked = shown.tokens.join());
-  const fade = [{ opacity: 1 }, { opacity: 1, offset: 0.6 }, { opacity: 0.25 }];
-  if (!isCalm()) asks.animate(fade, { duration: isNew ? 3000 : 0, fill: "forwards" });
 }
 
 /** Describe a column that was taken out. answer.most: the one that moves the prediction most. */
