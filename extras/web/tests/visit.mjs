@@ -180,7 +180,9 @@ await visit(plan.site, async (page) => {
 
   // keys and values: what is under the pointer, and a column that is hidden
   await step(page, 5);
-  seen.columns = await page.locator("#three svg").count();
+  await page.click("#take");
+  await said(page, "#verdict-5");
+  seen.columns = [await page.locator("#three svg").count(), await page.locator("#three").innerText()];
   await run(page, {});
   await page.click("#all");
   await page.click("#layer label >> nth=0");

@@ -19,7 +19,7 @@ export function drawNext(scene) {
   const { chars } = scene;
   const { name, probabilities, picked, after } = candidatesOf(scene);
   say("next-name", name);
-  say("next-after", after ? `. Hollow: ${scene.answer.kind === "take" ? "with it hidden" : "with the mistake"}` : "");
+  say("next-after", after ? `. Hollow: ${scene.answer.kind === "take" ? "without the hidden one" : "with the mistake"}` : "");
   if (!probabilities) return $("next").replaceChildren();
   const size = (id) => Math.max(probabilities[id], after?.[id] ?? 0);
   const ids = [...probabilities.keys()].sort((a, b) => size(b) - size(a)).slice(0, COUNT);
