@@ -33,6 +33,8 @@ def unpickle(path):
 def read_meta(path):
     """Return the characters of nanoGPT's meta.pkl in the order of their ids. Raises ValueError."""
     meta = unpickle(path)
+    if not {"itos", "stoi"} & meta.keys():
+        raise ValueError(f"{path} has no characters (itos or stoi), but {', '.join(map(str, meta))}")
     try:
         itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta["stoi"].items()}
         tokens = [itos[i] for i in range(len(itos))]
@@ -62,6 +64,7 @@ def read_data(folder):
     hashes = {}
     most = 0
     for split in ("train", "val"):
+        refuse_pointer(folder / f"{split}.bin")
         content = (folder / f"{split}.bin").read_bytes()
         hashes[split] = hashlib.sha256(content).hexdigest()
         head = content[: min(2**20, len(content) // 8 * 8)]
