@@ -240,25 +240,24 @@ def read_tokenizer(path):
 
     Raises ValueError if there is none.
     """
-    folder = path if path.is_dir() else path.parent
-    file = folder / "tokenizer.json" if path.is_dir() else path
-    for vocab, merges in OLD_FILES:
-        both = (folder / vocab).exists() and (folder / merges).exists()
-        if both and (file.name in (vocab, merges) or not file.exists()):
-            return read_gpt2_tokenizer(folder / vocab, folder / merges)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    for names in OLD_FILES:
+        pair = [file.with_name(name) for name in names]
+        if all(old.exists() for old in pair) and (file in pair or not file.exists()):
+            return read_gpt2_tokenizer(*pair)
     try:
         refuse_pointer(file)
-        content = file.read_bytes()
+        return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        found = sorted(file for file in path.glob("*") if re.search(r"\.model|vocab|tokenizer(?!_config)", file.name))
+        found = sorted(
+            other for other in path.glob("*") if re.search(r"\.model|vocab|tokenizer(?!_config)", other.name)
+        )
         hint = f": pass the file, such as {found[0]}" if found else ""
         if path.name.startswith("gpt2"):
             hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"
         raise ValueError(f"there is no tokenizer at {file}{hint}") from None
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        what = SENTENCEPIECE if content.startswith(b"\n") else "not a tokenizer.json"
+        what = SENTENCEPIECE if file.read_bytes().startswith(b"\n") else "not a tokenizer.json"
         raise ValueError(f"{file} is {what}") from None
 
 

@@ -10,18 +10,17 @@ from extras.formats.unsupported import refuse_pointer
 TEXT_FIELDS = {"text", "content", "story"}
 CHAT_FIELDS = {"messages", "conversations"}
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({!r}).to_json({!r})"
+TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({{!r}}).to_json({{!r}})"
 # what a file is, and what to do with it
 OTHERS = {
-    ".parquet": ("a Parquet file", "parquet"),
-    ".csv": ("a table", "csv"),
-    ".tsv": ("a table", "csv"),
-    ".pdf": ("a PDF", "pdftotext writes its text"),
-    **dict.fromkeys((".gz", ".xz", ".zip", ".zst"), ("a compressed file", "unpack it first")),
+    ".parquet": "a Parquet file: " + TO_JSON_LINES.format("parquet"),
+    **dict.fromkeys((".csv", ".tsv"), "a table: " + TO_JSON_LINES.format("csv")),
+    ".pdf": "a PDF: pdftotext writes its text",
+    **dict.fromkeys((".gz", ".xz", ".zip", ".zst"), "a compressed file: unpack it first"),
 }
 SPACES = re.compile(r"\s*")
 SURROGATE = re.compile("[\ud800-\udfff]")
-IDS = "save token ids as np.uint16 in train.bin and val.bin of a folder, and pass that to train.py --data_dir"
+NUMBERS = "a file of numbers: save token ids as np.uint16 in train.bin and val.bin of a folder, for train.py --data_dir"
 
 
 def read_records(name, field, separator):
@@ -33,17 +32,12 @@ def read_records(name, field, separator):
     suffix = path.suffix.lower()
     refuse_pointer(path)
     if suffix not in (".json", ".jsonl", ".ndjson"):
-        kind, how = OTHERS.get(suffix, ("a file of numbers", IDS))
-        if how in ("parquet", "csv"):
-            how = TO_JSON_LINES.format(how, name, f"{path.stem}.jsonl")
-        raise ValueError(f"{name} is {kind}: {how}")
+        what = OTHERS.get(suffix, NUMBERS).format(name, f"{path.stem}.jsonl")
+        raise ValueError(f"{name} is {what}")
     try:
         records = read_json(path.read_text(encoding="utf-8-sig"))
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{name} is not JSON ({first_line(error)})") from None
-    if suffix == ".json" and len(records) == 1 and isinstance(records[0], dict):
-        fields = ", ".join(records[0])
-        raise ValueError(f"{name} is one JSON object with the fields {fields}: write a list of records, or one a line")
     if len(records) == 1 and isinstance(records[0], list):
         records = records[0]
     records = [record if isinstance(record, dict) else {"text": record} for record in records]
@@ -79,7 +73,7 @@ def text_field(name, records):
     if field and not more and field not in CHAT_FIELDS:
         return field
     hint = "write each chat as one text" if found & CHAT_FIELDS else "name the one with the text: --field NAME"
-    raise ValueError(f"the fields are {', '.join(sorted(found)) or 'missing'} in {name}: {hint}")
+    raise ValueError(f"the fields are {', '.join(sorted(found)[:20]) or 'missing'} in {name}: {hint}")
 
 
 def end_of_text(tokenizer):

@@ -268,7 +268,7 @@ def test_a_folder_cloned_without_git_lfs_is_named(tmp_path):
         ("a.jsonl", '{"text": "I."}\n{"id": 2}', ["record 2 of", "has null in text; its fields are id"]),
         ("a.json", '["I.", 5]', ["record 2 of", "has 5 in text"]),
         ("a.json", "[]", ["the fields are missing"]),
-        ("a.json", '{"a": "b"}', ["is one JSON object with the fields a"]),
+        ("a.json", '{"version": "1", "data": []}', ["the fields are data, version"]),
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", ["is a Git LFS pointer"]),
         ("a.jsonl.gz", "x", ["is a compressed file: unpack it first"]),
         ("a.csv", "a,b\n", ["is a table", "from_csv"]),
