@@ -243,15 +243,13 @@ def read_tokenizer(path):
     file = path / "tokenizer.json" if path.is_dir() else path
     for names in OLD_FILES:
         pair = [file.with_name(name) for name in names]
-        if all(old.exists() for old in pair) and (file in pair or not file.exists()):
+        if all(old.exists() for old in pair) and (file in pair or (path.is_dir() and not file.exists())):
             return read_gpt2_tokenizer(*pair)
     try:
         refuse_pointer(file)
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        found = sorted(
-            other for other in path.glob("*") if re.search(r"\.model|vocab|tokenizer(?!_config)", other.name)
-        )
+        found = sorted([*path.glob("*tokenizer.*"), *path.glob("*.model*"), *path.glob("*vocab*")])
         hint = f": pass the file, such as {found[0]}" if found else ""
         if path.name.startswith("gpt2"):
             hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"

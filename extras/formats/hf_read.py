@@ -177,9 +177,8 @@ def with_defaults(settings):
     aliases = {name: alias for name, alias in ALIASES.items() if kind == "gpt2" and alias in settings}
     for name, alias in aliases.items():
         if settings.setdefault(name, settings[alias]) != settings[alias]:
-            raise ValueError(
-                f"its {name} is {settings[name]}, but its {alias}, which is the same, is {settings[alias]}"
-            )
+            same = f"its {alias}, which is the same, is {settings[alias]}"
+            raise ValueError(f"its {name} is {settings[name]}, but {same}")
     return DEFAULTS[kind] | settings
 
 
