@@ -28,10 +28,12 @@ def hf_settings(model):
     hidden = model.transformer["h"][0].mlp.c_proj.in_features
     if config.pos_emb == "learned":
         kind = "gpt2"
-        allowed = dict(activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=(config.n_head,))
+        allowed = dict(
+            norm_first=(True,), activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=(config.n_head,)
+        )
     else:
         kind = "stablelm"
-        allowed = dict(activation=("swiglu",), bias=(False,))
+        allowed = dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
     known = {*SETTINGS[kind], *EXPORTED}
     allowed |= {field.name: (field.default,) for field in fields(config) if field.name not in known | allowed.keys()}
     for name, values in allowed.items():
