@@ -235,8 +235,8 @@ def load_dataset(data_dir, min_train=1):
 
     Raises ValueError, also if train has fewer than min_train tokens.
     """
-    text = f" --input {data_dir}" if data_dir.is_file() else ""
-    hint = f"run python data/prepare.py{text}, or pass a different --data_dir"
+    flag = "--input" if data_dir.is_file() else "--data_dir"
+    hint = f"run python data/prepare.py {flag} {data_dir}, or pass a different --data_dir"
     try:
         if (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
             meta = extras("formats.nanogpt", "nanoGPT's data").read_data(data_dir)

@@ -31,6 +31,7 @@ CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/ti
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 # files that are not text as they are: extras reads the first three, and says what to do with the others
 RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pdf", ".bin", ".npy", ".pt")
+RECORDS += (".gz", ".xz", ".zip", ".zst")
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 

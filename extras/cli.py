@@ -87,11 +87,13 @@ def lock_folder(folder, name=".lock"):
 # what a flag of nanoGPT or of another script is called here
 ELSEWHERE = {
     ("train.py", "--resume"): "type --init_from resume",
+    ("train.py", "--dataset"): "type --data_dir FOLDER, one that data/prepare.py wrote",
     ("train.py", "--input"): "run python data/prepare.py --input FILE first",
     ("train.py", "--ckpt"): "type --init_from FILE",
     ("sample.py", "--init_from"): "type --ckpt for a model from elsewhere, and nothing for your last run",
     ("sample.py", "--resume"): "without --ckpt, it is your last run",
     ("sample.py", "--data_dir"): "the checkpoint has the vocabulary, so leave it out",
+    ("sample.py", "--dataset"): "the checkpoint has the vocabulary, so leave it out",
 }
 
 

@@ -48,7 +48,7 @@ def val_text(data_dir):
         ids = np.fromfile(folder / "val.bin", "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4")
         return tokenizer.decode(ids.tolist())
     except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        hint = "run python data/prepare.py, or pass a different --data_dir"
+        hint = f"run python data/prepare.py --data_dir {folder}, or pass a different --data_dir"
         raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None
 
 

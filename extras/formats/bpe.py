@@ -16,6 +16,12 @@ from model import CharTokenizer
 PIECE = 2**12  # characters, at least
 FAR = 2**16  # characters in which to look for a better place
 CUTS = [re.compile(pattern) for pattern in (r"(?<=\S)(?= \S)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\S)")]
+OLD_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # of transformers, and of OpenAI
+GPT2_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")  # of GPT-2 and of RoBERTa
+SENTENCEPIECE = (
+    "a SentencePiece model: rename it to tokenizer.model, and AutoTokenizer.from_pretrained(FOLDER)"
+    ".save_pretrained(FOLDER) of transformers, with sentencepiece, writes a tokenizer.json"
+)
 
 
 def library():
@@ -44,10 +50,11 @@ class BPETokenizer:
                 raise ValueError(f"its largest id is {max(by_id)}")
         except Exception as error:  # tokenizers raises plain Exception
             why = first_line(error)[:200]
-            with suppress(ValueError):  # a list of characters, or a dict of words
-                read = json.loads(content)
-                if not isinstance(read, dict) or "model" not in read:
-                    why = "it is JSON, but not a tokenizer.json of the library tokenizers"
+            other = not content.startswith("{")  # a list of characters, merges, or other text
+            with suppress(ValueError, AttributeError):
+                other = not isinstance(json.loads(content).get("model"), dict)  # a vocabulary may have the word "model"
+            if other:
+                why = "it is not a tokenizer.json of the library tokenizers"
             raise ValueError(f"the tokenizer cannot be read: {why}") from None
         # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
         # makes the whole run unreadable
@@ -180,6 +187,8 @@ def without_prefix(content):
         whole = settings[name] or {}
         for each in whole.get(members, [whole]):  # a Sequence has several
             each.update({key: value for key, value in never.items() if key in each})
+            if each.get("pattern") == {"Regex": "\\A▁"}:  # as transformers converts Llama's SentencePiece model
+                each["content"] = "▁"
     return json.dumps(settings)
 
 
@@ -232,20 +241,22 @@ def read_tokenizer(path):
     Raises ValueError if there is none.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
-    vocab, merges = (file.with_name(name) for name in ("vocab.json", "merges.txt"))
-    if not file.exists() and vocab.exists() and merges.exists():
-        return read_gpt2_tokenizer(vocab, merges)
-    if path.suffix == ".model":
-        how = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes a tokenizer.json"
-        raise ValueError(f"{path} is a SentencePiece model: {how}")
+    for names in OLD_FILES:
+        pair = [file.with_name(name) for name in names]
+        if all(old.exists() for old in pair) and (file in pair or (path.is_dir() and not file.exists())):
+            return read_gpt2_tokenizer(*pair)
     try:
         refuse_pointer(file)
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"
-        raise ValueError(f"there is no tokenizer at {file}{hint * path.name.startswith('gpt2')}") from None
+        found = sorted([*path.glob("*tokenizer.*"), *path.glob("*.model*"), *path.glob("*vocab*")])
+        hint = f": pass the file, such as {found[0]}" if found else ""
+        if path.name.startswith("gpt2"):
+            hint = f": hf download openai-community/{path.name} --local-dir {path} downloads it"
+        raise ValueError(f"there is no tokenizer at {file}{hint}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is not a tokenizer.json") from None
+        what = SENTENCEPIECE if file.read_bytes().startswith(b"\n") else "not a tokenizer.json"
+        raise ValueError(f"{file} is {what}") from None
 
 
 def read_gpt2_tokenizer(vocab, merges):
@@ -253,11 +264,16 @@ def read_gpt2_tokenizer(vocab, merges):
     hf = library()
     refuse_pointer(vocab)
     refuse_pointer(merges)
+    added = vocab.with_name("added_tokens.json")
     try:
         tokenizer = byte_level(hf.models.BPE.from_file(str(vocab), str(merges)))
+        ids = json.loads(added.read_text(encoding="utf-8")) if added.exists() else {}
+        tokenizer.add_special_tokens(sorted(ids, key=ids.get))
+        if any(tokenizer.token_to_id(token) != i for token, i in ids.items()):
+            raise ValueError(f"the ids in {added.name} do not follow those in {vocab.name}")
     except Exception as error:
         raise ValueError(f"{vocab} and {merges.name} cannot be read: {first_line(error)[:200]}") from None
-    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.add_special_tokens([token for token in GPT2_SPECIAL if tokenizer.token_to_id(token) is not None])
     return tokenizer.to_str()
 
 

@@ -30,10 +30,8 @@ def compare_with_pytorch(name, model, ids, logits, greedy):
     new = text[0, T:]
     behind = (ours.amax(1) - ours.gather(1, new[:, None])[:, 0]).tolist()
     same = sum(gap <= NEAR_TIE for gap in behind)
-    print(
-        f"{name}: logits within {difference:.1e} of PyTorch's; greedy text: {same} of {len(new)} tokens match",
-        flush=True,
-    )
+    greedy_text = f"greedy text: {same} of {len(new)} tokens match"
+    print(f"{name}: logits within {difference:.1e} of PyTorch's; {greedy_text}", flush=True)
     wrong = []
     if not difference <= NEAR_TIE:  # NaN is not below
         wrong.append(f"its logits are off by {difference:.1e}, more than {NEAR_TIE}")

@@ -112,7 +112,7 @@ def read_folder(folder):
     network that model.py does not compute exactly.
     """
     try:
-        settings = with_defaults(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        settings = with_defaults(read_object(folder / "config.json"))
         refuse_other_networks(settings)
         tensors = tensor_readers(folder)
         config = config_of(read_config(settings, tensors), len(tensors))
@@ -127,6 +127,15 @@ def read_folder(folder):
     except Exception as error:  # a damaged file can raise nearly anything
         raise ValueError(f"{folder} cannot be read: {first_line(error)}") from None
     return dict(model=weights, model_args=asdict(config), path=folder) | tokenizer_state
+
+
+def read_object(file):
+    """Return the dict in a file of JSON. Raises OSError, or ValueError that names the file."""
+    refuse_pointer(file)
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file.name} is not a JSON object ({first_line(error)})") from None
 
 
 def known_ids(value, size):
@@ -144,7 +153,7 @@ def special_tokens(folder, settings, size):
 
     def optional(name):
         file = folder / name
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        return read_object(file) if file.exists() else {}
 
     found = {}
     for source in (settings, optional("generation_config.json")):
@@ -168,9 +177,8 @@ def with_defaults(settings):
     aliases = {name: alias for name, alias in ALIASES.items() if kind == "gpt2" and alias in settings}
     for name, alias in aliases.items():
         if settings.setdefault(name, settings[alias]) != settings[alias]:
-            raise ValueError(
-                f"its {name} is {settings[name]}, but its {alias}, which is the same, is {settings[alias]}"
-            )
+            same = f"its {alias}, which is the same, is {settings[alias]}"
+            raise ValueError(f"its {name} is {settings[name]}, but {same}")
     return DEFAULTS[kind] | settings
 
 
@@ -197,7 +205,7 @@ def tensor_readers(folder):
     files = [folder / "model.safetensors"]
     places = None  # {tensor: the file that has it}
     if not files[0].exists() and index.exists():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = read_object(index)["weight_map"]
         files = [folder / name for name in sorted(set(places.values()))]
     elif not files[0].exists() and (folder / "pytorch_model.bin").exists():
         files = []

@@ -34,13 +34,13 @@ def read_meta(path):
     """Return the characters of nanoGPT's meta.pkl in the order of their ids. Raises ValueError."""
     meta = unpickle(path)
     try:
-        itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta["stoi"].items()}
+        itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta.get("stoi", {}).items()}
         tokens = [itos[i] for i in range(len(itos))]
-        characters = all(len(token) == 1 for token in tokens)
+        characters = tokens and all(len(token) == 1 for token in tokens)
     except Exception as error:
         raise ValueError(f"{path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
     if not characters:
-        raise ValueError(f"{path}: its tokens are not characters, so pass their tokenizer.json instead")
+        raise ValueError(f"{path}: its tokens are not characters (itos or stoi), so pass their tokenizer.json instead")
     return "".join(tokens)
 
 
@@ -62,6 +62,7 @@ def read_data(folder):
     hashes = {}
     most = 0
     for split in ("train", "val"):
+        refuse_pointer(folder / f"{split}.bin")
         content = (folder / f"{split}.bin").read_bytes()
         hashes[split] = hashlib.sha256(content).hexdigest()
         head = content[: min(2**20, len(content) // 8 * 8)]

@@ -1,58 +1,79 @@
 """Text in records, JSON or JSON Lines, for data/prepare.py, and one line for files that hold no text of their own."""
 
 import json
+import re
 from pathlib import Path
 
 from extras.cli import first_line
+from extras.formats.unsupported import refuse_pointer
 
-TEXT_FIELDS = ("text", "content", "story")
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({!r}).to_json({!r})"
+TEXT_FIELDS = {"text", "content", "story"}
+CHAT_FIELDS = {"messages", "conversations"}
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({{!r}}).to_json({{!r}})"
 # what a file is, and what to do with it
 OTHERS = {
-    ".parquet": ("a Parquet file", "parquet"),
-    ".csv": ("a table", "csv"),
-    ".tsv": ("a table", "csv"),
-    ".pdf": ("a PDF", "pdftotext writes its text"),
+    ".parquet": "a Parquet file: " + TO_JSON_LINES.format("parquet"),
+    **dict.fromkeys((".csv", ".tsv"), "a table: " + TO_JSON_LINES.format("csv")),
+    ".pdf": "a PDF: pdftotext writes its text",
+    **dict.fromkeys((".gz", ".xz", ".zip", ".zst"), "a compressed file: unpack it first"),
 }
-IDS = "save token ids as np.uint16 in train.bin and val.bin of a folder, and pass that to train.py --data_dir"
+SPACES = re.compile(r"\s*")
+SURROGATE = re.compile("[\ud800-\udfff]")
+NUMBERS = "a file of numbers: save token ids as np.uint16 in train.bin and val.bin of a folder, for train.py --data_dir"
 
 
 def read_records(name, field, separator):
     """Return the text of a file of records, each followed by the separator. Raises OSError, or ValueError in one line.
 
-    field  the name of the field with the text. None: the only string in each record, or one of TEXT_FIELDS
+    field  the name of the field with the text. None: the only one of TEXT_FIELDS, or else of all that have text
     """
     path = Path(name)
     suffix = path.suffix.lower()
+    refuse_pointer(path)
     if suffix not in (".json", ".jsonl", ".ndjson"):
-        kind, how = OTHERS.get(suffix, ("a file of numbers", IDS))
-        if how in ("parquet", "csv"):
-            how = TO_JSON_LINES.format(how, name, f"{path.stem}.jsonl")
-        raise ValueError(f"{name} is {kind}: {how}")
+        what = OTHERS.get(suffix, NUMBERS).format(name, f"{path.stem}.jsonl")
+        raise ValueError(f"{name} is {what}")
     try:
-        content = path.read_text(encoding="utf-8-sig")
-        if suffix == ".json":
-            records = json.loads(content)
-        else:
-            records = [json.loads(line) for line in content.split("\n") if line.strip()]
+        records = read_json(path.read_text(encoding="utf-8-sig"))
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"{name} is not {suffix[1:].upper()} ({first_line(error)})") from None
-    if not isinstance(records, list):
-        raise ValueError(f"{name} is a JSON {type(records).__name__}, not a list of records")
-    if all(isinstance(record, str) for record in records):
-        records = [{"text": record} for record in records]
-    fields = [set(record) if isinstance(record, dict) else set() for record in records]
-    field = field or text_field(records, fields)
-    for number, record in enumerate(records):
-        if field not in fields[number] or not isinstance(record[field], str):
-            found = set().union(*fields)
-            chat = found & {"messages", "conversations"}
-            hint = "write each chat as one text" if chat else "name the one with the text: --field NAME"
-            names = ", ".join(sorted(found)) or "missing"
-            raise ValueError(f"record {number} of {name} has no text; the fields are {names}: {hint}")
+        raise ValueError(f"{name} is not JSON ({first_line(error)})") from None
+    if len(records) == 1 and isinstance(records[0], list):
+        records = records[0]
+    records = [record if isinstance(record, dict) else {"text": record} for record in records]
+    field = field or text_field(name, records)
+    for number, record in enumerate(records, start=1):
+        value = record.get(field)
+        half = isinstance(value, str) and SURROGATE.search(value)
+        if half or not isinstance(value, str):
+            what = f"{json.dumps(half[0])}, half of a character," if half else json.dumps(value)[:40]
+            found = f"{what} in {field}; its fields are {', '.join(record) or 'missing'}"
+            hint = "mend it, leave it out, or name a different --field"
+            raise ValueError(f"record {number} of {name} has {found}: {hint}")
     text = "".join(record[field] + separator for record in records)
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(content):
+    """Return the values in JSON Lines as a list. The content may be one value of JSON, too. Raises ValueError."""
+    values = []
+    end = SPACES.match(content).end()
+    while end < len(content):
+        value, end = json.JSONDecoder().raw_decode(content, end)
+        end = SPACES.match(content, end).end()
+        values.append(value)
+    return values
+
+
+def text_field(name, records):
+    """Return the one of TEXT_FIELDS that records have, or else the only one without numbers. Raises ValueError."""
+    found = set().union(*records)
+    maybe = {key for record in records for key, value in record.items() if isinstance(value, (str, list, dict))}
+    field, *more = sorted(found & TEXT_FIELDS or maybe) or [None]
+    if field and not more and field not in CHAT_FIELDS:
+        return field
+    hint = "write each chat as one text" if found & CHAT_FIELDS else "name the one with the text: --field NAME"
+    raise ValueError(f"the fields are {', '.join(sorted(found)[:20]) or 'missing'} in {name}: {hint}")
 
 
 def end_of_text(tokenizer):
@@ -61,13 +82,7 @@ def end_of_text(tokenizer):
         return "\n\n"
     from extras.formats.tokenizer import open_tokenizer  # here, because characters need no torch
 
-    ids = getattr(open_tokenizer(tokenizer), "ids", {})
-    return next((token for token in END_TOKENS if token in ids), "\n\n")
-
-
-def text_field(records, fields):
-    """Return the field that is the only string of every record, or one of TEXT_FIELDS; None: there is no such field."""
-    common = set.intersection(*fields) if fields else set()
-    strings = [name for name in common if all(isinstance(record[name], str) for record in records)]
-    known = [name for name in TEXT_FIELDS if name in strings]
-    return strings[0] if len(strings) == 1 else known[0] if len(known) == 1 else None
+    found = open_tokenizer(tokenizer)
+    ids = getattr(found, "ids", {})
+    # a vocabulary may have such a word although the tokenizer splits it
+    return next((token for token in END_TOKENS if token in ids and ids[token] in found.encode_text(token)), "\n\n")

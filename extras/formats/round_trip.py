@@ -1,5 +1,6 @@
 """Does a tokenizer give a text back? Those of other people may drop characters, fold case or have no decoder."""
 
+import json
 import unicodedata
 from collections import Counter
 
@@ -20,29 +21,30 @@ def check_round_trip(tokenizer, text, force=False):
     back = tokenizer.decode(ids)
     if back == text:
         return
-    unknown = getattr(tokenizer.tokenizer.model, "unk_token", None)
-    share = ids.count(tokenizer.ids.get(unknown)) / max(1, len(ids))
+    model = json.loads(tokenizer.tokenizer.to_str())["model"]
+    unknown = model.get("unk_id", tokenizer.ids.get(model.get("unk_token")))  # Unigram has the id, the others the token
+    share = ids.count(unknown) / max(1, len(ids))
     differing = (i for i, (ours, theirs) in enumerate(zip(text, back)) if ours != theirs)
     at = next(differing, min(len(text), len(back)))
     before, after = (whole[max(0, at - 20) : at + 20] for whole in (text, back))
     kept = sum((Counter(text) & Counter(back)).values()) / len(text)
     line = f"the tokenizer gives {kept:.0%} of the characters back: {before!r} becomes {after!r}"
-    line += f" ({reason(tokenizer, text, back, unknown, share)})"
+    why = f"{share:.0%} of the tokens are {tokenizer.vocab[unknown]}" if share else reason(tokenizer, text, back)
+    line += f" ({why})"
     if share > MOST_UNKNOWN and not force:
         raise ValueError(f"{line}: --force takes it")
     note(line)
 
 
-def reason(tokenizer, text, back, unknown, share):
-    if share:
-        return f"{share:.0%} of the tokens are {unknown}"
+def reason(tokenizer, text, back):
     if "".join(text.split()) == "".join(back.split()):
         return "it changes spaces"
-    if plain(text) == plain(back):
+    kept = plain(back)
+    if plain(text) == kept:
         return "it folds case or accents"
     if tokenizer.tokenizer.decoder is None and set(back) - set(text):
         return "it has no decoder"
-    lost = sorted(char for char in set(text) if char.isprintable() and char.casefold() not in back.casefold())
+    lost = sorted(char for char in set(text) if char.isprintable() and plain(char) not in kept)
     return f"it drops {' '.join(lost[:10])}" if lost else "it drops characters"
 
 

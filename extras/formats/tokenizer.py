@@ -119,8 +119,7 @@ def make_tokenizer(name, vocab_size, training_text, chars, force):
     vocabulary     as meta.json holds it, with `size` tokens
     encode         a function from text to an iterator of ids
     """
-    learned = tokenizer_from_json(train_bpe(training_text, vocab_size)) if name == "bpe" else None
-    tokenizer = learned or open_tokenizer(name)
+    tokenizer = tokenizer_from_json(train_bpe(training_text, vocab_size)) if name == "bpe" else open_tokenizer(name)
     if tokenizer.unit == "characters":
         tokenizer.encode(chars)
         return tokenizer.state_dict(), len(tokenizer.vocab), partial(map, tokenizer.ids.get)
@@ -134,11 +133,7 @@ def open_tokenizer(name):
     Raises ValueError.
     """
     path = Path(name)
-    checkpoints = [file for file in (path, path / "ckpt.pt", path / "last.pt") if is_checkpoint(file)]
-    if checkpoints:
-        return build_tokenizer(load_checkpoint(checkpoints[0]))
+    for file in (path, path / "ckpt.pt", path / "last.pt"):
+        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
+            return build_tokenizer(load_checkpoint(file))
     return tokenizer_from_state(read_vocabulary(path))
-
-
-def is_checkpoint(file):
-    return file.suffix in (".pt", ".pth", ".ckpt") and file.is_file()

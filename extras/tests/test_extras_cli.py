@@ -197,6 +197,7 @@ HINTS = [
     ("sample.py --ckpt {other}", "pass the file, such as {other}/mine.pt"),
     ("train.py {file}", "type --init_from {file}"),
     ("train.py --resume", "type --init_from resume"),
+    ("train.py --dataset=shakespeare_char", "type --data_dir FOLDER"),
     ("train.py --input a.txt", "run python data/prepare.py --input FILE first"),
     ("train.py --ckpt {file}", "type --init_from FILE"),
     ("train.py extra", "docs/interop.md lists what nanoGPT's flags are called here"),

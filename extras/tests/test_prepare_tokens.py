@@ -156,6 +156,13 @@ def test_mostly_unknown_tokens_need_force(prepare, tmp_path):
     assert "87% of the tokens are [UNK]" in ok(prepare(words(), "--force")).stderr
 
 
+def test_unknown_tokens_of_a_unigram_count_too(prepare):
+    """It names its unknown token by id."""
+    tokenizer = Tokenizer(models.Unigram())
+    learned("Unigram", CAT, tokenizer, unk_token="<unk>", special_tokens=["<unk>"], vocab_size=40)
+    assert_one_line(prepare(tokenizer), "of the tokens are <unk>", "--force takes it", code=1)
+
+
 def test_text_that_comes_back_has_no_line(prepare):
     tokenizer = bytes_without_decoder()
     tokenizer.decoder = decoders.ByteLevel()
@@ -181,6 +188,8 @@ RECORDS = [
     ('["One.", "Two.\\r\\n"]', ".JSON", (), "One.\n\nTwo.\n\n\n"),
     ('{"q": "Who?"}\n \n{"q": "I."}', ".ndjson", (), "Who?\n\nI.\n\n"),
     ('{"q": "Who?", "a": "I."}\n', ".jsonl", ("--field", "a"), "I.\n\n"),
+    ('[{"q": "Who?"},\n {"q": "I."}]', ".jsonl", (), "Who?\n\nI.\n\n"),
+    ('{"q": "Who?"}\n{"q": "I."}', ".json", (), "Who?\n\nI.\n\n"),
 ]
 
 
@@ -195,29 +204,36 @@ def test_records_are_documents_with_a_blank_line_after_each(content, suffix, fla
 
 
 def test_records_for_a_model_end_with_its_end_token(tmp_path):
+    """An old folder of RoBERTa's kind has one in its vocabulary. Weights have no room for GPT-2's."""
     tokenizer = bytes_without_decoder()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens(["</s>"])
+    tokenizer.model.save(str(tmp_path))
+    vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"</s>": len(vocab)}), encoding="utf-8")
     (tmp_path / "a.json").write_text('["One.", "Two."]', encoding="utf-8")
     flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data", "--val", SAMPLE]
     ok(here("--input", tmp_path / "a.json", *flags, script="data/prepare.py"))
     ids = memoryview((tmp_path / "data" / "train.bin").read_bytes()).cast("H").tolist()
-    end = tokenizer.token_to_id("<|endoftext|>")
+    end = tokenizer.token_to_id("</s>")
     assert ids.count(end) == 2 and ids[-1] == end
+    assert len(load_dataset(tmp_path / "data")[0].vocab) == end + 1
 
 
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("tokenizer.json", '["a", "b"]', ["it is JSON, but not a tokenizer.json of the library tokenizers"]),
-        ("tokenizer.json", '{"a": 0, "b": 1}', ["it is JSON, but not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '["a", "b"]', ["it is not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '{"a": 0, "b": 1}', ["it is not a tokenizer.json of the library tokenizers"]),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["is a Git LFS pointer", "git lfs pull"]),
-        ("spiece.model", "x", ["is a SentencePiece model", "writes a tokenizer.json"]),
+        ("vocab.json", '{"model": 0, "a": 1}', ["it is not a tokenizer.json of the library tokenizers"]),
+        ("vocab.txt", "1 'a' 1\n", ["it is not a tokenizer.json of the library tokenizers"]),
+        ("other.model", "minbpe v1\n", ["it is not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.model.v1", "\n\x0e\n\x05<unk>\udcff", ["is a SentencePiece model", "writes a tokenizer.json"]),
     ],
 )
 def test_what_is_no_tokenizer_is_one_line(name, content, words, tmp_path):
-    (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     flags = ["--tokenizer", tmp_path / name, "--data_dir", tmp_path / "data"]
     assert_one_line(here("--input", SAMPLE, *flags, script="data/prepare.py"), *words, code=1)
 
@@ -226,9 +242,11 @@ def test_a_folder_cloned_without_git_lfs_is_named(tmp_path):
     config = dict(model_type="gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=64, vocab_size=65)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"
-    for name in ("pytorch_model.bin", "tokenizer.json", "model.onnx"):
+    for name in ("pytorch_model.bin", "tokenizer.json", "model.onnx", "a/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(pointer, encoding="utf-8")
     for script, *words in (
+        ("sample.py", "--ckpt", tmp_path / "a"),
         ("sample.py", "--ckpt", tmp_path),
         ("sample.py", "--engine", "onnx", "--ckpt", tmp_path / "model.onnx"),
         ("train.py", "--init_from", tmp_path),
@@ -243,8 +261,16 @@ def test_a_folder_cloned_without_git_lfs_is_named(tmp_path):
     [
         ("a.jsonl", '{"q": "Who?", "a": "I."}\n', ["the fields are a, q", "--field NAME"]),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', ["the fields are messages", "write each chat as one text"]),
-        ("a.jsonl", "{broken\n", ["a.jsonl is not JSONL"]),
-        ("a.json", '{"a": "b"}', ["is a JSON dict, not a list of records"]),
+        ("a.jsonl", '{"id": "1", "messages": []}\n', ["the fields are id, messages", "write each chat as one text"]),
+        ("a.jsonl", '{"q": "Who?"}\n{broken\n', ["a.jsonl is not JSON", "line 2"]),
+        ("a.jsonl", '{"id": "1", "text": "I."}\n{"id": "2", "text": null}', ["record 2 of", "has null in text"]),
+        ("a.jsonl", '{"text": "I."}\n{"text": "\\ud83d"}', ["record 2 of", '"\\ud83d", half of a character, in text']),
+        ("a.jsonl", '{"text": "I."}\n{"id": 2}', ["record 2 of", "has null in text; its fields are id"]),
+        ("a.json", '["I.", 5]', ["record 2 of", "has 5 in text"]),
+        ("a.json", "[]", ["the fields are missing"]),
+        ("a.json", '{"version": "1", "data": []}', ["the fields are data, version"]),
+        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", ["is a Git LFS pointer"]),
+        ("a.jsonl.gz", "x", ["is a compressed file: unpack it first"]),
         ("a.csv", "a,b\n", ["is a table", "from_csv"]),
         ("a.parquet", "PAR1", ["is a Parquet file", "from_parquet"]),
         ("a.pdf", "%PDF", ["is a PDF: pdftotext"]),

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from transformers import GPT2Tokenizer
 
@@ -81,6 +81,11 @@ def with_prefix(kind):
     elif kind == "T5":
         tokenizer.pre_tokenizer = Metaspace(prepend_scheme="always")
         tokenizer.decoder = decoders.Metaspace()
+    elif kind == "converted":  # by transformers, from a SentencePiece model
+        twice = normalizers.Replace(Regex(r"\A▁"), "▁▁")
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(" ", "▁"), twice])
+        tokenizer.pre_tokenizer = Metaspace(prepend_scheme="always")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     else:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.pre_tokenizer = Split("▁", "merged_with_next")
@@ -89,7 +94,7 @@ def with_prefix(kind):
     return BPETokenizer(tokenizer.to_str())
 
 
-@pytest.mark.parametrize("kind", ["Llama", "T5", "RoBERTa"])
+@pytest.mark.parametrize("kind", ["Llama", "T5", "RoBERTa", "converted"])
 def test_ids_of_a_text_depend_neither_on_its_length_nor_on_its_pieces_and_decode_to_it(kind):
     tokenizer = with_prefix(kind)
     for text in (TEXT, TEXT[:30], TEXT[51:], *([] if kind == "T5" else [" " + TEXT])):  # T5 loses a first space
@@ -134,14 +139,17 @@ def test_a_bpe_that_the_text_cannot_fill_is_one_line(vocab_size):
     assert len(tokenizer_from_json(train_bpe(TEXT[:3000], most)).vocab) == most
 
 
-def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(tmp_path):
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
+def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(names, tmp_path):
     model = json.loads(bpe())["model"]
     vocab = model["vocab"] | {"<|endoftext|>": 512}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])])
     (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
-    ours = tokenizer_from_json(read_tokenizer(tmp_path))
     theirs = GPT2Tokenizer.from_pretrained(tmp_path)
+    for old, new in zip(("vocab.json", "merges.txt"), names, strict=True):
+        (tmp_path / old).rename(tmp_path / new)
+    ours = tokenizer_from_json(read_tokenizer(tmp_path))
     text = TEXT[:2000] + "<|endoftext|>né 😀\n\n\n  end"
     assert ours.encode(text) == theirs(text).input_ids and 512 in ours.encode(text)
     assert ours.decode(ours.encode(text)) == text and len(ours.vocab) == 513
