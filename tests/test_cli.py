@@ -1,6 +1,5 @@
 """What the command lines share: argument types, which checkpoint is read, and what signals and pipes do to a script."""
 
-import argparse
 import os
 import signal
 import subprocess
@@ -10,40 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, ok, run, save_model, tiny, unix
-from model import PRETRAINED, find_checkpoint
-from sample import boolean
+from model import PRETRAINED
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_flag_is_true_or_false():
-    """bool("False") is True."""
-    assert [boolean(text) for text in ("True", "true", "1", "False", "false", "0")] == [True] * 3 + [False] * 3
-    for text in ("maybe", ""):
-        with pytest.raises(argparse.ArgumentTypeError, match=text or "''"):
-            boolean(text)
-
-
-@pytest.mark.parametrize(
-    "path, holds, expected",
-    [
-        ("run/gone.pt", ["run/ckpt.pt"], "run/gone.pt"),  # load says that it is not there
-        ("run", ["run/ckpt.pt", "run/last.pt", "out/ckpt.pt"], "run/ckpt.pt"),
-        ("run", ["run/last.pt", "run/config.json"], "run/last.pt"),
-        ("run", ["run/config.json", "out/ckpt.pt"], "run"),  # a Hugging Face folder
-        ("run", ["run/notes", "out/ckpt.pt"], "run"),  # load says that it is not there
-        ("run/last.pt", ["run/last.pt"], "run/last.pt"),
-        (None, ["out/ckpt.pt"], "out/ckpt.pt"),
-        (None, ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
-        (None, ["out/demo"], str(PRETRAINED)),
-    ],
-)
-def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(path, holds, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in holds:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert find_checkpoint(path) == Path(expected)
 
 
 @pytest.mark.parametrize(

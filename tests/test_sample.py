@@ -25,13 +25,6 @@ def test_stdout_is_the_prompt_and_its_continuation_and_nothing_else(trained, fla
 
 
 @pytest.mark.slow
-def test_filters_and_seed_reach_the_sampler(trained):
-    flags = ["--temperature", "0.7", "--top_k", "9", "--top_p", "0.8", "--seed", "5", "--max_new_tokens", "12"]
-    result = sample(trained, "--prompt", PROMPT, *flags)
-    assert result.stdout == texts_of(trained, PROMPT, 12, temperature=0.7, top_k=9, top_p=0.8, seed=5)[0]
-
-
-@pytest.mark.slow
 def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
     """2 layers * 2 heads * 16 head size; slots for 13 + 19 tokens; 2 rows; 4 bytes."""
     result = sample(trained, "--prompt", PROMPT, "--num_samples", "2")
@@ -287,13 +280,6 @@ def test_generate_texts_refuses_what_it_cannot_generate():
     ):
         with pytest.raises(ValueError, match=words):
             generate_texts(gpt, tokenizer, prompts, 5, **how)
-
-
-@pytest.mark.slow
-def test_verify_matches_for_samples_of_the_pretrained_model():
-    flags = ["--ckpt", PRETRAINED, "--device", "cpu", "--prompt", "O Romeo, ", "--num_samples", 3]
-    result = ok(here(*flags, "--verify", script="sample.py"))
-    assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -39,18 +39,6 @@ def test_top_p_keeps_the_token_that_crosses(values, p, seed):
     assert surely <= picked <= possibly
 
 
-@given(rows_of_logits, st.floats(0.1, 3), a_seed)
-def test_the_pick_is_that_of_multinomials_race(values, temperature, seed):
-    """torch.multinomial takes argmax(probs / Exp(1) noise): the same rule in another arithmetic."""
-    logits = torch.tensor([values]).double().repeat(20, 1)
-    noise = gumbel_noise(seed, torch.arange(1), torch.arange(20), len(values))[0]
-    race = torch.softmax(logits / temperature, -1) / torch.exp(-noise.double())
-    best = race.topk(2).values
-    clear = best[:, 0] / best[:, 1] > 1 + 1e-5
-    picked = sample_token(logits.float(), noise, Sampling(temperature))
-    assert torch.equal(picked[clear], race.argmax(-1)[clear])
-
-
 def test_sampled_frequencies_are_the_softmax():
     """Chi-squared over 40,000 picks, with and without filters; 99.9% of fair samplers stay below these bounds."""
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3)) * 1.5

@@ -10,9 +10,9 @@ import torch
 
 from extra_helpers import needs_compiler
 from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, plot, timed, warm_runs
-from extras.bench.baselines import ctranslate2_run, llama2c_run
+from extras.bench.baselines import llama2c_run
 from extras.plot import THEMES
-from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, random_model, run
+from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, run
 from model import GPTConfig
 from train import make_config
 
@@ -74,22 +74,6 @@ def test_llama2c_feeds_each_token_at_its_position(tmp_path):
         text.append((text[-1] + pos + 5) % 7)
     assert new.tolist() == [text[1:]]
     assert sys.float_info.min / 2 > 0, "the library makes the process round subnormal numbers to 0"
-
-
-def test_openvino_gives_the_tokens_of_the_model():
-    pytest.importorskip("openvino")
-    model = MODELS[0]
-    idx = prompts(2, 3)
-    _, new = timed(warm_runs(["openvino"], model, None, None, idx)[0]["openvino"], idx, CONTEXT - 3, seed=0)
-    compare_tokens("openvino", model, idx, [new])
-
-
-def test_ctranslate2_fills_the_context():
-    pytest.importorskip("ctranslate2")
-    model = random_model(network("nanogpt", dict(zip(SIZES, (1, 4, 128, 16))) | dict(vocab_size=V)))
-    idx = prompts(2, 3)
-    _, new = timed(ctranslate2_run(model), idx, 13, seed=0)
-    assert new.shape == (2, 13) and (new < V).all()
 
 
 @pytest.mark.parametrize(("preset", "recipe"), [("cpu", "modern"), ("gpu", "modern"), ("lecture", "nanogpt")])

@@ -194,8 +194,13 @@ def test_the_compiled_step_gives_the_same_text(trained, more):
 
 
 @pytest.mark.slow
-def test_without_a_c_compiler_one_line_says_so(trained):
-    flags = ["--prompt", "First ", "--overflow", "slide", "--num_samples", 2, "--max_new_tokens", 60]
+@pytest.mark.parametrize(
+    "more",
+    [["--overflow", "slide", "--num_samples", 2, "--max_new_tokens", 60], ["--prompt", "A", "--draft", "ngram"]],
+    ids=str,
+)
+def test_without_a_c_compiler_one_line_says_so(more, trained):
+    flags = ["--prompt", "First ", *more]
     child = ["sample.py", "--out_dir", trained, "--device", "cpu", *flags, "--compile"]
     result = ok(run(*child, env={"CC": "/nowhere/cc"}, timeout=300))
     assert result.stderr.count("decoding without --compile") == 1 and "Traceback" not in result.stderr

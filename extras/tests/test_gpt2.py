@@ -19,7 +19,6 @@ from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.formats.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
 from extras.formats.checkpoint import load_checkpoint, load_model
 from helpers import (
-    SAMPLE,
     Bomb,
     assert_one_line,
     assert_same_run,
@@ -133,25 +132,6 @@ def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
     assert f"{48 - len(tokenizer(PROMPT).input_ids)} tokens: TTFT" in result.stderr
 
 
-@pytest.mark.slow
-def test_samples_slide_past_the_context_and_are_the_same_without_the_cache(gpt2):
-    flags = ["--num_samples", "3", "--overflow", "slide", "--max_new_tokens", "90", "--seed", "4"]
-    result = ok(sample(gpt2, *flags, "--verify"))
-    assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
-    model, tokenizer = load_model(gpt2)
-    idx = torch.tensor([tokenizer.encode(PROMPT)]).repeat(3, 1)
-    rows = model.generate(idx, 90, seed=4, overflow="slide").tolist()
-    assert result.stdout == "\n---------------\n".join(map(tokenizer.decode, rows))
-
-
-@pytest.mark.slow
-def test_a_stop_text_ends_a_text_of_tokens(gpt2):
-    whole = ok(sample(gpt2)).stdout
-    for stop in (whole[20:22], whole[29:34]):
-        at = whole.index(stop, len(PROMPT))
-        assert ok(sample(gpt2, "--stop", stop, "--verify")).stdout == whole[:at]
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -206,19 +186,6 @@ def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, g
         load_model(folder)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(folder), *words]), error.value
     assert not (folder / "harm").exists()
-
-
-@pytest.mark.slow
-def test_mistakes_at_the_command_line_are_one_line(gpt2, tmp_path):
-    config(model_type="llama")(shutil.copytree(gpt2, tmp_path / "llama"))
-    for flags, words in (
-        (["--ckpt", gpt2, "--prompt", b"caf\xe9".decode("utf-8", "surrogateescape")], ["not UTF-8", "caf"]),
-        (["--ckpt", gpt2, "--prompt", "x " * 400], ["tokens", "at most 47"]),
-        (["--ckpt", tmp_path / "llama"], ["it is a llama", "only transformers can run it"]),
-    ):
-        result = here(*flags, script="sample.py")
-        assert_one_line(result, *words)
-        assert result.stdout == ""
 
 
 # -- finetuning --------------------------------------------------------------------------------------------------------
@@ -289,21 +256,6 @@ def test_a_folder_that_transformers_has_saved_again_has_the_same_tokens(kind, gp
     merges["model"]["merges"] = merges["model"]["merges"][::-1]
     (again / "tokenizer.json").write_text(json.dumps(merges), encoding="utf-8")
     assert_one_line(here(*flags), "are not those of the model", code=1)
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_the_folder_is_one_line(gpt2, data_dir, tmp_path):
-    bpe_flags = ["--tokenizer", "bpe", "--vocab_size", "300"]
-    ok(here("--input", SAMPLE, *bpe_flags, "--data_dir", tmp_path / "bpe", script="data/prepare.py"))
-    for flags, words in (
-        (["--data_dir", data_dir], ["are not those of", f"--tokenizer {gpt2}"]),
-        (["--data_dir", tmp_path / "bpe"], ["are not those of", f"--tokenizer {gpt2}"]),
-        (["--data_dir", gpt2 / "data", "--block_size", 64], ["--block_size 64 conflicts", "block_size 48"]),
-        (["--data_dir", gpt2 / "data", "--n_layer", 3], ["--n_layer 3 conflicts", "n_layer 2"]),
-        (["--data_dir", gpt2 / "data", "--init_from", "scratch", "--preset", "finetune"], ["--preset finetune"]),
-    ):
-        assert_one_line(here("--init_from", gpt2, "--out_dir", tmp_path / "out", *flags), *words)
-        assert not (tmp_path / "out").exists()
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The n-gram targets of a training run: against plain counting, and runs with them and without."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -12,17 +10,10 @@ from extras.decode import ngrams
 from extras.decode.ngrams import DISCOUNT, STRENGTH, TARGET_ORDER, ngram_distributions
 from helpers import (
     CPU,
-    ONE_THREAD,
-    ROOT,
     SMALL,
-    STATEFUL,
-    assert_one_line,
     assert_same_run,
     here,
-    load,
     ok,
-    progress,
-    run,
     write_ids,
 )
 from model import CharTokenizer
@@ -76,38 +67,3 @@ def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
 
 
 # -- with the folder extras and without --------------------------------------------------------------------------------
-
-FLAGS = [*STATEFUL, "--lr_decay_iters", 8, "--log_interval", 2, "--eval_interval", 4]
-
-
-def without_extras(tmp_path, *flags):
-    """Run train.py from a folder that has no extras."""
-    for name in ("model.py", "train.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    return run(tmp_path / "train.py", *flags, env=ONE_THREAD)
-
-
-@pytest.mark.slow
-def test_without_the_folder_a_run_says_so_and_is_one_without_targets(data_dir, tmp_path):
-    """Also where a resume has the folder back: half a run on other targets would be a third kind of run."""
-    plain, out = tmp_path / "plain", tmp_path / "out"
-    without = ["--ngram_targets", 0, "--mtp_weight", 0]
-    ok(here(*FLAGS, *without, "--max_iters", 8, "--data_dir", data_dir, "--out_dir", plain))
-    said = ok(without_extras(tmp_path, *FLAGS, "--max_iters", 5, "--data_dir", data_dir, "--out_dir", out)).stdout
-    assert said.startswith("training without auxiliary targets, which need the folder extras: the val loss ends 0.05")
-    assert load(out / "last.pt")["config"]["loss"] == "cross_entropy"
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 8))
-    assert_same_run(plain, out)
-    assert progress(plain)[-1] == progress(out)[-1]
-
-
-@pytest.mark.slow
-def test_a_run_on_targets_does_not_go_on_without_the_folder(data_dir, tmp_path):
-    out = tmp_path / "out"
-    ok(here(*FLAGS, "--max_iters", 2, "--data_dir", data_dir, "--out_dir", out))
-    words = "needs the folder extras"
-    resume = ["--init_from", "resume", "--out_dir", out, "--max_iters", 3]
-    assert_one_line(without_extras(tmp_path, *resume), words, code=1)
-    assert load(out / "last.pt")["iter_num"] == 2
-    flags = [*FLAGS, "--ngram_targets", 0.5, "--data_dir", data_dir, "--out_dir", tmp_path / "new"]
-    assert_one_line(without_extras(tmp_path, *flags), words, code=1)
