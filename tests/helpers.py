@@ -334,18 +334,6 @@ def text_before(text, stops):
     return text
 
 
-def assert_each_row_stops(out_dir, flags):
-    """Each row stops on its own: it neither stops the other rows nor continues, and no draft jumps over its stop."""
-    texts = texts_of(out_dir, "First ", 100, rows=4)
-    stops = [texts[0][12:14], texts[2][20:22]]
-    expected = ["First " + text_before(text[len("First ") :], stops) for text in texts]
-    assert len(set(map(len, expected))) > 1
-    stop_flags = [word for stop in stops for word in ("--stop", stop)]
-    result = ok(sample(out_dir, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
-    assert result.stdout == "\n---------------\n".join(expected)
-    assert "4 of 4 samples)" in result.stderr
-
-
 # -- models ------------------------------------------------------------------------------------------------------------
 
 KINDS = [

@@ -38,34 +38,32 @@ def test_a_line_says_which_model_it_is(flags, holds, said, tmp_path, monkeypatch
 # -- sample.py as a process --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def endless(tmp_path):
+    """sample.py as a process that writes a million characters."""
+    save_model(tmp_path, tiny())
+    flags = ["--out_dir", tmp_path, "--device", "cpu", "--overflow", "slide", "--max_new_tokens", "1000000"]
+    pipe = dict(cwd=ROOT, env=os.environ | ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "sample.py", *flags], **pipe) as child:
+        yield child
+
+
 @unix
 @pytest.mark.parametrize("reads", [0, 1], ids=["at once", "on the way"])
-def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, tmp_path):
+def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, endless):
     """As in `sample.py | head -1`."""
-    save_model(tmp_path, tiny())
-    flags = ["--out_dir", tmp_path, "--device", "cpu", "--overflow", "slide", "--max_new_tokens", "1000000"]
-    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(
-        [sys.executable, "sample.py", *flags], cwd=ROOT, env=os.environ | ONE_THREAD, **pipe
-    ) as child:
-        assert len(child.stdout.read(reads)) == reads
-        child.stdout.close()
-        assert len(child.stderr.read().splitlines()) <= 1  # which model it is
-        assert child.wait(60) == -signal.SIGPIPE
+    assert len(endless.stdout.read(reads)) == reads
+    endless.stdout.close()
+    assert len(endless.stderr.read().splitlines()) <= 1  # which model it is
+    assert endless.wait(60) == -signal.SIGPIPE
 
 
 @unix
-def test_ctrl_c_ends_sample_py_quietly(tmp_path):
-    save_model(tmp_path, tiny())
-    flags = ["--out_dir", tmp_path, "--device", "cpu", "--overflow", "slide", "--max_new_tokens", "1000000"]
-    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(
-        [sys.executable, "sample.py", *flags], cwd=ROOT, env=os.environ | ONE_THREAD, **pipe
-    ) as child:
-        child.stdout.read(99)
-        child.send_signal(signal.SIGINT)
-        _, said = child.communicate(timeout=60)
-    assert child.returncode == 130 and said == b""
+def test_ctrl_c_ends_sample_py_quietly(endless):
+    endless.stdout.read(99)
+    endless.send_signal(signal.SIGINT)
+    _, said = endless.communicate(timeout=60)
+    assert endless.returncode == 130 and said == b""
 
 
 @pytest.mark.parametrize("script", ["sample.py", "train.py", "data/prepare.py"])

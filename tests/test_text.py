@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helpers import assert_each_row_stops, assert_one_line, ok, sample, text_before, texts_of
+from helpers import assert_one_line, ok, sample, text_before, texts_of
 from model import CharTokenizer
 from sample import Text, generate_texts
 
@@ -74,7 +74,15 @@ def test_texts_arrive_piece_by_piece_until_every_row_has_ended(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"]], ids=" ".join)
 def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
-    assert_each_row_stops(trained, flags)
+    """It neither stops the other rows nor continues."""
+    texts = texts_of(trained, "First ", 100, rows=4)
+    stops = [texts[0][12:14], texts[2][20:22]]
+    expected = ["First " + text_before(text[len("First ") :], stops) for text in texts]
+    assert len(set(map(len, expected))) > 1
+    stop_flags = [word for stop in stops for word in ("--stop", stop)]
+    result = ok(sample(trained, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
+    assert result.stdout == "\n---------------\n".join(expected)
+    assert "4 of 4 samples)" in result.stderr
 
 
 def test_a_generation_ends_when_all_rows_have_stopped(trained):

@@ -1,6 +1,6 @@
 """Exports and meta.pkl that are damaged, hostile or of another kind: one line that names the file, and no code runs.
 
-tests/test_damaged.py does the same to ckpt.pt.
+tests/test_checkpoint.py does the same to ckpt.pt.
 """
 
 import json

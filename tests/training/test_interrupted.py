@@ -147,13 +147,6 @@ def test_a_run_stopped_after_every_single_step_is_the_same_run_too(whole, go, tm
     assert_undisturbed(out_dir, tmp_path / "out", signaled=True)
 
 
-def test_a_finished_run_does_nothing_more(go, tmp_path):
-    go(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert go(tmp_path) == (0, ["evaluate"])  # eval mode, for the sample
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
 def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(go, tmp_path):
     """A resume that evaluated again must not count that evaluation twice."""
     flags = "--learning_rate 0 --patience 2 --max_iters 30 --eval_interval 2".split()
