@@ -4,10 +4,8 @@ The folders are real, and their weights are random, so nothing is downloaded.
 """
 
 import json
-import pickle
 import random
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.formats.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
 from extras.formats.checkpoint import load_checkpoint, load_model
 from helpers import (
-    Bomb,
     assert_one_line,
     assert_same_run,
     here,
@@ -130,62 +127,6 @@ def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
     assert result.stdout == tokenizer.decode(expected[0])
     assert "1 of 1 samples)" in result.stderr
     assert f"{48 - len(tokenizer(PROMPT).input_ids)} tokens: TTFT" in result.stderr
-
-
-# -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
-def config(**entries):
-    """A change of config.json."""
-
-    def change(folder):
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | entries), encoding="utf-8")
-
-    return change
-
-
-def another_tokenizer(size, folder):
-    (folder / "tokenizer.json").write_text(bpe(size), encoding="utf-8")
-
-
-def hostile_weights(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "harm"), protocol=2))
-
-
-def git_lfs_pointer(folder):
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n", encoding="utf-8")
-
-
-MISTAKES = [  # what is wrong with the folder, and words of the line
-    (config(model_type="llama"), ["it is a llama", "only transformers can run it"]),
-    (config(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx is True", "only transformers"]),
-    (config(activation_function="relu"), ["relu", "only transformers"]),
-    (config(n_layer=3), ["'transformer.h.2"]),
-    (config(n_embd=64), ["transformer.wte.weight does not fit its config.json"]),
-    (partial(another_tokenizer, 600), ["512 tokens", "600 tokens", "do not belong together"]),
-    (partial(another_tokenizer, 300), ["512 tokens", "300 tokens", "do not belong together"]),
-    (lambda folder: (folder / "tokenizer.json").unlink(), ["there is no tokenizer at", "tokenizer.json"]),
-    (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"), ["not a tokenizer.json"]),
-    (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
-    (hostile_weights, ["pytorch_model.bin is damaged, or contains more than tensors"]),
-    (git_lfs_pointer, ["model.safetensors is a Git LFS pointer", "git lfs pull"]),
-    (config(tie_word_embeddings=False), ["lacks lm_head.weight"]),
-    (config(hidden_size=64), ["n_embd is 32, but its hidden_size, which is the same, is 64"]),
-]
-
-
-@pytest.mark.parametrize(
-    ["change", "words"], MISTAKES, ids=lambda value: value[0] if isinstance(value, list) else "change"
-)
-def test_a_folder_that_we_cannot_read_is_one_line_that_names_it(change, words, gpt2, tmp_path):
-    folder = shutil.copytree(gpt2, tmp_path / "folder")
-    change(folder)
-    with pytest.raises(ValueError) as error:
-        load_model(folder)
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(folder), *words]), error.value
-    assert not (folder / "harm").exists()
 
 
 # -- finetuning --------------------------------------------------------------------------------------------------------
