@@ -2,19 +2,14 @@
 
 import os
 import shutil
-import tempfile
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from helpers import (
     FORKS,
     STATEFUL,
     assert_same_run,
-    contents,
     here,
     load,
     log,
@@ -24,19 +19,6 @@ from helpers import (
     unix,
 )
 from model import write_atomically
-
-some_files = st.dictionaries(st.sampled_from("abc"), st.binary(max_size=9))
-
-
-@given(old=some_files, new=some_files)
-def test_the_files_named_hold_the_new_bytes_and_all_others_the_old(old, new):
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        for name, content in old.items():
-            (folder / name).write_bytes(content)
-        for name, content in new.items():
-            write_atomically(folder / name, [content])
-        assert contents(folder) == old | new  # and no temporary file
 
 
 @unix

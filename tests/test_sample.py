@@ -324,10 +324,7 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
         (["--seed", str(2**64)], [f"--seed={2**64}"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
         (["--device", "cuda:99"], ["cuda:99"]),
-        (
-            ["--device", "gpu"],
-            ["--device gpu cannot be used here: it is cpu, cuda (a GPU) or mps"],
-        ),
+        (["--device", "gpu"], ["--device gpu cannot be used here: it is cpu, cuda (a GPU) or mps"]),
         (["--device", "mps:7"], ["--device mps:7 cannot be used here: "]),
     ],
     ids=lambda value: " ".join(map(str, value))[:40],

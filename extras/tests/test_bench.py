@@ -1,7 +1,6 @@
 """bench.py and extras/bench/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
-import re
 import sys
 from importlib.util import find_spec
 
@@ -9,9 +8,8 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, plot, timed, warm_runs
+from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, timed, warm_runs
 from extras.bench.baselines import llama2c_run
-from extras.plot import THEMES
 from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, run
 from model import GPTConfig
 from train import make_config
@@ -119,26 +117,6 @@ def summary(times, sizes, num_tokens):
 )
 def test_the_figures_are_those_computed_by_hand(times, sizes, num_tokens, expected):
     assert summary(times, sizes, num_tokens) == pytest.approx(expected, rel=1e-9)
-
-
-# -- the picture -------------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_has_the_colors_of_the_web_page():
-    """What is without a cache and what is with one have the same colors there, on light and on dark paper."""
-    pytest.importorskip("matplotlib")
-    style = (ROOT / "extras" / "web" / "page" / "style.css").read_text(encoding="utf-8")
-    pairs = dict(re.findall(r"--(\w+): light-dark\((#\w+, #\w+)\)", style))
-    rows = [
-        dict(
-            variant=name, shape="1/1/8/32", batch=1, tokens_per_s=speed, ms_per_token=dict.fromkeys(times, 1e3 / speed)
-        )
-        for name, speed, times in [("uncached", 9, range(2, 33)), ("eager", 99, range(2, 33)), ("llama2c", 999, [32])]
-    ]
-    for i, theme in enumerate(THEMES.values()):
-        assert theme == {name: pairs[name].split(", ")[i] for name in theme}
-        (axes,) = plot([rows], theme).axes
-        assert [line.get_color() for line in axes.lines] == [theme["off"], theme["on"], theme["quiet"]]
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
