@@ -1,7 +1,6 @@
 """sample.py with extras: every way to decode, combined with the flags that change the text."""
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -175,22 +174,6 @@ def test_drafts_need_the_n_grams_of_a_checkpoint(tmp_path):
 
 
 # -- sample.py --compile -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(
-    "more", [[], ["--draft", "ngram"], ["--num_samples", 3, "--overflow", "slide", "--max_new_tokens", 50]]
-)
-def test_the_compiled_step_gives_the_same_text(trained, more):
-    flags = ["--prompt", "First ", "--compile", "--max_new_tokens", 20, *more]
-    result = ok(sample(trained, *flags, "--verify"))
-    assert re.search(r"(\d) of \1 samples\)", result.stderr), result.stderr
-    assert re.search(r"verify: [\d.]+ s with the cache, [\d.]+ s without: [\d.]+ times as fast", result.stderr)
-    drafts = re.search(r"^sample.py: draft: (\d+) of (\d+) draft tokens accepted", result.stderr, re.M)
-    assert bool(drafts) == ("ngram" in more)
-    assert not drafts or int(drafts[1]) <= int(drafts[2])
-    assert " * 32 slots * " in result.stderr  # the C backend has as many as the context, the plain loop only 26
 
 
 @pytest.mark.slow

@@ -135,5 +135,6 @@ def test_the_c_backend_has_its_own_threads_and_says_only_that_it_compiles(capsys
         for how in ({}, dict(draft="ngram"), dict(compile=True)):
             generate_texts(model, TOKENIZER, ["ab", "abc"], 9, **how)
             assert torch.get_num_threads() == 3
+    assert model.kv_cache.slots == CONTEXT  # step.c has room for any text
     out, err = capsys.readouterr()
     assert out == "" and "decoding without" not in err
