@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # they share exports, which take seconds
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder with nanoGPT's nano.pt and meta.pkl, model.onnx and the folder hf, all of one model. And a GPT-2."""
+    """A folder with ckpt.pt, nanoGPT's nano.pt and meta.pkl, model.onnx and folder hf, all of one model, and a GPT-2."""
     folder = tmp_path_factory.mktemp("whole")
     model = tiny(**STABLELM)
     save_model(folder, model)
@@ -75,6 +75,12 @@ def gpt2(**settings):
 
 def without(name):
     return lambda files: (files / name).unlink()
+
+
+def bad_header(files):
+    """The headers at the end of a zip file say where in it is what."""
+    content = (files / "ckpt.pt").read_bytes()
+    (files / "ckpt.pt").write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x03", 1))
 
 
 def hostile_weights(files):
@@ -152,6 +158,7 @@ def without_metadata(files):
 
 DAMAGES = [
     # what is read, the damage, a word of the message
+    ("ckpt.pt", bad_header, "cannot be loaded: it is damaged"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),

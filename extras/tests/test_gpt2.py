@@ -17,6 +17,7 @@ from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.formats.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
 from extras.formats.checkpoint import load_checkpoint, load_model
 from helpers import (
+    SAMPLE,
     assert_one_line,
     assert_same_run,
     here,
@@ -197,6 +198,9 @@ def test_a_folder_that_transformers_has_saved_again_has_the_same_tokens(kind, gp
     merges["model"]["merges"] = merges["model"]["merges"][::-1]
     (again / "tokenizer.json").write_text(json.dumps(merges), encoding="utf-8")
     assert_one_line(here(*flags), "are not those of the model", code=1)
+    few = ["--tokenizer", "bpe", "--vocab_size", 300, "--data_dir", tmp_path / "few"]
+    ok(here("--input", SAMPLE, *few, script="data/prepare.py"))
+    assert_one_line(here("--init_from", gpt2, *few[-2:], "--eval_only"), "are not those of the model", code=1)
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
