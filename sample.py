@@ -59,13 +59,8 @@ def parse_args():
     # text and cache
     add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
     add("--kv_cache", default=True, help="default: True", **switch)
-    add(
-        "--no-kv_cache",
-        "--no_kv_cache",
-        action="store_false",
-        dest="kv_cache",
-        help="recompute the whole context for every token",
-    )
+    no_cache = dict(action="store_false", dest="kv_cache", help="recompute the whole context for every token")
+    add("--no-kv_cache", "--no_kv_cache", **no_cache)
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling
@@ -285,14 +280,13 @@ def generate_texts(
             if on_text and (piece := row.new_piece(final)):
                 on_text(i, piece)
 
-    ended = [False] * len(rows)
     stats = {} if stats is None else stats
     stats.clear()
     stats.update(rows=rows, times=[])
     all_threads = torch.get_num_threads()
     try:
         started = time.perf_counter()
-        blocks = token_blocks(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile)
+        blocks = token_blocks(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile)
         write()  # the prompts
         began = time.perf_counter()
         stats["setup"] = began - started
@@ -301,9 +295,8 @@ def generate_texts(
             stats["times"].append(time.perf_counter() - began)
             for i, row in enumerate(rows):
                 row.add([token for token in tokens[i] if token >= 0])
-                ended[i] = row.ended
             write()
-            if all(ended):
+            if all(row.ended for row in rows):
                 break
     finally:
         torch.set_num_threads(all_threads)
@@ -317,19 +310,18 @@ def generate_texts(
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
 
 
-def token_blocks(model, rows, max_new_tokens, sampling, ended, stats, kv_cache, draft, compile):
+def token_blocks(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile):
     """Return an iterator over blocks of new tokens `(B, n)`, padded with -1: the loop of model.py, or an engine.
 
-    ended  a boolean per row, which the caller sets: the row needs no more tokens
-    Whatever the engine is, model.kv_cache is its cache.
+    An engine spends nothing on rows that have ended. Whatever it is, model.kv_cache is its cache.
     """
-    prompts = [torch.tensor(row.prompt, device=model.device) for row in rows]
-    if draft or compile or len(set(map(len, prompts))) > 1:
+    if draft or compile or len({len(row.prompt) for row in rows}) > 1:
         engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
         how = dict(kv_cache=kv_cache, draft=draft, compile=compile)
-        return engine.open_engine(model, prompts, max_new_tokens, sampling, ended, stats, **how)
+        return engine.open_engine(model, rows, max_new_tokens, sampling, stats, **how)
     torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else model.config.block_size)))
-    return generate(model, torch.stack(prompts), max_new_tokens, sampling, kv_cache)
+    idx = torch.tensor([row.prompt for row in rows], device=model.device)
+    return generate(model, idx, max_new_tokens, sampling, kv_cache)
 
 
 def report(args, model, stats):
@@ -356,9 +348,8 @@ def report(args, model, stats):
     asked = args.max_new_tokens or 0
     capped = [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]
     if capped:
-        note(
-            f"--max_new_tokens {asked} is capped at {max(capped)}, the end of the context (--overflow slide continues)"
-        )
+        end = f"capped at {max(capped)}, the end of the context (--overflow slide continues)"
+        note(f"--max_new_tokens {asked} is {end}")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------

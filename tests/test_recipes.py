@@ -162,5 +162,5 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe, tmp_path,
     assert config.block_size == 256
     with pytest.raises(ValueError, match="--block_size 2048 conflicts with gpt2"):
         make_config(dict(init_from="gpt2", block_size=2048), checkpoint=checkpoint)
-    with pytest.raises(ValueError, match=r"--preset finetune starts from a trained model: .* --init_from"):
+    with pytest.raises(ValueError, match=r"--preset finetune, .* need a trained model: .* --init_from"):
         make_config(dict(preset="finetune"))

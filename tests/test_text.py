@@ -52,9 +52,9 @@ def test_texts_arrive_piece_by_piece_until_every_row_has_ended(monkeypatch):
     """Rows that end are told to the engine, which then spends nothing on them. -1 pads the shorter rows of a block."""
     seen, pieces = [], []
 
-    def engine(model, rows, max_new_tokens, sampling, ended, *rest):
+    def engine(model, rows, *rest):
         for block in ([[0, 1], [2, -1]], [[0, 1], [2, 1]], [[2, 2], [1, -1]], [[2, 2], [2, 2]]):
-            seen.append(("".join(piece for row, piece in pieces if row == 0), *ended))
+            seen.append(("".join(piece for row, piece in pieces if row == 0), *(row.ended for row in rows)))
             yield torch.tensor(block)
 
     monkeypatch.setattr("sample.token_blocks", engine)

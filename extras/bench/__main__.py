@@ -4,6 +4,7 @@
     python -m extras.bench --ckpt a/ckpt.pt b/ckpt.pt --plot bench.png
     python -m extras.bench --shapes 6/8/256/256 --batch 16  random weights; a shape is layers/heads/width/context
     python -m extras.bench --shapes 12/12/768/1024/50257    ... or layers/heads/width/context/vocabulary (default: 65)
+    python -m extras.bench --parts --batch 64               where a step of --compile spends its time
 
 Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
 the figures are medians. Our own variants must give the tokens of a forward without a cache, or bench.py fails. If a
@@ -27,6 +28,7 @@ from tqdm import tqdm
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extras/bench
 
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
+from extras.bench.parts import parts
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
@@ -416,6 +418,7 @@ def parse_args():
     add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
     add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
     add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
+    add("--parts", action="store_true", help="instead, measure the parts of a step of --compile, on the CPU")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=path, metavar="FILE", help="draw the time per token (matplotlib), and FILE-dark for a dark page")
     args = parser.parse_args()
@@ -464,6 +467,10 @@ def main():
 
     device = found[0][1].lm_head.weight.device
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
+    if args.parts:
+        for _, model, _ in found:
+            print(aligned(parts(model, idx, args.repeats), num_left=1), end="\n\n")
+        return
     measured = [bench(file, model, ngrams, idx, args) for file, model, ngrams in found]
     if args.json:
         rows = [row for rows in measured for row in rows]

@@ -100,12 +100,14 @@ def huge_pages(size):
 # -- layouts: the weight and the bias of a Linear layer as step.c reads them, which describes both kinds ---------------
 
 
-def panels(layer, lanes):
+def panels(layer, lanes, tile):
     weight = whole_panels(layer.weight.detach(), lanes).transpose(1, 2)  # (panels, K, lanes)
-    return weight, whole_bias(layer, lanes)
+    single = weight[len(weight) // tile * tile :]
+    tiles = weight[: len(weight) - len(single)].unflatten(0, (-1, tile)).transpose(1, 2)  # (tiles, K, tile, lanes)
+    return torch.cat((tiles.flatten(), single.flatten())), whole_bias(layer, lanes)
 
 
-def int8_panels(layer, lanes):
+def int8_panels(layer, lanes, tile=None):
     if sys.byteorder != "little":
         raise CompileError("the C backend reads int8 weights on little-endian processors only")
 

@@ -47,12 +47,13 @@ MEDIUM, ROWS_PER_THREAD_SMALL, ROWS_PER_THREAD = 2**20, 8, 32  # MEDIUM in param
 SMALL, MIN_CHANCE_SMALL, MIN_CHANCE = 2**18, 0.5, 0.15  # SMALL in parameters
 
 
-def compile_step(model, num_drafts, table, weights="float32"):
+def compile_step(model, num_drafts, table, weights="float32", parts=False):
     """Compile or load the step for the model's shape, and pack the model's weights for it.
 
     num_drafts  draft tokens per row and step, at most
     table       from ngram_table; None: there is none
     weights     "float32", or "int8" for a model from round_weights
+    parts       count in bind.library.seconds where the time goes, for extras/bench/parts.py
     Returns bind(state), which returns two functions and the KVCache that they fill:
     run(max_steps, active)          runs up to max_steps steps, each of which appends tokens to the rows of `state`.
                                     `active` is the number of rows below their limits. Returns how many steps ran, and
@@ -77,11 +78,12 @@ def compile_step(model, num_drafts, table, weights="float32"):
     num_params = sum(p.numel() for p in model.parameters())
     rows_per_thread = ROWS_PER_THREAD_SMALL if num_params < MEDIUM else ROWS_PER_THREAD
     layout = int8_panels if weights == "int8" else panels
-    library = load_library(shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout))
+    macros = shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout)
+    library = load_library(macros | (dict(PARTS=1) if parts else {}))
     struct = model_struct(config.n_layer)
     check_struct_sizes(library, struct, Cache, State, Table)
     with one_thread():
-        net = pack_weights(model, struct, partial(layout, lanes=library.lanes()))
+        net = pack_weights(model, struct, partial(layout, lanes=library.lanes(), tile=library.tile_panels()))
     table = None if table is None else Table(logits=table[0], after=table[1])
     pool = Pool(library, torch.get_num_threads())
     spare = []  # caches of finished generations, reused because touching the pages of a new one takes time
@@ -125,6 +127,7 @@ def compile_step(model, num_drafts, table, weights="float32"):
 
         return run, copy_slots, kv_cache
 
+    bind.library = library
     return bind
 
 

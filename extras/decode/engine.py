@@ -54,26 +54,23 @@ class Decoder:
         rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
         return restore([row[row >= 0] for row in rows])
 
-    def run(self, prompts, max_new_tokens, sampling, ended, stats):
-        """Return an iterator over the blocks of a Generation that keeps its counts in `stats`. Raises ValueError."""
-        return counted(Generation(self, prompts, max_new_tokens, sampling, ended), stats)
-
     def stream(self, prompts, max_new_tokens, *settings, **more_settings):
         """Return a Generation, which yields the new tokens of `generate` step by step."""
         rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
         return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
 
 
-def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_cache=True, draft=None, compile=False):
-    """Return the engine for prompts, B int64 tensors of one dimension. It chooses the number of torch's threads.
+def open_engine(model, rows, max_new_tokens, sampling, stats, *, kv_cache=True, draft=None, compile=False):
+    """Return the engine for some texts. It chooses the number of torch's threads.
 
+    rows            the texts. Each has a `prompt`, a list of ids, and `ended`: if the caller sets it, the row ends
     sampling        a Sampling
-    ended           B booleans: the caller sets one to True to end that row
-    stats           a dict for the counts `offered` and `accepted` of draft tokens, and the `cache`
+    stats           a dict for the counts and the cache of a Generation
     kv_cache        False is refused, because every engine has a cache
     draft, compile  those of Decoder. A note on stderr says why there is no compiled step
     Raises ValueError.
     """
+    prompts = [torch.tensor(row.prompt, device=model.device) for row in rows]
     lengths = sorted({len(prompt) for prompt in prompts})
     if not isinstance(model, GPT):
         raise ValueError("--engine onnx needs prompts of equal length in a batch, and has neither drafts nor --compile")
@@ -95,18 +92,12 @@ def open_engine(model, prompts, max_new_tokens, sampling, ended, stats, *, kv_ca
             weights = "int8" if getattr(model, "int8", False) else "float32"
             decoder = Decoder(model, draft, model.ngrams, compile=True, weights=weights)
             torch.set_num_threads(1)  # the C backend has threads of its own
-            return decoder.run(prompts, max_new_tokens, sampling, ended, stats)
+            return Generation(decoder, prompts, max_new_tokens, sampling, rows, stats)
         except CompileError as error:
             note(f"{error}: decoding without --compile")
     decoder = Decoder(model, draft, model.ngrams)
     torch.set_num_threads(num_threads(model, len(prompts) * (decoder.num_drafts + 1)))
-    return decoder.run(prompts, max_new_tokens, sampling, ended, stats)
-
-
-def counted(generation, stats):
-    for block in generation:
-        stats.update(offered=generation.offered, accepted=generation.accepted, cache=generation.cache)
-        yield block
+    return Generation(decoder, prompts, max_new_tokens, sampling, rows, stats)
 
 
 def rows_of(prompts, device):
@@ -129,23 +120,22 @@ class Generation:
 
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
-    ended     B booleans: the caller sets one to True to end that row; None: all rows run to their end
+    texts     those of open_engine, to learn which rows have ended
+    stats     a dict that gets `cache`, a KVCache; `forwards`, how many there were so far; `offered`, how many draft
+              tokens they checked; and `accepted`, how many of those they accepted
     Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
     its context earlier. A row with fewer than n new tokens is padded with -1.
 
-    cache     a KVCache
-    forwards  how many forwards there were so far
-    offered   how many draft tokens they checked
-    accepted  how many of those they accepted
     Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
     """
 
-    def __init__(self, decoder, prompts, max_new_tokens, sampling, ended=None):
+    def __init__(self, decoder, prompts, max_new_tokens, sampling, texts=(), stats=None):
         self.decoder = decoder
         self.model = decoder.model
         self.sampling = sampling
-        self.ended = ended or [False] * len(prompts)
-        self.forwards = self.offered = self.accepted = 0
+        self.texts = texts
+        self.stats = {} if stats is None else stats
+        self.stats |= dict(cache=None, forwards=0, offered=0, accepted=0)
         lengths = [len(prompt) for prompt in prompts]
         block_size = self.model.config.block_size
         self.slides = sampling.overflow == "slide"
@@ -156,11 +146,10 @@ class Generation:
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
         self.state = new_state([slide(prompt, block_size) for prompt in prompts], sampling, self.model.config)
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
-        self.cache = None  # the first step in PyTorch makes it
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
         if decoder.program:
-            self.run, self.copy_slots, self.cache = decoder.program(self.state)
-            self.model.kv_cache = self.cache
+            self.run, self.copy_slots, cache = decoder.program(self.state)
+            self.stats["cache"] = self.model.kv_cache = cache
 
     def __iter__(self):
         state = self.state
@@ -177,7 +166,7 @@ class Generation:
                 after = state.end.tolist()
                 if after != before:  # a step may have fed only known tokens
                     yield new_tokens(state, before, after)
-                    for row in (row for row, ended in enumerate(self.ended) if ended):
+                    for row in (row for row, text in enumerate(self.texts) if text.ended):
                         goal[row] = state.limit[row] = state.end[row]
                 before = after
             if torch.equal(state.end, goal):
@@ -197,7 +186,7 @@ class Generation:
             raise RuntimeError(TRAIN_MODE)
         state = self.state
         decoder = self.decoder
-        if self.forwards:
+        if self.stats["forwards"]:
             work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
             counters = self.run(max(1, WORK_PER_CALL // work))
         else:
@@ -211,10 +200,8 @@ class Generation:
             for first, rows in copies:
                 state.cached[rows] = state.end[rows] - 1
                 self.copy_slots(first, rows, state.cached[rows[0]])
-        forwards, offered, accepted = counters
-        self.forwards += forwards
-        self.offered += offered
-        self.accepted += accepted
+        for name, count in zip(("forwards", "offered", "accepted"), counters):
+            self.stats[name] += count
 
     @torch.inference_mode()
     def _step_in_torch(self):
@@ -222,15 +209,16 @@ class Generation:
         state = self.state
         num_drafts = self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
-            self.cache = prefill(model, state, int(self.goal.max()) + num_drafts)
+            self.stats["cache"] = prefill(model, state, int(self.goal.max()) + num_drafts)
+        cache = self.stats["cache"]
         before = state.end.tolist()
-        fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
-        self.cache.length = int(state.cached.max())  # without the draft tokens that were rejected
-        self.forwards += 1
+        fed = speculative_step(model, cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
+        cache.length = int(state.cached.max())  # without the draft tokens that were rejected
+        self.stats["forwards"] += 1
         for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
             if begin < limit:
-                self.offered += max(0, min(first + num_drafts + 1, limit - 1) - begin)
-                self.accepted += end - begin - 1
+                self.stats["offered"] += max(0, min(first + num_drafts + 1, limit - 1) - begin)
+                self.stats["accepted"] += end - begin - 1
 
 
 def new_state(contexts, sampling, config):

@@ -53,7 +53,8 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 
 /* A matrix W (N, K) is a sequence of panels, each with the weights of LANES outputs:
- * - float32: (K, LANES), so a product needs no sum across the lanes
+ * - float32: (K, LANES), so a product needs no sum across the lanes. TILE_PANELS of them are one of (K, TILE_PANELS,
+ *   LANES), which a product reads in one piece from its start to its end. Those that are left are single panels
  * - INT8: for each BLOCK of inputs, LANES scales in bfloat16, then the weights as (BLOCK / 4, LANES, 4) */
 #define BLOCK_BYTES (LANES * (2 + BLOCK))
 /* bytes of a panel */
@@ -209,6 +210,37 @@ typedef struct {
     int *ids;              /* of the vocabulary, as a heap */
 } Worker;
 
+/* Where the time goes: seconds of the first thread, by kind of work. extras.bench --parts compiles it in. */
+enum { PRODUCTS, ATTENTION, NORMS, SAMPLING, WAITING, BETWEEN_CALLS, KINDS };
+#ifdef PARTS
+#include <time.h>
+double seconds[KINDS];
+static void lap(const Worker *w, int kind) {
+    static double since;
+    struct timespec now;
+    if (w->part || w->group->first_row) return;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    seconds[kind] += now.tv_sec + 1e-9 * now.tv_nsec - since;
+    since = now.tv_sec + 1e-9 * now.tv_nsec;
+}
+/* Read n numbers as fast as one thread can. */
+float read_all(const float *x, size_t n) {
+    vec sums[4] = {{0}};
+    for (size_t i = 0; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) sums[j] += load(x + i + j * LANES);
+    return total(sums[0] + sums[1] + sums[2] + sums[3]);
+}
+#else
+#define lap(w, kind) ((void)(w), (void)(kind))
+#endif
+
+/* Wait for the other threads of the group. kind: of the work before. */
+static void meet(const Worker *w, int kind) {
+    lap(w, kind);
+    barrier(&w->group->barrier);
+    lap(w, WAITING);
+}
+
 /* -- the network --------------------------------------------------------------------------------------------------- */
 
 typedef struct { /* a matrix whose rows start ld floats apart */
@@ -247,7 +279,7 @@ INLINE void tile_of_panels(int tokens, int panels, const Tile *t) {
     start_with_bias(tokens, panels, t, sums);
     for (int k = 0; k < t->K; k++) {
         if (2 * tokens > TILE_TOKENS) __builtin_prefetch(t->next + k * sizeof(vec));
-        for (int s = 0; s < panels; s++) w[s] = load((const float *)(t->weight + s * PANEL(t->K)) + k * LANES);
+        for (int s = 0; s < panels; s++) w[s] = load((const float *)t->weight + (k * panels + s) * LANES);
         for (int i = 0; i < tokens; i++)
             for (int s = 0; s < panels; s++) sums[i][s] += t->x[i * t->ldx + k] * w[s];
     }
@@ -427,14 +459,15 @@ static void forward(const Worker *w) {
         }
         for (int c = N_EMBD; c < X; c++) y.data[i * X + c] = 0; /* as above */
     }
-    barrier(&g->barrier);
+    meet(w, NORMS);
 
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
         /* queries, keys and values. Every part computes all norms, which is faster than waiting for them */
         for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
+        lap(w, NORMS);
         matmul(w, n, in, layer->c_attn, NULL, qkv);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
 
         /* attention: a token first writes its slot, then reads all slots up to its own */
         for (int h = N_KV_HEAD * w->part / g->parts; h < N_KV_HEAD * (w->part + 1) / g->parts; h++)
@@ -456,14 +489,15 @@ static void forward(const Worker *w) {
                     attend(q + j, keys, values, pos + 1, next_key, w->weights, y.data + i * X + j);
                 }
             }
-        barrier(&g->barrier);
+        meet(w, ATTENTION);
         matmul(w, n, y, layer->attn_proj, residual, x);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
 
         /* MLP */
         for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
+        lap(w, NORMS);
         matmul(w, n, in, layer->c_fc, NULL, fc);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
         for (int i = 0; i < n; i++) {
             const float *from = fc.data + i * FC;
             float *to = hidden.data + i * H;
@@ -473,16 +507,18 @@ static void forward(const Worker *w) {
             }
             for (int c = HIDDEN; c < H; c++) to[c] = 0;
         }
+        lap(w, NORMS);
         matmul(w, n, hidden, layer->mlp_proj, residual, x);
-        barrier(&g->barrier);
+        meet(w, PRODUCTS);
     }
 
     /* logits of the tokens that a pick follows */
     for (int j = 0; j < g->num_picks; j++) {
         layer_norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
     }
+    lap(w, NORMS);
     matmul(w, g->num_picks, in, m->lm_head, NULL, logits);
-    barrier(&g->barrier);
+    meet(w, PRODUCTS);
 }
 
 /* -- the sampler of model.py --------------------------------------------------------------------------------------- */
@@ -683,11 +719,12 @@ static void accept(const Worker *w) {
 static void work(void *workers, int i) {
     const Worker *w = (const Worker *)workers + i;
     Group *g = w->group;
+    lap(w, BETWEEN_CALLS);
     for (int step = 0; step < w->max_steps; step++) {
         int row = g->first_row, fed = 0;
         while (row < g->end_row) {
             if (w->part == 0) g->next_row = plan(w, row);
-            barrier(&g->barrier);
+            meet(w, SAMPLING);
             row = g->next_row;
             if (!g->n) break; /* the other rows are at their limits, or the group has failed */
             forward(w);
@@ -697,7 +734,7 @@ static void work(void *workers, int i) {
                 const float *logits = g->logits + (size_t)j * V;
                 g->picks[j] = all_finite(logits) ? sample_token(w, place, step, logits, NULL) : NONE;
             }
-            barrier(&g->barrier);
+            meet(w, SAMPLING);
             if (w->part == 0) accept(w);
             fed = 1;
         }
@@ -708,8 +745,9 @@ static void work(void *workers, int i) {
 
 /* -- what Python calls --------------------------------------------------------------------------------------------- */
 
-/* Outputs per panel of packed weights. */
+/* Outputs per panel of packed weights, and panels that are packed together. */
 int lanes(void) { return LANES; }
+int tile_panels(void) { return TILE_PANELS; }
 
 /* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, of draft tokens offered and of
  * those accepted to counters[0..2], which start at 0. Returns 0, or -1 if there is too little memory, or -2 if a row has

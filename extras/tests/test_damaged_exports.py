@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # they share exports, which take seconds
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder with ckpt.pt, nanoGPT's nano.pt and meta.pkl, model.onnx and folder hf, all of one model, and a GPT-2."""
+    """A folder with ckpt.pt, nano.pt and meta.pkl of nanoGPT, model.onnx and folder hf, of one model, and a GPT-2."""
     folder = tmp_path_factory.mktemp("whole")
     model = tiny(**STABLELM)
     save_model(folder, model)

@@ -176,7 +176,7 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         assert (loss, perplexity) == pytest.approx((expected, np.exp(expected)), abs=2e-3)
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
         flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
-        assert_one_line(here(*flags), "need a model: pass it as --init_from", code=1)
+        assert_one_line(here(*flags), "need a trained model: pass it as --init_from", code=1)
 
 
 def test_eval_only_of_a_run_reads_the_whole_val_split_whatever_the_run_read(data_dir, tmp_path):

@@ -418,7 +418,7 @@ def test_draft_tokens_that_are_accepted_before_the_first_nan_come_out(good_and_b
             for block in generation:
                 blocks.append(block)
         assert torch.equal(torch.cat((text[None, :length], *blocks), 1)[0], text[: FINITE + 1])
-        assert generation.accepted > 0 or length > FINITE - 2
+        assert generation.stats["accepted"] > 0 or length > FINITE - 2
 
 
 def test_infinite_logits_are_refused_like_nan(good_and_broken):

@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extra_helpers import DRAFTS, WAYS, a_draft, a_way, assert_same_as_alone, needs_compiler, without_minus_one
-from extras.decode.engine import Decoder
+from extras.decode.engine import Decoder, Generation
 from helpers import (
     CONTEXT,
     MODELS,
@@ -120,11 +121,12 @@ def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow
     for leavers in ([1], [0, 2], [0, 1, 2]):
         for when in (1, 4):
             blocks = []
-            ended = [False] * 3
-            for block in decoder.run(list(idx), steps, Sampling(seed=1, overflow=overflow), ended, {}):
+            texts = [SimpleNamespace(ended=False) for _ in range(3)]
+            for block in Generation(decoder, list(idx), steps, Sampling(seed=1, overflow=overflow), texts):
                 blocks.append(block)
                 if len(blocks) == when:
-                    ended[:] = [row in leavers for row in range(3)]
+                    for row in leavers:
+                        texts[row].ended = True
             assert len(blocks) == when or len(leavers) < 3 or when > len(blocks)
             until = without_minus_one(idx, blocks[:when])
             for row, got in enumerate(without_minus_one(idx, blocks)):

@@ -127,9 +127,9 @@ def test_the_c_backend_has_its_own_threads_and_says_only_that_it_compiles(capsys
     """Those of torch would wait for work, and take the cores. Afterwards torch has its threads again."""
     model = random_model(MODELS[9].config)
     model.ngrams = NGRAMS
-    rows = [prompts(1, n)[0] for n in (3, 5)]
+    rows = [Text(TOKENIZER.encode(text), TOKENIZER) for text in ("ab", "abc")]
     with num_threads(3):
-        open_engine(model, rows, 9, Sampling(seed=1), [False] * 2, {}, compile=True)
+        open_engine(model, rows, 9, Sampling(seed=1), {}, compile=True)
         assert torch.get_num_threads() == 1
         torch.set_num_threads(3)
         for how in ({}, dict(draft="ngram"), dict(compile=True)):

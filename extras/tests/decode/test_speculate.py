@@ -1,6 +1,7 @@
 """Draft tokens: which are accepted, and honest counts of them."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,21 +30,21 @@ def constant_model(token, context=CONTEXT, n_embd=16):
 
 
 def generated(decoder, idx, steps, **sampling):
-    """Return the text of one prompt, and the Generation that wrote it."""
+    """Return the text of one prompt, and the counts of the Generation that wrote it."""
     generation = decoder.stream(idx, steps, **sampling)
-    return torch.cat((idx, *generation), dim=1)[0], generation
+    return torch.cat((idx, *generation), dim=1)[0], SimpleNamespace(**generation.stats)
 
 
 def test_a_draft_that_knows_the_text_is_accepted_whole_and_a_wrong_one_never():
     model = constant_model(4, context=64)
     for text, right in ((4, True), (5, False)):
         decoder = Decoder(model, "ngram", count_ngrams(np.full(100, text), V, 100))
-        row, generation = generated(decoder, prompts(1, 3), 20, temperature=0)
+        row, counts = generated(decoder, prompts(1, 3), 20, temperature=0)
         assert (row[3:] == 4).all() and len(row) == 23
-        assert generation.accepted == (generation.offered if right else 0)
-        assert generation.forwards == (math.ceil(20 / (NUM_DRAFTS + 1)) if right else 20)
+        assert counts.accepted == (counts.offered if right else 0)
+        assert counts.forwards == (math.ceil(20 / (NUM_DRAFTS + 1)) if right else 20)
         if right:
-            assert generation.offered == 20 - generation.forwards
+            assert counts.offered == 20 - counts.forwards
 
 
 @needs_compiler
@@ -57,9 +58,9 @@ def test_draft_tokens_continue_the_newest_tokens():
     for compiled, most in ((False, NUM_DRAFTS), (True, MOST_DRAFTS)):
         decoder = Decoder(model, "ngram", count_ngrams(np.arange(200) % V, V, 1000), compiled)
         for prompt in ([5], [2, 3, 4, 5, 6, 7]):
-            row, generation = generated(decoder, torch.tensor([prompt]), 8 * 5, temperature=0)
+            row, counts = generated(decoder, torch.tensor([prompt]), 8 * 5, temperature=0)
             assert row.tolist() == [(prompt[0] + i) % V for i in range(len(prompt) + 8 * 5)]
-            assert generation.forwards == 8 * 5 / (most + 1) and generation.accepted == generation.offered
+            assert counts.forwards == 8 * 5 / (most + 1) and counts.accepted == counts.offered
 
 
 @given(a_model, a_draft, st.lists(st.integers(1, CONTEXT), min_size=1, max_size=3), a_filter, a_seed)
@@ -67,15 +68,16 @@ def test_every_token_is_a_forwards_own_or_an_accepted_draft_token(model, draft, 
     decoder = Decoder(model, **draft)
     generation = decoder.stream([prompts(1, n, n)[0] for n in lengths], CONTEXT, seed=seed, **filters)
     sizes = [block.size(1) for block in generation]
-    assert 0 <= generation.accepted <= generation.offered <= NUM_DRAFTS * generation.forwards * len(lengths)
+    counts = SimpleNamespace(**generation.stats)
+    assert 0 <= counts.accepted <= counts.offered <= NUM_DRAFTS * counts.forwards * len(lengths)
     if len(lengths) == 1:
         new = CONTEXT - lengths[0]
-        assert sum(sizes) == new == generation.forwards + generation.accepted
-        assert len(sizes) == generation.forwards
+        assert sum(sizes) == new == counts.forwards + counts.accepted
+        assert len(sizes) == counts.forwards
         assert max(sizes, default=0) <= decoder.num_drafts + 1
         # what is left of the text, and of the context, clips a draft
         ends = np.cumsum([lengths[0], *sizes])
-        assert generation.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])
+        assert counts.offered == sum(min(decoder.num_drafts, CONTEXT - end - 1) for end in ends[:-1])
 
 
 @needs_compiler
@@ -83,15 +85,15 @@ def test_the_c_backend_drafts_as_much_as_pays():
     """Much where the table is sure and right, less where it is often wrong."""
     model = constant_model(4, context=64)
     decoder = Decoder(model, "ngram", count_ngrams(np.full(100, 4), V, 100), compile=True)
-    row, generation = generated(decoder, prompts(1, 3), 40, temperature=0)
+    row, counts = generated(decoder, prompts(1, 3), 40, temperature=0)
     assert (row[3:] == 4).all() and len(row) == 43
-    assert generation.forwards == 40 / (MOST_DRAFTS + 1)
-    assert generation.offered == generation.accepted == 40 - generation.forwards
+    assert counts.forwards == 40 / (MOST_DRAFTS + 1)
+    assert counts.offered == counts.accepted == 40 - counts.forwards
 
     text = np.random.default_rng(1).integers(V, size=20000)  # nothing to foresee
     decoder = Decoder(model, "ngram", count_ngrams(text, V, 10**4), compile=True)
-    _, generation = generated(decoder, prompts(1, 3), 60, seed=1)
-    assert generation.offered < 0.7 * MOST_DRAFTS * generation.forwards
+    _, counts = generated(decoder, prompts(1, 3), 60, seed=1)
+    assert counts.offered < 0.7 * MOST_DRAFTS * counts.forwards
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
@@ -104,5 +106,5 @@ def test_a_draft_token_is_drawn_with_the_noise_of_its_own_position(compile, monk
     with torch.no_grad():
         model.lm_head.weight.zero_()
     decoder = Decoder(model, "ngram", NGRAMS, compile)
-    _, generation = generated(decoder, prompts(1, 3), 50, temperature=1.0, seed=3)
-    assert generation.accepted == generation.offered > 30
+    _, counts = generated(decoder, prompts(1, 3), 50, temperature=1.0, seed=3)
+    assert counts.accepted == counts.offered > 30

@@ -1,0 +1,96 @@
+"""python -m extras.bench --parts: where a step of --compile spends its time, beside what this machine can do.
+
+step.c is compiled once more, with a clock between the kinds of work. Its first thread's times stand for all threads,
+which do the same amount of work.
+"""
+
+import ctypes
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from extras.decode.c_step import compile_step
+from extras.decode.engine import Decoder
+
+KINDS = ("products", "attention", "norms, activations", "sampling", "waiting for a thread", "between calls")
+
+
+def parts(model, idx, repeats):
+    """Return the rows of a table, the title first, for continuing idx `(B, T)` until the context is full.
+
+    Each row has a kind of work, microseconds per step, their share, and GFLOP/s or GB/s of all threads together.
+    Raises CompileError.
+    """
+    B, T = idx.shape
+    config = model.config
+    steps = config.block_size - T
+    decoder = Decoder(model)
+    decoder.program = compile_step(model, 0, None, parts=True)
+    seconds = (ctypes.c_double * len(KINDS)).in_dll(decoder.program.library, "seconds")
+    runs = []
+    for seed in range(repeats + 1):  # the first one warms up
+        before = list(seconds)
+        decoder.generate(idx, steps, seed=seed)
+        runs.append([1e6 / steps * (now - then) for now, then in zip(seconds, before)])
+    spent = [statistics.median(kind) for kind in zip(*runs[1:])]
+
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    num_weights = sum(layer.weight.numel() for layer in linears)
+    slots = (T + config.block_size) / 2  # on average
+    cache_bytes = 8 * B * config.n_layer * config.n_kv_head * config.head_size * slots
+    flops = 2e-3 * B * num_weights  # of the products of a step, in thousands: per microsecond it is GFLOP/s
+    rates = {
+        "products": f"{flops / spent[0]:.0f} GFLOP/s, {4e-3 * num_weights / spent[0]:.1f} GB/s of weights",
+        "attention": f"{1e-3 * cache_bytes / spent[1]:.1f} GB/s of keys and values",
+    }
+    rows = [["part", "us per step", "share", "rate"]]
+    for kind, us in zip(KINDS, spent):
+        rows.append([kind, f"{us:,.0f}", f"{us / sum(spent):.0%}", rates.get(kind, "")])
+    whole = sum(spent)
+    rows.append(["the whole step", f"{whole:,.0f}", "100%", f"{flops / whole:.0f} GFLOP/s"])
+    us = 1e6 * torch_seconds(linears, B, repeats)
+    rows.append(["its products in torch", f"{us:,.0f}", f"{us / whole:.0%}", f"{flops / us:.0f} GFLOP/s"])
+    us = 1e6 * read_seconds(decoder.program.library, 4 * num_weights, repeats)
+    rows.append(["reading its weights", f"{us:,.0f}", f"{us / whole:.0%}", f"{4e-3 * num_weights / us:.1f} GB/s"])
+    return rows
+
+
+@torch.inference_mode()
+def torch_seconds(linears, B, repeats):
+    """Return the seconds that torch takes for the Linear layers of a step of B rows, in their order."""
+    inputs = {layer.in_features: torch.randn(B, layer.in_features) for layer in linears}
+
+    def step():
+        for layer in linears:
+            layer(inputs[layer.in_features])
+
+    return median_seconds(step, repeats)
+
+
+def read_seconds(library, num_bytes, repeats):
+    """Return the seconds that all threads need to read this many bytes, and do nothing else."""
+    threads = torch.get_num_threads()
+    weights = torch.ones(threads, num_bytes // 4 // threads)
+    library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.read_all.restype = ctypes.c_float
+    with ThreadPoolExecutor(threads) as pool:
+
+        def read():
+            list(pool.map(lambda part: library.read_all(part.data_ptr(), part.numel()), weights))
+
+        return median_seconds(read, repeats)
+
+
+def median_seconds(function, repeats):
+    """Return the median of the seconds per call, over `repeats` times of about 20 calls."""
+    function()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(20):
+            function()
+        times.append((time.perf_counter() - began) / 20)
+    return statistics.median(times)
