@@ -1,6 +1,7 @@
 """bench.py and extras/bench/baselines.py: what is measured computes the same network, and gives the same tokens."""
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 
