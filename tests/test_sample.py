@@ -56,27 +56,6 @@ def test_the_figures_are_those_computed_by_hand(capsys):
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
 
 
-@pytest.mark.parametrize(
-    "prompt, flags, slots",
-    [
-        ("O", ["--max_new_tokens", "5"], 6),
-        ("O" * 20, [], 32),  # the context
-        ("O" * 20, ["--overflow", "slide", "--max_new_tokens", "50"], 32),
-        ("O" * 40, ["--overflow", "slide", "--max_new_tokens", "5"], 21),  # half the context of the prompt, and 5
-    ],
-)
-def test_the_report_counts_the_slots_that_the_cache_has(prompt, flags, slots, trained, monkeypatch):
-    made, init = [], KVCache.__init__
-
-    def __init__(cache, *args):
-        init(cache, *args)
-        made.append(cache.slots)
-
-    monkeypatch.setattr(KVCache, "__init__", __init__)
-    result = ok(sample(trained, "--prompt", prompt, *flags))
-    assert max(made) == slots and f" * {slots} slots * " in result.stderr, (made, result.stderr)
-
-
 def test_a_length_past_the_context_is_capped_and_said(trained):
     result = sample(trained, "--prompt", PROMPT, "--max_new_tokens", "500")
     assert result.returncode == 0 and len(result.stdout) == 32

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from extra_helpers import TEXT, needs_compiler
+from extra_helpers import TEXT
 from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_model
 from helpers import CHARS, assert_one_line, here, ok, run, sample, save_model, text_before, tiny
-from sample import SEPARATOR, generate_texts
+from sample import SEPARATOR
 
 ENGINES = {
     "plain": [],
@@ -145,24 +145,6 @@ def test_the_onnx_engine_says_how_to_export_this_model(tmp_path):
     assert_one_line(
         result, "ckpt.pt is a checkpoint", f"--format onnx --ckpt {tmp_path / 'ckpt.pt'} writes one", code=1
     )
-
-
-@pytest.mark.parametrize("engine", ["plain", "draft", pytest.param("C, draft", marks=needs_compiler)])
-def test_python_gets_the_texts_that_sample_py_prints(engine, tmp_path):
-    """Of prompts of different lengths, as a list, and piece by piece."""
-    save_model(tmp_path, tiny(), ngrams=count_ngrams(TEXT % len(CHARS), len(CHARS), 1000))
-    model, tokenizer = load_model(tmp_path)
-    streamed = [""] * 4
-
-    def on_text(row, piece):
-        streamed[row] += piece
-
-    how = dict(draft="ngram" if "draft" in engine else None, compile="C" in engine, num_samples=2, stop=["bb"], seed=5)
-    texts = generate_texts(model, tokenizer, PROMPTS["two lengths"], on_text=on_text, **how)
-    assert [len(samples) for samples in texts] == [2, 2]
-    flags = ["--prompt", "ab", "--prompt", "b", "--num_samples", 2, "--stop", "bb", "--seed", 5, *ENGINES[engine]]
-    printed = ok(sample(tmp_path, *flags)).stdout
-    assert SEPARATOR.join(itertools.chain(*texts)) == SEPARATOR.join(streamed) == printed
 
 
 def test_drafts_need_the_n_grams_of_a_checkpoint(tmp_path):
