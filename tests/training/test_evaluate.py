@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import train
 from helpers import (
     SAMPLE,
     STATEFUL,
@@ -28,6 +29,7 @@ from helpers import (
     ok,
     plain_val_loss,
     progress,
+    random_model,
     same,
     start,
     write,
@@ -91,6 +93,27 @@ def test_windows_cover_the_text_or_are_spread_over_it(length, block_size, most, 
         gaps = [b[0] - a[0] for a, b in itertools.pairwise(windows)]
         assert not gaps or max(gaps) - min(gaps) <= block_size
         assert windows[0][0] == 0 and (len(windows) == 1 or windows[-1][-1] > length - 1 - block_size)
+
+
+@given(length=st.integers(2, 300), block_size=st.integers(1, 20), most=st.integers(1, 400), world=st.integers(1, 4))
+def test_processes_share_the_windows_and_none_is_read_twice(length, block_size, most, world):
+    """Here the sums that they would exchange are added by hand: those of losses, and those of tokens."""
+    model = random_model(GPTConfig(block_size=block_size, vocab_size=20, n_layer=1, n_head=2, n_embd=16))
+    ids = np.random.default_rng(0).integers(20, size=length).astype("<u2")
+
+    def sums(world):
+        sent = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "all_reduce", lambda value, op=None: 0 if op else sent.append(value) or 1.0)
+            patch.setattr(train, "WORLD_SIZE", world)
+            for rank in range(world):
+                patch.setattr(train, "RANK", rank)
+                evaluate(model, ids, most, nullcontext())
+        return sum(sent[::2]), sum(sent[1::2])
+
+    alone = sums(1)
+    assert sums(world) == pytest.approx(alone, rel=1e-5)
+    assert evaluate(model, ids, most, nullcontext()) == pytest.approx(alone[0] / alone[1])
 
 
 def test_eval_iters_is_in_batches(data_dir, tmp_path):

@@ -114,6 +114,7 @@ DAMAGED = {
     "codes of floats": NGRAMS | {"codes": CODES.double()},
     "two dimensions": NGRAMS | {"codes": CODES[None], "counts": COUNTS[None]},
     "an expanded number": NGRAMS | {"counts": COUNTS[:1].expand(len(CODES))},
+    "a meta tensor": NGRAMS | {"counts": COUNTS.to("meta")},
     "a sparse tensor": NGRAMS | {"codes": CODES.to_sparse()},
     "codes in another order": NGRAMS | {"codes": CODES.flip(0)},
     "a code twice": NGRAMS | {"codes": CODES.clone().index_copy_(0, torch.tensor([1]), CODES[:1])},
