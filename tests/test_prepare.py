@@ -1,4 +1,4 @@
-"""data/prepare.py: what it writes, when it does nothing, and every way in which text can be bad or out of reach.
+"""data/prepare.py: what it writes and train.py reads, and every way in which text can be bad or out of reach.
 
 The network is a server on 127.0.0.1. Nothing leaves the machine.
 """

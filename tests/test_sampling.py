@@ -1,4 +1,4 @@
-"""The sampler: filters, the Gumbel-max trick, and noise that is a pure function of its counters."""
+"""The sampler: filters, the Gumbel-max trick, noise that is a pure function of its counters, and near-ties."""
 
 import math
 

@@ -1,7 +1,8 @@
 """train.py stopped or killed at any moment, and resumed: the run and its log are those of the undisturbed run.
 
-All of train.py runs in this process, and is disturbed at what it does: a step, an evaluation, a row, a save. Others
-send real signals to real processes: test_train.py, test_evaluate.py and test_dist.py.
+All of train.py runs in this process, and is disturbed at what it does: a step, an evaluation, a row, a save. At the end
+processes are killed at each of their writes. Others get real signals: in test_train.py, test_evaluate.py and
+test_dist.py.
 """
 
 import csv

@@ -100,6 +100,3 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
     ours, floats = (decoder.generate(idx, 65, seed=1) for decoder in decoders)
     assert torch.equal(ours, floats)
     assert_same_as_alone(model, ours[:1], idx[:1], 65, [0], 1, {})
-
-
-# -- sample.py ---------------------------------------------------------------------------------------------------------
