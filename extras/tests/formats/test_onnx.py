@@ -1,6 +1,7 @@
 """extras/formats/onnx.py: the graph as onnx and ONNX Runtime see it, and run by our own loop."""
 
 import copy
+import logging
 from functools import partial
 
 import numpy as np
@@ -37,6 +38,7 @@ def exported(request, tmp_path_factory):
     weights = copy.deepcopy(model.state_dict())
     write_onnx(model, TOKENIZER, file)
     assert [list(vars(module)) for module in model.modules()] == names and same(model.state_dict(), weights)
+    assert logging.root.manager.disable == logging.NOTSET  # what torch logs meanwhile is kept quiet
     return model, file, onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
 
 
