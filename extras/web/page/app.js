@@ -45,7 +45,7 @@ async function load() {
   info.heads = info.n_layer * info.n_head;
   makePage(info);
   store.set({ info, step: readStep(), changed: info.ids.get("q") ?? 0 });
-  const controls = listen(store, worker);
+  const controls = listen(store);
   store.enter();
 
   const loaded = await worker.call("load", info).catch(store.fail);

@@ -3,7 +3,7 @@ import { downloader, part, unreachable } from "./files.js";
 
 const NEEDED = ["WebAssembly", "DecompressionStream"]; // the newest features that the page needs, from 2023
 
-/** Start the worker. Returns { read(name), call(name, ...args), stop(), setDelay(ms) }. onEvent gets the worker's events. */
+/** Start the worker. Returns { read(name), call(name, ...args), stop() }. onEvent gets the worker's events. */
 export function startWorker(onEvent) {
   const waiting = new Map();
   let calls = 0;
@@ -42,6 +42,5 @@ export function startWorker(onEvent) {
       }),
     /** End all earlier calls. */
     stop: () => worker.postMessage({ name: "stop" }),
-    setDelay: (ms) => worker.postMessage({ name: "delay", args: [ms] }),
   };
 }

@@ -1,4 +1,4 @@
-// What the page can ask for. Each command is called with { isStopped, delay } and the arguments of the call.
+// What the page can ask for. Each command is called with isStopped() and the arguments of the call.
 import { fetched, part } from "./files.js";
 import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "./generate.js";
 import { createNetwork } from "./network.js";
@@ -32,18 +32,13 @@ export const COMMANDS = {
     run = { name, ...begin(network, prompt, steps, sampling) };
   },
 
-  /** Take `count` steps of the run, or race, or hurry. An event "step" reports each. */
-  async advance({ isStopped, delay }, count, { racing = false, hurrying = false } = {}) {
+  /** Take `count` steps of the run, one every `delay` milliseconds, or race. An event "step" reports each. */
+  async advance(isStopped, count, { racing = false, delay = 0 } = {}) {
     for (let i = 0; i < count; i++) {
-      const began = performance.now();
       const name = whoseTurn(run, racing);
       if (!name || isStopped()) return;
       postMessage({ event: "step", run: run.name, [name]: await step(run, name) });
-      await breathe();
-      // the delay may change in the meantime
-      while (!racing && !hurrying && i + 1 < count && performance.now() - began < delay() && !isStopped()) {
-        await new Promise((resolve) => setTimeout(resolve, 5));
-      }
+      await (delay ? new Promise((resolve) => setTimeout(resolve, delay)) : breathe());
     }
   },
 
@@ -52,14 +47,14 @@ export const COMMANDS = {
     rewind(run, steps);
   },
 
-  takeOut: ({ isStopped }, candidates) => takeColumnOut(run, candidates, isStopped, breathe),
+  takeOut: (isStopped, candidates) => takeColumnOut(run, candidates, isStopped, breathe),
 
-  async change({ isStopped }, position, id) {
+  async change(isStopped, position, id) {
     await breathe(); // many may come at once, and only the newest counts
     return isStopped() ? null : changedText(run, position, id);
   },
 
-  mistake({ isStopped }, name) {
+  mistake(isStopped, name) {
     const steps = Math.min(run.total - run.prompt.length, MOST_WITH_MISTAKE);
     return compareMistake(run, steps, name, isStopped, breathe);
   },

@@ -5,10 +5,9 @@ import { STEPS } from "./steps.js";
 import { $ } from "./views/draw.js";
 import { indexAt, measure } from "./views/stage.js";
 import { characterAt } from "./views/text.js";
-import { characters } from "./words.js";
 
 /** Listen to the reader. Returns { submit }. */
-export function listen(store, worker) {
+export function listen(store) {
   const { state } = store;
   const form = $("form");
   const fields = form.elements;
@@ -53,15 +52,6 @@ export function listen(store, worker) {
   $("one").onclick = () => go(1);
   $("back").onclick = store.goBack;
   for (const name of ["layer", "head"]) $(name).onchange = ({ target }) => store.set({ [name]: Number(target.value) });
-
-  function setSpeed() {
-    const value = Number($("speed").value);
-    const perSecond = value < 100 ? 2 ** (value / 14) : Infinity;
-    $("speed").ariaValueText = value < 100 ? `${characters(Math.round(perSecond))} per second` : "as fast as possible";
-    worker.setDelay(1000 / perSecond);
-  }
-  $("speed").oninput = setSpeed;
-  setSpeed();
 
   /** Go to the step in the address, and to a moment in it. */
   function follow(moment) {

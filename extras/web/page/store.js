@@ -5,8 +5,9 @@ import { NAMES } from "./mistakes.js";
 import { STEPS } from "./steps.js";
 import { isOver } from "./steps/race.js";
 
-/** Return { state, and the transitions }. worker: see client.js. onChange() is called after every transition. */
-export function createStore(worker, onChange) {
+/** Return { state, and the transitions }. worker: see client.js. onChange() is called after every transition.
+ *  delay: between the steps of a run that the reader watches, in milliseconds. */
+export function createStore(worker, onChange, delay = 120) {
   let [runs, questions] = [0, 0];
 
   const state = {
@@ -108,7 +109,7 @@ export function createStore(worker, onChange) {
     const { run } = state;
     if (run.on.length === run.request.steps) begin(run.request);
     show(null);
-    return advance(count);
+    return advance(count, { delay: count > 1 ? delay : 0 });
   }
 
   async function advance(count, how) {
@@ -144,7 +145,7 @@ export function createStore(worker, onChange) {
     run.kept.truncate(steps ? run.given + steps - 1 : 0);
     grown(run);
     if (question !== questions) return false;
-    await worker.call("advance", steps - run.on.length, { hurrying: true }).catch(fail);
+    await worker.call("advance", steps - run.on.length).catch(fail);
     if (question !== questions || state.phase === "failed") return false;
     settle();
     return true;

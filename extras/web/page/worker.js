@@ -1,11 +1,9 @@
 // The worker. It runs the page's calls one after the other, so that a slow forward does not block the page.
 //
 // A message is { call, name, args }: run COMMANDS[name](...args) and answer { call, result } or { call, error }. "stop"
-// ends all calls that came before it, and "delay" sets the pause between steps. Both take effect at once. COMMANDS also
-// post events, { event, ... }.
+// ends all calls that came before it, at once. COMMANDS also post events, { event, ... }.
 
 let stops = 0;
-let pause = 0; // milliseconds between steps
 
 // not a static import, because that fails silently in Firefox
 const commands = import("./commands.js").then(
@@ -18,13 +16,12 @@ let queue = commands.catch(() => {}); // each call reports the failure
 
 onmessage = ({ data: { call, name, args } }) => {
   if (name === "stop") return stops++;
-  if (name === "delay") return ([pause] = args);
   const before = stops;
-  const control = { isStopped: () => stops !== before, delay: () => pause };
+  const isStopped = () => stops !== before;
   queue = queue.then(async () => {
     try {
       const command = (await commands)[name];
-      postMessage({ call, result: await command(control, ...args) });
+      postMessage({ call, result: await command(isStopped, ...args) });
     } catch (error) {
       postMessage({ call, error: String(error?.message ?? error).trim().replace(/\.$/, "") });
     }

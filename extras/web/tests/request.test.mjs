@@ -2,7 +2,6 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { readForm, writeAddress } from "../page/address.js";
 import { FIELDS, readRequest } from "../page/request.js";
-import { characters } from "../page/words.js";
 
 const CHARS = "\n !',-.ROabemo";
 const info = { chars: [...CHARS], ids: new Map([...CHARS].map((char, id) => [char, id])), block_size: 16 };
@@ -94,8 +93,4 @@ test("the address holds what differs from the default, and fills the form again"
 
   writeAddress(form(), {});
   assert.equal(globalThis.address, "/page/#step-4");
-});
-
-test("characters are counted in English", () => {
-  assert.deepEqual([0, 1, 2].map(characters), ["0 characters", "1 character", "2 characters"]);
 });

@@ -25,11 +25,10 @@ function open() {
   let [stops, queue] = [0, Promise.resolve()];
   const call = (name, ...args) => {
     const before = stops;
-    const control = { isStopped: () => stops !== before, delay: () => 0 };
-    queue = queue.then(() => COMMANDS[name](control, ...args));
+    queue = queue.then(() => COMMANDS[name](() => stops !== before, ...args));
     return queue;
   };
-  const store = createStore({ call, stop: () => stops++ }, () => store?.state.phase === "running" && store.whileRunning?.());
+  const store = createStore({ call, stop: () => stops++ }, () => {}, 0);
   globalThis.postMessage = ({ event, ...data }) => store.receive(event, structuredClone(data));
   use(toyNetwork());
   store.set({ info, cells: 10, phase: "ready" });

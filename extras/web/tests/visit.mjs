@@ -28,17 +28,8 @@ async function visit(url, work, meanwhile, reducedMotion = "reduce") {
   await meanwhile?.(page);
   arrive();
   await idle(page);
-  await speed(page, 100);
   await work(page);
   await page.close();
-}
-
-/** 100 is as fast as possible, and 28 is four characters per second. */
-async function speed(page, value) {
-  await page.evaluate((value) => {
-    document.getElementById("speed").value = value;
-    document.getElementById("speed").dispatchEvent(new Event("input"));
-  }, value);
 }
 
 /** Wait until the page is waiting for the reader. */
@@ -189,7 +180,9 @@ await visit(plan.site, async (page) => {
 
   // keys and values: what is under the pointer, and a column that is hidden
   await step(page, 5);
-  seen.columns = await page.locator("#three svg").count();
+  await page.click("#take");
+  await said(page, "#verdict-5");
+  seen.columns = [await page.locator("#three svg").count(), await page.locator("#three").innerText()];
   await run(page, {});
   await page.click("#all");
   await page.click("#layer label >> nth=0");
@@ -210,14 +203,12 @@ await visit(plan.site, async (page) => {
   seen.prepared = await result(page);
   await page.click("#one");
   seen.one = await result(page);
-  await speed(page, 28);
   await page.click("#run");
   await page.waitForFunction((count) => document.getElementById("text").children.length > count, seen.one.text.length + 2);
   await page.click("#run");
   seen.paused = await result(page);
   await page.click("#back");
   seen.back = await result(page);
-  await speed(page, 100);
 
   // why they may be kept
   await step(page, 4);

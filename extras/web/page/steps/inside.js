@@ -1,6 +1,6 @@
 // Step 5: keys, values and the query. Three characters in large, or all of them, in any layer and head.
 import { drawNext } from "../views/next.js";
-import { $, element, isCalm, say, shades, shape } from "../views/draw.js";
+import { $, element, say, shades, shape } from "../views/draw.js";
 import { columnInWords, drawAbout, drawStage, sceneOf, tenth } from "../views/stage.js";
 import { glyph, percent, quoted } from "../words.js";
 
@@ -25,9 +25,9 @@ const picture = (width, parts, label) => {
   return svg;
 };
 
-/** The marked character and those with the most attention, three in all, in the order of the text. */
-const chosen = ({ weights, marked, fed }) => {
-  const rank = (i) => (i === marked ? 2 : weights[i]);
+/** The marked and the hidden character, and those with the most attention, three in all, in the order of the text. */
+const chosen = ({ shown, weights, marked, fed }) => {
+  const rank = (i) => (i === marked || i === shown.masked ? 2 : weights[i]);
   return [...Array(fed).keys()].sort((a, b) => rank(b) - rank(a)).slice(0, 3).sort((a, b) => a - b);
 };
 
@@ -39,8 +39,6 @@ function replaceThree(cells) {
   $("three").replaceChildren(...cells);
   if (held) ($("three").querySelector(`button[data-index="${held}"]`) ?? $("three").querySelector("button")).focus();
 }
-
-let asked; // the text of the query that fades
 
 /** Draw three characters, each in a column of the grid, and the query with what comes out of it in the last one. */
 function drawThree(scene) {
@@ -70,9 +68,6 @@ function drawThree(scene) {
     picture(SHADES, [shades(mix, "values", [0, SHADES])], "The mix of all values"), element("b", `mix → next ${scene.next}`, { className: "value" }),
   ];
   replaceThree(cells);
-  const isNew = asked !== (asked = shown.tokens.join());
-  const fade = [{ opacity: 1 }, { opacity: 1, offset: 0.6 }, { opacity: 0.25 }];
-  if (!isCalm()) asks.animate(fade, { duration: isNew ? 3000 : 0, fill: "forwards" });
 }
 
 /** Describe a column that was taken out. answer.most: the one that moves the prediction most. */

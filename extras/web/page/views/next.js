@@ -2,7 +2,7 @@
 import { glyph, percent, quoted } from "../words.js";
 import { $, element, say } from "./draw.js";
 
-const COUNT = 5;
+const COUNT = 4;
 
 /** Return { name, probabilities, picked, after }: whose probabilities to show, the id that was drawn, and the probabilities
  *  after a character was hidden or the cache was broken, if any. */
@@ -19,7 +19,7 @@ export function drawNext(scene) {
   const { chars } = scene;
   const { name, probabilities, picked, after } = candidatesOf(scene);
   say("next-name", name);
-  say("next-after", after ? ` → ${scene.answer.kind === "take" ? "without the hidden character" : "with the mistake"}` : "");
+  say("next-after", after ? `. Hollow: ${scene.answer.kind === "take" ? "without the hidden one" : "with the mistake"}` : "");
   if (!probabilities) return $("next").replaceChildren();
   const size = (id) => Math.max(probabilities[id], after?.[id] ?? 0);
   const ids = [...probabilities.keys()].sort((a, b) => size(b) - size(a)).slice(0, COUNT);
