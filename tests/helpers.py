@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -110,42 +109,12 @@ def imported_names(nodes):
     return found
 
 
-# -- files that are damaged, and writes that fail ----------------------------------------------------------------------
+# -- files that are damaged --------------------------------------------------------------------------------------------
 
 
 def bytes_of(name, content):
     """Damage a folder's file: other bytes. `content` may make them, given the path that hostile code would write to."""
     return lambda files: (files / name).write_bytes(content(files / "harm") if callable(content) else content)
-
-
-# Source text: each folder in a forked child, which saves the imports. Folder kill/7 is killed at its 7th write.
-# For the fixture faults.
-FORKS = """
-import os, runpy, sys
-from pathlib import Path
-
-def forked(folder, do):
-    child = os.fork()
-    if not child:
-        os.environ.update({"FAULT_DIR": f"{folder}/", "FAULT_AT": folder.name})
-        if folder.parent.name == "kill":
-            os.environ["FAULT_KILLS"] = "1"
-        try:
-            do(folder)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(code, flush=True)
-    return code
-"""
-
-
-def num_faults(codes, kills):
-    """How many writes failed before the first folder in which there were fewer."""
-    n = codes.index(0)
-    assert codes[:n] == [-signal.SIGKILL if kills else 1] * n
-    return n
 
 
 # -- train.py ----------------------------------------------------------------------------------------------------------
@@ -332,18 +301,6 @@ def text_before(text, stops):
         if complete:
             return text[: end - max(map(len, complete))]
     return text
-
-
-def assert_each_row_stops(out_dir, flags):
-    """Each row stops on its own: it neither stops the other rows nor continues, and no draft jumps over its stop."""
-    texts = texts_of(out_dir, "First ", 100, rows=4)
-    stops = [texts[0][12:14], texts[2][20:22]]
-    expected = ["First " + text_before(text[len("First ") :], stops) for text in texts]
-    assert len(set(map(len, expected))) > 1
-    stop_flags = [word for stop in stops for word in ("--stop", stop)]
-    result = ok(sample(out_dir, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
-    assert result.stdout == "\n---------------\n".join(expected)
-    assert "4 of 4 samples)" in result.stderr
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

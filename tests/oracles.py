@@ -97,32 +97,3 @@ def per_head_logits(state, args, ids, positions=None, allowed=None):
     if norm_first:
         x = norm(x, "transformer.ln_f")
     return x @ state["lm_head.weight"].T
-
-
-def packed_greedy_decode(embedding, positions, blocks, unembedding, n_head, prompt, steps):
-    """Greedy decoding of a post-LN decoder with packed weights, recomputing everything for every token.
-
-    blocks (num_blocks, 6, d_model, d_model) holds w_q, w_k, w_v, w_o, w_mlp1, w_mlp2, each applied as x @ w.
-    LayerNorm without gain, eps 1e-5; tanh GELU; no final norm; unembedding (d_model, vocab_size).
-    Returns (the new tokens, the smallest distance between a step's best two logits).
-    """
-    tokens, closest = list(prompt), math.inf
-    for _ in range(steps):
-        T, d = len(tokens), embedding.size(1)
-        size = d // n_head
-        x = (embedding[tokens] + positions[:T]).double()
-        for w_q, w_k, w_v, w_o, w_mlp1, w_mlp2 in blocks.double():
-            q, k, v = x @ w_q, x @ w_k, x @ w_v
-            attended = torch.zeros_like(x)
-            for h in range(n_head):
-                part = slice(h * size, (h + 1) * size)
-                for t in range(T):
-                    weights = softmax(q[t, part] @ k[: t + 1, part].T / math.sqrt(size))
-                    attended[t, part] = weights @ v[: t + 1, part]
-            x = layer_norm(x + attended @ w_o)
-            x = layer_norm(x + gelu(x @ w_mlp1, tanh=True) @ w_mlp2)
-        logits = x[-1] @ unembedding.double()
-        best = logits.topk(2).values
-        closest = min(closest, (best[0] - best[1]).item())
-        tokens.append(logits.argmax().item())
-    return tokens[len(prompt) :], closest

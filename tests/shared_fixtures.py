@@ -2,15 +2,13 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from helpers import ONE_THREAD, ROOT, SAMPLE, TINY, here, ok
+from helpers import SAMPLE, TINY, here, ok
 
 torch.set_num_threads(1)
 
@@ -46,13 +44,3 @@ def trained(data_dir, tmp_path_factory):
 def out(trained, tmp_path):
     """A copy of the trained out_dir, at step 60."""
     return Path(shutil.copytree(trained, tmp_path / "out"))
-
-
-@pytest.fixture(scope="session")
-def faults(tmp_path_factory):
-    """The environment of a process whose FAULT_AT-th write below FAULT_DIR, of any kind, fails or kills it."""
-    if not sys.platform.startswith("linux") or not shutil.which("cc"):
-        pytest.skip("needs Linux and a C compiler")
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "faults.c", "-ldl"], check=True)
-    return {"LD_PRELOAD": str(library), **ONE_THREAD}

@@ -1,6 +1,5 @@
 """What the command lines share: argument types, which checkpoint is read, and what signals and pipes do to a script."""
 
-import argparse
 import os
 import signal
 import subprocess
@@ -10,40 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, ok, run, save_model, tiny, unix
-from model import PRETRAINED, find_checkpoint
-from sample import boolean
+from model import PRETRAINED
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_flag_is_true_or_false():
-    """bool("False") is True."""
-    assert [boolean(text) for text in ("True", "true", "1", "False", "false", "0")] == [True] * 3 + [False] * 3
-    for text in ("maybe", ""):
-        with pytest.raises(argparse.ArgumentTypeError, match=text or "''"):
-            boolean(text)
-
-
-@pytest.mark.parametrize(
-    "path, holds, expected",
-    [
-        ("run/gone.pt", ["run/ckpt.pt"], "run/gone.pt"),  # load says that it is not there
-        ("run", ["run/ckpt.pt", "run/last.pt", "out/ckpt.pt"], "run/ckpt.pt"),
-        ("run", ["run/last.pt", "run/config.json"], "run/last.pt"),
-        ("run", ["run/config.json", "out/ckpt.pt"], "run"),  # a Hugging Face folder
-        ("run", ["run/notes", "out/ckpt.pt"], "run"),  # load says that it is not there
-        ("run/last.pt", ["run/last.pt"], "run/last.pt"),
-        (None, ["out/ckpt.pt"], "out/ckpt.pt"),
-        (None, ["out/last.pt"], "out/last.pt"),  # a run that has not been evaluated yet
-        (None, ["out/demo"], str(PRETRAINED)),
-    ],
-)
-def test_a_checkpoint_is_a_file_or_the_one_in_a_folder(path, holds, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in holds:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert find_checkpoint(path) == Path(expected)
 
 
 @pytest.mark.parametrize(
@@ -70,34 +38,32 @@ def test_a_line_says_which_model_it_is(flags, holds, said, tmp_path, monkeypatch
 # -- sample.py as a process --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def endless(tmp_path):
+    """sample.py as a process that writes a million characters."""
+    save_model(tmp_path, tiny())
+    flags = ["--out_dir", tmp_path, "--device", "cpu", "--overflow", "slide", "--max_new_tokens", "1000000"]
+    pipe = dict(cwd=ROOT, env=os.environ | ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "sample.py", *flags], **pipe) as child:
+        yield child
+
+
 @unix
 @pytest.mark.parametrize("reads", [0, 1], ids=["at once", "on the way"])
-def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, tmp_path):
+def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, endless):
     """As in `sample.py | head -1`."""
-    save_model(tmp_path, tiny())
-    flags = ["--out_dir", tmp_path, "--device", "cpu", "--overflow", "slide", "--max_new_tokens", "1000000"]
-    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(
-        [sys.executable, "sample.py", *flags], cwd=ROOT, env=os.environ | ONE_THREAD, **pipe
-    ) as child:
-        assert len(child.stdout.read(reads)) == reads
-        child.stdout.close()
-        assert len(child.stderr.read().splitlines()) <= 1  # which model it is
-        assert child.wait(60) == -signal.SIGPIPE
+    assert len(endless.stdout.read(reads)) == reads
+    endless.stdout.close()
+    assert len(endless.stderr.read().splitlines()) <= 1  # which model it is
+    assert endless.wait(60) == -signal.SIGPIPE
 
 
 @unix
-def test_ctrl_c_ends_sample_py_quietly(tmp_path):
-    save_model(tmp_path, tiny())
-    flags = ["--out_dir", tmp_path, "--device", "cpu", "--overflow", "slide", "--max_new_tokens", "1000000"]
-    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(
-        [sys.executable, "sample.py", *flags], cwd=ROOT, env=os.environ | ONE_THREAD, **pipe
-    ) as child:
-        child.stdout.read(99)
-        child.send_signal(signal.SIGINT)
-        _, said = child.communicate(timeout=60)
-    assert child.returncode == 130 and said == b""
+def test_ctrl_c_ends_sample_py_quietly(endless):
+    endless.stdout.read(99)
+    endless.send_signal(signal.SIGINT)
+    _, said = endless.communicate(timeout=60)
+    assert endless.returncode == 130 and said == b""
 
 
 @pytest.mark.parametrize("script", ["sample.py", "train.py", "data/prepare.py"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from helpers import ROOT, SAMPLE, here, ok, run
+from helpers import ROOT, SAMPLE, here, imported_names, ok, run
 from lesson_files import CACHE, FILES, INT8, MORE, PAGES, PREALLOCATED, README, RECOMPUTE, WINDOW, blocks, edited, load
 
 each_file = pytest.mark.parametrize("file", [*FILES, *MORE], ids=lambda file: file.name)
@@ -21,13 +21,8 @@ each_file = pytest.mark.parametrize("file", [*FILES, *MORE], ids=lambda file: fi
 @each_file
 def test_it_needs_only_torch_and_fits_on_a_slide(file):
     source = file.read_text(encoding="utf-8")
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    assert {name.partition(".")[0] for name in names} <= {"torch", *sys.stdlib_module_names}
+    names = {name.partition(".")[0] for name in imported_names(ast.walk(ast.parse(source)))}
+    assert names <= {"torch", *sys.stdlib_module_names}
     assert max(map(len, source.splitlines())) <= 100 and len(source.splitlines()) <= 160
 
 

@@ -1,4 +1,4 @@
-"""data/prepare.py: what it writes, when it does nothing, and every way in which text can be bad or out of reach.
+"""data/prepare.py: what it writes and train.py reads, and every way in which text can be bad or out of reach.
 
 The network is a server on 127.0.0.1. Nothing leaves the machine.
 """
@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import prepare
-from helpers import SAMPLE, contents, linux, ok, run, tree, unix
+from helpers import SAMPLE, contents, here, linux, ok, run, tree, unix, write_ids
+from model import CharTokenizer
 from prepare_fixtures import BODY, assert_nothing_changed
 from train import load_dataset
 
@@ -292,3 +293,55 @@ def test_without_a_network_and_without_the_stand_in_there_is_one_line(call, old,
     before = tree(tmp_path)
     result = call("--data_dir", old, "--force", CORPUS_URL=CLOSED, STAND_IN=tmp_path / "sample.txt")
     assert_nothing_changed(result, tmp_path, before, f"cannot download {CLOSED}", "nothing was changed")
+
+
+# -- read again by train.py --------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_that_has_changed_is_noticed(tmp_path):
+    """Two swapped characters train as well as before, and the sample has the wrong letters."""
+    ok(here("--input", SAMPLE, "--data_dir", tmp_path, script="data/prepare.py"))
+    meta = tmp_path / "meta.json"
+    content = json.loads(meta.read_text(encoding="utf-8"))
+    content["chars"] = content["chars"].translate(str.maketrans("ex", "xe"))
+    meta.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ValueError, match="the vocabulary has changed"):
+        load_dataset(tmp_path)
+    del content["sha256"]["vocabulary"]  # an older folder
+    meta.write_text(json.dumps(content), encoding="utf-8")
+    assert load_dataset(tmp_path)[0].vocab == content["chars"]
+
+
+@pytest.mark.parametrize(
+    "val, line",
+    [
+        (np.array([3], "<u2").tobytes(), "val.bin has the id 3, but the vocabulary has 3 tokens"),
+        (b"", "val.bin has 0 bytes, and a token takes 2"),
+        (b"\0\0\0", "val.bin has 3 bytes, and a token takes 2"),
+    ],
+)
+def test_ids_that_another_program_wrote_are_checked(val, line, tmp_path):
+    write_ids(tmp_path, CharTokenizer("abc"), "abc" * 20)
+    (tmp_path / "val.bin").write_bytes(val)
+    meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
+    meta["sha256"]["val"] = sha256(val).hexdigest()
+    (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(ValueError, match=line):
+        load_dataset(tmp_path)
+
+
+def test_a_text_just_long_enough_is_read_and_a_shorter_one_is_refused(tmp_path):
+    tokenizer = CharTokenizer("abcdefghij")
+    write_ids(tmp_path, tokenizer, "abcdefghij" * 2)  # 18 characters to train on, 2 to evaluate
+    assert len(load_dataset(tmp_path, 18)[1]) == 18
+    with pytest.raises(ValueError, match="18 characters for training and 2 for validation, but we need 19 and 2"):
+        load_dataset(tmp_path, 19)
+    write_ids(tmp_path, tokenizer, "abcdefghij")
+    with pytest.raises(ValueError, match="9 characters for training and 1 for validation, but"):
+        load_dataset(tmp_path, 5)
+
+
+def test_preparing_characters_needs_no_torch_and_no_bpe():
+    """Importing torch would take seconds."""
+    foreign = "{'torch', 'tokenizers', 'model', 'extras'}"
+    ok(run("-c", f"import sys; sys.path.insert(0, 'data'); import prepare; assert not {foreign} & set(sys.modules)"))

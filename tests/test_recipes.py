@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import SAMPLE, assert_one_line, here, load, needs_extras, ok
+from helpers import SAMPLE, assert_one_line, here, load, ok
 from model import GPT, GPTConfig
 from train import DEFAULTS, FIXED, FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
 
@@ -67,24 +67,6 @@ def test_an_unknown_flag_or_impossible_value_is_one_line_that_names_it(words, da
     result = here("--data_dir", data_dir, "--device", "cpu", *words.split(" "))
     assert_one_line(result, "train.py: ", words.split("=")[0].split()[0])
     assert result.stdout == "" and not [*tmp_path.iterdir()]
-
-
-@needs_extras
-@pytest.mark.parametrize(
-    "words, name",
-    [
-        ("--max_iter 3", "max_iters"),
-        ("--n-layer=3", "n_layer"),
-        ("--learning_rat 1 --max_iters 5", "learning_rate"),
-        ("max_iter 3", "max_iters"),
-        ("stray --datadir x", None),
-        ("--wandb_log", None),
-    ],
-)
-def test_a_near_miss_of_a_flag_gets_a_hint(words, name):
-    result = here(*words.split())
-    assert_one_line(result, f"unrecognized arguments: {words.split()[0]}", code=2)
-    assert (f": did you mean --{name}? (" in result.stderr) == ("did you mean" in result.stderr) == (name is not None)
 
 
 # -- presets and recipes -----------------------------------------------------------------------------------------------

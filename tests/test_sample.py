@@ -10,8 +10,20 @@ import pytest
 import torch
 
 import model
-from helpers import PROMPT, ROOT, assert_one_line, here, ok, random_model, sample, text_before, texts_of, unix
-from model import PRETRAINED, GPTConfig, KVCache, load_model, save_checkpoint
+from helpers import (
+    PROMPT,
+    ROOT,
+    assert_one_line,
+    here,
+    ok,
+    sample,
+    save_model,
+    text_before,
+    texts_of,
+    tiny,
+    unix,
+)
+from model import PRETRAINED, KVCache, load_model
 from sample import SEPARATOR, generate_texts, report, verify
 
 
@@ -22,13 +34,6 @@ def test_stdout_is_the_prompt_and_its_continuation_and_nothing_else(trained, fla
     assert result.stdout == texts_of(trained, PROMPT, 100)[0]
     assert len(result.stdout) == 32  # as much as fits the context
     assert ("KV cache: off" in result.stderr) == (flag == "--no-kv_cache")
-
-
-@pytest.mark.slow
-def test_filters_and_seed_reach_the_sampler(trained):
-    flags = ["--temperature", "0.7", "--top_k", "9", "--top_p", "0.8", "--seed", "5", "--max_new_tokens", "12"]
-    result = sample(trained, "--prompt", PROMPT, *flags)
-    assert result.stdout == texts_of(trained, PROMPT, 12, temperature=0.7, top_k=9, top_p=0.8, seed=5)[0]
 
 
 @pytest.mark.slow
@@ -49,27 +54,6 @@ def test_the_figures_are_those_computed_by_hand(capsys):
     report(SimpleNamespace(kv_cache=False, max_new_tokens=None), SimpleNamespace(source="a model"), stats)
     line = "\nsample.py: using a model\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
-
-
-@pytest.mark.parametrize(
-    "prompt, flags, slots",
-    [
-        ("O", ["--max_new_tokens", "5"], 6),
-        ("O" * 20, [], 32),  # the context
-        ("O" * 20, ["--overflow", "slide", "--max_new_tokens", "50"], 32),
-        ("O" * 40, ["--overflow", "slide", "--max_new_tokens", "5"], 21),  # half the context of the prompt, and 5
-    ],
-)
-def test_the_report_counts_the_slots_that_the_cache_has(prompt, flags, slots, trained, monkeypatch):
-    made, init = [], KVCache.__init__
-
-    def __init__(cache, *args):
-        init(cache, *args)
-        made.append(cache.slots)
-
-    monkeypatch.setattr(KVCache, "__init__", __init__)
-    result = ok(sample(trained, "--prompt", prompt, *flags))
-    assert max(made) == slots and f" * {slots} slots * " in result.stderr, (made, result.stderr)
 
 
 def test_a_length_past_the_context_is_capped_and_said(trained):
@@ -147,11 +131,8 @@ def test_characters_stream_as_they_come(trained):
 
 @pytest.mark.parametrize("flag, way", [("--kv_cache", "without"), ("--no-kv_cache", "with")])
 def test_verify_of_a_broken_cache_exits_1(flag, way, tmp_path, monkeypatch):
-    chars = "abcdefghijklmnopqrstuvw"
-    args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
-    content = {"model": random_model(GPTConfig(**args)).state_dict(), "model_args": args, "chars": chars}
-    save_checkpoint(tmp_path / "ckpt.pt", content)
-    flags = ["--prompt", "cache", "--verify", flag]
+    save_model(tmp_path, tiny())
+    flags = ["--prompt", "cabbage", "--verify", flag]
     assert "are the same with and without the cache (1 of 1 samples)" in ok(sample(tmp_path, *flags)).stderr
     update = KVCache.update
 
@@ -164,7 +145,7 @@ def test_verify_of_a_broken_cache_exits_1(flag, way, tmp_path, monkeypatch):
     monkeypatch.setattr(KVCache, "update", forgetful)
     result = sample(tmp_path, *flags)
     assert result.returncode == 1
-    said = rf"new token \d+: the text has '\w', but {way} the cache, the model picks '\w'$"
+    said = rf"new token \d+: the text has '.+', but {way} the cache, the model picks '.+'$"
     assert re.search(f"DIFFERENT at row 0, {said}", result.stderr, re.M), result.stderr
 
 
@@ -179,15 +160,10 @@ def test_verify_sees_a_broken_cache_that_changes_no_token(monkeypatch):
     assert re.search(said, result.stderr, re.M), result.stderr
 
 
-@pytest.mark.parametrize("flags", [[], ["--stop", "#"]], ids=["to the end", "stop"])
+@pytest.mark.parametrize("flags", [[], ["--stop", "bbb"]], ids=["to the end", "stop"])
 def test_a_text_that_ends_early_is_noticed(flags, tmp_path, monkeypatch):
     """Of every token that it was asked for, none may be missing, whatever wrote the text."""
-    chars = "abcdefghijklmnopqrstuvw#"
-    args = dict(block_size=32, vocab_size=len(chars), n_layer=2, n_head=2, n_embd=32)
-    network = random_model(GPTConfig(**args))
-    with torch.no_grad():
-        network.lm_head.weight[-1] = 0  # rarely a stop string
-    save_checkpoint(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
+    save_model(tmp_path, tiny())
     generate = model.generate
 
     def early(gpt, idx, max_new_tokens, *rest):
@@ -195,7 +171,7 @@ def test_a_text_that_ends_early_is_noticed(flags, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model, "generate", early)
     with pytest.raises(RuntimeError, match="a text ended after 6 of 9 new tokens"):
-        sample(tmp_path, "--prompt", "cache", "--max_new_tokens", "9", *flags)
+        sample(tmp_path, "--prompt", "cabbage", "--max_new_tokens", "9", *flags)
 
 
 def run_of(gpt, tokenizer, **how):
@@ -227,19 +203,13 @@ def test_verify_notices_nan(capsys):
 @pytest.mark.parametrize("scale", [1e20, 3e38])
 def test_logits_that_overflow_are_one_line(scale, tmp_path):
     """The weights are finite, so the file loads, and an argmax would pick something."""
-    chars = "abc"
-    args = dict(block_size=32, vocab_size=3, n_layer=2, n_head=2, n_embd=32)
-    network = random_model(GPTConfig(**args))
+    network = tiny()
     with torch.no_grad():
         network.lm_head.weight.fill_(scale)
         network.transformer["ln_f"].weight.fill_(1e20)
-    save_checkpoint(tmp_path / "ckpt.pt", {"model": network.state_dict(), "model_args": args, "chars": chars})
+    save_model(tmp_path, network)
     for flags in ([], ["--verify"], ["--no-kv_cache"], ["--top_k", 2]):
-        result = sample(tmp_path, "--prompt", "a", *flags)
-        assert result.returncode == 1 and result.stderr.endswith(
-            "sample.py: the logits are infinite or NaN, so there is no next token: train again, or use an older "
-            "checkpoint\n"
-        )
+        assert_one_line(sample(tmp_path, "--prompt", "a", *flags), "the logits are infinite or NaN", code=1)
 
 
 # -- from Python -------------------------------------------------------------------------------------------------------
@@ -289,13 +259,6 @@ def test_generate_texts_refuses_what_it_cannot_generate():
             generate_texts(gpt, tokenizer, prompts, 5, **how)
 
 
-@pytest.mark.slow
-def test_verify_matches_for_samples_of_the_pretrained_model():
-    flags = ["--ckpt", PRETRAINED, "--device", "cpu", "--prompt", "O Romeo, ", "--num_samples", 3]
-    result = ok(here(*flags, "--verify", script="sample.py"))
-    assert "3 of 3 samples)" in result.stderr or "near-tie" in result.stderr
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -340,10 +303,7 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
         (["--seed", str(2**64)], [f"--seed={2**64}"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
         (["--device", "cuda:99"], ["cuda:99"]),
-        (
-            ["--device", "gpu"],
-            ["--device gpu cannot be used here: it is cpu, cuda (a GPU) or mps"],
-        ),
+        (["--device", "gpu"], ["--device gpu cannot be used here: it is cpu, cuda (a GPU) or mps"]),
         (["--device", "mps:7"], ["--device mps:7 cannot be used here: "]),
     ],
     ids=lambda value: " ".join(map(str, value))[:40],

@@ -1,16 +1,14 @@
 """Stop texts: each row ends before the first of them, on every path, and no part of one is printed."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helpers import assert_each_row_stops, assert_one_line, ok, sample, text_before, texts_of
+from helpers import assert_one_line, ok, sample, text_before, texts_of
 from model import CharTokenizer
-from sample import Text, generate_texts
+from sample import Text
 
 NAMES = "abc"
 TOKENIZER = CharTokenizer(NAMES)
@@ -48,33 +46,21 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
     assert shown + row.new_piece(final=True) == "c" + text_before(text, stops)
 
 
-def test_texts_arrive_piece_by_piece_until_every_row_has_ended(monkeypatch):
-    """Rows that end are told to the engine, which then spends nothing on them. -1 pads the shorter rows of a block."""
-    seen, pieces = [], []
-
-    def engine(model, rows, *rest):
-        for block in ([[0, 1], [2, -1]], [[0, 1], [2, 1]], [[2, 2], [1, -1]], [[2, 2], [2, 2]]):
-            seen.append(("".join(piece for row, piece in pieces if row == 0), *(row.ended for row in rows)))
-            yield torch.tensor(block)
-
-    monkeypatch.setattr("sample.token_blocks", engine)
-    model = SimpleNamespace(config=SimpleNamespace(block_size=99))
-    how = dict(stop=["bab", "bb"], seed=1, stats={}, on_text=lambda row, piece: pieces.append((row, piece)))
-    texts = generate_texts(model, TOKENIZER, ["c", "b"], 8, **how)
-    assert texts == [["ca"], ["bcc"]]
-    assert ["".join(piece for row, piece in pieces if row == i) for i in range(2)] == ["ca", "bcc"]
-    assert seen == [("c", False, False), ("c", False, False), ("ca", True, False)]
-    times = how["stats"]["times"]
-    assert len(times) == 3 and 0 <= times[0] and times == sorted(times)
-
-
 # -- sample.py --stop -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-kv_cache"]], ids=" ".join)
 def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
-    assert_each_row_stops(trained, flags)
+    """It neither stops the other rows nor continues."""
+    texts = texts_of(trained, "First ", 100, rows=4)
+    stops = [texts[0][12:14], texts[2][20:22]]
+    expected = ["First " + text_before(text[len("First ") :], stops) for text in texts]
+    assert len(set(map(len, expected))) > 1
+    stop_flags = [word for stop in stops for word in ("--stop", stop)]
+    result = ok(sample(trained, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
+    assert result.stdout == "\n---------------\n".join(expected)
+    assert "4 of 4 samples)" in result.stderr
 
 
 def test_a_generation_ends_when_all_rows_have_stopped(trained):

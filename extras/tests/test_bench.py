@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, plot, timed, warm_runs
-from extras.bench.baselines import ctranslate2_run, llama2c_run
-from extras.plot import THEMES
-from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, random_model, run
+from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, timed, warm_runs
+from extras.bench.baselines import llama2c_run
+from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, run
 from model import GPTConfig
 from train import make_config
 
@@ -89,22 +88,6 @@ def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     assert sys.float_info.min / 2 > 0, "the library makes the process round subnormal numbers to 0"
 
 
-def test_openvino_gives_the_tokens_of_the_model():
-    pytest.importorskip("openvino")
-    model = MODELS[0]
-    idx = prompts(2, 3)
-    _, new = timed(warm_runs(["openvino"], model, None, None, idx)[0]["openvino"], idx, CONTEXT - 3, seed=0)
-    compare_tokens("openvino", model, idx, [new])
-
-
-def test_ctranslate2_fills_the_context():
-    pytest.importorskip("ctranslate2")
-    model = random_model(network("nanogpt", dict(zip(SIZES, (1, 4, 128, 16))) | dict(vocab_size=V)))
-    idx = prompts(2, 3)
-    _, new = timed(ctranslate2_run(model), idx, 13, seed=0)
-    assert new.shape == (2, 13) and (new < V).all()
-
-
 @pytest.mark.parametrize(("preset", "recipe"), [("cpu", "modern"), ("gpu", "modern"), ("lecture", "nanogpt")])
 def test_a_shape_is_the_network_that_train_py_makes(preset, recipe):
     for flags in (dict(preset=preset), dict(preset="cpu", n_layer=7)):
@@ -148,26 +131,6 @@ def summary(times, sizes, num_tokens):
 )
 def test_the_figures_are_those_computed_by_hand(times, sizes, num_tokens, expected):
     assert summary(times, sizes, num_tokens) == pytest.approx(expected, rel=1e-9)
-
-
-# -- the picture -------------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_has_the_colors_of_the_web_page():
-    """What is without a cache and what is with one have the same colors there, on light and on dark paper."""
-    pytest.importorskip("matplotlib")
-    style = (ROOT / "extras" / "web" / "page" / "style.css").read_text(encoding="utf-8")
-    pairs = dict(re.findall(r"--(\w+): light-dark\((#\w+, #\w+)\)", style))
-    rows = [
-        dict(
-            variant=name, shape="1/1/8/32", batch=1, tokens_per_s=speed, ms_per_token=dict.fromkeys(times, 1e3 / speed)
-        )
-        for name, speed, times in [("uncached", 9, range(2, 33)), ("eager", 99, range(2, 33)), ("llama2c", 999, [32])]
-    ]
-    for i, theme in enumerate(THEMES.values()):
-        assert theme == {name: pairs[name].split(", ")[i] for name in theme}
-        (axes,) = plot([rows], theme).axes
-        assert [line.get_color() for line in axes.lines] == [theme["off"], theme["on"], theme["quiet"]]
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -5,16 +5,12 @@ python extras/tests/test_colab.py    runs the notebook and saves its outputs in 
 The script needs tiny Shakespeare in data/, from data/prepare.py, and works on a copy of it.
 """
 
-import contextlib
-import io
 import os
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import nbformat
 import pytest
@@ -23,7 +19,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[2]  # this file also runs as a script, which finds no helpers
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"
 FIGURES = ["triangle", "rows", "attention", "speed", "steps", "loss"]  # ids of the cells that draw one
-# ids of the cells that can run here, in order, because they need no kernel and measure no time
+# ids of the cells that measure no time, and so print the same every time
 PLAIN = ["setup", "model", "guess", "count", "triangle", "head", "rows", "attention", "numpy", "check", "broken"]
 PLAIN += ["verify"]
 TIMED = ["speed", "steps", "compiled"]
@@ -41,11 +37,6 @@ def copy_project(folder):
 
 def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def sources():
-    """Return {id: source} of all cells in the notebook."""
-    return {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, 4).cells}
 
 
 def printed(notebook):
@@ -97,28 +88,6 @@ def store_outputs():
     nbformat.write(notebook, NOTEBOOK)
 
 
-def run_cell(source, variables):
-    """Run the source of a cell in this process, in a dict of variables. Return what it prints."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), patch("matplotlib.pyplot.show"):
-        exec(compile(source, "cell", "exec"), variables)
-    return output.getvalue()
-
-
-@pytest.fixture(scope="module")
-def lesson():
-    """({id: text}, variables): what the PLAIN cells print, and the variables that they leave."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    variables = {"get_ipython": lambda: SimpleNamespace(set_custom_exc=lambda *_: None)}
-    cells = sources()
-    with contextlib.chdir(ROOT), patch.dict(os.environ):
-        texts = {name: run_cell(cells[name], variables) for name in PLAIN}
-    matplotlib.pyplot.close("all")
-    return texts, variables
-
-
 # -- the stored outputs ------------------------------------------------------------------------------------------------
 
 DECIMAL = r"\d+\.\d+"
@@ -151,12 +120,6 @@ def test_its_outputs_are_those_of_one_run_without_errors():
     drawing = [cell.id for cell in cells for output in cell.outputs if "image/png" in output.get("data", ())]
     assert drawing == FIGURES
     assert NOTEBOOK.stat().st_size < 1e6
-
-
-def test_its_outputs_are_what_the_cells_print_today(lesson):
-    stored = printed(nbformat.read(NOTEBOOK, 4))
-    for name in PLAIN[1:]:  # the first one prints the version of torch
-        assert_same_print(lesson[0][name], stored[name])
 
 
 # -- the first cell, without the code around it ------------------------------------------------------------------------
@@ -223,12 +186,10 @@ READ = "keys, values = self.key_cache[: pos + 1], self.value_cache[: pos + 1]"
 MIX = "output = weights @ values"
 
 
-def test_the_solution_is_right(lesson):
-    variables = dict(lesson[1])
-    solution = re.search(r"```python\n(.*?)```", sources()["solution"], re.DOTALL).group(1)
-    run_cell(solution, variables)
-    assert variables["check"](variables["NumpyHead"]).startswith("Right: ")
-    kept = [line for line in sources()["numpy"].splitlines() if "..." not in line]
+def test_the_solution_has_the_answers_with_which_every_cell_runs():
+    cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, 4).cells}
+    solution = re.search(r"```python\n(.*?)```", cells["solution"], re.DOTALL).group(1)
+    kept = [line for line in cells["numpy"].splitlines() if "..." not in line]
     assert [line for line in solution.splitlines() if line not in kept] == [f"        {x}" for x in (WRITE, READ, MIX)]
 
 

@@ -90,7 +90,7 @@ def test_ctrl_c_during_the_imports_is_quiet(command, tmp_path):
 # -- commands as processes --------------------------------------------------------------------------------------------
 
 SCRIPT = """
-from extras.cli import note, one_line_errors, run_main
+from extras.cli import one_line_errors, run_main
 
 def main():
 {body}
@@ -100,55 +100,41 @@ run_main(main)
 
 
 @pytest.fixture
-def script(tmp_path):
-    """A function: start a script "tool.py" whose main() has the given lines."""
+def tool(tmp_path):
+    """tool(*lines) runs a script "tool.py" whose main() has these lines."""
 
-    def script(*lines, env=None, **kwargs):
+    def tool(*lines):
         body = "\n".join(f"    {line}" for line in lines)
         (tmp_path / "tool.py").write_text(SCRIPT.format(body=body), encoding="utf-8")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **(env or {})}
-        kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE) | kwargs
-        return subprocess.Popen([sys.executable, tmp_path / "tool.py"], env=env, cwd=tmp_path, **kwargs)
+        return run(tmp_path / "tool.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
 
-    return script
+    return tool
 
 
-def finish(process):
-    """Wait for the process. Returns (exit code, stdout, stderr)."""
-    out, err = process.communicate(timeout=60)
-    return process.returncode, *((text or b"").decode("utf-8").replace(os.linesep, "\n") for text in (out, err))
-
-
-def assert_fails(process, line):
-    assert finish(process) == (1, "", f"tool.py: {line}\n")
-
-
-def test_output_is_utf8_whatever_the_terminal_asks_for(script):
-    process = script("print('β → 字é')", "note('a remark')", env={"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"})
-    assert finish(process) == (0, "β → 字é\n", "tool.py: a remark\n")
-
-
-def test_a_users_mistake_is_one_line(script):
-    assert_fails(script("with one_line_errors():", "    raise ValueError('n: 3 is odd')"), "n: 3 is odd")
-    assert_fails(script("raise FileNotFoundError('no such run')"), "no such run")
-    assert_fails(script("open('nowhere')"), "nowhere: No such file or directory")
-
-
-@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
-def test_a_bug_keeps_its_traceback(error, script):
-    code, _, err = finish(script(f"raise {error}('here')"))
-    assert code == 1 and err.startswith("Traceback") and f"{error}: here" in err
+def test_a_users_mistake_is_one_line(tool):
+    for lines, words in (
+        (["with one_line_errors():", "    raise ValueError('n: 3 is odd')"], "tool.py: n: 3 is odd"),
+        (["raise FileNotFoundError('no such run')"], "tool.py: no such run"),
+        (["open('nowhere')"], "tool.py: nowhere: No such file or directory"),
+    ):
+        assert_one_line(tool(*lines), words, code=1)
 
 
 @unix
-@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "on the way"])
-def test_a_reader_that_has_gone_is_no_error(lines, script):
-    """As in `python -m extras.bench | head -1`, where short output fails only when it is flushed at the end."""
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "wb") as pipe:
-        process = script(f"for i in range({lines}):", "    print(i)", stdout=pipe)
-        assert finish(process) == (-signal.SIGPIPE, "", "")
+def test_a_closed_stderr_adds_nothing_to_stdout(tmp_path):
+    """As a daemon has it. print(file=None) would write there what belongs on stderr."""
+    (tmp_path / "a.txt").write_text("First Citizen", encoding="utf-8")
+    for name, code in (("a.txt", 0), ("none.txt", 1)):
+        words = ["-m", "extras.evaluate", "--ckpt", PRETRAINED, "--text", tmp_path / name, "--device", "cpu"]
+        command = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, *map(str, words)]
+        usual, closed = run(*words), subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+        assert (closed.returncode, closed.stdout) == (usual.returncode, usual.stdout)
+        assert usual.returncode == code and bool(usual.stdout) == (code == 0)
+
+
+def test_a_bug_keeps_its_traceback(tool):
+    result = tool("raise ValueError('here')")
+    assert result.returncode == 1 and result.stderr.startswith("Traceback") and "ValueError: here" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -191,6 +177,7 @@ HINTS = [
     ("sample.py --init_from resume", "nothing for your last run"),
     ("sample.py --temp 0.5", "did you mean --temperature?"),
     ("sample.py --num-sample 2", "did you mean --num_samples?"),
+    ("sample.py --promt a", "did you mean --prompt?"),
     ("sample.py hello", 'type --prompt "TEXT"'),
     ("sample.py --start=a\\nb", "in a shell, $'\\n' is a newline"),
     ("sample.py --data_dir data", "the checkpoint has the vocabulary"),
@@ -201,6 +188,7 @@ HINTS = [
     ("train.py --input a.txt", "run python data/prepare.py --input FILE first"),
     ("train.py --ckpt {file}", "type --init_from FILE"),
     ("train.py extra", "docs/interop.md lists what nanoGPT's flags are called here"),
+    ("train.py --wandb_log", "docs/interop.md lists what nanoGPT's flags are called here"),
     ("train.py --max-iter 9", "did you mean --max_iters?"),
     ("train.py --init_from resume --out_dir {only}", "--init_from {only} starts a new run from its weights"),
     ("data/prepare.py {file}", "type --input FILE"),

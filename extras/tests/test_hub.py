@@ -107,28 +107,6 @@ def run_runtime(name, folder, ids, context):
     return run(HUB / "runtimes.py", name, folder, json.dumps(ids), context, env=env, timeout=600)
 
 
-def test_transformers_generates_the_greedy_text(published):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    ids, expected = ids_of(published)
-    folder = published[3] / "hf"
-    hf, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    for prompt, theirs, ours in zip(published[2], ids, expected, strict=True):
-        encoded = tokenizer(prompt, return_tensors="pt")
-        assert hf.generate(**encoded)[0].tolist() == theirs + ours
-
-
-@needs_transformers_js
-def test_transformers_js_fills_the_context(published):
-    model, tokenizer, prompts, out = published
-    plan = json.dumps(dict(folder=str(out / "hf"), prompts=prompts, context=model.config.block_size))
-    node = ["node", HUB / "generate.mjs", plan]
-    seen = json.loads(ok(subprocess.run(node, capture_output=True, encoding="utf-8", timeout=300)).stdout)
-    _, expected = ids_of(published)
-    texts = [p + tokenizer.decode(new) for p, new in zip(prompts, expected, strict=True)]
-    assert seen["texts"] == texts
-
-
 @needs_runtimes
 def test_openvino_generates_the_greedy_text(published):
     ids, expected = ids_of(published)

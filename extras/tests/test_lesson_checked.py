@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -119,6 +117,7 @@ def test_the_smaller_caches_are_right(file, scenario):
     assert scenario in {result.scenario for result in report.results if result.status == "correct"}
 
 
+CHECK = ROOT / "lesson" / "check.py"
 EMPTY = ("torch.full((window,), -window)", "torch.zeros(window, dtype=torch.long)")
 NO_COPY = ("if self.table[i] in self.shared:", "if False:")
 NO_ROUNDING = ("(qkv[1:] / scale).round()", "qkv[1:] / scale")
@@ -141,24 +140,13 @@ def test_a_mistake_in_a_smaller_cache_is_found(file, edit, scenario, cause):
 
 @pytest.mark.slow
 def test_it_runs_from_the_command_line_as_the_readme_says():
-    def run(name):
-        command = [sys.executable, "-m", "lesson.check", name]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-
-    right = run("2_cache.py")
-    assert right.returncode == 0 and "scenarios ran, 200 tokens per row" in right.stdout
-    missing = run("mine")
-    assert missing.returncode == 1 and missing.stderr.startswith("lesson/check.py: no file lesson/mine.py")
-
-
-@pytest.mark.slow
-def test_check_takes_a_path_and_says_what_to_pass():
-    assert ok(run("-m", "lesson.check", "--help")).stdout.startswith("Is the cache in one of these files correct?")
-    for command in (["-m", "lesson.check"], [ROOT / "lesson" / "check.py"]):
-        assert_one_line(run(*command), "which file?", "python -m lesson.check 2_cache", code=1)
-    assert_one_line(run(ROOT / "lesson" / "check.py", "lesson/none.py"), "no file lesson/none.py", code=1)
-
-
-@pytest.mark.slow
-def test_check_runs_as_a_file_with_the_path_of_a_file():
-    assert "correct" in ok(run(ROOT / "lesson" / "check.py", ROOT / "lesson" / "2_cache.py")).stdout
+    """With the name of a file of the lesson, or with a path."""
+    for command in (["-m", "lesson.check", "2_cache.py"], [CHECK, ROOT / "lesson" / "2_cache.py"]):
+        assert "scenarios ran, 200 tokens per row" in ok(run(*command)).stdout
+    for command, words in (
+        (["-m", "lesson.check"], "which file? "),
+        ([CHECK], "python -m lesson.check 2_cache"),
+        (["-m", "lesson.check", "mine"], "no file lesson/mine.py"),
+        ([CHECK, "lesson/none.py"], "no file lesson/none.py"),
+    ):
+        assert_one_line(run(*command), "check.py: ", words, code=1)

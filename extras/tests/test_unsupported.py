@@ -96,12 +96,6 @@ def test_it_is_one_line_from_sample_py_and_from_python(name, words, files):
     assert words in str(error.value)
 
 
-def test_it_is_one_line_from_train_py_too(files, data_dir):
-    flags = ["--data_dir", data_dir, "--out_dir", files / "out"]
-    for name, words in (FOREIGN[0], FOREIGN[5]):
-        assert_one_line(here("--init_from", files / name, *flags), words.format(files), code=1)
-
-
 def test_the_folder_of_a_run_and_of_a_model_are_read(files):
     assert load_checkpoint(files / "run")["path"] == files / "run" / "ckpt.pt"
     with pytest.raises(ValueError, match=r"is an ONNX file, which only sample.py --engine onnx runs$"):

@@ -1,21 +1,27 @@
 """train.py stopped or killed at any moment, and resumed: the run and its log are those of the undisturbed run.
 
-All of train.py runs in this process, and is disturbed at what it does: a step, an evaluation, a row, a save. Others
-send real signals to real processes: test_train.py, test_evaluate.py and test_dist.py.
+All of train.py runs in this process, and is disturbed at what it does: a step, an evaluation, a row, a save. At the end
+processes are killed at each of their writes. Others get real signals: in test_train.py, test_evaluate.py and
+test_dist.py.
 """
 
 import csv
 import math
+import os
 import runpy
+import shutil
 import signal
+import subprocess
+import sys
 from contextlib import redirect_stdout, suppress
 from io import StringIO
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import model
-from helpers import ROOT, assert_same_run, load, log, progress, same
+from helpers import ONE_THREAD, ROOT, STATEFUL, assert_same_run, here, load, log, ok, progress, run, same, unix
 
 FLAGS = "--n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu --dropout 0.1".split()
 FLAGS += "--gradient_accumulation_steps 2 --warmup_iters 3 --recipe nanogpt --optimizer muon".split()
@@ -105,13 +111,13 @@ def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(wh
             if number == n:  # noqa: B023
                 raise Killed
 
-        here = tmp_path / str(n)
+        out = tmp_path / str(n)
         with suppress(Killed):
-            go(here, kill)
+            go(out, kill)
             raise AssertionError("not killed")
-        assert progress(here) == progress(out_dir)[: len(log(here))]
-        go(here)
-        assert_undisturbed(out_dir, here)
+        assert progress(out) == progress(out_dir)[: len(log(out))]
+        go(out)
+        assert_undisturbed(out_dir, out)
 
 
 def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go, tmp_path):
@@ -122,36 +128,15 @@ def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go
             if number == n:  # noqa: B023
                 stop(signal.SIGTERM)
 
-        here = tmp_path / str(n)
-        code, done = go(here, stop_at)
+        out = tmp_path / str(n)
+        code, done = go(out, stop_at)
         steps = done.count("step")
         # it stops after the step, and saves it
         assert steps == min(9, events[:n].count("step") + (events[n] != "evaluate"))
         assert code == (128 + signal.SIGTERM if steps < 9 else 0)
-        assert load(here / "last.pt")["iter_num"] == int(log(here)[-1]["step"]) == steps
-        go(here)
-        assert_undisturbed(out_dir, here, signaled=True)
-
-
-def test_a_run_stopped_after_every_single_step_is_the_same_run_too(whole, go, tmp_path):
-    out_dir, _ = whole
-
-    def stop_at(number, name, stop):
-        if name == "step":
-            stop(signal.SIGINT)
-
-    for step in range(1, 10):
-        code, _ = go(tmp_path / "out", stop_at)
-        assert code == (130 if step < 9 else 0) and load(tmp_path / "out" / "last.pt")["iter_num"] == step
-    assert go(tmp_path / "out")[0] == 0
-    assert_undisturbed(out_dir, tmp_path / "out", signaled=True)
-
-
-def test_a_finished_run_does_nothing_more(go, tmp_path):
-    go(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert go(tmp_path) == (0, ["evaluate"])  # eval mode, for the sample
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        assert load(out / "last.pt")["iter_num"] == int(log(out)[-1]["step"]) == steps
+        go(out)
+        assert_undisturbed(out_dir, out, signaled=True)
 
 
 def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(go, tmp_path):
@@ -190,3 +175,75 @@ def test_weights_that_are_broken_replace_no_file(value, intervals, go, tmp_path,
     assert "the loss or a weight is not finite" in code
     assert events == (["step", "evaluate"] if 4 in intervals else ["step"])
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+# -- every write in turn fails, or the process is killed at it ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """The environment of a process whose FAULT_AT-th write below FAULT_DIR, of any kind, fails or kills it."""
+    if not sys.platform.startswith("linux") or not shutil.which("cc"):
+        pytest.skip("needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "faults.c", "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library), **ONE_THREAD}
+
+
+@unix
+def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    """A power cut could leave an empty file under the good name otherwise."""
+    calls = Mock(fsync=Mock(wraps=os.fsync), replace=Mock(wraps=os.replace))
+    monkeypatch.setattr(os, "fsync", calls.fsync)
+    monkeypatch.setattr(os, "replace", calls.replace)
+    model.write_atomically(tmp_path / "file", [b"n", b"ew"])
+    assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace"]
+
+
+# each folder in a forked child, which saves the imports, for the fixture faults. In folder 7 the 7th write fails
+RESUME = """
+import os, runpy, sys
+from pathlib import Path
+import torch._dynamo, train  # which each optimizer would import
+
+for folder in map(Path, sys.argv[1:]):
+    child = os.fork()
+    if not child:
+        os.environ.update({"FAULT_DIR": f"{folder}/", "FAULT_AT": folder.name})
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        sys.argv = ["train.py", "--init_from", "resume", "--out_dir", str(folder), "--max_iters", "6"]
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except SystemExit as error:
+            os._exit(1 if isinstance(error.code, str) else error.code or 0)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, flush=True)
+    if code == 0:
+        break
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [False, True], ids=["I/O error", "kill"])
+def test_a_save_that_ends_at_any_write_leaves_checkpoints_to_go_on_from(kills, faults, data_dir, tmp_path):
+    """We fail every write of log.csv, ckpt.pt and last.pt in turn, until a run has no more of them."""
+    flags = [*STATEFUL, "--lr_decay_iters", 6, "--log_interval", 2, "--eval_interval", 2, "--data_dir", data_dir]
+    ok(here(*flags, "--max_iters", 6, "--out_dir", tmp_path / "whole"))
+    folders = [tmp_path / str(at) for at in range(1, 51)]
+    ok(here(*flags, "--max_iters", 4, "--out_dir", folders[0]))
+    for folder in folders[1:]:
+        shutil.copytree(folders[0], folder)
+    env = faults | ({"FAULT_KILLS": "1"} if kills else {})
+    codes = [int(code) for code in ok(run("-c", RESUME, *folders, env=env)).stdout.split()]
+    n = codes.index(0)
+    assert codes[:n] == [-signal.SIGKILL if kills else 1] * n
+    assert n > 11  # an open, a write, a sync and a rename at least, for every file
+    for out in folders[:n]:
+        assert load(out / "ckpt.pt") and load(out / "last.pt")["iter_num"] in (4, 6)
+        ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 6))
+        assert_same_run(tmp_path / "whole", out)
+        assert [row["step"] for row in log(out)] == [row["step"] for row in log(tmp_path / "whole")]

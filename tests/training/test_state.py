@@ -210,12 +210,6 @@ def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_last_checkpoint_is_refused(out):
-    raw = (out / "last.pt").read_bytes()
-    (out / "last.pt").write_bytes(raw[: len(raw) // 2])
-    assert_refused(out, words=[out / "last.pt"])
-
-
 @pytest.mark.parametrize(
     "name, value",
     [

@@ -7,11 +7,8 @@ import platform
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from extra_helpers import (
     DRAFTS,
@@ -35,9 +32,6 @@ from helpers import (
     FILTERS,
     MODELS,
     V,
-    a_filter,
-    a_model,
-    a_seed,
     linux,
     num_threads,
     ok,
@@ -76,16 +70,6 @@ def test_of_equal_logits_top_k_keeps_the_lowest_ids():
         assert all(map(torch.equal, got, model.generate(idx, 11, seed=k, top_k=k)))
 
 
-def test_a_whole_number_of_any_type_is_that_number():
-    """step.c reads eight bytes."""
-    model = MODELS[0]
-    idx = prompts(2, 3)
-    expected = model.generate(idx, 11, seed=3, top_k=3)
-    for three in (3, 3.0, np.int32(3), np.uint8(3), np.float32(3)):
-        got = Decoder(model, compile=True).generate(idx, 11, seed=three, top_k=three)
-        assert all(map(torch.equal, got, expected)), repr(three)
-
-
 def test_a_vocabulary_of_gpt2_gets_its_tokens():
     """The noise, the filters and the search for the best then need many vectors, and ids are far apart."""
     model = random_model(GPTConfig(block_size=20, vocab_size=50257, n_layer=1, n_head=2, n_embd=16))
@@ -106,23 +90,10 @@ def test_top_p_cuts_where_the_plain_loop_cuts():
         assert all(map(torch.equal, got, model.generate(idx % 20, 37, **sampling)))
 
 
-@settings(max_examples=4)
-@given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
-def test_threads_and_other_rows_change_no_bit(model, draft, filters, seed):
-    """A thread computes either some outputs of every product or some of the rows. Every sum stays the same."""
-    texts = []
-    for threads, rows in ((1, 17), (2, 17), (3, 2)):
-        with pytest.MonkeyPatch.context() as patch, num_threads(threads):
-            patch.setattr(compiling, "WORK_PER_THREAD", 1)
-            texts.append(Decoder(model, **DRAFTS[draft], compile=True).generate(prompts(17, 3)[:rows], 99, seed=seed))
-    for other in texts[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(texts[0], other))
-
-
 @pytest.mark.parametrize("rows_per_thread", [4, 1000])  # threads that compute some rows, or some outputs
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, rows_per_thread, monkeypatch):
-    """Rounding shows in every bit of the keys, and hardly ever in a token."""
+    """And on any number of threads. Rounding shows in every bit of the keys, and hardly ever in a token."""
     monkeypatch.setattr(compiling, "ROWS_PER_THREAD_SMALL", rows_per_thread)
     monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
     model = random_model(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=3, n_embd=96))
@@ -134,12 +105,14 @@ def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, ro
         decoder.generate(prompt.expand(len(samples), 3), 13, seed=1, samples=samples)
         return model.kv_cache.key[-1][:, :, :15].clone()
 
-    with num_threads(2):
-        decoder = Decoder(model, compile=True, weights=weights)
-        alone = {i: last_keys([i])[0] for i in (0, 1, 2, 5, 7, 15, 31, 32, 63)}
-        for B in (2, 3, 8, 16, 64):
-            batch = last_keys(list(range(B)))
-            assert all(torch.equal(batch[i], alone[i]) for i in alone if i < B), B
+    decoder = Decoder(model, compile=True, weights=weights)
+    alone = {i: last_keys([i])[0] for i in (0, 1, 2, 5, 7, 15, 31, 32, 63)}
+    for threads in (2, 3):
+        with num_threads(threads):
+            decoder = Decoder(model, compile=True, weights=weights)
+            for B in (2, 3, 8, 16, 64):
+                batch = last_keys(list(range(B)))
+                assert all(torch.equal(batch[i], alone[i]) for i in alone if i < B), (threads, B)
 
 
 A_SLEEP = [("spins < SPINS", "spins < 0")]
@@ -401,14 +374,6 @@ def good_and_broken():
     with torch.no_grad():
         broken.transformer["wpe"].weight[FINITE:] = 3e38
     return good, broken
-
-
-@pytest.mark.parametrize("filters", FILTERS)
-def test_huge_weights_are_an_error_and_not_a_text(filters):
-    for model in (MODELS[0], MODELS[3], MODELS[9]):
-        for draft in DRAFTS.values():
-            with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
-                Decoder(scaled(model, 1e25), **draft, compile=True).generate(prompts(2, 3), 9, seed=1, **filters)
 
 
 @pytest.mark.parametrize("rows, threads, rows_per_thread", [(1, 1, 1000), (5, 3, 1000), (5, 3, 1), (70, 2, 1000)])
@@ -711,11 +676,10 @@ def test_no_compiler_warns(command, tmp_path):
         )
 
 
-def whose_assembler_refuses(flag, folder):
-    """The path of a compiler that preprocesses everything, and fails to compile with this flag."""
+def compiler_that(does, folder):
+    """The path of a compiler that preprocesses everything, and otherwise does what this shell script says."""
     compiler = folder / "compiler"
-    refusal = 'echo "step.s: Assembler messages:" >&2; echo "step.s:7: Error: no such instruction" >&2; exit 1'
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-E*) ;; *{flag}*) {refusal} ;; esac\nexec cc "$@"\n')
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-E*) exec cc "$@" ;; esac\n{does}\n')
     compiler.chmod(0o755)
     return str(compiler)
 
@@ -723,7 +687,7 @@ def whose_assembler_refuses(flag, folder):
 @unix
 def test_where_the_assembler_refuses_the_chip_we_compile_for_any(patched_step, use_compiler, tmp_path):
     patched_step([])
-    use_compiler(whose_assembler_refuses("=native", tmp_path))
+    use_compiler(compiler_that('case "$*" in *=native*) exit 1 ;; esac\nexec cc "$@"', tmp_path))
     got = Decoder(MODELS[0], compile=True).generate(prompts(2, 3), 9, seed=1)
     assert_same_as_alone(MODELS[0], got, prompts(2, 3), 9, range(2), 1, {})
 
@@ -731,6 +695,7 @@ def test_where_the_assembler_refuses_the_chip_we_compile_for_any(patched_step, u
 STRANGE = {  # what a compiler does instead of compiling, and words of our line
     "echo 'the license has expired' >&2; exit 3": "the license has expired",
     "echo 'the license has expired'; exit 3": "the license has expired",
+    "echo 'step.s: Messages:' >&2; echo 'step.s:7: Error: no such thing' >&2; exit 1": "(step.s:7: Error: no such",
     "exit 3": "exit code 3",
     "exit 0": "No such file",
     "while [ $# -gt 2 ]; do shift; done; cc -shared -x c /dev/null -o $1": "symbol",  # an empty library
@@ -741,18 +706,7 @@ STRANGE = {  # what a compiler does instead of compiling, and words of our line
 @pytest.mark.parametrize("instead", STRANGE)
 def test_a_compiler_of_another_kind_is_one_line(instead, patched_step, use_compiler, tmp_path):
     patched_step([])
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-E*) exec cc "$@" ;; esac\n{instead}\n')
-    compiler.chmod(0o755)
-    use_compiler(str(compiler))
-    with pytest.raises(CompileError, match=STRANGE[instead]) as error:
+    use_compiler(compiler_that(instead, tmp_path))
+    with pytest.raises(CompileError) as error:
         Decoder(MODELS[0], compile=True)
-    assert "\n" not in str(error.value)
-
-
-@unix
-def test_a_compiler_that_fails_is_named_with_its_error(patched_step, use_compiler, tmp_path):
-    patched_step([])
-    use_compiler(whose_assembler_refuses("-shared", tmp_path))
-    with pytest.raises(CompileError, match=r"compiler cannot compile the C backend \(step.s:7: Error: no such instr"):
-        Decoder(MODELS[0], compile=True)
+    assert STRANGE[instead] in str(error.value) and "\n" not in str(error.value)

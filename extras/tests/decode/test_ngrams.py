@@ -1,4 +1,4 @@
-"""The n-gram counts and the table, against dictionaries."""
+"""The n-grams of drafts and of the targets of a training run, against dictionaries and plain counting."""
 
 import collections
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from extra_helpers import NGRAMS, TEXT, WAYS
 from extras.decode.engine import Decoder
-from extras.decode.ngrams import count_ngrams, ngram_table
-from helpers import MODELS, V, prompts, random_model
-from model import GPTConfig
+from extras.decode.ngrams import DISCOUNT, STRENGTH, TARGET_ORDER, count_ngrams, ngram_distributions, ngram_table
+from helpers import CPU, MODELS, SMALL, V, assert_same_run, here, ok, prompts, random_model, write_ids
+from model import CharTokenizer, GPTConfig
 
 ORDER = 4  # of V tokens
 
@@ -103,40 +103,25 @@ def test_a_large_vocabulary_shortens_the_contexts():
 CODES, COUNTS = NGRAMS["codes"], NGRAMS["counts"]
 DAMAGED = {
     "a list": [CODES, COUNTS],
-    "a string": "codes counts",
     "no counts": {"order": 4, "codes": CODES},
-    "no codes": {"order": 4, "counts": COUNTS},
-    "nothing": {},
     "order 0": {"order": 0, "codes": torch.tensor([1, 2]), "counts": torch.tensor([3, 4])},
     "order 5": NGRAMS | {"order": 5},
-    "order 1000": NGRAMS | {"order": 1000},
     "a shorter order": NGRAMS | {"order": 3},
-    "a float as order": NGRAMS | {"order": 4.0},
     "a string as order": NGRAMS | {"order": "4"},
-    "no order": NGRAMS | {"order": None},
-    "a tensor as order": NGRAMS | {"order": torch.tensor([4, 4])},
     "empty": NGRAMS | {"codes": CODES[:0], "counts": COUNTS[:0]},
-    "no codes, but counts": NGRAMS | {"codes": CODES[:0]},
     "short counts": NGRAMS | {"counts": COUNTS[:-1]},
-    "short codes": NGRAMS | {"codes": CODES[:-1]},
     "a list of codes": NGRAMS | {"codes": CODES.tolist()},
-    "counts of None": NGRAMS | {"counts": None},
     "codes of floats": NGRAMS | {"codes": CODES.double()},
-    "counts of floats": NGRAMS | {"counts": COUNTS.float()},
-    "counts of booleans": NGRAMS | {"counts": COUNTS > 0},
     "two dimensions": NGRAMS | {"codes": CODES[None], "counts": COUNTS[None]},
-    "a column": NGRAMS | {"codes": CODES[:, None]},
-    "one number": NGRAMS | {"codes": CODES[0], "counts": COUNTS[0]},
     "an expanded number": NGRAMS | {"counts": COUNTS[:1].expand(len(CODES))},
-    "a sparse tensor": NGRAMS | {"codes": CODES.to_sparse()},
     "a meta tensor": NGRAMS | {"counts": COUNTS.to("meta")},
+    "a sparse tensor": NGRAMS | {"codes": CODES.to_sparse()},
     "codes in another order": NGRAMS | {"codes": CODES.flip(0)},
     "a code twice": NGRAMS | {"codes": CODES.clone().index_copy_(0, torch.tensor([1]), CODES[:1])},
     "a negative code": NGRAMS | {"codes": CODES - CODES[0] - 1},
     "a code beyond the vocabulary": NGRAMS | {"codes": CODES - CODES[-1] + V**5},
     "a gap that overflows": NGRAMS | {"codes": torch.tensor([2**31 - 1, -(2**31)]).int(), "counts": COUNTS[:2]},
     "a count of 0": NGRAMS | {"counts": COUNTS - COUNTS.min()},
-    "a negative count": NGRAMS | {"counts": -COUNTS},
 }
 
 
@@ -162,3 +147,51 @@ def test_counts_that_pass_the_check_make_a_table_of_finite_numbers_and_rows_that
     logits, after = ngram_table({"order": order, "codes": codes, "counts": torch.ones_like(codes) * 2**40}, 4)
     assert logits.shape == after.shape and logits.isfinite().all()
     assert 0 <= int(after.min()) <= int(after.max()) < len(after)
+
+
+# -- targets of a training run, against plain counting -----------------------------------------------------------------
+
+
+def plain_distribution(text, i, V, order):
+    """The distribution after text[: i + 1], by counting. The text goes round: its end comes before its beginning."""
+    after = [1 / V] * V
+    for k in range(order + 1):
+        context = [text[(i - j) % len(text)] for j in range(k)]
+        places = [p for p in range(len(text) - 1) if [text[(p - j) % len(text)] for j in range(k)] == context]
+        followers = [text[p + 1] for p in places]
+        if k < order:  # one count per distinct token before the context
+            followers = [w for w, _ in {(text[p + 1], text[(p - k) % len(text)]) for p in places}]
+        counts = [followers.count(v) for v in range(V)]
+        shorter = STRENGTH + DISCOUNT * sum(c > 0 for c in counts)
+        after = [(max(c - DISCOUNT, 0) + shorter * p) / (len(followers) + STRENGTH) for c, p in zip(counts, after)]
+    return after
+
+
+@given(st.integers(1, 4), st.data())
+def test_the_targets_are_those_of_plain_counting(V, data):
+    text = data.draw(st.lists(st.integers(0, V - 1), min_size=2, max_size=40))
+    table, rows = ngram_distributions(np.array(text, dtype="<u2"), V, CPU)
+    assert table.dtype == torch.float32
+    for i in range(len(text)):
+        assert table[rows[i]].tolist() == pytest.approx(plain_distribution(text, i, V, TARGET_ORDER), abs=1e-6)
+
+
+def test_a_text_with_many_contexts_gets_shorter_ones_or_none(monkeypatch):
+    text = np.random.default_rng(0).integers(0, 5, 400).astype("<u2")
+    monkeypatch.setattr("extras.decode.ngrams.TARGET_TABLE_SIZE", 130 * 5)  # at most 125 contexts of three
+    table, rows = ngram_distributions(text, 5, CPU)
+    assert len(table) <= 125
+    for i in (0, 1, 200, 399):
+        assert table[rows[i]].tolist() == pytest.approx(plain_distribution(text.tolist(), i, 5, 3), abs=1e-6)
+    monkeypatch.setattr("extras.decode.ngrams.TARGET_TABLE_SIZE", 26 * 5)  # 25 contexts of two
+    assert ngram_distributions(text, 5, CPU) is None
+
+
+def test_a_run_whose_text_has_too_many_contexts_goes_on_without_them(tmp_path):
+    """6,000 distinct characters: even contexts of three would need a table of 36 million entries."""
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 6000)))
+    write_ids(tmp_path / "data", CharTokenizer(text), text + text[:1000])
+    flags = [*SMALL, "--data_dir", tmp_path / "data", "--max_iters", 2, "--out_dir"]
+    assert "training without" in ok(here(*flags, tmp_path / "a", "--ngram_targets", 1)).stdout
+    ok(here(*flags, tmp_path / "b"))
+    assert_same_run(tmp_path / "a", tmp_path / "b")

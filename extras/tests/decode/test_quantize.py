@@ -5,15 +5,15 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from extra_helpers import DRAFTS, TEXT, assert_same_as_alone, needs_compiler
+from extra_helpers import TEXT, assert_same_as_alone, needs_compiler
 from extras.decode.c_pack import int8_panels
 from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import BLOCK, quantize, round_weights
-from helpers import PROMPT, V, a_filter, a_model, a_seed, ok, prompts, random_model, sample
+from helpers import V, a_model, prompts, random_model
 from model import GPTConfig
 
 
@@ -100,27 +100,3 @@ def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
     ours, floats = (decoder.generate(idx, 65, seed=1) for decoder in decoders)
     assert torch.equal(ours, floats)
     assert_same_as_alone(model, ours[:1], idx[:1], 65, [0], 1, {})
-
-
-@needs_compiler
-@pytest.mark.slow
-@settings(max_examples=6)
-@given(a_model, st.sampled_from(sorted(DRAFTS)), a_filter, a_seed)
-def test_int8_with_drafts_and_filters(model, draft, filters, seed):
-    model = round_weights(copy.deepcopy(model))
-    idx = prompts(2, 3)
-    got = Decoder(model, **DRAFTS[draft], compile=True, weights="int8").generate(idx, 99, seed=seed, **filters)
-    assert_same_as_alone(model, got, idx, 99, range(2), seed, filters)
-
-
-# -- sample.py ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_sample_py_writes_the_text_of_the_rounded_weights_on_every_path(trained):
-    flags = ["--prompt", PROMPT, "--weights", "int8", "--max_new_tokens", 15]
-    plain = ok(sample(trained, *flags, "--no-kv_cache"))
-    assert plain.stdout
-    for more in ([], ["--compile", "--verify"], ["--draft", "ngram", "--compile"]):
-        assert ok(sample(trained, *flags, *more)).stdout == plain.stdout

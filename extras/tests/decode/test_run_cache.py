@@ -1,12 +1,15 @@
-"""The cache that a run of each engine leaves: --verify compares it, and its Heads are views of what attention reads."""
+"""The cache and the threads that a run of each engine leaves.
+
+--verify compares the cache, and its Heads are views of what attention reads.
+"""
 
 import pytest
 import torch
 
 from extra_helpers import NGRAMS, needs_compiler
 from extras.decode.cuda_graph import GraphedGPT
-from extras.decode.engine import Decoder
-from helpers import CONTEXT, MODELS, V, random_model
+from extras.decode.engine import NUM_DRAFTS, Decoder, open_engine
+from helpers import CONTEXT, MODELS, V, num_threads, prompts, random_model
 from model import CharTokenizer, Sampling
 from sample import Text, generate_texts, verify
 
@@ -16,17 +19,17 @@ SETTINGS = dict(seed=3, temperature=1.0)
 
 
 def engine(**how):
-    def rows_of(model, prompts):
+    def rows_of(model, texts):
         stats = {}
-        generate_texts(model, TOKENIZER, prompts, STEPS, stats=stats, **how, **SETTINGS)
+        generate_texts(model, TOKENIZER, texts, STEPS, stats=stats, **how, **SETTINGS)
         return stats["rows"]
 
     return rows_of
 
 
-def cuda_graph(model, prompts):
+def cuda_graph(model, texts):
     """As sample.py --compile on a GPU. Here, its steps are launched one by one."""
-    rows = [Text(TOKENIZER.encode(prompt), TOKENIZER) for prompt in prompts]
+    rows = [Text(TOKENIZER.encode(prompt), TOKENIZER) for prompt in texts]
     sampling = Sampling(samples=[0] * len(rows), **SETTINGS)
     graphed = GraphedGPT(model, len(rows), CONTEXT, sampling)
     for block in graphed.stream(torch.tensor([row.prompt for row in rows]), STEPS):
@@ -48,10 +51,10 @@ ENGINES = {
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES)
 def ran(request):
     """A model after a run of an engine, and the rows of the run."""
-    rows_of, prompts = request.param
+    rows_of, texts = request.param
     model = random_model(MODELS[9].config)
     model.ngrams = NGRAMS
-    return model, rows_of(model, prompts)
+    return model, rows_of(model, texts)
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -108,3 +111,30 @@ def test_the_next_run_leaves_the_cache_of_the_last_one_alone():
     before = cache.key[0].clone()
     decoder.generate(torch.tensor([[4, 5, 6]]), 5, seed=2)
     assert model.kv_cache is not cache and torch.equal(cache.key[0], before)
+
+
+@pytest.mark.parametrize("draft, more", [(None, 0), ("ngram", NUM_DRAFTS)])
+def test_a_cache_has_room_for_the_longest_text_and_its_drafts(draft, more):
+    """The report of sample.py counts the slots. They are no more than the context."""
+    model = MODELS[0]
+    for steps, slots in ((4, 5 + 4 + more), (99, CONTEXT)):
+        list(Decoder(model, draft, NGRAMS).stream([prompts(1, n)[0] for n in (3, 5, 3)], steps, seed=1))
+        assert model.kv_cache.slots == slots
+
+
+@needs_compiler
+def test_the_c_backend_has_its_own_threads_and_says_only_that_it_compiles(capsys):
+    """Those of torch would wait for work, and take the cores. Afterwards torch has its threads again."""
+    model = random_model(MODELS[9].config)
+    model.ngrams = NGRAMS
+    rows = [Text(TOKENIZER.encode(text), TOKENIZER) for text in ("ab", "abc")]
+    with num_threads(3):
+        open_engine(model, rows, 9, Sampling(seed=1), {}, compile=True)
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(3)
+        for how in ({}, dict(draft="ngram"), dict(compile=True)):
+            generate_texts(model, TOKENIZER, ["ab", "abc"], 9, **how)
+            assert torch.get_num_threads() == 3
+    assert model.kv_cache.slots == CONTEXT  # step.c has room for any text
+    out, err = capsys.readouterr()
+    assert out == "" and "decoding without" not in err

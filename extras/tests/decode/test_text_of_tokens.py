@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from extra_helpers import bpe
 from extras.formats.bpe import BPETokenizer, tokenizer_from_json
-from helpers import assert_each_row_stops, text_before
+from helpers import text_before
 from sample import Text
 
 BPE = tokenizer_from_json(bpe(300))
@@ -79,8 +79,3 @@ def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
         row.add([token])
         shown += row.new_piece()
     assert shown + row.new_piece(final=True) == tokenizer.decode(prompt + ids)
-
-
-@pytest.mark.slow
-def test_each_row_stops_on_its_own_with_drafts(trained):
-    assert_each_row_stops(trained, ["--draft", "ngram"])
