@@ -239,9 +239,8 @@ def test_what_is_no_tokenizer_is_one_line(name, content, words, tmp_path):
 
 
 def test_a_config_that_git_lfs_has_not_fetched_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1
-oid sha256:ab
-", encoding="utf-8")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"
+    (tmp_path / "config.json").write_text(pointer, encoding="utf-8")
     result = here("--ckpt", tmp_path, script="sample.py")
     assert_one_line(result, "is a Git LFS pointer and not the file itself: run git lfs pull", code=1)
 
