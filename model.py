@@ -104,7 +104,7 @@ class KVCache:
 
     key, value  a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length      the number of filled slots. Lower it to forget the slots beyond it
-    weights     of the model, as a fingerprint: set only if GPT.forward made the cache for calls that pass none
+    fingerprint of the weights, in the cache that GPT.forward makes for calls that pass none
     """
 
     def __init__(self, key, value):
@@ -112,7 +112,7 @@ class KVCache:
         self.value = value
         self.slots = key[0].size(2)
         self.length = 0
-        self.weights = None
+        self.fingerprint = None
 
     @property
     def heads(self):
@@ -363,17 +363,18 @@ class GPT(nn.Module):
     @torch.no_grad()
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
-        # most changes raise the version of a weight; those of fused optimizers and of .data only change its sum
-        sums = torch.stack([p.sum(dtype=torch.float32) for p in self.parameters()]).nan_to_num().tolist()
-        weights = [(p._version, p.dtype, p.device, total) for p, total in zip(self.parameters(), sums)]
+        # most changes raise the version of a weight; those of fused optimizers and of .data change only its numbers
+        sums = [function(p.float()) for p in self.parameters() for function in (torch.sum, torch.norm)]
+        fingerprint = [(p._version, p.dtype, p.device) for p in self.parameters()]
+        fingerprint += torch.stack(sums).nan_to_num().tolist()
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
-            cache.weights = weights
+            cache.fingerprint = fingerprint
             return cache
         cache = self.kv_cache
-        if cache is None or cache.weights is None:
+        if cache is None or cache.fingerprint is None:
             raise ValueError(f"pos is {pos}, but the model has no cache of its own yet: start at position 0")
-        if cache.weights != weights:
+        if cache.fingerprint != fingerprint:
             raise ValueError("the weights have changed since the cache was filled: start again at position 0")
         return cache
 
@@ -423,8 +424,8 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
     sampling        a Sampling
     kv_cache        False: recompute the whole context for every token, which gives the same tokens, more slowly
-    cache           a KVCache, to continue later with a longer idx: it keeps all but the last token. A continuation is a
-                    generation of its own, whose noise begins again. None: a new cache, also model.kv_cache, to look at
+    cache           a KVCache, to continue later with a longer idx: it keeps all but the last token. Each
+                    continuation starts the noise at step 0. None: a new cache, also model.kv_cache, to look at
     Raises ValueError for a prompt that does not fit the context, RuntimeError in train mode, and FloatingPointError for
     logits that are infinite or NaN. If you change the weights between two steps, start again: the cache keeps old keys.
     """
@@ -472,7 +473,7 @@ class Sampling:
     seed         0 <= seed < 2**64; None draws a seed from torch's global generator
     samples      row i uses the noise of sample samples[i]; by default, of sample i
     overflow     "stop" ends when the context is full, "slide" continues with its newest half
-    A new setting goes last, because they may be given in order, as in GPT.generate.
+    Add new settings at the end, because callers of GPT.generate may pass them by position.
     """
 
     temperature: float = 0.8
@@ -489,7 +490,7 @@ class Sampling:
             value = getattr(self, name)
             value = value.item() if hasattr(value, "item") else value
             setattr(self, name, value)
-            optional = name.startswith("top") and value is None
+            optional = value is None and getattr(Sampling, name) is None
             require(self, name, optional or isinstance(value, Real), "must be a number")
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
         whole = self.top_k is None or (1 <= self.top_k < 2**63 and self.top_k == self.top_k // 1)
@@ -566,11 +567,13 @@ def near_tie(logits, noise, picks, sampling):
     so that top_p drops that.
     """
     logits = logits.float()
+    ids = torch.arange(len(logits), device=logits.device)
     for pick, other in (picks, picks[::-1]):
-        ids = torch.arange(len(logits), device=logits.device)
-        raised = (ids == pick, logits <= logits[pick], (logits > logits[other]) | (ids == pick))
-        moved = torch.stack([logits + torch.where(up, NEAR_TIE / 2, -NEAR_TIE / 2) for up in raised])
-        if pick not in sample_token(moved, noise, sampling).tolist():
+        alone = ids == pick
+        kept = logits <= logits[pick]
+        other_dropped = (logits > logits[other]) | alone
+        moved = [logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2) for raised in (alone, kept, other_dropped)]
+        if pick not in sample_token(torch.stack(moved), noise, sampling).tolist():
             return False
     return True
 
@@ -607,7 +610,10 @@ for function in (torch.cos, torch.sin, torch.log, torch.log1p):
 
 
 class CharTokenizer:
-    """Token i is the i-th character of `vocab`. Raises ValueError if one occurs twice."""
+    """Token i is the i-th character of `vocab`. Raises ValueError if one occurs twice.
+
+    The tokenizers in extras have the same methods. Their tokens may end in the middle of a character, hence `stream`.
+    """
 
     unit = "characters"  # what messages call tokens
     stop_pattern = staticmethod(re.escape)  # a regular expression that finds a stop string in the text of tokens
@@ -674,7 +680,7 @@ def find_checkpoint(path=None):
     return folder if path else PRETRAINED
 
 
-# What train.py saves. nanoGPT's checkpoints have some of these, and only last.pt has those for a resume.
+# What train.py saves. nanoGPT's checkpoints have some of these, and the last six are only in last.pt.
 CHECKPOINT_FIELDS = {
     "model": dict,  # the state_dict
     "model_args": dict,  # for GPTConfig
@@ -708,7 +714,8 @@ def load_checkpoint(path):
             raise zipfile.BadZipFile
         with warnings.catch_warnings(action="ignore"):  # about files that torch did not write
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        complete = "model" in checkpoint and checkpoint.get("model_args", {"": 0}).keys() <= vars(GPTConfig).keys()
+        known = {f.name for f in fields(GPTConfig)}
+        complete = "model" in checkpoint and checkpoint.get("model_args", {"": 0}).keys() <= known
     except PermissionError:
         raise
     except Exception as error:  # a damaged file can raise anything, with pages of advice
@@ -797,15 +804,17 @@ def load_model(path):
 EXTRAS = Path(__file__).resolve().parent / "extras"
 
 
-def extras(module, what):
-    """Import a module of the folder extras. Raises ValueError if there is no such folder, because `what` needs it."""
-    if not EXTRAS.is_dir():
+def extras(module, what=None):
+    """Import a module of the folder extras. Without the folder, return None, or raise ValueError if `what` needs it."""
+    if EXTRAS.is_dir():
+        return importlib.import_module(f"extras.{module}")
+    if what:
         raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
-    return importlib.import_module(f"extras.{module}")
+    return None
 
 
 def open_streams():
-    """Make stdout UTF-8, on Windows too, and let it end quietly. A closed one, as daemons have, goes nowhere."""
+    """Make stdout UTF-8, on Windows too, and let it end quietly. A closed stream, as in a daemon, is os.devnull."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

@@ -85,7 +85,7 @@ def parse_args():
     add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
     args, unknown = parser.parse_known_args()
     if unknown:
-        hint = extras("cli", "").hint(unknown[0], parser) if EXTRAS.is_dir() else ""
+        hint = cli.hint(unknown[0], parser) if (cli := extras("cli")) else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
@@ -124,7 +124,7 @@ def note(message):
 def open_model(args):
     """Return (model, tokenizer) for the flags. Raises OSError or ValueError.
 
-    model.py reads checkpoints of characters. Whatever else the file or folder is, extras reads it or says what it is.
+    model.py reads checkpoints of characters. extras reads everything else, or says why it cannot.
     """
     if args.engine == "onnx":
         model = extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
@@ -313,7 +313,7 @@ def generate_texts(
 def token_blocks(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile):
     """Return an iterator over blocks of new tokens `(B, n)`, padded with -1: the loop of model.py, or an engine.
 
-    An engine spends nothing on rows that have ended. Whatever it is, model.kv_cache is its cache.
+    An engine spends nothing on rows that have ended. Either way, model.kv_cache is the cache.
     """
     if draft or compile or len({len(row.prompt) for row in rows}) > 1:
         engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
@@ -359,7 +359,7 @@ def report(args, model, stats):
 def verify(model, rows, cache, settings, num_samples):
     """Feed Texts to the model again, without the cache and with a new one: does it pick the same tokens?
 
-    cache     the KVCache that the run has left, whose keys and values must be those of the new one; None: there is none
+    cache     the KVCache of the run, which must hold the same keys and values as a new one; None: there is none
     settings  those of Sampling
     Prints what it finds, and returns the exit code.
     """
@@ -379,24 +379,25 @@ def verify(model, rows, cache, settings, num_samples):
             if context.size(1) < end - begin:
                 begin = end - context.size(1)
                 new.length = 0
-            logits = {}
+            noise = noise[0].cpu()
+            both = []
             for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):
                 began = time.perf_counter()
-                logits[way] = model(fed, cache=kv_cache, last=True)[0][0].cpu()  # waits for the device
+                logits = model(fed, cache=kv_cache, last=True)[0][0].cpu()  # waits for the device
                 seconds[way] += time.perf_counter() - began
-            apart.append((logits["without"] - logits["with"]).abs().max())
-            for way, scores in logits.items():
-                picks = row.ids[end], sample_token(scores, noise[0].cpu(), sampling).item()
-                if picks[0] == picks[1]:
+                both.append(logits)
+                ours, theirs = row.ids[end], sample_token(logits, noise, sampling).item()
+                if ours == theirs:
                     continue
-                tie = near_tie(scores, noise[0].cpu(), picks, sampling)
-                what = "the text has {!r}, but {} the cache, the model picks {!r}"
-                what = what.format(row.tokenizer.decode(picks[:1]), way, row.tokenizer.decode(picks[1:]))
+                tie = near_tie(logits, noise, (ours, theirs), sampling)
                 kind = "near-tie, which rounding decides," if tie else "DIFFERENT"
+                a, b = row.tokenizer.decode([ours]), row.tokenizer.decode([theirs])
+                what = f"the text has {a!r}, but {way} the cache, the model picks {b!r}"
                 note(f"verify: {kind} at row {number}, new token {end - T}: {what}")
                 if not tie:
                     return 1
                 near_ties.add(number)
+            apart.append((both[0] - both[1]).abs().max())
         # after a slide, rows that ended earlier are gone from the cache
         if cache is not None and (len(row.ids) == longest or longest <= block_size):
             for ours, theirs in zip(cache.key + cache.value, new.key + new.value):
@@ -431,8 +432,8 @@ def main():
     except ValueError as error:  # it begins with the name of a setting, which is also a flag
         sys.exit(f"sample.py: --{error}")
     try:
-        if EXTRAS.is_dir():
-            extras("threads", "sharing").share_cores()  # threads that spin on a busy machine can be 40 times slower
+        if threads := extras("threads"):
+            threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
         model, tokenizer = open_model(args)
         if args.weights == "int8":
             extras("decode.quantize", "--weights int8").round_weights(model)

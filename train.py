@@ -147,7 +147,7 @@ DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 RANGES = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_iters"), (1, 2**31))
 RANGES |= dict.fromkeys(("eval_interval", "save_interval", "log_interval"), (1, 2**31))
 RANGES |= dict(ngram_targets=(0, 1), beta1=(0, 0.99999), beta2=(0, 0.99999), threads=(0, 1024), seed=(0, 2**63 - 1))
-# what a checkpoint determines: that of a model its network, and that of a run all of these
+# settings that a checkpoint fixes: that of a model its network, and that of a run all of these
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
 
@@ -166,7 +166,7 @@ def parse_flags():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags, unknown = parser.parse_known_args()
     if unknown:
-        hint = extras("cli", "").hint(unknown[0], parser) if EXTRAS.is_dir() else ""
+        hint = cli.hint(unknown[0], parser) if (cli := extras("cli")) else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for name, value in vars(flags).items():
         if value == "":
@@ -186,7 +186,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     The later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
-    checkpoint  from read_checkpoint; what its "config" says is settled, as far as it is FIXED
+    checkpoint  from read_checkpoint: its "config" wins over recipe and preset, and flags cannot change what is FIXED
     on_gpu      whether preset "auto" means "gpu"
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
@@ -206,7 +206,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
     settings |= named
     if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
-        if "loss" in flags:
+        if "loss" in flags or "loss" in saved:
             raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
         settings |= dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
     for name, (default, _, *choices) in FLAGS.items():
@@ -342,7 +342,7 @@ def loss_class(name, flags):
     if name == "extras.targets":
         return extras("targets", f"--loss {name}").TrainingLoss
     if name != flags.get("loss"):
-        raise ValueError(f"the run was trained with --loss {name}: type that again, to say that you trust it")
+        raise ValueError(f"the run was trained with --loss {name}: pass it again if you trust that module")
     try:
         return importlib.import_module(name).TrainingLoss
     except (AttributeError, ModuleNotFoundError, TypeError) as error:
@@ -512,7 +512,7 @@ def begin_folder(out_dir, newest=-1):
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = extras("cli", "a lock").lock_folder(out_dir) if EXTRAS.is_dir() else nullcontext()
+        lock = cli.lock_folder(out_dir) if (cli := extras("cli")) else nullcontext()
         if newest < 0 and any(file.exists() for file in files[1:]):
             previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
             previous.mkdir()
@@ -520,7 +520,7 @@ def begin_folder(out_dir, newest=-1):
                 file.rename(previous / file.name)
             print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
-        # A killed run has rows newer than its last.pt, which come again. A full disk can cut the last row short.
+        # A killed run has rows newer than its last.pt, which we write again. A full disk can cut the last row short.
         rows = log.read_bytes().splitlines(keepends=True)[1:] if log.exists() else []
         steps = [row.split(b",")[0] for row in rows]
         rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
@@ -584,7 +584,7 @@ def pick_dtype(name, device):
 def read_checkpoint(init_from, out_dir, meta=None):
     """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError.
 
-    Its "config" is what it decides about the new run: all settings of a run to resume, else those of the network.
+    Its "config" is what the new run inherits: for a resume all settings, otherwise those of the network.
     """
     if init_from == "scratch":
         return None
@@ -596,29 +596,37 @@ def read_checkpoint(init_from, out_dir, meta=None):
     else:
         checkpoint = load_checkpoint(path)
     if init_from != "resume":
-        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
+        try:
+            network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
     needed |= {"optimizer", "scaler"}
-    if not needed <= checkpoint.keys() or checkpoint["iter_num"] not in range(2**31 + 1):
+    step = checkpoint.get("iter_num")
+    if not needed <= checkpoint.keys() or not isinstance(step, int) or not 0 <= step <= 2**31:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
-    # an older train.py wrote None for none or automatic, which our defaults mean, and had no setting loss
+    # an older train.py wrote None where we now have a default, and had no setting loss
     config = {name: value for name, value in checkpoint["config"].items() if name in names and value is not None}
     if "loss" not in config:
-        config["loss"] = "extras.targets" if config["ngram_targets"] or config["mtp_weight"] else "cross_entropy"
-        checkpoint["loss"] = {f"mtp.{name}": p for name, p in checkpoint["mtp"].items()}
+        targets = config.get("ngram_targets") or config.get("mtp_weight")
+        config["loss"] = "extras.targets" if targets else "cross_entropy"
+        checkpoint["loss"] = {f"mtp.{name}": p for name, p in checkpoint.get("mtp", {}).items()}
     return checkpoint | dict(config=config)
 
 
 def make_model(config, checkpoint, tokenizer, ids):
     """Return the GPT to train: a new one, or that of a checkpoint. Raises ValueError.
 
-    tokenizer, ids  those of the text. The model must know its tokens
+    tokenizer, ids  of the data; the model of a checkpoint must use the same tokens
     """
     shape = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
-    shape = GPTConfig(vocab_size=len(tokenizer.vocab), **shape)
+    try:
+        shape = GPTConfig(vocab_size=len(tokenizer.vocab), **shape)
+    except ValueError as error:  # it begins with the name of a field, which is also a flag
+        raise ValueError(f"--{error}") from None
     torch.manual_seed(config.seed)
     if not checkpoint:
         model = GPT(shape)
@@ -627,8 +635,8 @@ def make_model(config, checkpoint, tokenizer, ids):
         return model
 
     known = tokenizer.vocab == checkpoint.get("chars")
-    if EXTRAS.is_dir():  # two tokenizers may give the same ids
-        known = extras("formats.tokenizer", "a tokenizer").gives_ids_of(tokenizer, checkpoint, ids)
+    if formats := extras("formats.tokenizer"):  # two tokenizers may give the same ids
+        known = formats.gives_ids_of(tokenizer, checkpoint, ids)
     if not known:
         encode = (
             f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
@@ -644,7 +652,7 @@ def make_model(config, checkpoint, tokenizer, ids):
 
 
 def resume(checkpoint, training_loss, optimizers, scaler):
-    """Restore what last.pt has beside the weights of the model. Raises ValueError if it does not fit."""
+    """Restore all that last.pt has but the weights of the model. Raises ValueError if it does not fit."""
     try:
         training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
         for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
@@ -664,8 +672,8 @@ def main():
     resuming = init_from == "resume"
     out_dir = Path(flags.get("out_dir", "out"))
     try:  # an error here is a mistake of the user's, and one line; later it is a bug, with a traceback
-        if EXTRAS.is_dir():
-            extras("threads", "sharing").share_cores()  # threads that spin on a busy machine can be 40 times slower
+        if threads := extras("threads"):
+            threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
 
         # settings and device
         checkpoint = read_checkpoint(init_from, out_dir, flags.get("meta"))
@@ -706,8 +714,7 @@ def main():
             print("training without auxiliary targets, which need the folder extras: the val loss ends 0.04 higher")
         lock = begin_folder(out_dir, checkpoint["iter_num"] if resuming else -1) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
-        is_setting = str(error).partition("=")[0] in FLAGS
-        sys.exit(f"train.py: {'--' if is_setting else ''}{error}")
+        sys.exit(f"train.py: {error}")
 
     step = 0  # steps done
     seconds = 0.0  # so far, including evaluations and saves
@@ -735,7 +742,7 @@ def main():
     print(f"{'resuming' if resuming else 'training'} {what}, {millions:.2f}M parameters; {steps}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, not its optimizer: resume continues a run")
-        best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the start may be the best of all
+        best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the first weights may stay the best
         save("ckpt.pt")
 
     # the loop
@@ -744,11 +751,9 @@ def main():
         forward = DistributedDataParallel(forward)
     signals = catch_signals()
     stop = 0  # the signal that ends the run
-    ncols, nrows = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
-    # a notebook keeps every update, so there is at most one a second
-    bar = tqdm(
-        total=config.max_iters, initial=step, unit="step", mininterval=1, disable=NO_BAR, ncols=ncols, nrows=nrows
-    )
+    size = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
+    shown = dict(mininterval=1, disable=NO_BAR, ncols=size.columns, nrows=size.lines)  # a notebook keeps every update
+    bar = tqdm(total=config.max_iters, initial=step, unit="step", **shown)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     row_step = step
     began = row_began - seconds
@@ -791,13 +796,13 @@ def main():
             # evaluate
             stop = stop_signal(signals)
             evaluating = step == config.max_iters or step % config.eval_interval == 0
-            saving = evaluating or stop or step % config.save_interval == 0
-            if not saving and step % config.log_interval:
+            saving = evaluating or step % config.save_interval == 0
+            if not (saving or stop) and step % config.log_interval:
                 continue
             train_loss = all_reduce(loss_sum.item()) / WORLD_SIZE / (step - row_step)
             speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
-            stop = stop_signal(signals)  # which may have come meanwhile
+            stop = stop_signal(signals)  # one may have come during the evaluation
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
             if not finite:  # before broken weights replace a checkpoint
                 hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
@@ -823,7 +828,7 @@ def main():
             # save
             if evaluating and evals_since_best == 0:
                 save("ckpt.pt")
-            if saving:
+            if saving or stop:
                 weights = training_loss.state_dict()
                 more = dict(loss={name: weights[name] for name in weights if not name.startswith("model.")})
                 more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())

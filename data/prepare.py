@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# files that are not text as they are: extras reads the first three, and says what to do with the others
+# formats other than plain text: extras reads the first three, and says what to do with the others
 RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pdf", ".bin", ".npy", ".pt")
 RECORDS += (".gz", ".xz", ".zip", ".zst")
 STAND_IN = HERE / "sample.txt"
@@ -109,19 +109,20 @@ def main():
     args = parse_args()
     data_dir = Path(args.data_dir)
     files = [data_dir / "train.bin", data_dir / "val.bin"]
-    old = {"source": "another program" if any(file.exists() for file in files) else STAND_IN_SOURCE}
+    old = {"source": "another program"} if any(file.exists() for file in files) else {}
     with suppress(OSError, ValueError, TypeError):
         old |= json.loads((data_dir / "meta.json").read_bytes())
+    before = old.get("source")  # None: nothing was there
     if not args.input and not args.force:
         found = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
         hashes = old.get("sha256")
         whole = "chars" in old and len(found) == 2 and isinstance(hashes, dict) and found.items() <= hashes.items()
-        if old["source"] == CORPUS_URL and whole and not args.tokenizer and not args.val:
+        if before == CORPUS_URL and whole and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
-        if old["source"] not in (CORPUS_URL, STAND_IN_SOURCE):
+        if before not in (None, CORPUS_URL, STAND_IN_SOURCE):
             hint = "--force replaces it, a different --data_dir keeps both"
-            raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
+            raise ValueError(f"{data_dir} holds your own text, from {before}: {hint}")
 
     # the text
     source = ", ".join(map(os.path.abspath, args.input)) or CORPUS_URL
@@ -131,7 +132,7 @@ def main():
         try:
             text = download()
         except ValueError as error:
-            if old["source"] != STAND_IN_SOURCE:  # which never replaces anything else
+            if before not in (None, STAND_IN_SOURCE):  # the stand-in replaces nothing else
                 raise ValueError(f"{error}; nothing was changed") from None
             print(f"prepare.py: WARNING: {error}\nUSING THE SMALL STAND-IN data/sample.txt", file=sys.stderr)
             source = STAND_IN_SOURCE

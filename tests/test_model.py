@@ -133,6 +133,14 @@ def swap_of_two_weights(model):
     weight[:2] = weight[:2].flip(0)
 
 
+@torch.no_grad()
+def shift_that_adds_nothing(model):
+    """Up here and down there, through .data, which keeps the version of a weight."""
+    bias = model.transformer.h[0].attn.c_attn.bias.data
+    bias[0] += 1
+    bias[1] -= 1
+
+
 CHANGES = {
     "load_state_dict": lambda model: model.load_state_dict(random_model(model.config, seed=1).state_dict()),
     "assign": lambda model: model.load_state_dict(random_model(model.config, seed=1).state_dict(), assign=True),
@@ -142,6 +150,7 @@ CHANGES = {
     "optimizer": step_of_an_optimizer,
     "edit": edit_of_a_weight,
     "swap": swap_of_two_weights,
+    "shift": shift_that_adds_nothing,
 }
 
 

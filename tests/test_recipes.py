@@ -138,6 +138,9 @@ def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 0.0)
     config = make_config(dict(init_from="out/hf", loss="extras.targets"), checkpoint=checkpoint)
     assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 1.0)
+    run = checkpoint | dict(config=checkpoint["config"] | dict(loss="cross_entropy"))
+    with pytest.raises(ValueError, match=r"need --loss extras\.targets"):
+        make_config(dict(init_from="resume", ngram_targets=0.5), checkpoint=run)
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with out.hf \(n_embd 16\)"):
         make_config(dict(init_from="out/hf", n_embd=32), checkpoint=checkpoint)
 

@@ -10,6 +10,7 @@ import torch
 from extras.cli import note
 from extras.decode.c_step import CompileError, compile_step
 from extras.decode.cuda_graph import GraphedGPT
+from extras.decode.guard import refuse_other_sampling
 from extras.decode.ngrams import ngram_table
 from extras.decode.speculate import BatchState, prefill, rows_by_prompt, speculative_step
 from model import GPT, TRAIN_MODE, Sampling, gumbel_noise, num_threads, slide
@@ -72,23 +73,19 @@ def open_engine(model, rows, max_new_tokens, sampling, stats, *, kv_cache=True, 
     """
     prompts = [torch.tensor(row.prompt, device=model.device) for row in rows]
     lengths = sorted({len(prompt) for prompt in prompts})
-    if not isinstance(model, GPT):
-        raise ValueError("--engine onnx needs prompts of equal length in a batch, and has neither drafts nor --compile")
-    if not kv_cache:
-        raise ValueError("--no-kv_cache needs prompts of equal length in a batch, and has neither drafts nor --compile")
-    if compile and model.device.type == "cuda":
+    if not (isinstance(model, GPT) and kv_cache):
+        what = "--no-kv_cache" if isinstance(model, GPT) else "--engine onnx"
+        raise ValueError(f"{what} needs prompts of equal length in a batch, and has neither drafts nor --compile")
+    if compile:
         try:
-            if len(lengths) > 1:
-                raise CompileError("a CUDA graph needs prompts of one length")
-            slots = lengths[0] + max_new_tokens if lengths[0] <= model.config.block_size else None
-            stream = GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), max_new_tokens)
-            if draft:
-                note("leaving out --draft: a CUDA graph is faster without it")
-            return stream
-        except CompileError as error:
-            note(f"{error}: decoding without --compile")
-    elif compile:
-        try:
+            if model.device.type == "cuda":
+                if len(lengths) > 1:
+                    raise CompileError("a CUDA graph needs prompts of one length")
+                slots = lengths[0] + max_new_tokens if lengths[0] <= model.config.block_size else None
+                stream = GraphedGPT(model, len(prompts), slots, sampling).stream(torch.stack(prompts), max_new_tokens)
+                if draft:
+                    note("leaving out --draft: a CUDA graph is faster without it")
+                return stream
             weights = "int8" if getattr(model, "int8", False) else "float32"
             decoder = Decoder(model, draft, model.ngrams, compile=True, weights=weights)
             torch.set_num_threads(1)  # the C backend has threads of its own
@@ -148,6 +145,7 @@ class Generation:
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
         if decoder.program:
+            refuse_other_sampling(sampling)
             self.run, self.copy_slots, cache = decoder.program(self.state)
             self.stats["cache"] = self.model.kv_cache = cache
 

@@ -12,6 +12,7 @@ import inspect
 import os
 import textwrap
 import types
+from dataclasses import fields
 from functools import cache, partial
 from operator import attrgetter
 
@@ -31,7 +32,6 @@ REPEATED = {
     "KVCache.update": ("e57f12edf27cfaff", "forward", "attend"),
     "KVCache.mask": ("9ba9e5eb5a2db1d4", "forward", None),
     "rotate": ("67c046e513b3b9a3", "rotate", None),
-    "rope_table": ("7f87a0ebb308aeb0", "rotate", None),
     "CausalSelfAttention.forward": ("2cea02760b9e8ec7", "forward, attend", "attend"),
     "MLP.forward": ("f68477bca22343a6", "forward, activate", "feed_forward"),
     "Block.forward": ("512d730d44e510fc", "forward, layer_norm", "logits"),
@@ -45,6 +45,7 @@ REPEATED = {
     "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise", None),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
 }
+SAMPLING = {"temperature", "top_k", "top_p", "seed", "samples", "overflow"}  # what step.c knows
 ACTIVATIONS = {"gelu": (F.gelu, {}), "gelu_tanh": (F.gelu, {"approximate": "tanh"}), "swiglu": (F.silu, {})}
 
 
@@ -71,6 +72,13 @@ def refuse_changed_code(graph):
                 f"{name} in model.py has changed, and {where} computes the old version (once {both} the new one, its "
                 f"hash in guard.py is {found})"
             )
+
+
+def refuse_other_sampling(sampling):
+    """Raise CompileError if a setting of Sampling is in use that step.c does not know."""
+    for f in fields(sampling):
+        if f.name not in SAMPLING and getattr(sampling, f.name) != f.default:
+            raise CompileError(f"step.c has no {f.name}")
 
 
 def refuse_other_functions(model):

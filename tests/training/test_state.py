@@ -192,7 +192,7 @@ def test_a_loss_of_your_own_is_trained_saved_and_imported_only_if_a_flag_names_i
     ok(here(*flags, "--max_iters", 3, "--out_dir", tmp_path / "out"))
     (tmp_path / "imported").unlink()
     monkeypatch.delitem(sys.modules, "mine")
-    words = ["the run was trained with --loss mine", "type that again"]
+    words = ["the run was trained with --loss mine", "pass it again"]
     assert_refused(tmp_path / "out", words=words)
     assert not (tmp_path / "imported").exists()
     assert_refused(tmp_path / "out", "--loss", "cross_entropy", words=["--loss cross_entropy conflicts"])
@@ -213,12 +213,14 @@ def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
 @pytest.mark.parametrize(
     "name, value",
     [
-        *(("iter_num", value) for value in (None, math.nan, 2.5, -1)),
+        *(("iter_num", value) for value in (None, math.nan, 2.5, -1, torch.tensor(-1), torch.tensor([1, 2]))),
         ("optimizer", []),
         ("optimizer", [{}, {}]),
         ("loss", {"no": torch.ones(1)}),
         ("config", {"n_layer": "1", "loss": "cross_entropy"}),
         ("config", {"recipe": "nobody's", "loss": "cross_entropy"}),
+        ("config", {}),
+        ("model_args", {"head_size": 4}),
         ("seconds", None),
         ("data_sha256", [1]),
     ],
