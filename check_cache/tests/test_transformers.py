@@ -200,14 +200,15 @@ def test_a_new_name_in_the_output_cannot_run():
     assert report.missing["decode"] == f"forward returns no {CACHE}, but logits, kv_store", report
 
 
-@pytest.mark.parametrize("settings", [dict(local_window=8), dict(layer_types=["sliding_attention", "full_attention"])])
-def test_a_new_name_of_a_window_is_an_error(settings):
+def test_a_window_is_found_by_its_name_or_must_be_passed():
     model = family("mistral")
-    model.config.sliding_window = None
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    report = check_cache(model, length=24)
-    assert report.exit_code == 2 and "but we know windows as sliding_window, " in " ".join(str(report).split()), report
+    options = dict(length=30, caches="own", scenarios=["around", "batches"])
+    model.config.sliding_window, model.config.local_window = None, 12
+    assert "chunks around the window" in correct(check_cache(model, **options))
+    model.config.local_window, model.config.layer_types = None, ["sliding_attention", "full_attention"]
+    report = check_cache(model, **options)
+    assert report.exit_code == 2 and report.missing == {"chunks around the window": "there is no window"}, report
+    check_cache(model, **options, window=12).assert_correct()
 
 
 def test_a_new_name_of_the_setting_for_a_static_cache_is_an_error(monkeypatch):
