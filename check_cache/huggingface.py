@@ -86,9 +86,6 @@ class Transformers:
         self.pad = getattr(self.config, "pad_token_id", None) or 0
         settings = [value for name, value in vars(self.config).items() if WINDOW.search(name)]
         self.window = next((value for value in settings if type(value) is int and value > 0), None)
-        layers = getattr(self.config, "layer_types", None) or ()
-        if not self.window and any("slid" in kind or "chunk" in kind for kind in layers):  # then we missed its name
-            self.must_run += ("chunks around the window",)
 
     def full(self, ids, **inputs):
         return self.model(input_ids=ids, **self.caching(False), **inputs).logits

@@ -66,26 +66,6 @@ def functions(model, **more):
     return dict(full=model.full, new=lambda rows, length: Cache(), step=step, context=128, length=48) | more
 
 
-def without_module(model):
-    """Nothing leads to the module, so nothing runs in float64 and no weight is perturbed."""
-    hidden = [model.eval()]
-    full, step = (lambda ids: hidden[0].full(ids)), (lambda ids, cache, mask, pos: hidden[0](ids, cache, mask, pos))
-    return functions(model, full=full, step=step)
-
-
-def inside(model):
-    """The module keeps its only cache itself."""
-    setup = lambda model, rows, length: setattr(model, "held", Cache())  # noqa: E731
-    return functions(
-        model,
-        new=copies_of(model, setup),
-        step=lambda ids, cache, pos: cache(ids, cache.held, None, pos),
-        crop=lambda cache, length: cache.held.crop(length - cache.held.lengths[0]),
-        reorder=lambda cache, rows: cache.held.reorder_cache(rows),
-        reset=lambda cache: cache.held.reset(),
-    )
-
-
 def in_a_dict(model):
     """The cache is a dict, which has its own update method, and the step returns only the logits of the last token."""
     step = lambda ids, cache, pos: model(ids, cache["cache"], None, pos)[:, -1:]  # noqa: E731
@@ -98,7 +78,7 @@ def other_names(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [functions, without_module, inside, in_a_dict, other_names])
+@pytest.mark.parametrize("adapter", [functions, in_a_dict, other_names])
 def test_functions_make_an_adapter(adapter, monkeypatch):
     scenarios = ["decode", "chunks of mixed sizes", "rollback", "reorder", "reset", "prefix"]
     report = check_cache(**adapter(Decoder()), scenarios=scenarios)
@@ -732,25 +712,12 @@ def test_a_static_cache_that_is_full(monkeypatch):
 # -- which module ------------------------------------------------------------------------------------------------------
 
 
-def by_an_object(model):
-    class Runs:
-        def __init__(self):
-            self.models = [model]
-
-        def full(self, ids):
-            return self.models[0].full(ids)
-
-        def step(self, ids, cache, mask, pos):
-            return self.models[0](ids, cache, mask, pos)
-
-    return dict(full=Runs().full, step=Runs().step)
-
-
-def test_the_module_is_found_however_it_is_reached():
+def test_a_module_that_functions_only_call_is_found():
     model, seen = Decoder().train(), set()
     model.wte.register_forward_hook(lambda module, ids, output: seen.add((output.dtype, module.training)))
     weight = model.wte.weight.clone()
-    report = check_cache(**functions(model, **by_an_object(model)), scenarios=["decode"], dtype="bfloat16")
+    full = lambda ids: model.full(ids)  # noqa: E731
+    report = check_cache(**functions(model, full=full), scenarios=["decode"], dtype="bfloat16")
     report.assert_correct()
     assert "bfloat16 on cpu" in report.title and {(torch.bfloat16, False), (torch.float64, False)} <= seen
     assert model.training and torch.equal(model.wte.weight, weight)

@@ -200,15 +200,12 @@ def test_a_new_name_in_the_output_cannot_run():
     assert report.missing["decode"] == f"forward returns no {CACHE}, but logits, kv_store", report
 
 
-def test_a_window_is_found_by_its_name_or_must_be_passed():
-    model = family("mistral")
-    options = dict(length=30, caches="own", scenarios=["around", "batches"])
-    model.config.sliding_window, model.config.local_window = None, 12
-    assert "chunks around the window" in correct(check_cache(model, **options))
-    model.config.local_window, model.config.layer_types = None, ["sliding_attention", "full_attention"]
-    report = check_cache(model, **options)
-    assert report.exit_code == 2 and report.missing == {"chunks around the window": "there is no window"}, report
-    check_cache(model, **options, window=12).assert_correct()
+def test_a_new_name_of_a_window_is_known():
+    model = tiny("llama")
+    for name, known in (("use_window", False), ("window_pattern", False), ("local_window", True)):
+        setattr(model.config, name, True if name == "use_window" else 12)
+        report = check_cache(model, length=30, caches="own", scenarios=["around", "batches"])
+        assert ("chunks around the window" in correct(report)) == known, report
 
 
 def test_a_new_name_of_the_setting_for_a_static_cache_is_an_error(monkeypatch):

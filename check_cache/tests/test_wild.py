@@ -19,11 +19,7 @@ from wild.adapters import (
     fairseq2,
     kvboost,
     litgpt,
-    llms_from_scratch,
-    local_attention,
-    mambapy,
     mini_infer,
-    pocket_tts,
     titans,
     whisper,
     x_transformers,
@@ -36,9 +32,9 @@ pytestmark = [
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs wild/.packages: see wild/requirements.txt"),
 ]
 # what these libraries import for text, sound, data and training. Their decoders do not compute with it
-UNUSED = {"curated_tokenizers", "dacite", "datasets", "fairscale", "lightning", "lightning_utilities", "mlstm_kernels"}
+UNUSED = {"curated_tokenizers", "dacite", "datasets", "lightning", "lightning_utilities"}
 UNUSED |= {"numba", "omegaconf", "sentencepiece", "sphn", "tensordict", "tiktoken", "timm", "torchao", "torchaudio"}
-UNUSED |= {"ema_pytorch", "ftfy", "pkg_resources", "taming", "torchdata", "torchdiffeq", "youtokentome"}
+UNUSED |= {"ftfy", "pkg_resources", "taming", "torchdata", "youtokentome"}
 WINDOW = 16
 
 
@@ -97,14 +93,8 @@ CORRECT = {
     "fairseq2: Mistral, up to its window": lambda: fairseq2(window=64),
     "litgpt: Pythia": lambda: litgpt("pythia-14m"),
     "litgpt: Gemma 3, one token at a time": lambda: litgpt("Gemma-3-1b-it", most=1, **WINDOWED),
-    "LLMs-from-scratch: Llama 3": lambda: llms_from_scratch("llama3"),
-    "LLMs-from-scratch: Qwen 3": lambda: llms_from_scratch("qwen3"),
-    "local-attention: position bias": lambda: local_attention(use_dynamic_pos_bias=True),
-    "mambapy: Jamba": mambapy,
     "kvboost: a prefix of one chunk": kvboost,
     "mini-infer without its prefix cache": lambda: mini_infer(enable_prefix_caching=False),
-    "pocket-tts": pocket_tts,
-    "pocket-tts: past its window": lambda: pocket_tts(window=WINDOW),
     "titans: sliding window": lambda: titans(sliding_window_attn=True),
     "whisper": lambda: whisper() | dict(skip=["chunks", "rollback"]),  # it never feeds several tokens later
     "x-transformers: absolute": x_transformers,
@@ -146,26 +136,6 @@ WRONG = {
     "litgpt: Gemma 3, chunks over a full window": (
         lambda: litgpt("Gemma-3-1b-it", most=8, **WINDOWED),
         "needs position [0-9]+, which is in no slot",
-    ),
-    "LLMs-from-scratch: GPT-2, the cache as generate() gives it": (
-        lambda: llms_from_scratch("gpt2"),
-        "needs position [0-9]+, which is in no slot",
-    ),
-    "LLMs-from-scratch: GPT-2, use_cache=True": (
-        lambda: llms_from_scratch("gpt2", flags=dict(use_cache=True)),
-        "raises RuntimeError",
-    ),
-    "local-attention: rotary, the default": (
-        local_attention,
-        "logits off by",
-    ),
-    "local-attention: qk_rmsnorm": (
-        lambda: local_attention(use_dynamic_pos_bias=True, qk_rmsnorm=True),
-        "logits off by",
-    ),
-    "local-attention: exact_windowsize=False": (
-        lambda: local_attention(use_dynamic_pos_bias=True, exact_windowsize=False),
-        "logits off by",
     ),
     "kvboost: a prefix of several chunks": (
         kvboost,

@@ -65,25 +65,6 @@ def litgpt(name, most=None, **options):
     return dict(full=model, new=new, step=step, window=options.get("sliding_window_size"))
 
 
-def local_attention(window=16, **options):
-    from local_attention import LocalTransformer
-
-    sizes = dict(num_tokens=64, dim=64, depth=2, heads=4, dim_head=16, max_seq_len=256, local_attn_window_size=window)
-    model = LocalTransformer(**sizes, **options)
-
-    def step(ids, cache):
-        """After the first step, feed one token at a time together with all tokens before it, as generate() does."""
-        seen, kept = cache or (ids[:, :0], None)
-        logits = []
-        for part in [ids] if kept is None else ids.split(1, 1):
-            seen = torch.cat((seen, part), 1)
-            new, kept = model(seen, cache=kept, return_cache=True)
-            logits.append(new)
-        return torch.cat(logits, 1), (seen, kept)
-
-    return dict(full=model, new=lambda rows, length: None, step=step, context=256, window=window)
-
-
 def curated_transformers(name, **options):
     from curated_transformers import models
     from curated_transformers.layers import AttentionMask
@@ -106,53 +87,6 @@ def curated_transformers(name, **options):
         return run(ids, None, None, None).logits
 
     return dict(full=full, new=lambda rows, length: None, step=step)
-
-
-def llms_from_scratch(name, flags=None, **options):
-    """The model keeps the position of the next token, so each cache is a copy of the model with its own KVCache."""
-    from llms_from_scratch.kv_cache.gpt2 import GPTModel
-    from llms_from_scratch.kv_cache.llama3 import Llama3Model
-    from llms_from_scratch.kv_cache.qwen3 import Qwen3Model
-    from llms_from_scratch.kv_cache.utils import KVCache
-
-    build = dict(gpt2=GPTModel, llama3=Llama3Model, qwen3=Qwen3Model)[name]
-    config = dict(vocab_size=64, context_length=256, emb_dim=64, n_heads=4, n_layers=2, hidden_dim=128, n_kv_groups=2)
-    config |= dict(head_dim=16, qk_norm=True, rope_base=1e4, rope_freq=None, dtype=torch.float32)
-    model = build(config | dict(drop_rate=0.0, qkv_bias=False))
-
-    def setup(model, rows, length):
-        model.kv_cache = KVCache(n_layers=2)
-
-    def step(ids, cache):
-        return cache(ids, cache=cache.kv_cache, **(flags or {}))
-
-    return dict(full=model, new=copies_of(model, setup), step=step)
-
-
-def mambapy():
-    """Jamba: layers with keys and values, and layers with a recurrent state. Its step accepts one token at a time."""
-    from mambapy.jamba import JambaLM, JambaLMConfig
-
-    sizes = dict(d_model=64, n_layers=2, mlp_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    model = JambaLM(JambaLMConfig(**sizes, num_experts=1, attn_layer_offset=1, attn_layer_period=2))
-
-    def new(rows, length):
-        return [layer.get_empty_cache(rows, None) for layer in model.jamba.layers]
-
-    return dict(full=model, new=new, step=one_by_one(model.step))
-
-
-def one_by_one(step):
-    """Turn a step for one token into a step for any number of tokens."""
-
-    def steps(ids, cache):
-        logits = []
-        for token in ids.split(1, 1):
-            new, cache = step(token, cache)
-            logits.append(new)
-        return torch.cat(logits, 1), cache
-
-    return steps
 
 
 class Tokens(nn.Module):
@@ -283,30 +217,6 @@ def fairseq2(window):
         context=256,
         window=window,
     )
-
-
-def pocket_tts(window=None):
-    bare("pocket_tts", "pocket_tts.modules")
-    from pocket_tts.modules.stateful_module import StatefulModule, increment_steps, init_states
-    from pocket_tts.modules.transformer import StreamingTransformer
-
-    sizes = dict(d_model=64, num_heads=4, num_kv_heads=2, num_layers=2, dim_feedforward=128)
-    model = Tokens(StreamingTransformer(**sizes, context=window))
-    for name, module in model.named_modules():
-        if isinstance(module, StatefulModule):
-            module._module_absolute_name = name
-
-    def step(ids, cache):
-        logits = model(ids, model_state=cache)
-        increment_steps(model, cache, ids.size(1))
-        return logits
-
-    def crop(cache, length):
-        for state in cache.values():
-            state["offset"].fill_(length)
-
-    full, new = lambda ids: model(ids, model_state=None), lambda rows, length: init_states(model, rows, length)
-    return dict(full=full, new=new, step=step, crop=crop, window=window)
 
 
 def mini_infer(**options):
