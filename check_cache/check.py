@@ -54,9 +54,8 @@ def check_cache(
     if not LEAST <= length <= most:
         raise ValueError(f"length={length}: must be between {LEAST} and the context, {decoder.context or 'if given'}")
     chosen = choose(scenarios, skip)
-    sizes = Sizes(length, decoder.window)
     with prepared(decoder, dtype) as (dtype, device):
-        results = run_all(decoder, chosen, sizes, dtype, atol, progress or (lambda line: None))
+        results = run_all(decoder, chosen, Sizes(length, decoder.window), dtype, atol, progress or (lambda line: None))
 
     beyond = []
     if decoder.converts and decoder.returns not in (dtype, None):

@@ -123,8 +123,7 @@ class Report:
             missing = "; ".join(f"{name} ({why})" for name, why in self.missing.items())
             lines.append(f"MISSING  required, but not run: {missing}")
         lines += [f"NOTE     beyond this check: {self.beyond}"] if self.beyond else []
-        wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
-        return "\n".join(wrapped)
+        return "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines)
 
     __repr__ = text
 
