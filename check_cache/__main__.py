@@ -1,8 +1,8 @@
 """check-cache FOLDER, or module:function"""
 
 import argparse
-import importlib
 import json
+import pkgutil
 import re
 import sys
 import warnings
@@ -21,18 +21,17 @@ def load(name, tiny):
     """Return what module:function returns, or the model in a transformers folder."""
     if Path(name, "config.json").is_file():
         return load_model(name, tiny)
-    module, _, function = name.rpartition(":")
-    if tiny or not (module and function.isidentifier()):
-        other = "" if tiny else ", nor module:function"
-        raise ValueError(f"not a transformers folder with a config.json{other}")
+    if tiny or ":" not in name:
+        raise ValueError("not a transformers folder with a config.json, nor module:function, which cannot be --tiny")
     sys.path.insert(0, "")  # the module may be in this folder
-    return getattr(importlib.import_module(module), function)()
+    return pkgutil.resolve_name(name)()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("check-cache", description="Checks whether the KV cache of a model is correct")
     add = parser.add_argument
-    words = dict(nargs="+", action="extend", default=[], metavar="WORD")
+    # the names of some scenarios contain a comma and a space
+    words = dict(type=partial(re.split, ",(?! )"), action="extend", default=[], metavar="WORDS")
     add("model", help="a transformers folder, or the module:function that returns a model or an adapter")
     add("--dtype", help="of weights and cache: float32 (default), bfloat16 or float16")
     add("--length", type=int, help="tokens per row (default: 300, or three sliding windows, at most the context)")
@@ -45,8 +44,6 @@ def main() -> None:
     add("--verbose", action="store_true", help="say of each scenario that was not run why")
     add("--version", action="version", version=f"check-cache {__version__}, torch {torch.__version__}")
     args = vars(parser.parse_args())
-    for name in ("scenarios", "skip", "require"):  # the names of some contain a comma and a space
-        args[name] = [word for text in args[name] for word in re.split(",(?! )", text)]
     model, tiny, require, file, verbose = map(args.pop, ("model", "tiny", "require", "json", "verbose"))
     warnings.simplefilter("ignore")
     try:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from check_cache.report import Verdict, first_line
 ROWS = 8  # the sequences that we feed
 TWIN = 3  # row i + TWIN begins like row i, for i < TWIN, and differs from `fork` of Sizes on
 NEEDED = ("full", "new", "step")
-FACTS = ("vocab_size", "context", "window", "chunk", "pad", "weights")
-PARTS = (*NEEDED, *METHODS, "fork", "generate", *FACTS, "must_run")
+PARTS = (*NEEDED, *METHODS, *"fork generate vocab_size context window chunk pad weights must_run".split())
 
 
 def tensor_of(array):
@@ -69,6 +68,7 @@ class Adapter:
         self.pad, self.must_run = parts.get("pad") or 0, parts.get("must_run") or ("decode",)
         self.kinds = ("own", "static") if asks_for(parts["new"], "kind") else ("own",)
         self.called, self.unread = [], None  # the modules that full and step call; why we must not perturb them
+        self.perturbed, self.converts = [], False  # the modules whose weights we may change, and perhaps their dtype
         self.numpy, self.weights = False, None  # numpy: whether the functions want arrays of NumPy
         self.torch = True  # whether they return tensors
         self.samples = {}  # a cache of each kind, after two tokens
@@ -179,27 +179,18 @@ class Adapter:
 
     def try_out(self):
         """Find the modules that are called, and whether functions want NumPy. What raises here will raise again."""
-        with called_modules() as by_full:
+        by_full, by_step = {}, {}
+        with register_module_forward_pre_hook(lambda module, arguments: by_full.setdefault(module)):
             for self.numpy in (False, True, False):
                 with suppress(Exception, SystemExit):
                     self.full(torch.zeros(1, 2, dtype=torch.long), torch.arange(1))
                     break
-        with called_modules() as by_step:
+        with register_module_forward_pre_hook(lambda module, arguments: by_step.setdefault(module)):
             for kind in self.kinds:
                 with suppress(Exception, SystemExit):
                     self.try_cache(kind)
         self.called = [by_full, by_step]
         self.modules = [*dict.fromkeys((*self.modules, *by_full, *by_step))]
-
-    @property
-    def perturbed(self):
-        """The modules whose weights we may change."""
-        return [] if self.unread or not self.modules else [*self.modules, self.inputs]
-
-    @property
-    def converts(self):
-        """Whether we can change the dtype of the weights."""
-        return bool(self.perturbed) and not self.weights
 
     def first_logits(self):
         """Return the logits of two tokens without a cache, and with one, which gets them one by one."""
@@ -215,14 +206,6 @@ class Adapter:
             self.accepted[kind, at > 0] = 1
         self.samples[kind] = cache
         return logits
-
-
-@contextmanager
-def called_modules():
-    """Collect the modules that are called."""
-    called = {}
-    with register_module_forward_pre_hook(lambda module, arguments: called.setdefault(module)):
-        yield called
 
 
 def asks_for(function, name):

@@ -1,5 +1,6 @@
 """What attention reads, seen from outside: every PyTorch decoder ends up in a few functions that we can watch."""
 
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -11,8 +12,6 @@ from check_cache.adapters import tensor_of
 
 SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 MATMUL = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
-# what hides attention from us, and its name in a report
-HIDING = dict(multi_head_attention_forward="nn.MultiheadAttention", flex_attention="flex_attention")
 
 
 class Read(NamedTuple):
@@ -42,7 +41,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, stop=None):
         super().__init__()
-        self.reads, self.calls, self.stop, self.hidden = [], 0, stop, None
+        self.reads, self.calls, self.stop = [], 0, stop
         self.product = None  # the operands of the newest product, and its shape
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -52,10 +51,8 @@ class Watch(TorchFunctionMode):
             raise Interruption
         result = function(*args, **kwargs)
         if function is show_attention:
-            try:
+            with suppress(Exception):  # a tracer of jax.jit has no values
                 self.reads.append(Read(*map(tensor_of, args)))
-            except Exception:  # a tracer of jax.jit
-                self.hidden = "show_attention() needs values, so do not compile the step"
         elif function is F.scaled_dot_product_attention:
             self.reads.append(partial(read_sdpa, *args, **kwargs))  # on demand: it costs as much as the attention
         elif function in SOFTMAX:
@@ -69,11 +66,6 @@ class Watch(TorchFunctionMode):
             waits = isinstance(newest, Read) and newest.key is not None and newest.value is None
             if waits and weights.shape[-2:] == newest.weights.shape[-2:]:
                 self.reads[-1] = newest._replace(weights=weights, value=value)  # after dropout, if any
-        elif name := HIDING.get(getattr(function, "__name__", None)):
-            self.hidden = f"{name} hides it"
-            if kwargs.get("is_causal") and not kwargs["need_weights"] and len(args[0]) != len(args[1]):
-                why = "replaces your mask by one that is causal from slot 0, so a token sees the first slots alone"
-                self.hidden = f"nn.MultiheadAttention(need_weights=False, is_causal=True) {why}"
         return result
 
 

@@ -23,19 +23,16 @@ class Step:
     pads: int  # slots of padding in front of the row
     fed: int  # slots per row after the step
     reads: list  # as in Watch
-    hidden: str | None  # what hides attention from us, in words
 
 
 def find_cause(reference, steps):
     expected, step = reference.reads, steps[0]
-    why = step.hidden or reference.hidden
     if not expected:
-        none = "it has none, or a kernel hides it: show_attention() makes it visible"
-        return f"cause unknown: without a cache, we see no attention over all tokens ({why or none})"
+        hidden = "it has none, or it is compiled, or a kernel hides it: see show_attention() in ADAPTERS.md"
+        return f"cause unknown: without a cache, we see no attention over all tokens ({hidden})"
     forwards = [split(step, reference) for step in steps]
     if not all(forwards):
-        seen = f"a step calls attention {len(step.reads)} times, but {reference.calls} times without a cache"
-        return f"cause unknown: {seen}" + (f" ({why})" if why else "")
+        return f"cause unknown: a step calls attention {len(step.reads)} times, but {reference.calls} without a cache"
     for parts in zip(*forwards):
         for layer, (call, front, wanted) in enumerate(expected):
             reads = [read_of(part.reads[call], part.index, part.rows, len(part.positions), front) for part in parts]
@@ -118,14 +115,13 @@ def explain_slot(reference, expected, row, position, slot, here, asked):
     here   {"key" or "value", if wrong: (what is in the slot, what should be)}, both (heads, size)
     asked  whether the query of its token is wrong, too, or None if the token is not new
     """
-    what, reason, holds = f"{' and '.join(here)} of row {row}, position {position}", None, None
+    what, reason = f"{' and '.join(here)} of row {row}, position {position}", None
     if asked is not None and expected is reference.reads[0][-1]:
         reason = explain_arrival(reference, row, position, here)
     if asked and not reason:
         inputs = "wrong input: the token, an entry of inputs=, or what else comes before attention"
         reason = inputs if "value" in here else "position ids, because its query is wrong too"
-    if not reason:
-        holds = find_content(reference, expected, row, position, here)
+    holds = None if reason else find_content(reference, expected, row, position, here)
     if holds or asked is None:
         other = "something else, such as what a later step, a rejected draft token or another layer wrote"
         return f"slot {slot} should hold the {what}, but holds {holds or other}"

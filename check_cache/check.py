@@ -21,7 +21,6 @@ def check_cache(
     caches: str | Iterable[str] | None = None,
     scenarios: str | Iterable[str | Scenario] | None = None,
     skip: str | Iterable[str] | None = None,
-    more_scenarios: Iterable[Scenario] = (),
     atol: float = 0.0,
     progress: Callable[[str], object] | None = None,
     **adapter: object,
@@ -35,8 +34,8 @@ def check_cache(
     length     tokens per row. None: 300, or three sliding windows, and at most the context or 1024
     dtype      of weights and cache, as in torch.bfloat16 or "bfloat16". None: float32
     caches     kinds of cache: "own" or "static". None: all that the decoder has
-    scenarios  only those whose name contains one of these words; skip: not those, and they need not run
-    more_scenarios  of your own, made with @scenario
+    scenarios  only those whose name contains one of these words, or your own, made with @scenario
+    skip       words: the scenarios whose name contains one do not run, and need not
     atol       for a cache that rounds on purpose: how far off a logit may be
     progress   a function that is called with a line before each scenario, such as print
 
@@ -54,12 +53,9 @@ def check_cache(
     length = length or min(max(300, 3 * (decoder.window or 0)), most, 1024)
     if not LEAST <= length <= most:
         raise ValueError(f"length={length}: must be between {LEAST} and the context, {decoder.context or 'if given'}")
-    every = [*SCENARIOS, *more_scenarios]
-    skipped = with_words(every, skip)
-    chosen = [one for one in with_words(every, scenarios or "") if one not in skipped]
-    sizes = Sizes(length, decoder.window)
+    chosen = choose(scenarios, skip)
     with prepared(decoder, dtype) as (dtype, device):
-        results = run_all(decoder, chosen, sizes, dtype, atol, progress or (lambda line: None))
+        results = run_all(decoder, chosen, Sizes(length, decoder.window), dtype, atol, progress or (lambda line: None))
 
     beyond = []
     if decoder.converts and decoder.returns not in (dtype, None):
@@ -83,8 +79,8 @@ def prepared(decoder, dtype):
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r}: must be a dtype of torch, such as 'float32', 'bfloat16' or 'float16'")
-    devices = [tensor.device for module in decoder.modules for tensor in module.parameters()]
-    device = next(iter(devices), torch.device("cpu"))
+    devices = (tensor.device for module in decoder.modules for tensor in module.parameters())
+    device = next(devices, torch.get_default_device())
     # a device as a context sees every call of torch, which costs a fifth of the time of a small model
     where = nullcontext() if device == torch.get_default_device() else device
     generators = [device.index or 0] if device.type == "cuda" else []
@@ -92,6 +88,8 @@ def prepared(decoder, dtype):
         with changed(decoder.modules):  # to restore what a forward changes
             decoder.try_out()
         decoder.unread = find_unread(decoder)
+        decoder.perturbed = [] if decoder.unread or not decoder.modules else [*decoder.modules, decoder.inputs]
+        decoder.converts = bool(decoder.perturbed) and not decoder.weights
         if dtype and not decoder.converts:
             lacks = decoder.unread or "we found no module to convert, so pass it as model="
             raise ValueError(f"dtype={dtype}: {lacks}")
@@ -105,14 +103,16 @@ def prepared(decoder, dtype):
             yield dtype, device
 
 
-def with_words(scenarios, words):
-    """Return the scenarios whose name contains one of these words. A scenario stands for itself."""
-    words = as_list(words)
-    for word in words:
-        if word not in scenarios and not any(str(word) in one.name for one in scenarios):
-            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in scenarios)}")
-    named = [word for word in words if isinstance(word, str)]
-    return [one for one in scenarios if one in words or any(word in one.name for word in named)]
+def choose(scenarios, skip):
+    """Return the scenarios whose name contains a word of `scenarios`, or that are in it, and no word of `skip`."""
+    wanted, unwanted = as_list(scenarios or ""), as_list(skip)
+    own = [one for one in wanted if isinstance(one, Scenario)]
+    words, every = [word for word in wanted if word not in own], [*dict.fromkeys((*SCENARIOS, *own))]
+    for word in words + unwanted:
+        if not any(word in one.name for one in every):
+            raise ValueError(f"no scenario is called {word!r}. There are {', '.join(one.name for one in every)}")
+    chosen = [one for one in every if one in own or any(word in one.name for word in words)]
+    return [one for one in chosen if not any(word in one.name for word in unwanted)]
 
 
 def run_all(decoder, scenarios, sizes, dtype, atol, progress):

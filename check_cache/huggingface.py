@@ -1,6 +1,7 @@
 """All that we need to know about transformers. What it renames cannot run, and the reason names what we looked for."""
 
 import inspect
+import re
 
 import torch
 
@@ -8,10 +9,8 @@ from check_cache.report import Verdict
 
 # the names of the cache in the arguments and the output of `forward`, newest first
 CACHES = "cache past_key_values cache_params state".split()
-# the settings of sliding or chunked attention, and those that only look like one
-WINDOWS = "sliding_window attention_chunk_size window_size attention_window_size sliding_window_size".split()
-NO_WINDOWS = """use_sliding_window max_window_layers sliding_window_pattern _sliding_window_pattern keep_window_size
-    prefix_dense_sliding_window_pattern local_attention_window_len""".split()
+# the settings of sliding or chunked attention
+WINDOW = re.compile("(window|window_size|attention_chunk_size)$")
 # the methods of a cache
 METHODS = dict(crop="crop", reorder="reorder_cache", repeat="batch_repeat_interleave", select="batch_select_indices")
 METHODS |= dict(reset="reset")
@@ -35,7 +34,11 @@ def prepare_rollback(cache):
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, head_dim=16, rotary_dim=16, intermediate_size=128, vocab_size=256)
 SMALL |= dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-SMALL |= dict(sliding_window=16)
+SMALL |= dict(vocab_size_per_layer_input=256, sliding_window=16)
+SMALL |= dict(n_group=1, topk_group=1, qk_rope_head_dim=16, first_k_dense_replace=1)
+SMALL |= dict(num_heads=8, mamba_num_heads=8, mamba_n_heads=8, n_mamba_heads=8, mamba_head_dim=16, mamba_d_ssm=128)
+# the sizes that a config computes from others if they are not there
+DERIVED = "attention_hidden_size attention_head_dim mamba_d_head mamba_headdim per_layer_config".split()
 
 
 def load_model(folder, tiny):
@@ -46,9 +49,9 @@ def load_model(folder, tiny):
     if not tiny:
         return AutoModelForCausalLM.from_pretrained(folder, **local)
     config = AutoConfig.from_pretrained(folder, **local).get_text_config(decoder=True)
-    settings, depth = config.to_dict(), config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    layers = 6 if len({*kinds}) > 1 else 2  # the usual patterns have at most six
+    settings = {name: value for name, value in config.to_dict().items() if name not in DERIVED}
+    depth, kinds = config.num_hidden_layers, list(getattr(config, "layer_types", None) or ())
+    layers = max([2, *(1 + kinds.index(kind) for kind in {*kinds})])  # at least one of each kind
     heads, keys = (getattr(config, f"num_{name}_heads", None) or 1 for name in ("attention", "key_value"))
     for name, size in (SMALL | dict(num_key_value_heads=max(1, 4 * keys // heads), num_hidden_layers=layers)).items():
         name = config.attribute_map.get(name, name)
@@ -81,16 +84,10 @@ class Transformers:
         self.vocab_size = model.get_output_embeddings().weight.size(0)
         self.context = getattr(self.config, "max_position_embeddings", None)
         self.pad = getattr(self.config, "pad_token_id", None) or 0
-        self.window = next(filter(None, (getattr(self.config, name, None) for name in WINDOWS)), None)
-        settings = [name for name, value in vars(self.config).items() if value and "window" in name]
-        layers = () if self.window else getattr(self.config, "layer_types", None) or ()
-        settings += [kind for kind in layers if "slid" in kind or "chunk" in kind]
-        self.unknown = [name for name in settings if name not in (*WINDOWS, *NO_WINDOWS)]
+        settings = [value for name, value in vars(self.config).items() if WINDOW.search(name)]
+        self.window = next((value for value in settings if type(value) is int and value > 0), None)
 
     def full(self, ids, **inputs):
-        if self.unknown:
-            known = f"we know windows as {', '.join(WINDOWS)}: see huggingface.py"
-            raise Verdict("error", f"the config has {self.unknown[0]}, but {known}")
         return self.model(input_ids=ids, **self.caching(False), **inputs).logits
 
     def caching(self, use):

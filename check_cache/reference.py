@@ -176,7 +176,7 @@ class Reference:
         """Return the calls of attention over all tokens of a row: [(index, slots in front of the text, Read)]."""
         with Watch() as watch:
             self.full(slice(row, row + 1), ids=ids)
-        whole, self.calls, self.hidden = [], len(watch.reads), watch.hidden
+        whole, self.calls = [], len(watch.reads)
         for i, read in enumerate(watch.reads):
             read = read() if callable(read) else read
             skip, front = (size - self.length for size in read.weights.shape[-2:])

@@ -96,9 +96,6 @@ class Report:
     def __bool__(self):
         raise TypeError("a Report is neither true nor false: write report.assert_correct(), or report.exit_code == 0")
 
-    def __repr__(self):
-        return self.text()
-
     def text(self, verbose: bool = False) -> str:
         """Return the report for people. With `verbose`, it says why a scenario was not run."""
         lines, groups = [self.title], {}
@@ -126,8 +123,9 @@ class Report:
             missing = "; ".join(f"{name} ({why})" for name, why in self.missing.items())
             lines.append(f"MISSING  required, but not run: {missing}")
         lines += [f"NOTE     beyond this check: {self.beyond}"] if self.beyond else []
-        wrapped = [textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines]
-        return "\n".join(wrapped)
+        return "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 9, break_long_words=False) for line in lines)
+
+    __repr__ = text
 
 
 def as_list(words):

@@ -101,7 +101,7 @@ class Stream:
             row, position = (part[i, t].item() for part in seen)
             pads = self.pads[:, 0] * (not self.ragged)
             each = enumerate(zip(self.rows.tolist(), positions, pads.tolist()))
-            steps = [Step(i, len(ids), *one, self.fed, watch.reads, watch.hidden) for i, one in each]
+            steps = [Step(i, len(ids), *one, self.fed, watch.reads) for i, one in each]
             try:
                 cause = find_cause(reference, steps)
             except Exception as problem:  # a kind of attention that we do not know
@@ -194,7 +194,7 @@ def generate_twice(start, sizes, **options):
     try:
         with first.reference.exactly():  # so that rounding decides nothing
             run()
-    except RuntimeError:  # it cannot run in float64
+    except RuntimeError:  # its loop cannot run in float64, even if the model can
         run()
 
 

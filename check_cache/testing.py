@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 
-from check_cache.check import check_cache, with_words
+from check_cache.check import check_cache, choose
 from check_cache.report import as_list
-from check_cache.scenarios import SCENARIOS
 
 
 def parametrize_with_scenarios(load: Callable[[], object], *, require: str | Iterable[str] = (), **options: object):
@@ -19,9 +18,10 @@ def parametrize_with_scenarios(load: Callable[[], object], *, require: str | Ite
     """
     import pytest
 
-    every = [*SCENARIOS, *options.get("more_scenarios", ())]
-    names, skipped, load = [one.name for one in every], with_words(every, options.pop("skip", ())), cache(load)
-    if unknown := [name for name in as_list(require) if name not in names]:
+    load, required = cache(load), as_list(require)
+    chosen = choose(options.pop("scenarios", ()), options.pop("skip", ()))
+    names = [one.name for one in chosen]
+    if unknown := [name for name in required if name not in names]:
         raise ValueError(f"require: no scenario is called {unknown[0]!r}. There are {', '.join(names)}")
 
     def check(one):
@@ -30,9 +30,8 @@ def parametrize_with_scenarios(load: Callable[[], object], *, require: str | Ite
         adapter = model if isinstance(model, dict) else dict(model=model)
         report = check_cache(**adapter, **options | dict(scenarios=[one]))
         absent = {result.status for result in report.results} == {"not run"} and not report.missing
-        if absent and one.name not in as_list(require):
+        if absent and one.name not in required:
             pytest.skip(report.results[0].why)
-        report.assert_correct(one.name if one.name in as_list(require) else ())
+        report.assert_correct(one.name if one.name in required else ())
 
-    chosen = [one for one in with_words(every, options.pop("scenarios", "")) if one not in skipped]
     return pytest.mark.parametrize("check", [pytest.param(partial(check, one), id=one.name) for one in chosen])

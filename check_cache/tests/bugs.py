@@ -206,24 +206,21 @@ def tiny(kind, **settings):
 # what a layer gives to its cache
 
 
+def patched_rotation(patch, change):
+    """Return a decoder whose queries and keys x are rotated by change(x, pos)."""
+    rotate = Attention.rotate
+    patch(Attention, "rotate", lambda self, x, pos: rotate(self, x, change(x, pos)))
+    return Decoder()
+
+
 @bug(WRONG_KEY, "the positions of each step start at 0")
 def rope_begins_at_0_in_each_step(patch):
-    rotate = Attention.rotate
-    patch(
-        Attention,
-        "rotate",
-        lambda self, x, pos: rotate(self, x, pos - pos[:, :1]) if x.size(1) == KV_HEADS else rotate(self, x, pos),
-    )
-    return Decoder()
+    return patched_rotation(patch, lambda x, pos: pos - pos[:, :1] if x.size(1) == KV_HEADS else pos)
 
 
 @bug(WRONG_KEY, "every token of a chunk gets the position of its first")
 def rope_of_the_start_of_a_chunk(patch):
-    rotate = Attention.rotate
-    patch(
-        Attention, "rotate", lambda self, x, pos: rotate(self, x, pos[:, :1].expand_as(pos) if pos[0, 0] > 0 else pos)
-    )
-    return Decoder()
+    return patched_rotation(patch, lambda x, pos: pos[:, :1].expand_as(pos) if pos[0, 0] > 0 else pos)
 
 
 @bug(WRONG_KEY, "unsloth 3699: slots of the cache used as positions, in rows with padding")
@@ -262,7 +259,7 @@ def table_with_another_offset(patch):
 
 
 @bug(
-    "a step calls attention 4 times, but 2 times without a cache",
+    "a step calls attention 4 times, but 2 without a cache",
     "the last token of the prompt is fed again with the first new one",
 )
 def a_token_is_fed_twice(patch):
@@ -294,16 +291,12 @@ def a_step_feeds_two_tokens(patch):
 
 @bug(WRONG_KEY, "positions are counted in bfloat16, so they are coarse from 256 on; here from 32 on")
 def coarse_positions(patch):
-    rotate = Attention.rotate
-    patch(Attention, "rotate", lambda self, x, pos: rotate(self, x, pos // 2 * 2 if pos[0, 0] > 32 else pos))
-    return Decoder()
+    return patched_rotation(patch, lambda x, pos: pos // 2 * 2 if pos[0, 0] > 32 else pos)
 
 
 @bug(WRONG_KEY, "a table of angles with too few rows, clamped")
 def angles_end_at_64(patch):
-    rotate = Attention.rotate
-    patch(Attention, "rotate", lambda self, x, pos: rotate(self, x, pos.clamp(max=64) if pos.size(1) < 20 else pos))
-    return Decoder()
+    return patched_rotation(patch, lambda x, pos: pos.clamp(max=64) if pos.size(1) < 20 else pos)
 
 
 @bug(WRONG_VALUE, "position_ids are ignored as soon as there is a cache")
@@ -321,15 +314,8 @@ def gpt2_ignores_position_ids(patch):
 
 @bug(WRONG_KEY, "positions of a block of at most 30 tokens")
 def chunk_of_more_than_thirty(patch):
-    rotate = Attention.rotate
-    patch(
-        Attention,
-        "rotate",
-        lambda self, x, pos: rotate(
-            self, x, pos.where(torch.arange(pos.size(1)) < 30, 0) if 30 < pos.size(1) < 48 else pos
-        ),
-    )
-    return Decoder()
+    cut = lambda pos: pos.where(torch.arange(pos.size(1)) < 30, 0)  # noqa: E731
+    return patched_rotation(patch, lambda x, pos: cut(pos) if 30 < pos.size(1) < 48 else pos)
 
 
 def generate_feeds(patch, change):
@@ -370,13 +356,14 @@ def generate_counts_the_padding(patch):
 
 
 def patched_update(patch, change, cls=Cache):
-    """change(cache, keys, values, key, layer) -> what update returns."""
+    """Return a decoder whose cache returns change(cache, keys, values, key, layer)."""
     update = cls.update
 
     def broken(self, key, value, layer=0, *args, **kwargs):
         return change(self, *update(self, key, value, layer, *args, **kwargs), key, layer)
 
     patch(cls, "update", broken)
+    return Decoder()
 
 
 def rounded(x):
@@ -386,14 +373,12 @@ def rounded(x):
 
 @bug(f"{HOLDS}|rounded or scaled", "silently int8")
 def int8(patch):
-    patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
-    return Decoder()
+    return patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
 
 
 @bug(f"{HOLDS}|rounded", "a buffer of float16 under float32")
 def float16_buffer(patch):
-    patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
-    return Decoder()
+    return patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
 
 
 @bug(f"{HOLDS} key of", "tests/interop/test_transformers.py")
@@ -406,35 +391,31 @@ def llama_keys_rolled(patch):
 
 @bug(f"{HOLDS}|row 0", "the cache of one row is spread over the batch")
 def one_row_for_all(patch):
-    patched_update(
+    return patched_update(
         patch, lambda self, k, v, key, layer: (k, v) if key.size(2) > 40 else (k[:1].expand_as(k), v[:1].expand_as(v))
     )
-    return Decoder()
 
 
 @bug(f"{HOLDS}|row", "a row of the batch leaks into another")
 def rows_in_another_order(patch):
-    patched_update(
+    return patched_update(
         patch, lambda self, k, v, key, layer: (k.flip(0), v.flip(0)) if len(k) > 2 and key.size(2) == 1 else (k, v)
     )
-    return Decoder()
 
 
 @bug(f"{HOLDS}", "more rows than the cache was made for")
 def no_more_than_four_rows(patch):
-    patched_update(patch, lambda self, k, v, *_: (k[torch.arange(len(k)) % 4], v[torch.arange(len(v)) % 4]))
-    return Decoder()
+    return patched_update(patch, lambda self, k, v, *_: (k[torch.arange(len(k)) % 4], v[torch.arange(len(v)) % 4]))
 
 
 @bug(HOLDS, "a default argument: all layers share one list")
 def layers_share_a_slot(patch):
-    patched_update(
+    return patched_update(
         patch,
         lambda self, k, v, key, layer: (
             (self.keys[max(0, layer - 1)], self.values[max(0, layer - 1)]) if key.size(2) == 1 else (k, v)
         ),
     )
-    return Decoder()
 
 
 @bug(HOLDS, "nanochat 187: resize_ of (layers, 2, B, heads, t, size) moves what is in it")
@@ -444,8 +425,7 @@ def growth_moves_layers(patch):
             self.keys[layer][:, :, :32] = self.keys[layer][:, :, 32:64].clone()
         return self.keys[layer], self.values[layer]
 
-    patched_update(patch, change)
-    return Decoder()
+    return patched_update(patch, change)
 
 
 @bug(f"{HOLDS}|zeros", "a write index that is one too far", caches=("static",))
@@ -458,19 +438,17 @@ def one_slot_too_far(patch):
                 x[:, :, end - 1] = 0
         return k, v
 
-    patched_update(patch, change)
-    return Decoder()
+    return patched_update(patch, change)
 
 
 @bug(TOO_FEW, "attention reads the cache before the new token is in it")
 def newest_token_is_dropped(patch):
-    patched_update(
+    return patched_update(
         patch,
         lambda self, k, v, key, layer: (
             (k[:, :, :-1], v[:, :, :-1]) if key.size(2) == 1 and self.room is None else (k, v)
         ),
     )
-    return Decoder()
 
 
 @bug(TOO_FEW, "a prefill replaces what is there, and so does a chunk")
@@ -494,8 +472,7 @@ def middle_is_dropped(patch):
             self.keys[layer], self.values[layer] = k, v
         return k, v
 
-    patched_update(patch, change)
-    return Decoder()
+    return patched_update(patch, change)
 
 
 @bug(f"{HOLDS}|but holds that of row", "blocks of 32: a chunk over a boundary overwrites the last slot before it")
@@ -508,8 +485,7 @@ def slot_before_a_boundary(patch):
                 x[:, :, last] = x[:, :, last - 1]
         return k, v
 
-    patched_update(patch, change)
-    return Decoder()
+    return patched_update(patch, change)
 
 
 @bug(HOLDS, "rotated keys are rotated again when they are read")
@@ -517,14 +493,12 @@ def keys_rotated_twice(patch):
     def change(self, k, v, key, layer):
         return torch.cat((k[:, :, :1], k[:, :, 1:].flip(-1)), 2) if key.size(2) == 1 else k, v
 
-    patched_update(patch, change)
-    return Decoder()
+    return patched_update(patch, change)
 
 
 @bug(HOLDS, "keys and values change places")
 def keys_and_values_swapped(patch):
-    patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
-    return Decoder()
+    return patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
 
 
 @bug(HOLDS, "transformers 37574: rolled before the window is full", caches=("static",))
@@ -667,33 +641,27 @@ def two_caches_share_a_buffer(patch):
             old[:, :, end - key.size(2) : end] = new[:, :, end - key.size(2) : end]
         return shared
 
-    patched_update(patch, change)
-    return Decoder()
+    return patched_update(patch, change)
 
 
 # masks and heads
 
 
+def patched_mask(patch, change):
+    """Return a decoder whose tokens see what those at the positions change(query) should see."""
+    visible = Attention.visible
+    patch(Attention, "visible", lambda self, query, slot, mask: visible(self, change(query), slot, mask))
+    return Decoder()
+
+
 @bug(SEEN, "llama 899: a square mask, aligned at the top left")
 def mask_at_the_top_left(patch):
-    visible = Attention.visible
-    patch(
-        Attention,
-        "visible",
-        lambda self, query, slot, mask: visible(self, query - query[0] if 1 < len(query) < 60 else query, slot, mask),
-    )
-    return Decoder()
+    return patched_mask(patch, lambda query: query - query[0] if 1 < len(query) < 60 else query)
 
 
 @bug(SEEN, "no causal mask as soon as there is a cache")
 def chunks_see_the_future(patch):
-    visible = Attention.visible
-    patch(
-        Attention,
-        "visible",
-        lambda self, query, slot, mask: visible(self, query * 0 + query.max() if query[0] > 0 else query, slot, mask),
-    )
-    return Decoder()
+    return patched_mask(patch, lambda query: query * 0 + query.max() if query[0] > 0 else query)
 
 
 @bug(SEEN, "litgpt 1672: a mask that hides nothing")
@@ -767,11 +735,8 @@ def padding_id_is_hidden(patch):
 @bug(f"{HOLDS}|heads in another order", "grouped queries: repeat for repeat_interleave in the cached path")
 def heads_in_blocks(patch):
     expand = Attention.expand
-    patch(
-        Attention,
-        "expand",
-        lambda self, x: x.repeat(1, HEADS // KV_HEADS, 1, 1) if self.cached else expand(self, x),
-    )
+    blocks = lambda x: x.repeat(1, HEADS // KV_HEADS, 1, 1)  # noqa: E731
+    patch(Attention, "expand", lambda self, x: blocks(x) if self.cached else expand(self, x))
     return Decoder()
 
 
@@ -808,20 +773,16 @@ def alibi_of_the_chunk(patch):
 @bug(f"{HOLDS}|rounded", "half precision: scores in float8 in decode steps")
 def coarse_scores(patch):
     expand = Attention.expand
-    patch(
-        Attention,
-        "expand",
-        lambda self, x: expand(self, x).to(torch.float8_e4m3fn).to(x.dtype) if self.cached else expand(self, x),
-    )
+    coarse = lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)  # noqa: E731
+    patch(Attention, "expand", lambda self, x: coarse(expand(self, x)) if self.cached else expand(self, x))
     return Decoder()
 
 
 @bug(RAISES, "keys and values of different lengths", caches=("static",))
 def a_step_raises(patch):
-    patched_update(
+    return patched_update(
         patch,
         lambda self, k, v, key, layer: (
             (k, v[:, :, : self.lengths[layer]]) if key.size(2) == 1 and self.room else (k, v)
         ),
     )
-    return Decoder()

@@ -66,26 +66,6 @@ def functions(model, **more):
     return dict(full=model.full, new=lambda rows, length: Cache(), step=step, context=128, length=48) | more
 
 
-def without_module(model):
-    """Nothing leads to the module, so nothing runs in float64 and no weight is perturbed."""
-    hidden = [model.eval()]
-    full, step = (lambda ids: hidden[0].full(ids)), (lambda ids, cache, mask, pos: hidden[0](ids, cache, mask, pos))
-    return functions(model, full=full, step=step)
-
-
-def inside(model):
-    """The module keeps its only cache itself."""
-    setup = lambda model, rows, length: setattr(model, "held", Cache())  # noqa: E731
-    return functions(
-        model,
-        new=copies_of(model, setup),
-        step=lambda ids, cache, pos: cache(ids, cache.held, None, pos),
-        crop=lambda cache, length: cache.held.crop(length - cache.held.lengths[0]),
-        reorder=lambda cache, rows: cache.held.reorder_cache(rows),
-        reset=lambda cache: cache.held.reset(),
-    )
-
-
 def in_a_dict(model):
     """The cache is a dict, which has its own update method, and the step returns only the logits of the last token."""
     step = lambda ids, cache, pos: model(ids, cache["cache"], None, pos)[:, -1:]  # noqa: E731
@@ -97,15 +77,8 @@ def other_names(model):
     return functions(model, new=lambda n, room: Cache(), step=lambda x, kv=None, *, pos: model(x, kv, None, pos))
 
 
-def no_names(model):
-    """A cache that grows needs neither rows nor length, and a step may accept anything else."""
-    return functions(
-        model, new=lambda *sizes: Cache(), step=lambda ids, cache, pos, **rest: model(ids, cache, None, pos)
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [functions, without_module, inside, in_a_dict, other_names, no_names])
+@pytest.mark.parametrize("adapter", [functions, in_a_dict, other_names])
 def test_functions_make_an_adapter(adapter, monkeypatch):
     scenarios = ["decode", "chunks of mixed sizes", "rollback", "reorder", "reset", "prefix"]
     report = check_cache(**adapter(Decoder()), scenarios=scenarios)
@@ -390,8 +363,7 @@ def test_attention_without_values_has_no_cause():
 
         report = check_cache(**model.adapter() | dict(step=step), scenarios=["decode"], skip=["from"])
         assert report.exit_code == late, report
-    said = "cause unknown: without a cache, we see no attention over all tokens (show_attention() needs values, "
-    assert report.results[0].why == said + "so do not compile the step)", report
+    assert report.results[0].why.startswith("cause unknown: without a cache, we see no attention"), report
 
 
 def test_rounding_in_a_deep_decoder_whose_weights_we_do_not_know():
@@ -740,25 +712,12 @@ def test_a_static_cache_that_is_full(monkeypatch):
 # -- which module ------------------------------------------------------------------------------------------------------
 
 
-def by_an_object(model):
-    class Runs:
-        def __init__(self):
-            self.models = [model]
-
-        def full(self, ids):
-            return self.models[0].full(ids)
-
-        def step(self, ids, cache, mask, pos):
-            return self.models[0](ids, cache, mask, pos)
-
-    return dict(full=Runs().full, step=Runs().step)
-
-
-def test_the_module_is_found_however_it_is_reached():
+def test_a_module_that_functions_only_call_is_found():
     model, seen = Decoder().train(), set()
     model.wte.register_forward_hook(lambda module, ids, output: seen.add((output.dtype, module.training)))
     weight = model.wte.weight.clone()
-    report = check_cache(**functions(model, **by_an_object(model)), scenarios=["decode"], dtype="bfloat16")
+    full = lambda ids: model.full(ids)  # noqa: E731
+    report = check_cache(**functions(model, full=full), scenarios=["decode"], dtype="bfloat16")
     report.assert_correct()
     assert "bfloat16 on cpu" in report.title and {(torch.bfloat16, False), (torch.float64, False)} <= seen
     assert model.training and torch.equal(model.wte.weight, weight)
@@ -885,7 +844,6 @@ CALLED = "cannot be called as ADAPTERS.md says: "
             LOGITS + "SimpleNamespace",
         ),
         (dict(step=lambda ids, cache: (cache, ids)), LOGITS + r"Cache \(\), Tensor \("),
-        (dict(step=lambda ids, cache: (ids, cache, 0)), LOGITS + r"Tensor \(.*\), Cache \(\), int"),
         (
             dict(step=lambda ids, cache: torch.zeros(3, 2, 7)),
             LOGITS + r"Tensor \(3, 2, 7\)",
@@ -895,15 +853,10 @@ CALLED = "cannot be called as ADAPTERS.md says: "
             dict(full=lambda ids: ids.numpy()),
             r"full must return .*, a tensor \(., 24, V\), but returned ndarray \(., 24\)",
         ),
-        (dict(full=lambda ids: ids.tolist()), r"full must return .*, a tensor \(., 24, V\), but returned list"),
         (dict(full=lambda ids, extra: ids), f"full {CALLED}missing a required argument: 'extra'"),
         (dict(new=lambda rows: Cache()), f"new {CALLED}too many positional arguments"),
         (dict(reorder=lambda cache: None), f"reorder {CALLED}too many positional arguments"),
         (dict(generate=lambda ids, count, use_cache: ids), "generate must return 8 new tokens per row, .* Tensor"),
-        (
-            dict(generate=lambda ids, count, use_cache: []),
-            "generate must return 8 new tokens per row, .* but returned list",
-        ),
     ],
 )
 def test_a_mistake_in_the_adapter_is_no_wrong_cache(function, message):
@@ -933,26 +886,6 @@ def test_a_cache_that_cannot_be_made_is_an_error():
     assert report.exit_code == 2 and statuses(report, "correct") == {"decode", "decode from 1 token"}, report
     why = next(result.why for result in report.results if result.status == "error")
     assert re.match(r"raises AttributeError at test_check_cache\.py:[0-9]+: ", why), report
-
-
-def test_a_list_of_caches_one_per_row():
-    model = Decoder()
-
-    def step(ids, caches, mask, pos):
-        rows = enumerate(zip(ids.split(1), caches, pos.split(1)))
-        masks = [None] * len(ids) if mask is None else mask.split(1)
-        return torch.cat([model(row, cache, masks[i], at) for i, (row, cache, at) in rows])
-
-    report = check_cache(
-        **functions(
-            model,
-            new=lambda rows, length: [Cache() for _ in range(rows)],
-            step=step,
-            crop=lambda caches, length: [cache.crop(length - cache.lengths[0]) for cache in caches] and None,
-            reorder=lambda caches, rows: [copy.deepcopy(caches[row]) for row in rows],
-        ),
-    )
-    report.assert_correct(require=["decode", "speculative rollback", "left padding, then reorder"])
 
 
 # -- causes ------------------------------------------------------------------------------------------------------------
@@ -1001,18 +934,6 @@ def first_cause(model, change, scenario="decode", **more):
     return next(result.why for result in report.results if result.status == "wrong")
 
 
-def test_a_step_may_feed_its_tokens_in_parts():
-    """Then a chunk calls attention several times."""
-    model = Decoder()
-
-    def step(ids, cache, pos):
-        parts = zip(ids.split(3, 1), pos.split(3, 1))
-        return torch.cat([model(part, cache, None, at + 2 * (at > 20)) for part, at in parts], 1)
-
-    report = check_cache(**functions(model, step=step), scenarios=["double"])
-    assert re.fullmatch("layer 0: the new key of row ., position 21 is .* its position is 23", report.results[0].why)
-
-
 @pytest.mark.parametrize("loops", [False, True])
 def test_a_step_may_feed_its_rows_one_by_one(loops):
     """And so may a run without a cache."""
@@ -1036,32 +957,6 @@ def test_a_step_may_feed_its_rows_one_by_one(loops):
     assert all("the new key of row 1, position 21 is wrong on arrival: its position is 23" in why for why in wrong), (
         report
     )
-
-
-class Modular(torch.nn.Module):
-    """nn.MultiheadAttention over embeddings, which are the cache. `hint` is its is_causal."""
-
-    def __init__(self, hint):
-        super().__init__()
-        self.wte, self.head, self.hint = torch.nn.Embedding(50, 32), torch.nn.Linear(32, 50), hint
-        self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, ids, past=None):
-        x = self.wte(ids)
-        seen = x if past is None else torch.cat((past, x), 1)
-        T, t = x.size(1), seen.size(1)
-        hidden = torch.ones(T, t).tril(t - T) == 0
-        return self.head(x + self.attention(x, seen, seen, None, False, hidden, is_causal=self.hint)[0]), seen
-
-
-def test_a_mask_that_torch_replaces_is_named():
-    for hint in (False, True):
-        model = Modular(hint)
-        full = lambda ids: model(ids)[0]  # noqa: B023, E731
-        report = check_cache(full=full, new=lambda *_: None, step=model, length=24, scenarios="decode")
-        assert report.exit_code == hint, report
-    assert "nn.MultiheadAttention(need_weights=False, is_causal=True) replaces your mask" in report.results[0].why
-    assert "flex" not in str(report)
 
 
 # -- what a step refuses -----------------------------------------------------------------------------------------------
@@ -1247,21 +1142,16 @@ def test_a_scenario_of_the_caller():
 
     for broken in (False, True):
         Cache.compact = lambda self: self.each(lambda x: x * 1.5 if broken else x)  # noqa: B023
-        report = check_cache(**functions(Decoder()), scenarios=["decode", "compaction"], more_scenarios=[compact])
-        assert ("compaction" in statuses(report)) == broken, report
+        report = check_cache(**functions(Decoder()), scenarios=["decode", compact])
+        assert (statuses(report), len(report.results)) == ({"compaction"} if broken else set(), 3), report
     del Cache.compact
-    model = Decoder()
-    for more, why in (
-        (dict(step=lambda ids, cache, pos: model(ids, cache, None, pos)), "the step takes no mask"),
-        (dict(new=lambda rows, length: NoCrop()), "the adapter has no crop, the cache no crop"),
-    ):
-        report = check_cache(**functions(model, **more), scenarios=["compaction"], more_scenarios=[compact])
-        assert report.results[0].why == why, report
+    report = check_cache(**functions(Decoder(), new=lambda rows, length: NoCrop()), scenarios=[compact])
+    assert report.results[0].why == "the adapter has no crop, the cache no crop", report
 
 
 def test_a_scenario_that_compares_nothing_has_not_run():
     nothing = scenario("nothing")(lambda start, sizes: start())
-    report = check_cache(**functions(Decoder()), scenarios=["nothing"], more_scenarios=[nothing])
+    report = check_cache(**functions(Decoder()), scenarios=[nothing])
     assert report.exit_code == 2 and report.results[0].why == "it compares no logits", report
 
 

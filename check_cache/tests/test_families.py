@@ -1,9 +1,4 @@
-"""The caches of all these families of transformers are correct, except for known defects.
-
-python tests/test_families.py     prints how many seconds each family takes. Needs an installed check_cache
-"""
-
-import time
+"""The caches of all these families of transformers are correct, except for known defects."""
 
 import pytest
 import torch
@@ -209,13 +204,3 @@ def test_the_caches_of_transformers_are_correct_except_for_known_defects(name, d
         assert {"decode", "chunks of mixed sizes"} <= {r.scenario for r in report.results if r.status != "not run"}, (
             report
         )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    print("| family | seconds | correct | wrong | not run |\n|---|---|---|---|---|")
-    for name in FAMILIES:
-        began = time.perf_counter()
-        report = check_cache(family(name))
-        counts = [sum(r.status == status for r in report.results) for status in ("correct", "wrong", "not run")]
-        print(f"| {name} | {time.perf_counter() - began:.1f} | {' | '.join(map(str, counts))} |", flush=True)

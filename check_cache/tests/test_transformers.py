@@ -200,14 +200,12 @@ def test_a_new_name_in_the_output_cannot_run():
     assert report.missing["decode"] == f"forward returns no {CACHE}, but logits, kv_store", report
 
 
-@pytest.mark.parametrize("settings", [dict(local_window=8), dict(layer_types=["sliding_attention", "full_attention"])])
-def test_a_new_name_of_a_window_is_an_error(settings):
-    model = family("mistral")
-    model.config.sliding_window = None
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    report = check_cache(model, length=24)
-    assert report.exit_code == 2 and "but we know windows as sliding_window, " in " ".join(str(report).split()), report
+def test_a_new_name_of_a_window_is_known():
+    model = tiny("llama")
+    for name, known in (("use_window", False), ("window_pattern", False), ("local_window", True)):
+        setattr(model.config, name, True if name == "use_window" else 12)
+        report = check_cache(model, length=30, caches="own", scenarios=["around", "batches"])
+        assert ("chunks around the window" in correct(report)) == known, report
 
 
 def test_a_new_name_of_the_setting_for_a_static_cache_is_an_error(monkeypatch):
